@@ -72,7 +72,7 @@ def take_pages() -> None:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=test_monitor.CHROMIUM, args=test_monitor.ARGUMENTS)
             page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
-            take(test_monitor.Tab(page, server, ""))
+            take(test_monitor.Tab(page, server))
             browser.close()
     finally:
         server.stop()

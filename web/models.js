@@ -4,12 +4,12 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { fetchModels, known, modelOf, modelSocket, widgetOf } from "./monitor/graph.mjs";
+import { fetchModels, isLinked, known, modelOf, modelSocket, widgetOf } from "./monitor/graph.mjs";
 import { say } from "./monitor/words.mjs";
 
 const REPLACED = ["model_id", "precision"];
 
-const ALWAYS = "Comfy.Node.AlwaysShowAdvancedWidgets";
+const [ALWAYS, VUE] = ["Comfy.Node.AlwaysShowAdvancedWidgets", "Comfy.VueNodes.Enabled"];
 
 /** What the server declared of a node's inputs, by name: options of each. */
 function declared(node) {
@@ -21,33 +21,34 @@ function unusedBy(node) {
   if (modelSocket(node) < 0) return new Set();
   const found = known(modelOf(node));
   const unused = found && node.comfyClass?.startsWith(found.family) ? found.unused : [];
-  return new Set(node.inputs[modelSocket(node)].link == null ? unused : [...unused, ...REPLACED]);
+  return new Set(isLinked(node, modelSocket(node)) ? [...unused, ...REPLACED] : unused);
 }
 
 const SOURCES = new Set(["TPUModelLoader", "TPURemote", "TPULoraLoader"]);
 const isOurs = (node) => modelSocket(node) >= 0 || SOURCES.has(node.comfyClass);
 
-function hideUnused(node) {
+function hideUnused(node, isVue = LiteGraph.vueNodesMode) {
   if (!isOurs(node) || !node.widgets) return;
   const [unused, options] = [unusedBy(node), declared(node)];
   const isShown = node.showAdvanced || app.extensionManager.setting.get(ALWAYS);
   // A link tells more than the model's name: what somebody has linked stays.
-  const isLinked = (name) => node.inputs.some((input) => input.widget?.name === name && input.link != null);
-  let isNew = false;
+  const isGiven = (name) => isLinked(node, node.inputs.findIndex((input) => input.widget?.name === name));
+  const marks = () => node.widgets.map(({ options: marked }) => `${marked.hidden ?? false} ${marked.advanced ?? false}`).join();
+  const before = marks();
   for (const widget of node.widgets) {
-    const isUnused = unused.has(widget.name) && !isLinked(widget.name);
     const { advanced, default: first } = options[widget.name] ?? {};
-    const isFolded = Boolean(advanced) && !isShown && widget.value === first && !isLinked(widget.name);
-    widget.hidden = isUnused || isFolded; // for the classic renderer
-    // By this mark its menu has "Show Advanced"; a node without such widgets has no button in Vue either.
-    widget.advanced = !isUnused && (isFolded || Boolean(advanced && node.showAdvanced));
-    if (isUnused === Boolean(widget.options.hidden)) continue;
-    widget.options.hidden = isUnused; // here Vue nodes look
-    widget.options.advanced = Boolean(advanced) && !isUnused;
-    isNew = true;
+    const isUnused = unused.has(widget.name) && !isGiven(widget.name);
+    const isAdvanced = Boolean(advanced) && !isUnused;
+    const isFolded = isAdvanced && !isShown && widget.value === first && !isGiven(widget.name);
+    // Here Vue nodes look, and the side panel. Since frontend 1.58 each mark is also what follows for the classic renderer:
+    // `widget` has the last word.
+    widget.options.hidden = isUnused;
+    if (advanced) widget.options.advanced = isAdvanced; // a node without such widgets has no button in Vue
+    widget.hidden = isUnused || (isFolded && !isVue);
+    widget.advanced = isFolded || (isAdvanced && Boolean(node.showAdvanced)); // by this mark its menu has "Show Advanced"
   }
-  if (isNew) {
-    // By other widgets they notice, the button "Show advanced inputs" too.
+  if (marks() !== before) {
+    // By other widgets Vue nodes of older frontends notice, the button "Show advanced inputs" too.
     const all = [...node.widgets];
     node.widgets = [];
     node.widgets = all;
@@ -74,7 +75,12 @@ app.registerExtension({
   init: () => fetchModels(api),
   nodeCreated(node) {
     if (!isOurs(node)) return;
-    const { onConnectionsChange: connected, toggleAdvanced: toggled } = node;
+    const { onConnectionsChange: connected, toggleAdvanced: toggled, onAfterGraphConfigured: configured } = node;
+    // Before the page asks how large an opened workflow's nodes must be.
+    node.onAfterGraphConfigured = function () {
+      configured?.call(this);
+      hideUnused(node);
+    };
     node.toggleAdvanced = () => fit(node, () => toggled?.call(node));
     node.onConnectionsChange = function (...change) {
       connected?.apply(this, change);
@@ -91,10 +97,14 @@ app.registerExtension({
     }
     fit(node);
   },
-  // The event comes before the value.
-  setup: () => app.ui.settings.addEventListener(`${ALWAYS}.change`, () => setTimeout(() => everywhere(fit))),
-  afterConfigureGraph() {
-    for (const node of app.canvas?.graph?.nodes ?? []) hideUnused(node);
+  setup() {
+    const hear = (id, heard) => app.ui.settings.addEventListener(`${id}.change`, heard);
+    hear(ALWAYS, () => setTimeout(() => everywhere(fit))); // the event comes before the value
+    // The classic renderer makes room for whatever it finds shown.
+    hear(VUE, ({ detail }) => {
+      const root = app.rootGraph ?? app.graph;
+      for (const { nodes } of [root, ...(root.subgraphs?.values() ?? [])]) for (const node of nodes) hideUnused(node, detail.value);
+    });
   },
 });
 

@@ -4,7 +4,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { text } from "./monitor/format.mjs";
-import { known, RUNS } from "./monitor/graph.mjs";
+import { known, RUNS, widgetOf } from "./monitor/graph.mjs";
 import { useMiniatures } from "./monitor/miniature.mjs";
 import { notify } from "./monitor/notice.mjs";
 import { say, understood } from "./monitor/words.mjs";
@@ -16,25 +16,53 @@ const nodeOf = (id) => app.canvas?.graph?.getNodeById(text(id).split(":").pop())
 const definition = (type) => type?.nodeData?.python_module;
 const isOurs = (node) => definition(node?.constructor) === definition(LiteGraph.registered_node_types.TPUModelLoader);
 
+let tell; // the page's own way of an event to its listeners
+const kept = new WeakSet();
+
+/** Frontends since 1.58 take a node's line away as its job ends; how long it took is read then. */
+function keep(node) {
+  const line = widgetOf(node, LINE);
+  if (!line || kept.has(line)) return;
+  kept.add(line);
+  const removed = line.onRemove;
+  line.onRemove = function (...rest) {
+    const said = text(line.value);
+    removed?.apply(this, rest);
+    queueMicrotask(() => {
+      if (nodeOf(node.id) !== node || widgetOf(node, LINE)) return; // the node itself is gone, or says something new
+      tell.call(api, "progress_text", { nodeId: node.id, text: said });
+      settle(node);
+    });
+  };
+}
+
 /** The classic renderer gives such a line room for two rows, whatever it says. */
 function makeRoom(node) {
-  const line = node?.widgets?.find((widget) => widget.name === LINE);
+  const line = widgetOf(node, LINE);
   if (!line || LiteGraph.vueNodesMode) return;
-  const said = text(line.value).replace(/<[^>]*>/g, "");
-  const width = [...said].reduce((sum, sign) => sum + (sign > "\u2e80" ? SIGN_PX : LETTER_PX), 0);
+  const width = [...text(line.value)].reduce((sum, sign) => sum + (sign > "\u2e80" ? SIGN_PX : LETTER_PX), 0);
   const height = FRAME_PX + LINE_PX * Math.ceil(width / Math.max(80, node.size[0] - 60));
   line.options.getMinHeight = () => height;
   const missing = node.computeSize()[1] - node.size[1];
   if (missing > 0) node.setSize([node.size[0], node.size[1] + missing]);
 }
 
-/** Of nodes alone that are ours: the page leaves nothing but a link by which our style sheet could know a text. */
+/** Before the page draws it: by this class our style sheet knows it. */
+function settle(node) {
+  const line = widgetOf(node, LINE);
+  if (line) line.props = { ...line.props, class: "comfyui-tpu-line" };
+  keep(node);
+  makeRoom(node);
+}
+
 function lineOf(detail) {
   detail.text = understood(text(detail.text));
-  const node = nodeOf(detail.nodeId);
-  if (!isOurs(node)) return;
-  if (!detail.text.includes("<")) detail.text = `<a rel="comfyui-tpu">${detail.text}</a>`;
-  setTimeout(() => makeRoom(node));
+}
+
+/** Of nodes alone that are ours. */
+function settleLine({ nodeId }) {
+  const node = nodeOf(nodeId);
+  if (isOurs(node)) settle(node);
 }
 
 function errorOf(detail) {
@@ -42,6 +70,15 @@ function errorOf(detail) {
 }
 
 const HEARD = { progress_text: lineOf, execution_error: errorOf };
+const SHOWN = { progress_text: settleLine };
+
+function change(changes, kind, detail) {
+  try {
+    if (detail && Object.hasOwn(changes, kind)) changes[kind](detail);
+  } catch (error) {
+    console.warn("comfyui-tpu: shown as it was said", error);
+  }
+}
 
 /** The title of the first model that is no miniature, where a prompt generates. */
 function realModel(prompt) {
@@ -70,14 +107,12 @@ app.registerExtension({
   name: "comfyui-tpu.said",
   setup() {
     // Before any listener, and the page's own came first.
-    const tell = api.dispatchCustomEvent;
+    tell = api.dispatchCustomEvent;
     api.dispatchCustomEvent = function (kind, detail) {
-      try {
-        if (detail && Object.hasOwn(HEARD, kind)) HEARD[kind](detail);
-      } catch (error) {
-        console.warn("comfyui-tpu: shown as it was said", error);
-      }
-      return tell.call(this, kind, detail);
+      change(HEARD, kind, detail);
+      const told = tell.call(this, kind, detail);
+      change(SHOWN, kind, detail);
+      return told;
     };
     const queue = api.queuePrompt;
     api.queuePrompt = async function (number, prompt, ...rest) {

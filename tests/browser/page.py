@@ -49,6 +49,8 @@ COVERED = """() => {
     }
     return found;
 }"""
+# Alerts of the page that say something: newer frontends keep empty ones.
+ALERTS = "[...document.querySelectorAll('[role=alert]')].map((one) => one.innerText.trim()).filter(Boolean)"
 # What the page has to complain of: its stores of missing nodes, models and media, and what pops up.
 COMPLAINTS = """() => {
     const stores = document.querySelector("#vue-app").__vue_app__.config.globalProperties.$pinia.state.value;
@@ -57,7 +59,8 @@ COMPLAINTS = """() => {
     const shown = [...document.querySelectorAll("[role=dialog], [role=alert], [role=status], .p-toast-message")];
     // The queue's banner tells how the prompts of other tests ended ("Job completed", "2 jobs completed").
     const own = shown.filter((one) => one.dataset.testid !== "queue-notification-banner");
-    const texts = own.map((one) => one.innerText);
+    // Some of them are always there, and empty until something is said.
+    const texts = own.map((one) => one.innerText.trim()).filter(Boolean);
     return [...missing.flatMap((found) => found ?? []), ...(nodes ? [nodes] : []), ...texts];
 }"""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from comfyui_tpu.tests.browser.page import IS_DRAWN, READY, SCREENSHOTS, fresh, needs_browser, opened, small
+from comfyui_tpu.tests.browser.page import ALERTS, IS_DRAWN, READY, SCREENSHOTS, fresh, needs_browser, opened, small
 from comfyui_tpu.tests.browser.test_examples import OPEN
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
@@ -177,7 +177,7 @@ def test_a_real_model_without_a_tpu_is_cancelled_and_its_miniature_runs(page: An
     page.keyboard.press("Control+z")
     until(lambda: widgets(page)["model_id"] == "black-forest-labs/FLUX.2-klein-4B")
     assert widgets(page)["height"] == 1024
-    assert page.locator("[role=alert]").count() == 0  # no shortcut of the page's own is taken
+    assert page.evaluate(ALERTS) == []  # no shortcut of the page's own is taken
     page.keyboard.press("Alt+Shift+Y")
     until(lambda: widgets(page)["model_id"] == "tiny/flux2klein")
     page.evaluate("app.queuePrompt(0)")

@@ -1,11 +1,6 @@
-"""The monitor's tab in a real ComfyUI page, in headless Chromium.
-
-`COMFYUI_TPU_TEST_FRONTENDS` names folders of other ComfyUI frontends (their `static`), separated by colons; every test
-then runs on each of them as well.
-"""
+"""The monitor's tab in a real ComfyUI page, in headless Chromium."""
 
 import contextlib
-import os
 import random
 import re
 import shutil
@@ -29,13 +24,19 @@ PATIENCE_MS = 1000 * PATIENCE_S
 playwright.expect.set_options(timeout=PATIENCE_MS)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
-FRONTENDS = ["", *filter(None, os.environ.get("COMFYUI_TPU_TEST_FRONTENDS", "").split(":"))]
 SCREENSHOTS = PACK / "output" / "screenshots"
 APP = "window.comfyAPI.app.app.extensionManager"
 PANEL = ".comfyui-tpu-panel"
 VIEWPORT = {"width": 1280, "height": 1000}
 # What tests change, as a new user has it.
 SETTINGS = {"Comfy.ColorPalette": "dark", "TPU.Monitor.Rate": 1, "TPU.Monitor.Badge": "while the tab is open"}
+# By the colour itself: frontends differ in whether they mark the page, and where.
+IS_DARK = """() => {
+    const context = document.createElement("canvas").getContext("2d");
+    context.fillStyle = getComputedStyle(document.body).getPropertyValue("--comfy-menu-bg");
+    const parts = context.fillStyle.match(/[0-9a-f]{2}/g).map((part) => parseInt(part, 16));
+    return Math.max(...parts) < 128;
+}"""
 GIB = 2**30
 
 pytestmark = [needs_comfyui, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
@@ -44,9 +45,8 @@ pytestmark = [needs_comfyui, pytest.mark.skipif(CHROMIUM is None, reason="no chr
 class Tab:
     """A page of ComfyUI with our tab, and what it asked and complained of."""
 
-    def __init__(self, page: Any, server: Server, frontend: str) -> None:
+    def __init__(self, page: Any, server: Server) -> None:
         self.page = page
-        self.frontend = frontend
         self.server = server
         self.asked: list[float] = []
         self._give: Callable[[], Any] | None = None
@@ -87,9 +87,7 @@ class Tab:
 
     def theme(self, name: str) -> None:
         self.page.evaluate(f"(name) => {APP}.setting.set('Comfy.ColorPalette', name)", name)
-        roots = "[document.documentElement, document.body]"  # frontends differ in which of them they mark
-        is_dark = f"{roots}.some((one) => one.classList.contains('dark-theme'))"
-        self.page.wait_for_function(is_dark if name == "dark" else f"!{is_dark}")
+        self.page.wait_for_function(f"({IS_DARK})() === {str(name == 'dark').lower()}")
         fading = "document.getAnimations().filter((one) => one.effect.getComputedTiming().endTime < Infinity)"
         self.page.evaluate(f"Promise.allSettled({fading}.map((one) => one.finished)).then(() => null)")
 
@@ -122,23 +120,13 @@ class Tab:
 
     def screenshot(self, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=SCREENSHOTS / f"{name}{self.frontend}.png")
+        self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
-def _version(frontend: str) -> str:
-    """The name of the folder that a frontend's package was unpacked to."""
-    return Path(frontend).parents[1].name if frontend else ""
-
-
-@pytest.fixture(scope="module", params=FRONTENDS, ids=lambda path: _version(path) or "installed")
-def server(
-    request: pytest.FixtureRequest, start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
-) -> Server:
-    arguments = ("--front-end-root", request.param) if request.param else ()
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     # A cold cache: there is more to see while programs compile and prompts are encoded.
-    started = start_comfyui(
-        arguments=arguments, cache=tmp_path_factory.mktemp("cold-cache"), packs={"citizen": CITIZEN_PACK}
-    )
+    started = start_comfyui(cache=tmp_path_factory.mktemp("cold-cache"), packs={"citizen": CITIZEN_PACK})
     # A new user is shown a tour, and first a picture of templates over everything.
     started.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0"})
     return started
@@ -157,7 +145,7 @@ def loaded(chromium: Any, server: Server) -> Iterator[Tab]:
     """A page that the module's tests look at in turn: loading it takes longer than most of them."""
     page = chromium.new_page(viewport=VIEWPORT)
     page.set_default_timeout(PATIENCE_MS)
-    tab = Tab(page, server, f"-{_version(server.arguments[-1])}" if server.arguments else "")
+    tab = Tab(page, server)
     tab.load()
     yield tab
     page.close()

@@ -86,6 +86,8 @@ SELECT = """(type) => {
     app.canvas.onSelectionChange(app.canvas.selected_nodes);
 }"""
 NOTICE = "#comfyui-tpu-notice"
+# What one of our nodes says, below its widgets; in Vue nodes it is a widget like others.
+LINE = ".comfyui-tpu-line"
 # No sidebar, no notice, no error, no node.
 AS_NEW = f"""async () => {{
     const {{ sidebarTab }} = app.extensionManager;
@@ -183,11 +185,35 @@ def test_a_narrow_node_has_room_for_all_that_it_says(page: Any):
     page.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
     page.evaluate("() => { for (const node of app.graph.nodes) node.setSize([190, node.size[1]]); }")
     page.evaluate(QUEUE)
-    lines = page.locator("a[rel=comfyui-tpu]", has_text="Took")
+    lines = page.locator(LINE, has_text="Took")
     lines.nth(2).wait_for()
     shot(page, "narrow")
-    fits = "(line) => { const box = line.closest('.overflow-y-auto'); return box.scrollHeight <= box.clientHeight; }"
+    assert not [text for text in lines.all_inner_texts() if "<" in text]
+    fits = "(box) => box.scrollHeight <= box.clientHeight"
     assert [lines.nth(index).evaluate(fits) for index in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("is_vue", [False, True], ids=["classic", "vue"])
+def test_how_long_each_node_took_is_read_after_the_run(page: Any, server: Server, is_vue: bool):
+    """Newer pages take the lines away as the job ends."""
+    page.evaluate("(isVue) => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', isVue)", is_vue)
+    try:
+        page.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words", seed=7 + is_vue))
+        page.evaluate(
+            """() => new Promise((resolve) => {
+                app.api.addEventListener("execution_success", () => setTimeout(resolve, 100), {once: true});
+                app.queuePrompt(0);
+            })"""
+        )
+        line = "widgets?.find(({ name }) => name.includes('text-preview'))?.value"
+        said = page.evaluate(f"app.graph.nodes.map(({{ widgets }}) => String({line}))")
+        assert len([text for text in said if text.startswith("Took")]) >= 2
+        page.get_by_text(re.compile("Took .* a step")).first.wait_for()
+        shot(page, f"took-{'vue' if is_vue else 'classic'}")
+        page.evaluate("(type) => app.graph.remove(app.graph.nodes.find((one) => one.type === type))", SAMPLER)
+        page.get_by_text(re.compile("Took .* a step")).first.wait_for(state="detached")
+    finally:
+        page.evaluate("app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
 
 
 def test_the_page_speaks_chinese(chinese: Any):
@@ -222,7 +248,7 @@ def test_the_page_speaks_chinese(chinese: Any):
     chinese.locator(NOTICE).wait_for(state="detached")
     chinese.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
     chinese.evaluate(QUEUE)
-    chinese.locator("a[rel=comfyui-tpu]", has_text=re.compile(r"用时 .*秒：")).first.wait_for()
+    chinese.locator(LINE, has_text=re.compile(r"用时 .*秒：")).first.wait_for()
     shot(chinese, "words-chinese-run")
 
 

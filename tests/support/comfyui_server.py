@@ -25,6 +25,8 @@ from .patience import PATIENCE_S, until
 
 PACK = Path(__file__).parents[2]
 COMFYUI = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
+# The `static` folder of a frontend's package, in place of the installed one.
+FRONTEND = os.environ.get("COMFYUI_FRONTEND", "")
 # Of all tests, so that what one process has compiled serves every other. Compiling the tiny programs takes more of the
 # suite's time than running them, also in a server; a quarter of it went into fusions, another into dividing each among
 # threads, where every core has its worker.
@@ -99,7 +101,8 @@ class Server:
         """Starts the process and waits until it answers; again after `stop` or `kill`, at the same address."""
         assert not self.is_running, "the server runs already"
         options = f"--cpu --disable-api-nodes --port {self.port} --base-directory".split()
-        command = [sys.executable, "main.py", *options, str(self.base), *self.arguments]
+        frontend = ("--front-end-root", FRONTEND) if FRONTEND else ()
+        command = [sys.executable, "main.py", *options, str(self.base), *frontend, *self.arguments]
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.base / "stubs"),

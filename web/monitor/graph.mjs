@@ -23,14 +23,15 @@ export async function fetchModels(api) {
 export const known = (id) => (Object.hasOwn(models, String(id)) ? models[id] : undefined);
 
 export const modelSocket = (node) => node.inputs?.findIndex((input) => input.type === MODEL) ?? -1;
+/** Whether a link comes into this input; a slot of -1 is no input. */
+export const isLinked = (node, slot) => slot >= 0 && node.isInputConnected(slot);
 export const widgetOf = (node, name) => node?.widgets?.find((widget) => widget.name === name);
 
 /** The node that names the model of this one: a loader, or itself; undefined where the page cannot know it. */
 function sourceOf(node, depth = 0) {
   if (!node || depth > DEEPEST) return undefined;
   const socket = node.type === "Reroute" ? 0 : modelSocket(node);
-  const isLinked = socket >= 0 && node.inputs[socket].link != null;
-  return isLinked ? sourceOf(node.getInputNode(socket), depth + 1) : node;
+  return isLinked(node, socket) ? sourceOf(node.getInputNode(socket), depth + 1) : node;
 }
 
 /** The id of the model that a node runs. */

@@ -3,7 +3,7 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { text } from "./format.mjs";
-import { BYPASSED, widgetOf } from "./graph.mjs";
+import { BYPASSED, isLinked, widgetOf } from "./graph.mjs";
 import { notify } from "./notice.mjs";
 import { say, understood } from "./words.mjs";
 
@@ -18,9 +18,9 @@ function placeOf(id) {
 function set(id, name, value) {
   const { node, graph, owner } = placeOf(id);
   // A link to the widget would replace the value.
-  const slot = node?.inputs?.findIndex((input) => input.name === name && input.link != null) ?? -1;
-  if (slot >= 0) {
-    const link = graph.getLink(node.inputs[slot].link);
+  const slot = node?.inputs?.findIndex((input) => input.name === name) ?? -1;
+  if (isLinked(node, slot)) {
+    const link = node.getInputLink(slot);
     const outer = graph.inputNode?.id === link?.origin_id ? graph.inputs[link.origin_slot] : undefined;
     if (outer) return set(owner, outer.name, value); // the subgraph shows it outside
     node.disconnectInput(slot);
