@@ -6,22 +6,26 @@ pyproject.toml. It touches no system Python, no pip configuration and no shell s
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036 - an older one is where this file starts, and not where it stays
+BACKEND_COMMANDS = frozenset({"egg_info", "dist_info", "editable_wheel", "bdist_wheel", "sdist", "build", "develop"})
+
+
+def is_for_backend(arguments):
+    """Whether a build back end is calling: its first word is a setuptools command. Any Python asks this first: of one
+    that is too old pip says so itself, by `requires-python`.
+    """
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    return bool(words) and words[0] in BACKEND_COMMANDS
+
+
+if sys.version_info < (3, 11) and not is_for_backend(sys.argv[1:]):  # noqa: UP036 - where this file starts, not stays
     from installer import newer_python
 
     sys.exit(newer_python.run_again(sys.argv))
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
-BACKEND_COMMANDS = frozenset({"egg_info", "dist_info", "editable_wheel", "bdist_wheel", "sdist", "build", "develop"})
-
-
-def is_for_backend(arguments: Sequence[str]) -> bool:
-    """Whether a build back end is calling: its first word is a setuptools command."""
-    words = [argument for argument in arguments if not argument.startswith("-")]
-    return bool(words) and words[0] in BACKEND_COMMANDS
 
 
 def verbs() -> dict[str, Callable[[Sequence[str]], int]]:
@@ -73,6 +77,7 @@ if __name__ == "__main__":
     if is_for_backend(sys.argv[1:]):
         from setuptools import setup
 
-        setup()
+        # By its name setuptools leaves this file out of the wheel, which holds no installer.
+        setup(script_name="setup.py")
     else:
         sys.exit(main(sys.argv[1:]))

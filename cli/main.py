@@ -2,13 +2,13 @@
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
 import select
 import signal
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked for: a source tree that is not installed has none."""
+    """Reads the file that the repository, the registry's archive and the wheel have."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(importlib.metadata.version("comfyui-tpu"))
+        settings = tomllib.loads((pipeline.versions.ROOT / "pyproject.toml").read_text("utf-8"))
+        print(settings["project"]["version"])
         parser.exit()
 
 

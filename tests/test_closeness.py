@@ -1,5 +1,6 @@
 """The comparison that parity is judged by: what it lets pass, and what not, on every scale."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -93,15 +94,17 @@ def test_no_bound_is_absolute():
 
 
 # Sums of so many numbers are divided among threads.
-SUM = "jax.numpy.sum(jax.numpy.linspace(-1, 1, 2**23) ** 3 + 0.1).tobytes().hex()"
+def sum_of_many() -> str:
+    return jax.numpy.sum(jax.numpy.linspace(-1, 1, 2**23) ** 3 + 0.1).tobytes().hex()
 
 
 def test_a_process_with_one_device_on_one_core_has_the_bits_of_this_one():
     """XLA divides sums among as many threads as cores, and no fewer than devices, unless PJRT_NPROC says how many."""
     flags = re.sub("device_count=[0-9]+", "device_count=1", os.environ["XLA_FLAGS"])
     core = min(os.sched_getaffinity(0))
+    pinned = f"import os; os.sched_setaffinity(0, {{{core}}}); import jax\n"
     there = subprocess.run(
-        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}}); import jax; print({SUM})"],
+        [sys.executable, "-c", f"{pinned}{inspect.getsource(sum_of_many)}print(sum_of_many())"],
         env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert there.stdout.strip() == eval(SUM, {"jax": jax})
+    assert there.stdout.strip() == sum_of_many()

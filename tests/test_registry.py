@@ -1,7 +1,10 @@
 """What the ComfyUI registry and PyPI are told of the pack. Rules: https://docs.comfy.org/registry/specifications."""
 
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROJECT, COMFY = METADATA["project"], METADATA["tool"]["comfy"]
+PROJECT, COMFY, PACKAGES = METADATA["project"], METADATA["tool"]["comfy"], METADATA["tool"]["setuptools"]
 RAW = PROJECT["urls"]["Repository"].replace("github.com", "raw.githubusercontent.com") + "/main/"
 
 
@@ -47,14 +50,66 @@ def test_pictures_are_there_and_of_the_shape_that_is_shown(name: str, ratio: flo
     assert name == "Banner" or width <= 400
 
 
-def test_the_archive_holds_what_comfyui_loads():
-    left_out = (ROOT / ".comfyignore").read_text().split()
-    packages = {package.removeprefix("comfyui_tpu").lstrip(".").partition(".")[0]
-                for package in METADATA["tool"]["setuptools"]["packages"]}  # fmt: skip
-    for name in {*packages, "web", "examples", "miniatures", "requirements.txt", "pyproject.toml", "__init__.py"} - {
-        ""
-    }:
-        assert (ROOT / name).exists() and not {name, name + "/"} & set(left_out), name
+def tracked(*options: str) -> set[str]:
+    """The files that git tracks; with `--ignored` and a file of patterns, those of them that the patterns name."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "-z", *options]
+    return {*subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")} - {""}
+
+
+def archive() -> set[str]:
+    """The files that comfy-cli packs: all that are tracked, without those that .comfyignore names.
+
+    Its patterns are .gitignore's, so git itself is the judge of them.
+    """
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone of the repository")
+    return tracked() - tracked("--ignored", f"--exclude-from={ROOT / '.comfyignore'}")
+
+
+def test_the_archive_holds_all_that_comfyui_serves_and_loads():
+    """By folder, so that a pattern for a folder at the top is seen where it also names one further down."""
+    packed = archive()
+    packages = {name.removeprefix("comfyui_tpu").lstrip(".").replace(".", "/") for name in PACKAGES["packages"]}
+    served = {"web", "locales", "examples", "miniatures"}
+    needed = {
+        name for name in tracked()
+        if name.split("/")[0] in served or name.endswith((".py", ".json")) and str(Path(name).parent) in packages - {""}
+    }  # fmt: skip
+    single = {"__init__.py", "__main__.py", "LICENSE", "README.md", "pyproject.toml"}
+    single |= {name for name in PACKAGES["package-data"]["comfyui_tpu"] if "/" not in name}
+    assert len([name for name in needed if name.startswith("web/docs/")]) >= 84
+    assert sorted((needed | single) - packed) == []
+
+
+def test_the_archive_holds_nothing_that_only_the_repository_needs():
+    tops = {name.split("/")[0] for name in archive()}
+    packages = {name.split(".")[1] for name in PACKAGES["packages"] if "." in name}
+    texts = {"CHANGELOG.md", "LICENSE", "README.md", "README.zh-CN.md", "pyproject.toml", "__init__.py", "__main__.py"}
+    data = {pattern.partition("/")[0] for pattern in PACKAGES["package-data"]["comfyui_tpu"]}
+    assert tops == packages | texts | data
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_the_archive_holds(tmp_path: Path):
+    """Made as pip does it, by the back end. No setup.py, whose installer would be missing."""
+    source = tmp_path / "source"
+    for name in archive() | {"setup.py"}:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).symlink_to(ROOT / name)
+    program = f"import setuptools.build_meta; setuptools.build_meta.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {
+        name.removeprefix("comfyui_tpu/") for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name
+    }
+    assert held == {name for name in archive() if "/" in name or not name.endswith(".md")} - {"LICENSE"}
+
+
+def test_nothing_that_the_registry_will_refuse_is_in_the_repository():
+    """`comfy node validate` runs these rules; what they find, exec, eval, two statements a line, is to be an error."""
+    command = ["ruff", "check", ".", "--quiet", "--output-format=concise", "--select", "S102,S307,E702"]
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
 
 def test_what_is_mutated_and_the_tests_that_notice_it_are_there():

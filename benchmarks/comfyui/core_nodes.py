@@ -46,12 +46,10 @@ def main() -> None:
 
 def _stubs() -> Path:
     """torchvision and torchaudio, which ComfyUI imports at its start."""
-    from textwrap import dedent
-
     from comfyui_tpu.tests.support.comfyui_server import STUBS
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "_comfyui_stubs.py").write_text(dedent(STUBS))
+    (folder / "_comfyui_stubs.py").write_text(STUBS)
     return folder
 
 

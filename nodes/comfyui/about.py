@@ -8,7 +8,8 @@ from typing import Any
 
 from ...tpu_runtime.pipeline import machine_record
 
-CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
+PACK = Path(__file__).parents[2]
+CHANGELOG = PACK / "CHANGELOG.md"
 MOST_CHANGES, LONGEST_CHANGE, MOST_BYTES = 200, 400, 2**20
 _ENTRY = re.compile(r"^- (.*(?:\n(?!-|#|\n).*)*)", re.MULTILINE)
 
@@ -33,10 +34,11 @@ def selftest() -> dict[str, Any]:
     `title`, whether a first run `is_measured`, and `sentences` of what they do without.
     """
     program = Path(sys.executable).with_name("comfyui-tpu")
-    command = str(program) if program.is_file() else program.name
+    # Manager installs no command: there the pack's folder is one.
+    command = [str(program)] if program.is_file() else [sys.executable, str(PACK)]
     machines = [
         {"title": key, "is_measured": found.reserve_share is not None, "sentences": list(found.sentences)}
         for key, found in machine_record.everything().items()
     ]
-    words = (command, "selftest", "--first-run", "--report", "selftest.json")
+    words = (*command, "selftest", "--first-run", "--report", "selftest.json")
     return {"command": shlex.join(words), "machines": machines}

@@ -3,9 +3,9 @@
 import importlib
 import sys
 
-from comfyui_tpu.tests.support.comfyui_server import COMFYUI, STUBS, dedent
+from comfyui_tpu.tests.comfyui import stubs  # noqa: F401 - it is put to use by its import
+from comfyui_tpu.tests.support.comfyui_server import COMFYUI
 
-exec(dedent(STUBS))
 sys.path.insert(0, str(COMFYUI))
 sys.argv = [sys.argv[0], "--cpu"]
 

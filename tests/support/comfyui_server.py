@@ -43,36 +43,7 @@ needs_comfyui = pytest.mark.skipif(
     not (COMFYUI / "main.py").is_file(), reason=f"no ComfyUI in {COMFYUI}; set COMFYUI_PATH"
 )
 
-# ComfyUI imports these at its start, our nodes never do; the real ones would bring gigabytes.
-STUBS = """
-    import importlib.abc, importlib.machinery, sys, types
-
-    def anything(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (Anything,), {})
-
-    class Meta(type):
-        __getattr__ = anything
-
-    class Anything(metaclass=Meta):
-        __getattr__ = anything
-        def __init__(self, *args, **kwargs): pass
-        def __call__(self, *args, **kwargs): return self
-
-    class Stub(types.ModuleType):
-        __path__ = []
-        __getattr__ = anything
-
-    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-        def find_spec(self, name, path, target=None):
-            if name.partition(".")[0] in ("torchvision", "torchaudio"):
-                return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        def create_module(self, spec): return Stub(spec.name)
-        def exec_module(self, module): module.__version__ = "0"
-
-    sys.meta_path.append(Finder())
-"""
+STUBS = (Path(__file__).parents[1] / "comfyui" / "stubs.py").read_text()
 
 
 @dataclass(kw_only=True)
