@@ -13,6 +13,7 @@ from ...tpu_runtime.pipeline import bus, files_in
 from .machine import Finding, Findings, HostMachine
 
 PORT = 8188
+REPOSITORY = "https://github.com/comfyui-tpu/ComfyUI-TPU"
 # A node's id, where it is registered in either of ComfyUI's two ways.
 _ID = f"[\"']({'|'.join(DECLARATIONS)})[\"']"
 _REGISTERED = re.compile(rf"{_ID}\s*:|node_id\s*=\s*{_ID}")
@@ -22,8 +23,28 @@ MOST_NAMES = 8
 
 
 def setup(machine: HostMachine, verb: str, comfyui: Path | None = None) -> str:
-    """The command of setup.py for this ComfyUI."""
-    return f"python3 {_quoted(machine.pack / 'setup.py')} {verb} --comfyui {_quoted(comfyui or machine.comfyui)}"
+    """The command of setup.py for this ComfyUI, by a clone first where this machine has none: the registry's archive
+    and the wheel come without.
+    """
+    folder = comfyui or machine.comfyui
+    words = f"{verb} --comfyui {_quoted(folder)}"
+    if (clone := _clone(machine, folder)) is None:
+        return f"git clone {REPOSITORY} && python3 ComfyUI-TPU/setup.py {words}"
+    return f"python3 {_quoted(clone / 'setup.py')} {words}"
+
+
+def _clone(machine: HostMachine, comfyui: Path) -> Path | None:
+    """The pack's folder that has setup.py and its installer: this command's, or the one in `comfyui`; None without."""
+    linked = [path.resolve() for path in sorted((comfyui / "custom_nodes").glob("*")) if _is_ours(path)]
+    return next((each for each in (machine.pack, *linked) if (each / "installer").is_dir()), None)
+
+
+def _start(machine: HostMachine, folder: Path) -> str:
+    """The command that starts a ComfyUI whose later installations leave PyTorch alone."""
+    if _clone(machine, folder) is not None:
+        return setup(machine, "start", folder)
+    held = "python -m pip freeze | grep ^torch > torch.txt"
+    return f"cd {_quoted(folder)} && {held} && PIP_CONSTRAINT=$PWD/torch.txt python main.py --cpu"
 
 
 def _quoted(path: Path | str) -> str:
@@ -153,8 +174,8 @@ def manager(machine: HostMachine) -> Findings:
     if names or "comfyui-manager" in machine.packages:
         yield Finding("Manager", names[0] if names else machine.packages["comfyui-manager"])
     else:
-        target = _quoted(machine.comfyui / "custom_nodes/ComfyUI-Manager")
-        remedy = f"git clone https://github.com/Comfy-Org/ComfyUI-Manager {target}"
+        wanted = _quoted(machine.comfyui / "manager_requirements.txt")
+        remedy = f"python -m pip install -r {wanted}, then start ComfyUI with --enable-manager"
         yield Finding("Manager", "not installed; other packs install with it", remedy, advice=True)
 
 
@@ -166,7 +187,7 @@ def running(machine: HostMachine) -> Findings:
     for server in machine.servers:
         if server.environ is not None and not server.environ.get("PIP_CONSTRAINT"):
             found = f"process {server.pid} runs without PIP_CONSTRAINT: a pack's installation may replace PyTorch"
-            again = setup(machine, "start", server.folder)
+            again = _start(machine, server.folder)
             remedy = f"kill {server.pid}; {again}" if machine.is_own(server.pid) else f"Ask its owner to run: {again}"
             yield Finding("ComfyUI", found, remedy, advice=True)
     listeners = machine.listeners(PORT)
@@ -175,4 +196,4 @@ def running(machine: HostMachine) -> Findings:
     elif listeners:
         who = [f"{bus.program(pid, machine.root)}, process {pid}" for pid in listeners if pid is not None]
         found = f"in use by {', '.join(who) or 'a program of another user'}"
-        yield Finding(f"port {PORT}", found, f"{setup(machine, 'start')} --port {PORT + 1}")
+        yield Finding(f"port {PORT}", found, f"{_start(machine, machine.comfyui)} --port {PORT + 1}")

@@ -364,7 +364,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "a monitor that starts the TPU": (
         comfyui.other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts", "Crystools.disabled"
     ),
-    "no Manager": (comfyui.manager, unmanaged, "not installed", "git clone https://github.com/Comfy-Org/ComfyUI-Manager"),
+    "no Manager": (comfyui.manager, unmanaged, "not installed", "/ComfyUI/manager_requirements.txt, then start"),
     "broken environment": (packages.environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
     "our broken environment": (packages.environment, broken(".comfyui-tpu/venv"), "broken: ", "setup.py install"),
     "Python 3.10": (
