@@ -56,7 +56,7 @@ def extension() -> ComfyExtension:
     pictures.install()
     declared = {**DECLARATIONS, **core_loaders.LOADERS}
     errors.install(declared)
-    classes = [node_class(one) for one in declared.values()]
+    classes = [*(node_class(one) for one in declared.values()), TPUCollect]
 
     class Extension(ComfyExtension):
         async def get_node_list(self) -> list[type[io.ComfyNode]]:
@@ -84,7 +84,9 @@ def node_class(declaration: Node | Expansion) -> type[io.ComfyNode]:
 def _schema(declaration: Declaration) -> io.Schema:
     is_expansion = isinstance(declaration, Expansion)
     told: list[io.Hidden] = []
-    if isinstance(declaration, Node) and (declaration.family or declaration.gives_core):
+    if is_expansion:
+        told = [io.Hidden.dynprompt, io.Hidden.unique_id]
+    elif isinstance(declaration, Node) and (declaration.family or declaration.gives_core):
         told = [io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id]
     elif isinstance(declaration, Node):
         told = [io.Hidden.prompt]
@@ -96,12 +98,13 @@ def _schema(declaration: Declaration) -> io.Schema:
         description=declaration.description,
         # ComfyUI caches by literal inputs: a descriptor passed as a value would defeat it, its link does not.
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
-        outputs=[_output(output) for output in declaration.outputs],
+        outputs=[_output(output, is_list=is_expansion) for output in declaration.outputs],
         # Under a family's name are models of others, too: Wan 2.2's text to video runs on the nodes of 2.1.
         search_aliases=[*declaration.aliases, *_titles(declaration.family)],
         hidden=told,
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
         enable_expand=is_expansion,
+        is_input_list=is_expansion,
     )
 
 
@@ -153,9 +156,11 @@ def _models(published: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*large, *small] if pipeline.bus.device_files() else [*small, *large]))
 
 
-def _output(output: Output) -> Any:
+def _output(output: Output, *, is_list: bool) -> Any:
     comfy_type = _WIDGETS.get(output.type) or _socket(output.type)
-    return comfy_type.Output(output.name, display_name=output.name, tooltip=in_words(output.tooltip))
+    return comfy_type.Output(
+        output.name, display_name=output.name, tooltip=in_words(output.tooltip), is_output_list=is_list
+    )
 
 
 def _socket(kind: str) -> Any:
@@ -190,8 +195,17 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
 
 
 def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
+    """ComfyUI gives every input as a list here. The stages get links to lists, and ComfyUI maps each stage over them as
+    over any node: so a list maps element by element through all stages, and one that is shorter repeats its last.
+    """
+
     def execute(cls: type, **given: Any) -> io.NodeOutput:
-        values = declaration.values(given)
+        links = cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"]
+        number = max((len(each) for each in given.values()), default=1)
+        values, *_ = (
+            declaration.values({name: each[min(place, len(each) - 1)] for name, each in given.items()})
+            for place in range(number)
+        )
         builder = GraphBuilder()
         stages = declaration.stages_for(values)
         nodes = {stage.name: builder.node(stage.node_id, id=stage.name) for stage in stages}
@@ -200,26 +214,61 @@ def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
                 if isinstance(value, Link):
                     value = nodes[value.stage].out(value.output)
                 elif isinstance(value, Ref):
-                    value = values[value.input]
+                    value = links[value.input] if len(given.get(value.input, ())) > 1 else values[value.input]
                 nodes[stage.name].set_input(name, value)
-        results = [nodes[link.stage].out(link.output) for link in declaration.results]
+        collect = builder.node(TPUCollect.__name__, id="collect")
+        for place, link in enumerate(declaration.results):
+            collect.set_input(_PLACES[place], nodes[link.stage].out(link.output))
+        results = [collect.out(place) for place in range(len(declaration.results))]
         return io.NodeOutput(*results, expand=builder.finalize())
 
     return execute
+
+
+# As many outputs as a pipeline may have.
+_PLACES = ("first", "second", "third")
+
+
+class TPUCollect(io.ComfyNode):
+    """What stands behind a pipeline's stages: each of their lists as one value. ComfyUI puts the values of all outputs
+    in a row, so that with more than one for an output the others would be in its place.
+    """
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _accepted(
+            io.Schema,
+            node_id=cls.__name__,
+            display_name="TPU Collect",
+            category="TPU",
+            description="A part of the TPU Full Pipeline nodes: hands on the results of their stages.",
+            inputs=[io.AnyType.Input(name, optional=True, tooltip="Results of a stage.") for name in _PLACES],
+            outputs=[io.AnyType.Output(name) for name in _PLACES],
+            is_input_list=True,
+            is_dev_only=True,
+        )
+
+    @classmethod
+    def execute(cls, **results: Any) -> io.NodeOutput:
+        return io.NodeOutput(*(results.get(name, []) for name in _PLACES))
 
 
 def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     """The check at queue time, for the inputs that ComfyUI cannot judge by type, range and options.
 
     ComfyUI takes the names from the signature and repeats the sentence on each of them (see `errors`), so the
-    signature holds only those. Inputs that are links are absent.
+    signature holds only those. Inputs that are links are None to ComfyUI, and absent here.
     """
     checked = (*declaration.checks, *declaration.checked_too)
     names = [i.name for i in declaration.inputs if i.is_grid or i.name in checked]
     if declaration.checked_links or any(i.listed_last for i in declaration.inputs):
         names.append("input_types")  # ComfyUI then leaves the links to us
 
-    def validate_inputs(cls: type, input_types: Mapping[str, str] | None = None, **constants: Any) -> bool | str:
+    def validate_inputs(cls: type, input_types: Any = None, **constants: Any) -> bool | str:
+        if isinstance(declaration, Expansion):  # whose every input is a list
+            input_types = input_types and input_types[0]
+            constants = {name: value[0] for name, value in constants.items()}
+        constants = {name: value for name, value in constants.items() if value is not None}
         try:
             if input_types is not None:
                 _check_links(declaration, input_types)
