@@ -45,6 +45,14 @@ def page_links(document: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
     return found
 
 
+def page_subgraphs(document: Mapping[str, Any]) -> dict[str, str]:
+    """The names of a document's subgraphs, by the type of the nodes that stand for them."""
+    definitions = document.get("definitions")
+    listed = definitions.get("subgraphs") if isinstance(definitions, Mapping) else None
+    found = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    return {one["id"]: str(one.get("name", ""))[:80] for one in found if isinstance(one.get("id"), str)}
+
+
 def api_nodes(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The nodes of a workflow in API format, copied; ValueError where one is built otherwise."""
     nodes = {}

@@ -1,22 +1,25 @@
 """Workflow files: the page's own format (UI) into the format that runs (API), and checks of the latter.
 
-API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, output index]}}}`. Subgraphs are not
-supported.
+API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, output index]}}}`. In it the page has
+unpacked subgraphs; those of its own format are not supported.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..declare import Declaration, Input
 from ..graphs.graph import Table, Workflow, declaration_of, is_link, node_label
 from ..graphs.upgrade import upgraded
-from .structure import api_nodes, page_links, page_nodes
+from .structure import api_nodes, page_links, page_nodes, page_subgraphs
 
 log = logging.getLogger(__name__)
 
 PAGE_ONLY = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode"})
 _MUTED, _BYPASSED = 2, 4
+# The page's name of a subgraph's kind.
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def to_api(document: Any, table: Table) -> Workflow:
@@ -44,6 +47,7 @@ class _Page:
         self._nodes = page_nodes(document)
         self._links = page_links(document)
         self._table = table
+        self._subgraphs = page_subgraphs(document)
 
     def to_api(self) -> Workflow:
         workflow = {}
@@ -59,6 +63,7 @@ class _Page:
 
     def _widgets(self, node_id: str, node: Mapping[str, Any]) -> dict[str, Any]:
         """The node's own values by name. The page stores them by position; too few is an older version of the node."""
+        self._check_is_none(node_id, node["type"])
         declaration = declaration_of(self._table, node_id, node["type"])
         values = node.get("widgets_values") or []
         if isinstance(values, dict):
@@ -68,6 +73,18 @@ class _Page:
             if declared.is_widget:
                 names += [declared.name] + ([""] if declared.companion else [])
         return {name: value for name, value in zip(names, values, strict=False) if name}
+
+    def _check_is_none(self, node_id: str, kind: str) -> None:
+        """Raises ValueError for a subgraph, whose type is an id that no user knows."""
+        if kind in self._table or (kind not in self._subgraphs and not _UUID.fullmatch(kind)):
+            return
+        name = self._subgraphs.get(kind)
+        which = f"the subgraph {name!r}" if name else "a subgraph that the file does not hold"
+        raise ValueError(
+            f"Node {node_id} is {which}; a workflow that runs without ComfyUI's page has its nodes outside of "
+            "subgraphs. Open it in the page and choose Unpack Subgraph on that node, or save it with Export (API), and "
+            "run that file."
+        )
 
     def _linked(self, node: Mapping[str, Any]) -> dict[str, Any]:
         """The node's links by input name; a PrimitiveNode's value takes the link's place."""

@@ -57,6 +57,29 @@ def test_a_primitive_nodes_value_takes_the_links_place():
         assert str(error.value) == "Node 1, a PrimitiveNode, has no value. Open the workflow and give it one."
 
 
+UUID = "3f2b1c9a-77e0-4a52-9c1e-0d5f6a7b8c9d"
+
+
+@pytest.mark.parametrize(
+    ("definitions", "said"),
+    [
+        ({"subgraphs": [{"id": UUID, "name": "Two passes"}]}, "Node 7 is the subgraph 'Two passes'; a workflow"),
+        ({"subgraphs": [{"id": UUID}]}, "Node 7 is a subgraph that the file does not hold"),
+        ({"subgraphs": [{"id": 3}, None]}, "Node 7 is a subgraph that the file does not hold"),
+        ({"subgraphs": None}, "Node 7 is a subgraph that the file does not hold"),
+        (None, "Node 7 is a subgraph that the file does not hold"),
+    ],
+)
+def test_a_subgraph_is_named_as_the_user_named_it(definitions: Any, said: str):
+    document = {"nodes": [node(7, UUID)], "links": [], "definitions": definitions}
+    with pytest.raises(ValueError) as error:
+        to_api(document, HEADLESS)
+    assert said in str(error.value) and UUID not in str(error.value)
+    assert "Unpack Subgraph" in str(error.value) and "Export (API)" in str(error.value)
+    document["nodes"][0]["mode"] = MUTED
+    assert to_api(document, HEADLESS) == {}
+
+
 def test_links_that_lead_nowhere_are_named():
     for links, said in (
         ([], "The workflow names link 5, which it does not have."),
