@@ -45,7 +45,7 @@ def forward(
     flux: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """The flow (velocity) of `[rows, 128, latent_height, latent_width]` at one timestep. All tokens of the `text`
-    count; the latents of pictures, `reference_0` and so on, are more tokens.
+    count; the latents of pictures, `reference_0` and so on, are more tokens. There may be no `guidance`.
     """
     import torch
 
@@ -56,7 +56,8 @@ def forward(
 
     # Upstream's pipeline divides by what its transformer multiplies by, both rounded to the network's format.
     time = timestep.to(sample.dtype).expand(rows) / 1000 * 1000
-    temb = flux.time_guidance_embed(time, inputs["guidance"].to(sample.dtype).expand(rows) * 1000)  # [rows, dim]
+    guidance = inputs["guidance"].to(sample.dtype).expand(rows) * 1000 if "guidance" in inputs else None
+    temb = flux.time_guidance_embed(time, guidance)  # [rows, dim]
     image_modulations = modulate(run, flux.double_stream_modulation_img, temb)
     text_modulations = modulate(run, flux.double_stream_modulation_txt, temb)
     (modulation,) = modulate(run, flux.single_stream_modulation, temb)

@@ -123,10 +123,10 @@ def attend_to_text(attn: Any, run: "DenoiserRun", x: "torch.Tensor", is_real: "t
 def embed_time(
     time_embed: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The timestep as a vector, `[rows, dim]`; a mean flow is told where it is to end, too."""
+    """The timestep as a vector, `[rows, dim]`; a mean flow is told where it is to end, too, where that is known."""
     rows = len(sample)
     temb = time_embed.timestep_embedder(time_embed.time_proj(timestep.expand(rows)).to(sample.dtype))
-    if not time_embed.use_meanflow:
+    if not time_embed.use_meanflow or "next_timestep" not in inputs:
         return temb
     end = time_embed.time_proj_r(inputs["next_timestep"].expand(rows))
     return temb + time_embed.timestep_embedder_r(end.to(sample.dtype))

@@ -64,7 +64,10 @@ def predict_flow(
     time = embed_time(embedder, timesteps).type_as(text)  # [rows, dim] or [rows, 2, dim]
     modulation = embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1))
     text = embedder.text_embedder(text)
-    pictures = None if pictures is None else embed_pictures(embedder.image_embedder, pictures)
+    if pictures is not None:
+        pictures = embed_pictures(embedder.image_embedder, pictures)
+    elif embedder.image_embedder is not None:
+        pictures = text  # as ComfyUI, without them
 
     def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
         return run_block(block, run, x, modulation, (cosines, sines), text, pictures)
@@ -133,7 +136,7 @@ def embed_time(embedder: Any, timesteps: "torch.Tensor") -> "torch.Tensor":
 def embed_pictures(embedder: Any, pictures: "torch.Tensor") -> "torch.Tensor":
     """CLIP's tokens of all pictures, `[rows, tokens, image_dim]` to `[rows, tokens, dim]`; two have places."""
     if embedder.pos_embed is not None:
-        pictures = pictures + embedder.pos_embed
+        pictures = pictures + embedder.pos_embed[:, : pictures.shape[1]]
     return embedder.norm2(embedder.ff(embedder.norm1(pictures)))
 
 
