@@ -1,6 +1,7 @@
 """Images and videos as files. Frames are IMAGE tensors: `[frames, height, width, rgb]` float32 on the CPU, 0 to 1."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -155,7 +156,7 @@ def save_animation(
     first, *others = map(as_bytes, images)
     exif = first.getexif()
     if prompt is not None:
-        exif[_EXIF_MODEL] = f"prompt:{json.dumps(json.loads(prompt))}"  # EXIF holds ASCII
+        exif[_EXIF_MODEL] = f"prompt:{_ascii(prompt)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     first.save(
         path,
@@ -168,6 +169,11 @@ def save_animation(
         quality=quality,
         method=effort,
     )
+
+
+def _ascii(text: str) -> str:
+    """Returns JSON in ASCII, which is all that EXIF holds; a text that is no JSON is kept as it is but for that."""
+    return re.sub(r"[^\x00-\x7f]+", lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def load_image(path: Path) -> tuple[Any, Any]:

@@ -19,11 +19,17 @@ _PATTERNS = (
 )
 
 
-def redact(text: str) -> str:
-    """`text` without access tokens: those of this process's environment, and whatever looks like one."""
+def hide_tokens(text: str) -> str:
+    """`text` without the access tokens of this process's environment; everything else stays as it is."""
     for variable in VARIABLES:
         if len(token := os.environ.get(variable, "").strip()) > 4:
             text = text.replace(token, HIDDEN)
+    return text
+
+
+def redact(text: str) -> str:
+    """`text` without access tokens: those of this process's environment, and whatever looks like one."""
+    text = hide_tokens(text)
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return text

@@ -183,7 +183,9 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
                 results = declaration.run(host, **declaration.values(given))
             host.ended()
             if declaration.family and (hidden := cls.hidden) is not None:
-                RECORDS.add(hidden.prompt, (hidden.extra_pnginfo or {}).get("workflow"), str(hidden.unique_id), notes)
+                saved = hidden.extra_pnginfo  # whatever the request holds
+                workflow = saved.get("workflow") if isinstance(saved, dict) else None
+                RECORDS.add(hidden.prompt, workflow, str(hidden.unique_id), notes)
             more = core_loaders.objects(*results) if declaration.gives_core else ()
             return io.NodeOutput(*results, *more)
         except pipeline.OutOfMemory as error:

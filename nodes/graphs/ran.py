@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...tpu_runtime.pipeline import redact
-from .graph import Workflow, is_link
+from ...tpu_runtime.pipeline import hide_tokens
+from .graph import Table, Workflow, is_link
 
 KEY = "comfyui-tpu"
 Notes = Sequence[Mapping[str, Any]]
@@ -85,15 +85,29 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def metadata(workflow: Workflow, notes: Mapping[str, Notes]) -> dict[str, str]:
-    """What a file holds of a workflow in API form that ran without a page: `prompt`, as ComfyUI writes and reads it."""
+def metadata(workflow: Workflow, notes: Mapping[str, Notes], table: Table) -> dict[str, str]:
+    """Returns the entry `prompt` that a file holds of a workflow in API form, as ASCII JSON that ComfyUI reads.
+
+    Texts that a user writes are recorded as they are, but for this process's tokens. Values are cleaned before they
+    are written as JSON, so that the entry is JSON whatever they hold.
+    """
     nodes = {}
     for node_id, node in workflow.items():
         meta = node.get("_meta", {})
         ran = [note for name, found in notes.items() if name.partition(".")[0] == node_id for note in found]
-        inputs = {name: _named(value) for name, value in node["inputs"].items()}
+        texts = {declared.name for declared in table[node["class_type"]].inputs if declared.multiline}
+        inputs = {name: value if name in texts else _named(value) for name, value in node["inputs"].items()}
         nodes[node_id] = {**node, "inputs": inputs, "_meta": {**meta, KEY: ran} if ran else meta}
-    return {"prompt": redact(json.dumps(nodes, ensure_ascii=False))}
+    return {"prompt": json.dumps(_without_tokens(nodes))}
+
+
+def _without_tokens(value: Any) -> Any:
+    """Returns a JSON value whose texts, names included, hold no token of this process."""
+    if isinstance(value, str):
+        return hide_tokens(value)
+    if isinstance(value, dict):
+        return {_without_tokens(name): _without_tokens(inner) for name, inner in value.items()}
+    return [_without_tokens(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _named(value: Any) -> Any:

@@ -113,7 +113,7 @@ def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -
     for node_id in order:
         node = _node(graph, node_id, table)
         if host.tells and node.is_output:
-            host.metadata = ran.metadata(workflow, notes)
+            host.metadata = ran.metadata(workflow, notes, table)
         with host.timed(_title(node, node_id, graph)), pipeline.noted() as notes[node_id]:
             results[node_id] = node.run(host, **node.values(_given(graph[node_id]["inputs"], results)))
     return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
