@@ -68,7 +68,7 @@ class Made(Protocol):
     def read(self, index: Index, read: "Callable[[TensorFile, Index], torch.Tensor]") -> "torch.Tensor": ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorFile:
     """Where a tensor is: the file, its name, its shape and its format (as `BF16`) there.
 

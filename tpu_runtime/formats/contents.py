@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile, parse_json, read_header
-from . import codes, gguf_file, unlike
+from . import codes, gguf_file, gguf_header, unlike
 from .layout import FileLayout
 from .stored import HeadsInterleaved, made_of
 
@@ -85,7 +85,7 @@ def _read(path: Path, size: int, modified: int) -> Contents:
     if path.suffix == gguf_file.SUFFIX:
         tensors, fields = gguf_file.read_header(path)
         architecture = gguf_file.text_of(fields, "general.architecture") or ""
-        said = {name: fields[name].contents() for name in unlike.SPLIT if name in fields}
+        said = {name: fields[name] for name in unlike.SPLIT if name in fields}
         numbers = {name: str(value) for name, value in said.items() if isinstance(value, int)}
         metadata = {**(gguf_file.metadata_of(path, fields) or {}), **numbers}
         return Contents(path=path, tensors=_turned(tensors, architecture, fields), metadata=metadata)
@@ -106,17 +106,21 @@ def header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
         ) from error
 
 
-def _turned(tensors: Mapping[str, TensorFile], architecture: str, fields: Mapping[str, Any]) -> dict[str, TensorFile]:
+def _turned(tensors: Mapping[str, TensorFile], architecture: str, fields: gguf_header.Fields) -> dict[str, TensorFile]:
     found = dict(tensors)
+    counts = {
+        kind: f"{architecture}.attention.head_count{'_kv' * (kind == 'attn_k')}"
+        for kind in _TURNED.get(architecture, ())
+    }
+    heads_of = {kind: fields[name] if fields.length(name) == 1 else None for kind, name in counts.items()}
     for name, tensor in tensors.items():
         kind = name.split(".")[-2] if name.count(".") > 1 else ""
-        if kind not in _TURNED.get(architecture, ()) or not name.startswith("blk."):
+        if kind not in heads_of or not name.startswith("blk."):
             continue
-        field = fields.get(f"{architecture}.attention.head_count" + ("_kv" if kind == "attn_k" else ""))
-        heads = None if field is None else field.contents()
-        if not isinstance(heads, int) or heads < 1 or tensor.shape[0] % (2 * heads):
+        heads = heads_of[kind]  # one number for all layers
+        if not isinstance(heads, int) or heads < 1 or not tensor.shape or tensor.shape[0] % (2 * heads):
             raise CheckpointError(
-                f"{tensor.path}: {name} of shape {tensor.shape} is not of {heads} heads. Get it again."
+                f"{tensor.path}: {name} of shape {tensor.shape} is not of {str(heads)[:80]} heads. Get it again."
             )
         found[name] = made_of(tensor, tensor.shape, HeadsInterleaved(tensor, heads))
     return found

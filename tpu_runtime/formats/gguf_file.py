@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..files import CheckpointError, Index, TensorFile
+from . import gguf_header
+from .gguf_header import Fields, HeaderError
 from .stored import Read, full
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+_MOST_DIMENSIONS = 8  # of a shape that is noted
 _PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 # The formats that are decoded; fewer bits than four are refused by name.
 FORMATS = (
@@ -37,7 +40,7 @@ _BOUNDS = {"rope_theta": (1.0, 1e10), "rms_norm_eps": (1e-10, 1e-2)}
 _AT_ONCE = 2**22
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
     """A tensor of `shape` in blocks of `block` elements and `size` bytes each, in the order of its elements."""
 
@@ -79,7 +82,7 @@ class Packed:
         return quants.dequantize(data.reshape(1, -1), kind).reshape(-1)
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, Any]]:
+def read_header(path: Path) -> tuple[dict[str, TensorFile], Fields]:
     """The tensors of a GGUF file by name, and its fields by theirs; reads no weights.
 
     Raises `CheckpointError` where it is no whole GGUF file, or holds a format that is not decoded.
@@ -89,31 +92,27 @@ def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, Any]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, TensorFile], Mapping[str, Any]]:
-    from gguf import GGML_QUANT_SIZES, GGUFReader
-
+def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, TensorFile], Fields]:
     try:
-        found = GGUFReader(path)
-        fields = found.fields
-        tensors = {tensor.name: (tensor, tensor.tensor_type.name) for tensor in found.tensors}
-    except Exception as error:  # whatever the package makes of bytes that may be anything
-        raise CheckpointError(
-            f"{path} is not a whole GGUF file ({type(error).__name__}: {str(error)[:200]}); it was probably cut off "
-            "while downloading. Get it again."
-        ) from error
-    if strange := next(((name, kind) for name, (_, kind) in tensors.items() if kind not in FORMATS), None):
-        raise CheckpointError(
-            f"{path}: {strange[0]} is {strange[1]}, which is not decoded here; what is: {', '.join(FORMATS)}. Use the "
-            "model in one of these."
-        )
+        fields, tensors, data = gguf_header.read(path)
+    except HeaderError as error:
+        raise CheckpointError(f"{path} is no GGUF file that can be read: {error}. Get it again.") from None
     files = {}
-    stored = {
-        name: tuple(int(each) for each in reversed(tensor.shape.tolist())) for name, (tensor, _) in tensors.items()
-    }
-    for name, (tensor, kind) in tensors.items():
-        shape = _shape(path, name, _split(name, stored), fields)
-        block, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
-        made = Packed(path=path, offset=int(tensor.data_offset), kind=kind, shape=shape, block=block, size=block_bytes)
+    stored = {name: tensor.shape for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        kind, block, block_bytes = _format(path, name, tensor.kind)
+        shape, begin = _split(name, stored), data + tensor.offset
+        if (shape[-1] if shape else 1) % block:
+            raise CheckpointError(
+                f"{path}: {name} has rows of {shape[-1]} elements, and {kind} has blocks of {block}. Get it again."
+            )
+        if (end := begin + math.prod(shape) // block * block_bytes) > size:
+            raise CheckpointError(
+                f"{path} is not a whole GGUF file ({name} ends at byte {end} of {size}); it was probably cut off while "
+                "downloading. Get it again."
+            )
+        shape = _shape(path, name, shape, fields)
+        made = Packed(path=path, offset=begin, kind=kind, shape=shape, block=block, size=block_bytes)
         files[name] = TensorFile(path=path, name=name, shape=shape, dtype="F32", made=made)
     return files, fields
 
@@ -129,21 +128,37 @@ def _split(name: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     return (bias[0], shape[0] // bias[0], *shape[1:]) if is_joined and shape[0] % bias[0] == 0 else shape
 
 
-def _shape(path: Path, name: str, shape: tuple[int, ...], fields: Mapping[str, Any]) -> tuple[int, ...]:
+def _format(path: Path, name: str, number: int) -> tuple[str, int, int]:
+    """A tensor's format by its number in the file: its name, the elements and the bytes of its blocks."""
+    from gguf import GGML_QUANT_SIZES
+
+    known = {one.value: one for one in GGML_QUANT_SIZES}.get(number)
+    if known is None or known.name not in FORMATS:
+        raise CheckpointError(
+            f"{path}: {name} is {known.name if known else f'in format {number}'}, which is not decoded here; what is: "
+            f"{', '.join(FORMATS)}. Use the model in one of these."
+        )
+    return (known.name, *GGML_QUANT_SIZES[known])
+
+
+def _shape(path: Path, name: str, shape: tuple[int, ...], fields: Fields) -> tuple[int, ...]:
     """A tensor's own shape, where the file notes another than it could hold."""
-    field = fields.get(_ORIGINAL_SHAPE + name)
-    if field is None:
+    noted = _ORIGINAL_SHAPE + name
+    if noted not in fields:
         return shape
-    own = tuple(int(field.parts[part][0]) for part in field.data)
-    if math.prod(own) != math.prod(shape) or any(size < 1 for size in own):
-        raise CheckpointError(f"{path}: {name} has {math.prod(shape)} elements, and is noted as {own}. Get it again.")
+    own = fields[noted] if fields.length(noted) <= _MOST_DIMENSIONS else ()
+    own = tuple(own) if isinstance(own, list | tuple) else (own,)
+    if any(not isinstance(size, int) or size < 1 for size in own) or math.prod(own) != math.prod(shape):
+        raise CheckpointError(
+            f"{path}: {name} has {math.prod(shape)} elements, and is noted as {str(own)[:80]}; both must be the same, "
+            f"in {_MOST_DIMENSIONS} dimensions at most. Get it again."
+        )
     return own
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str | None:
     """A field that holds a text."""
-    field = fields.get(name)
-    found = None if field is None else field.contents()
+    found = fields.get(name)
     return found if isinstance(found, str) else None
 
 
@@ -155,9 +170,9 @@ def metadata_of(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
     architecture = text_of(fields, "general.architecture") or ""
     for ending, key in NUMBERS.items():
         title = f"{architecture}.{ending}"
-        if (field := fields.get(title)) is None:
+        if (number := fields.get(title)) is None:
             continue
-        number, (low, high) = field.contents(), _BOUNDS[key]
+        low, high = _BOUNDS[key]
         if not isinstance(number, int | float) or not low <= number <= high:
             raise CheckpointError(
                 f"{path}: {title} is {str(number)[:40]}, and must be from {low} to {high}; the file is damaged. Get it "

@@ -168,10 +168,9 @@ def _read(carried: TokenizerFile) -> tuple[Any, dict[str, str]]:
     return _sentencepiece(model)
 
 
-def _fields(path: Path) -> dict[str, Any]:
+def _fields(path: Path) -> Mapping[str, Any]:
     """A GGUF file's fields of its tokenizer."""
-    fields = gguf_file.read_header(path)[1]
-    return {name.removeprefix(_GGUF): field for name, field in fields.items() if name.startswith(_GGUF)}
+    return gguf_file.read_header(path)[1].below(_GGUF)
 
 
 def _bytes(carried: TokenizerFile) -> bytes:
@@ -190,17 +189,14 @@ def _model() -> Any:
 def _model_of(fields: Mapping[str, Any]) -> Any:
     """The SentencePiece model that GGUF's fields were written from."""
     model = _model()
-    kinds = fields["token_type"].contents()
-    for piece, score, kind in zip(fields["tokens"].contents(), fields["scores"].contents(), kinds, strict=True):
+    kinds = fields["token_type"]
+    for piece, score, kind in zip(fields["tokens"], fields["scores"], kinds, strict=True):
         model.pieces.add(piece=piece, score=score, type=kind)
     model.trainer_spec.byte_fallback = _BYTE in kinds
-    model.trainer_spec.eos_id = fields["eos_token_id"].contents()
-    padding = fields.get("padding_token_id")
-    model.trainer_spec.pad_id = -1 if padding is None else padding.contents()
-    charsmap = fields.get("precompiled_charsmap")
-    model.normalizer_spec.precompiled_charsmap = (
-        bytes(value & 255 for value in charsmap.contents()) if charsmap else b""
-    )
+    model.trainer_spec.eos_id = fields["eos_token_id"]
+    model.trainer_spec.pad_id = fields.get("padding_token_id", -1)
+    charsmap = fields.get("precompiled_charsmap", ())
+    model.normalizer_spec.precompiled_charsmap = bytes(value & 255 for value in charsmap)
     return model
 
 
@@ -266,16 +262,16 @@ def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
 def _of_merges(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """Qwen's and Mistral's of GGUF's fields: tokens in their order, and byte pairs in the order in which they merge."""
     words = _WORDS[str(gguf_file.text_of(fields, "pre"))]
-    tokens, kinds = fields["tokens"].contents(), fields["token_type"].contents()
+    tokens, kinds = fields["tokens"], fields["token_type"]
     by_kind = {kind: [token for token, own in zip(tokens, kinds, strict=True) if own == kind] for kind in set(kinds)}
     unused = set(by_kind.get(_UNUSED, ()))
     vocabulary = {token: index for index, token in enumerate(tokens) if token not in unused}
     if words.pad not in vocabulary:
         raise ValueError(f"it has no token {words.pad}")
-    merges = [tuple(merge.split(" ")) for merge in fields["merges"].contents()]
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
     tokenizer = _byte_pairs(vocabulary, merges, words, by_kind.get(_CONTROL, ()), by_kind.get(_USER_DEFINED, ()))
     ids = {name: fields.get(f"{own}_token_id") for name, own in (("bos_token", "bos"), ("eos_token", "eos"))}
-    names = {name: tokens[field.contents()] for name, field in ids.items() if field is not None}
+    names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     return tokenizer, {**names, "pad_token": words.pad}
 
 

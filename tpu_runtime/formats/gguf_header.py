@@ -1,0 +1,239 @@
+"""Headers of GGUF files, read with bounds: fields as their places in the file, tensors as shapes and offsets.
+
+Arrays are passed over, numbers by their size and texts by their lengths. What a field holds is read when it is asked
+for. No part of a file stays open or mapped.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from ..files import CheckpointError
+
+# GGUF's numbers for kinds of values, with their formats in bytes.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY, _ALIGNED_BY = 8, 9, "general.alignment"
+_VERSIONS, _ALIGNMENT = (2, 3), 32
+# Several times what the largest published files have: bytes of a header, fields, tensors, texts in arrays, dimensions.
+MOST_BYTES, MOST_FIELDS, MOST_TENSORS, MOST_TEXTS, MOST_DIMENSIONS = 2**27, 2**14, 2**14, 2**21, 4
+_LONGEST_NAME = 2**16
+_AT_ONCE = 2**18
+_LENGTH = struct.Struct("<Q")
+
+
+class HeaderError(ValueError):
+    """Bytes that are no header of a GGUF file."""
+
+
+class Place(NamedTuple):
+    """Where a field's value lies: its kind, of an array that of its entries and their number, else 0 and 1."""
+
+    kind: int
+    entries: int
+    count: int
+    start: int
+    stop: int
+
+
+class Tensor(NamedTuple):
+    """A tensor's shape, the last dimension last, the number of its format, and its offset in the file's data."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class Fields(Mapping[str, Any]):
+    """A file's fields by name: numbers, texts, and lists of these, each read when it is asked for."""
+
+    def __init__(self, path: Path, stamp: tuple[int, int], places: Mapping[str, Place]) -> None:
+        """`stamp` is the file's size and time of change."""
+        self._path, self._stamp, self._places = path, stamp, places
+
+    def __getitem__(self, name: str) -> Any:
+        """Raises KeyError for a field that is not there, CheckpointError where the file is no longer that file."""
+        place = self._places[name]
+        with self._path.open("rb") as file:
+            data = b""
+            if _stamp(file) == self._stamp:
+                file.seek(place.start)
+                data = file.read(place.stop - place.start)
+        if len(data) != place.stop - place.start:
+            raise CheckpointError(f"{self._path} has changed while it was read; choose the model again.")
+        try:
+            return _value(place, data)
+        except UnicodeDecodeError:
+            raise CheckpointError(
+                f"{self._path}: the field {name} is no text in UTF-8; the file is damaged. Download it again."
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def length(self, name: str) -> int:
+        """How many entries the list of a field has; 1 for one that holds no list, 0 for one that is not there."""
+        return self._places[name].count if name in self._places else 0
+
+    def below(self, prefix: str) -> "Fields":
+        """The fields whose names begin so, by what follows."""
+        places = {name.removeprefix(prefix): place for name, place in self._places.items() if name.startswith(prefix)}
+        return Fields(self._path, self._stamp, places)
+
+
+class Header(NamedTuple):
+    """What a file says of itself: its fields, its tensors, and where their data begins."""
+
+    fields: Fields
+    tensors: dict[str, Tensor]
+    data: int
+
+
+def read(path: Path) -> Header:
+    """The header of a file; `HeaderError` for any other bytes, `OSError` where it cannot be read."""
+    with path.open("rb", buffering=0) as file:
+        stamp = _stamp(file)
+        cursor = _Cursor(file, stamp[0])
+        if cursor.bytes(4) != b"GGUF":
+            raise HeaderError("it does not begin with GGUF")
+        version = cursor.number("I")
+        if version & 0xFFFF == 0:
+            raise HeaderError("its bytes are in big-endian order, and only little-endian files are read")
+        if version not in _VERSIONS:
+            raise HeaderError(f"its version is {version}, and versions {_VERSIONS[0]} and {_VERSIONS[1]} are read")
+        num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
+        places = dict(_unique(cursor.field() for _ in _counted(num_fields, MOST_FIELDS, "fields")))
+        tensors = dict(_unique(cursor.tensor() for _ in _counted(num_tensors, MOST_TENSORS, "tensors")))
+        fields = Fields(path, stamp, places)
+        alignment = fields.get(_ALIGNED_BY, _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise HeaderError(f"{_ALIGNED_BY} is {str(alignment)[:80]}, and must be a power of two")
+        return Header(fields, tensors, -(-cursor.offset // alignment) * alignment)
+
+
+class _Cursor:
+    """A place in a file that moves on over what is read; HeaderError where the file, or the longest header, ends."""
+
+    def __init__(self, file: Any, size: int) -> None:
+        self._file, self._end = file, min(size, MOST_BYTES)
+        self._buffer, self._start, self._at, self._texts = b"", 0, 0, 0
+
+    @property
+    def offset(self) -> int:
+        return self._start + self._at
+
+    def _need(self, count: int) -> None:
+        """Holds so many bytes from here on."""
+        if self._at + count <= len(self._buffer):
+            return
+        if (offset := self.offset) + count > self._end:
+            self._ended()
+        self._file.seek(offset)
+        self._buffer = self._file.read(max(count, _AT_ONCE))
+        self._start, self._at = offset, 0
+        if len(self._buffer) < count:
+            self._ended()
+
+    def _ended(self) -> None:
+        if self._end == MOST_BYTES:
+            raise HeaderError(f"its header is longer than {MOST_BYTES // 2**20} MiB, which no published one is")
+        raise HeaderError(f"it ends within its header, after {self._end} bytes")
+
+    def bytes(self, count: int) -> bytes:
+        self._need(count)
+        self._at += count
+        return self._buffer[self._at - count : self._at]
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack(f"<{kind}", self.bytes(struct.calcsize(f"<{kind}")))[0]
+
+    def skip(self, count: int) -> None:
+        if self.offset + count > self._end:
+            self._ended()
+        self._at += count
+
+    def skip_texts(self, count: int) -> None:
+        self._texts += count
+        if self._texts > MOST_TEXTS:
+            raise HeaderError(f"its lists have {self._texts} texts, and {MOST_TEXTS} are read at most")
+        unpack = _LENGTH.unpack_from
+        for _ in range(count):
+            if self._at + 8 > len(self._buffer):
+                self._need(8)
+            self._at += 8 + unpack(self._buffer, self._at)[0]
+        self.skip(0)
+
+    def name(self) -> str:
+        if (length := self.number("Q")) > _LONGEST_NAME:
+            raise HeaderError(f"a name has {length} bytes, and {_LONGEST_NAME} are read at most")
+        try:
+            return self.bytes(length).decode()
+        except UnicodeDecodeError:
+            raise HeaderError("a name is no text in UTF-8") from None
+
+    def field(self) -> tuple[str, Place]:
+        name, kind = self.name(), self.number("I")
+        entries, count, start = 0, 1, self.offset
+        if kind == _ARRAY:
+            entries, count, start = self.number("I"), self.number("Q"), self.offset
+        self._pass_over(entries if kind == _ARRAY else kind, count)
+        return name, Place(kind, entries, count, start, self.offset)
+
+    def _pass_over(self, kind: int, count: int) -> None:
+        if kind == _TEXT:
+            self.skip_texts(count)
+        elif kind in _NUMBERS:
+            self.skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
+        else:
+            raise HeaderError(f"a field is of kind {kind}, which is no number, text or list of these")
+
+    def tensor(self) -> tuple[str, Tensor]:
+        name, dimensions = self.name(), self.number("I")
+        if dimensions > MOST_DIMENSIONS:
+            raise HeaderError(f"a tensor has {dimensions} dimensions, and {MOST_DIMENSIONS} are read at most")
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        return name, Tensor(shape, self.number("I"), self.number("Q"))
+
+
+def _counted(count: int, most: int, what: str) -> range:
+    if count > most:
+        raise HeaderError(f"it has {count} {what}, and {most} are read at most")
+    return range(count)
+
+
+def _unique(named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    seen = set()
+    for name, value in named:
+        if name in seen:
+            raise HeaderError(f"it has {name[:80]!r} twice")
+        seen.add(name)
+        yield name, value
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _value(place: Place, data: bytes) -> Any:
+    if place.kind == _TEXT:
+        return data[8:].decode()
+    if place.kind != _ARRAY:
+        return struct.unpack(f"<{_NUMBERS[place.kind]}", data)[0]
+    if place.entries != _TEXT:
+        return np.frombuffer(data, np.dtype(_NUMBERS[place.entries]).newbyteorder("<")).tolist()
+    texts, at = [], 0
+    for _ in range(place.count):
+        end = at + 8 + _LENGTH.unpack_from(data, at)[0]
+        texts.append(data[at + 8 : end].decode())
+        at = end
+    return texts
