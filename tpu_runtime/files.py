@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Index = tuple[slice, ...]
 # Lists and objects within each other: deeper ones exhaust Python's stack, here or where they are printed.
 MOST_LEVELS = 100
+# Bytes of a safetensors header: ten times what the largest published files have.
+MOST_HEADER = 2**24
 
 
 class CheckpointError(SafeError):
@@ -86,10 +88,16 @@ class TensorFile:
 def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
     """The tensors of a safetensors file by name, and its metadata; reads no weights.
 
-    Raises `OSError` or safetensors' own `SafetensorError`.
+    Raises `OSError`, safetensors' own `SafetensorError`, or `CheckpointError` for a header longer than any published.
     """
     from safetensors import safe_open
 
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if MOST_HEADER < size <= os.fstat(file.fileno()).st_size:
+            raise CheckpointError(
+                f"{path} has a header of {size} bytes; {MOST_HEADER} are read at most. Use a file of one model."
+            )
     with safe_open(os.fspath(path), framework="pt") as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         tensors = {

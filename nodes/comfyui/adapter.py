@@ -1,8 +1,9 @@
 """ComfyUI's side: declarations as V3 node classes, progress, previews, cancel and folders."""
 
+import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import comfy.model_management
@@ -27,6 +28,7 @@ except ImportError:
 log = logging.getLogger(__name__)
 
 RECORDS = Records(frozenset(name for name, declaration in DECLARATIONS.items() if declaration.family))
+_CHECKING = asyncio.Lock()  # what is queued may name files whose headers take memory: one check at a time
 _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
 
 
@@ -255,8 +257,9 @@ class TPUCollect(io.ComfyNode):
         return io.NodeOutput(*(results.get(name, []) for name in _PLACES))
 
 
-def _validate(declaration: Declaration) -> Callable[..., bool | str]:
-    """The check at queue time, for the inputs that ComfyUI cannot judge by type, range and options.
+def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
+    """The check at queue time, for the inputs that ComfyUI cannot judge by type, range and options. It may read files
+    that anyone made, so that it is off the loop that answers the page.
 
     ComfyUI takes the names from the signature and repeats the sentence on each of them (see `errors`), so the
     signature holds only those. Inputs that are links are None to ComfyUI, and absent here.
@@ -266,11 +269,7 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
     if declaration.checked_links or any(i.listed_last for i in declaration.inputs):
         names.append("input_types")  # ComfyUI then leaves the links to us
 
-    def validate_inputs(cls: type, input_types: Any = None, **constants: Any) -> bool | str:
-        if isinstance(declaration, Expansion):  # whose every input is a list
-            input_types = input_types and input_types[0]
-            constants = {name: value[0] for name, value in constants.items()}
-        constants = {name: value for name, value in constants.items() if value is not None}
+    def check(input_types: Mapping[str, str] | None, constants: Mapping[str, Any]) -> bool | str:
         try:
             if input_types is not None:
                 _check_links(declaration, input_types)
@@ -278,6 +277,15 @@ def _validate(declaration: Declaration) -> Callable[..., bool | str]:
         except ValueError as error:
             return str(error)
         return True
+
+    async def validate_inputs(cls: type, input_types: Any = None, **constants: Any) -> bool | str:
+        if isinstance(declaration, Expansion):  # whose every input is a list
+            input_types = input_types and input_types[0]
+            constants = {name: value[0] for name, value in constants.items()}
+        constants = {name: value for name, value in constants.items() if value is not None}
+        async with _CHECKING:
+            checked = pipeline.in_daemon(lambda: check(input_types, constants), "comfyui-tpu-check")
+            return await asyncio.wrap_future(checked)
 
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]
     validate_inputs.__signature__ = inspect.Signature(parameters)

@@ -8,7 +8,7 @@ lie in that workflow's `extra`, by node; a workflow in API form, which has none,
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ class Records:
         workflow["extra"].pop(KEY, None)
         if not self._kept or not isinstance(prompt, dict) or len(prompt) > MOST_NODES:
             return
+        known: dict[str, str | None] = {}
         for node_id, node in prompt.items():
             if isinstance(node, dict) and node.get("class_type") in self._kinds:
-                if (notes := self._kept.get(_signature(prompt, node_id) or "")) is not None:
+                if (notes := self._kept.get(_signature(prompt, node_id, known) or "")) is not None:
                     _put(workflow, node_id, notes)
 
     def add(self, prompt: Any, workflow: Any, node_id: str, notes: Notes) -> None:
@@ -46,7 +47,7 @@ class Records:
         node_id = node_id.partition(".")[0]
         if not notes or not isinstance(prompt, dict) or node_id not in prompt or len(prompt) > MOST_NODES:
             return
-        if (key := _signature(prompt, node_id)) is None:
+        if (key := _signature(prompt, node_id, {})) is None:
             return
         stages = {note["stage"] for note in notes}
         # Of an expanded node one stage after another, each in the place of what it was before.
@@ -61,21 +62,45 @@ def _put(workflow: dict[str, Any], node_id: str, notes: Notes) -> None:
     workflow["extra"].setdefault(KEY, {})[node_id] = list(notes)
 
 
-def _signature(prompt: Mapping[str, Any], node_id: str) -> str | None:
-    """Of a node with all that it depends on, ids and values; None where these are nested too deep to be told."""
-    found: dict[str, Any] = {}
-    waiting = [node_id]
+def _signature(prompt: Mapping[str, Any], node_id: str, known: dict[str, str | None]) -> str | None:
+    """Returns a digest of a node, its id and values, and of all nodes that it depends on.
+
+    Each node is hashed once: `known` has the digests so far, and gets those that are found. None is the digest of a
+    node that is nested too deep, whose links form a circle, or that depends on such a node.
+    """
+    waiting, entered = [node_id], set()
     while waiting:
-        name = waiting.pop()
-        node = prompt.get(name)
-        if name in found or not isinstance(node, dict):
+        name = waiting[-1]
+        if name in known:
+            waiting.pop()
             continue
-        inputs = node.get("inputs")
-        inputs = inputs if isinstance(inputs, dict) else {}
-        found[name] = [node.get("class_type"), {key: _plain(value) for key, value in inputs.items()}]
-        waiting += [value[0] for value in inputs.values() if is_link(value)]
+        sources = dict.fromkeys(source for source in _sources(prompt.get(name)) if source in prompt)
+        missing = [source for source in sources if source not in known]
+        if missing and name not in entered:
+            entered.add(name)
+            waiting += missing
+            continue
+        waiting.pop()
+        digests = {source: known.get(source) for source in sources}  # of a node in a circle None
+        known[name] = None if None in digests.values() else _digest(name, prompt.get(name), digests)
+    return known[node_id]
+
+
+def _inputs(node: Any) -> Mapping[str, Any]:
+    inputs = node.get("inputs") if isinstance(node, dict) else None
+    return inputs if isinstance(inputs, dict) else {}
+
+
+def _sources(node: Any) -> Iterator[str]:
+    """The nodes that a node's links come from."""
+    return (value[0] for value in _inputs(node).values() if is_link(value))
+
+
+def _digest(name: str, node: Any, sources: Mapping[str, str | None]) -> str | None:
+    kind = node.get("class_type") if isinstance(node, dict) else None
+    told = [name, kind, {key: _plain(value) for key, value in _inputs(node).items()}, sources]
     try:
-        return hashlib.sha256(json.dumps(found, sort_keys=True, default=repr).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
     except RecursionError:
         return None
 

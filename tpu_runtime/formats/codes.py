@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, Made, TensorFile, parse_json
@@ -28,12 +29,17 @@ _BESIDE = (
 )
 _MARK_OF_FILE = "scaled_fp8"
 _BITS4 = "quant_state.bitsandbytes__"
+_BITS4_OWN = "bitsandbytes__"
 # Sides of a rotation are powers of 4; no published one is larger.
 _LARGEST_ROTATION = 4096
 # Sides of tiles that share a scale; 128 in all published files.
 _TILES = (16, 32, 64, 128, 256, 512, 1024)
 # A block's number in a layer's name.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# What a file says of one layer, of all its layers together, and in its config: many times what published ones have.
+MOST_OF_A_LAYER, MOST_SAID = 2**12, 2**20
+# The tensors that describe others, with their bytes, by name.
+Descriptions = Mapping[str, tuple[TensorFile, bytes]]
 
 
 def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> dict[str, TensorFile]:
@@ -41,7 +47,8 @@ def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> d
 
     Raises `CheckpointError` where a layer's scales are missing or do not fit, or where its format is not decoded.
     """
-    formats = dict(_marked(tensors, metadata))
+    described = _descriptions(tensors)
+    formats = dict(_marked(described, metadata))
     found: dict[str, TensorFile] = {}
     bare: list[TensorFile] = []
     gone: set[str] = set()
@@ -51,7 +58,7 @@ def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> d
             gone.add(name)
         if own != "weight":
             continue
-        made = _made(layer, tensor, tensors, formats)
+        made = _made(layer, tensor, tensors, formats, described)
         if made is not None:
             found[name] = replace(tensor, shape=_shape(made), dtype="F32", made=made)
         if made is not None or layer in formats:
@@ -98,17 +105,52 @@ def _shape(made: Made) -> tuple[int, ...]:
     return (made.codes if isinstance(made, Rotated) else made).weight.shape
 
 
-def _marked(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _descriptions(tensors: Mapping[str, TensorFile]) -> Descriptions:
+    """The tensors that describe others, with their bytes, by name; each file is opened once.
+
+    Raises `CheckpointError` for one that is none, or where they are longer than any description.
+    """
+    from safetensors import safe_open
+
+    found: dict[str, tuple[TensorFile, bytes]] = {}
+    by_file: dict[Path, list[TensorFile]] = {}
+    for name, tensor in tensors.items():
+        own = name.rpartition(".")[2]
+        if own != "comfy_quant" and not own.startswith(_BITS4_OWN):
+            continue
+        if tensor.dtype != "U8" or math.prod(tensor.shape) > MOST_OF_A_LAYER:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} is {tensor.dtype} of shape {tensor.shape}; a description of a format is "
+                f"U8, {MOST_OF_A_LAYER} bytes at most. Download it again."
+            )
+        by_file.setdefault(tensor.path, []).append(tensor)
+    for path, described in by_file.items():
+        with safe_open(str(path), framework="np") as file:
+            found |= {tensor.name: (tensor, file.get_tensor(tensor.name).tobytes()) for tensor in described}
+    return found
+
+
+def _marked(described: Descriptions, metadata: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Layers whose format the file itself says, with that; those of the header come first, for others replace them."""
     if METADATA in metadata:
-        said = _json(metadata[METADATA], f"the metadata {METADATA}")
+        said = _json(bounded(metadata[METADATA], METADATA), f"the metadata {METADATA}")
         layers = said.get("layers")
         if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
             raise CheckpointError(f"The metadata {METADATA} of the file has no layers. Download it again.")
         yield from layers.items()
-    for name, tensor in tensors.items():
+    for name, (tensor, content) in described.items():
         if name.rpartition(".")[2] == "comfy_quant":
-            yield name.rpartition(".")[0], _json(bytes(_small(tensor).tolist()), f"{tensor.path}: {name}")
+            yield name.rpartition(".")[0], _json(content, f"{tensor.path}: {name}")
+
+
+def bounded(text: str, name: str) -> str:
+    """An entry of a file's metadata; `CheckpointError` for one that is longer than any published one."""
+    if len(text) > MOST_SAID:
+        raise CheckpointError(
+            f"The metadata {name} of the file has {len(text)} characters; {MOST_SAID} are read at most. Use a file "
+            "that is published so."
+        )
+    return text
 
 
 def _json(text: str | bytes, what: str) -> dict[str, Any]:
@@ -121,18 +163,12 @@ def _json(text: str | bytes, what: str) -> dict[str, Any]:
     return found
 
 
-def _small(tensor: TensorFile) -> Any:
-    """A few bytes that describe other tensors."""
-    from safetensors import safe_open
-
-    if tensor.dtype != "U8" or math.prod(tensor.shape) > 2**20:
-        raise CheckpointError(f"{tensor.path}: {tensor.name} is no description of a format. Download it again.")
-    with safe_open(str(tensor.path), framework="pt") as file:
-        return file.get_tensor(tensor.name).flatten()
-
-
 def _made(
-    layer: str, weight: TensorFile, tensors: Mapping[str, TensorFile], formats: Mapping[str, Mapping[str, Any]]
+    layer: str,
+    weight: TensorFile,
+    tensors: Mapping[str, TensorFile],
+    formats: Mapping[str, Mapping[str, Any]],
+    described: Descriptions,
 ) -> Made | None:
     """What decodes a layer's weight; None where it holds numbers."""
 
@@ -155,7 +191,7 @@ def _made(
         return _tiled(weight, scale)
     if (scale := beside("SCB")) is not None and weight.dtype == "I8":
         return replace(_scaled(weight, scale), times=1 / 127)
-    return _bitsandbytes(weight, tensors)
+    return _bitsandbytes(weight, tensors, described)
 
 
 def _tiled(weight: TensorFile, scale: TensorFile) -> Scaled:
@@ -268,12 +304,12 @@ def _bits4(name: str, tensors: Mapping[str, TensorFile]) -> Iterator[str]:
     yield from (below for each in names if (below := f"{name}.{each}") in tensors)
 
 
-def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile]) -> Made | None:
+def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile], described: Descriptions) -> Made | None:
     below = {name.removeprefix(f"{weight.name}."): tensors[name] for name in _bits4(weight.name, tensors)}
-    described = next((each for each in below if each.startswith(_BITS4)), None)
-    if described is None or not {"absmax", "quant_map"} <= below.keys():
+    state = next((each for each in below if each.startswith(_BITS4)), None)
+    if state is None or not {"absmax", "quant_map"} <= below.keys():
         return None
-    said = _json(bytes(_small(below[described]).tolist()), f"{weight.path}: {weight.name}.{described}")
+    said = _json(described[below[state].name][1], f"{weight.path}: {below[state].name}")
     shape, block = said.get("shape"), said.get("blocksize")
     is_shape = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
     _check(weight, is_shape and isinstance(block, int) and block > 0, "has a quant_state without a shape")

@@ -26,6 +26,7 @@ _NAMES_IN_TEXT = 4
 # Metadata that names the model (https://github.com/Stability-AI/ModelSpec).
 _TITLES = ("modelspec.architecture", "modelspec.title")
 _LONGEST_TITLE = 200
+_MOST_NETWORKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,16 @@ class Contents:
     tensors: Mapping[str, TensorFile]
     metadata: Mapping[str, str]
 
-    @property
+    @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The config of a network that a file may carry along; empty where it does not, or not as JSON."""
+        """The config of a network that a file may carry along; empty where it does not, or not as JSON.
+
+        Raises `CheckpointError` for one that is longer than any config.
+        """
         try:
-            found = parse_json(self.metadata.get("config", "{}"))
+            found = parse_json(codes.bounded(self.metadata.get("config", "{}"), "config"))
+        except CheckpointError:
+            raise
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
@@ -153,6 +159,11 @@ def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
 def _networks(contents: Contents, layouts: Sequence[FileLayout]) -> Iterator[Held]:
     matches = (_IN_CHECKPOINTS.match(name) for name in contents.tensors)
     prefixes = dict.fromkeys(match.group() for match in matches if match)
+    if len(prefixes) > _MOST_NETWORKS:
+        raise CheckpointError(
+            f"{contents.path} has tensors under {len(prefixes)} networks' names; {_MOST_NETWORKS} are looked at at "
+            "most. Use a file of one model."
+        )
     is_found = False
     for prefix in (*sorted(prefixes, key=len, reverse=True), *_ALONE):
         if is_found and prefix in _ALONE:

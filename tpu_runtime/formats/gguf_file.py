@@ -96,7 +96,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Tensor
     try:
         fields, tensors, data = gguf_header.read(path)
     except HeaderError as error:
-        raise CheckpointError(f"{path} is no GGUF file that can be read: {error}. Get it again.") from None
+        raise CheckpointError(f"{path} is not a whole GGUF file that is read here ({error}). Get it again.") from None
     files = {}
     stored = {name: tensor.shape for name, tensor in tensors.items()}
     for name, tensor in tensors.items():

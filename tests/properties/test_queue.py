@@ -1,0 +1,177 @@
+"""What is read before a prompt is queued takes work in proportion to what comes, whoever wrote it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+from comfyui_tpu.nodes.graphs import ran
+from comfyui_tpu.nodes.graphs.ran import KEY, Records
+from comfyui_tpu.tests.properties.hostile import ends_well
+from comfyui_tpu.tests.properties.test_checkpoints import file_of
+from comfyui_tpu.tpu_runtime.checkpoints import model_ref
+from comfyui_tpu.tpu_runtime.files import MOST_HEADER, CheckpointError
+from comfyui_tpu.tpu_runtime.formats import codes, contents
+from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+
+SAMPLER, TEXT = "Wan21TPUSampler", "Wan21TextEncoder"
+
+
+class Counted:
+    """`hashlib`, which adds up the bytes that are hashed."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def sha256(self, content: bytes) -> Any:
+        self.total += len(content)
+        return hashlib.sha256(content)
+
+
+def samplers(count: int, text: str) -> dict[str, Any]:
+    """Samplers behind one text encoder, each of which also hangs on the one before."""
+    links = {
+        str(n): {"prompt_embeds": ["text", 0], **({"latents": [str(n - 1), 0]} if n else {})} for n in range(count)
+    }
+    nodes = {name: {"class_type": SAMPLER, "inputs": {**inputs, "seed": 1}} for name, inputs in links.items()}
+    return {**nodes, "text": {"class_type": TEXT, "inputs": {"prompt": text}}}
+
+
+def kept(prompt: dict[str, Any], *names: str) -> Records:
+    records = Records(frozenset({SAMPLER, TEXT}))
+    for name in names:
+        records.add(prompt, {"extra": {}}, name, [{"stage": "denoise"}])
+    return records
+
+
+def test_each_node_of_a_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    """An 88 kB prompt of many samplers froze the page for 2.6 s."""
+    prompt = samplers(500, "a" * 50_000)
+    records = kept(prompt, "499")
+    monkeypatch.setattr(ran, "hashlib", counted := Counted())
+    records.begin(prompt, workflow := {})
+    assert counted.total < 3 * len(json.dumps(prompt))
+    assert workflow["extra"][KEY] == {"499": [{"stage": "denoise"}]}
+
+
+def test_a_node_is_another_one_where_what_it_hangs_on_is():
+    prompt = samplers(4, "a")
+    records = kept(prompt, "0", "3")
+    for changed, found in (("a", {"0", "3"}), ("b", set())):
+        records.begin(samplers(4, changed), workflow := {})
+        assert set(workflow["extra"].get(KEY, ())) == found
+    nearer = samplers(4, "a")
+    nearer["2"]["inputs"]["seed"] = 2
+    records.begin(nearer, workflow := {})
+    assert set(workflow["extra"][KEY]) == {"0"}
+
+
+@pytest.mark.parametrize("name", ["a chain", "a circle", "its own source", "all of all", "nested", "no nodes"])
+def test_any_graph_is_looked_at_soon(name: str):
+    count = ran.MOST_NODES
+    links: dict[str, dict[str, Any]] = {
+        "a chain": {str(n): {"x": [str(n + 1), 0]} for n in range(count)},
+        "a circle": {str(n): {"x": [str((n + 1) % count), 0]} for n in range(count)},
+        "its own source": {str(n): {"x": [str(n), 0]} for n in range(count)},
+        "all of all": {str(n): {str(m): [str(m), 0] for m in range(300)} for n in range(300)},
+        "nested": {"0": {"x": json.loads("[" * 900 + "]" * 900)}, "1": {"x": ["0", 0]}},
+        "no nodes": {},
+    }[name]
+    prompt: dict[str, Any] = {one: {"class_type": SAMPLER, "inputs": inputs} for one, inputs in links.items()}
+    prompt |= {"odd": None, "list": {"class_type": SAMPLER, "inputs": []}} if name == "no nodes" else {}
+    records = kept(samplers(1, ""), "0")
+    ends_well(lambda: records.begin(prompt, {}), len(json.dumps(prompt)))
+    records.add(prompt, {}, "0", [{"stage": "denoise"}])
+
+
+def layers(count: int, **own: int) -> bytes:
+    """A file of layers, each with a description of so many bytes."""
+    said = json.dumps({"format": "float8_e4m3fn"}).encode().ljust(own.get("size", 32))
+    header, at = {}, 0
+    for number in range(count):
+        for name, dtype, size in (
+            ("weight", "F8_E4M3", 1),
+            ("weight_scale", "F32", 4),
+            ("comfy_quant", "U8", len(said)),
+        ):
+            shape = [1, 1] if name == "weight" else [size] if name == "comfy_quant" else []
+            offsets = [at, at + size]
+            header[f"blocks.{number}.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+            at += size
+    data = (bytes(1) + bytes(4) + said) * count
+    return file_of(json.dumps(header, separators=(",", ":")).encode())[:-33] + data
+
+
+def test_a_file_of_thousands_of_described_layers_is_opened_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each layer's description opened it: 119 s with 4000 of them."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content := layers(2000))
+    opened, safe_open = [], safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", lambda *args, **rest: opened.append(1) or safe_open(*args, **rest))
+    found = contents.read(path)
+    assert len(opened) <= 3 and len(found.tensors) == 2000
+    contents._read.cache_clear()
+    ends_well(lambda: contents.read(path), len(content))
+
+
+@pytest.mark.parametrize("size", [codes.MOST_OF_A_LAYER + 1, 2**18])
+def test_a_long_description_is_refused_before_it_is_read(tmp_path: Path, size: int):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(layers(3, size=size))
+    with pytest.raises(CheckpointError, match=f"a description of a format is U8, {codes.MOST_OF_A_LAYER} bytes"):
+        contents.read(path)
+
+
+def with_metadata(path: Path, **metadata: str) -> int:
+    header = {"__metadata__": metadata} | {
+        name: {"dtype": "F32", "shape": [2, 2], "data_offsets": [16 * n, 16 * n + 16]} for n, name in enumerate(MARKS)
+    }
+    content = file_of(json.dumps(header).encode())[:-33] + bytes(16 * len(MARKS))
+    path.write_bytes(content)
+    return len(content)
+
+
+MARKS = [mark for mark in LAYOUTS[0].marks[0] if not mark.startswith("!")]
+
+
+def test_a_config_in_a_file_is_parsed_once_for_all_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_metadata(path := tmp_path / "model.safetensors", config=json.dumps({"in_channels": 16}))
+    parsed, parse_json = [], contents.parse_json
+    monkeypatch.setattr(contents, "parse_json", lambda text: parsed.append(text) or parse_json(text))
+    for spec in SPECS:
+        with pytest.raises(ValueError):
+            model_ref.choose_model(spec, str(path))
+    assert len(parsed) == 1
+
+
+@pytest.mark.parametrize("name", ["config", codes.METADATA])
+@pytest.mark.parametrize("entry", ["[],", '{"a":0},', '"",', "0,"])
+def test_metadata_of_any_size_is_a_sentence_soon(tmp_path: Path, name: str, entry: str):
+    """A config of 5 MiB took 11.5 s and 774 MiB."""
+    path = tmp_path / "model.safetensors"
+    for length in (codes.MOST_SAID // 2, 5 * 2**20):
+        said = f'{{"layers": [{entry * (length // len(entry))}0]}}'
+        size = with_metadata(path, **{name: said})
+        contents._read.cache_clear()
+        ends_well(lambda: model_ref.choose_model(SPECS[0], str(path)), size)
+    with pytest.raises(CheckpointError, match=f"the file has {len(said)} characters; {codes.MOST_SAID} are read"):
+        model_ref.choose_model(SPECS[0], str(path))
+
+
+@pytest.mark.parametrize("name", ["text_encoders.x{}.transformer.a", "text_encoders.x{}.a", "vae.{}", "blocks.{}.a"])
+def test_networks_of_any_names_are_looked_for_soon(tmp_path: Path, name: str):
+    path = tmp_path / "model.safetensors"
+    header = {name.format(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(15_000)}
+    path.write_bytes(content := file_of(json.dumps(header, separators=(",", ":")).encode())[:-33])
+    ends_well(lambda: contents.networks(path, LAYOUTS), len(content))
+
+
+def test_a_header_as_long_as_the_file_claims_is_refused(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((MOST_HEADER + 1).to_bytes(8, "little") + b"{}" + b" " * (MOST_HEADER - 1))
+    ends_well(lambda: contents.read(path), 0)
+    with pytest.raises(CheckpointError, match=f"has a header of {MOST_HEADER + 1} bytes; {MOST_HEADER} are read"):
+        contents.read(path)
