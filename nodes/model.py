@@ -78,7 +78,7 @@ def catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     for spec in SPECS:
         entry = {"name": spec.name, "title": spec.title, "family": spec.family, "unused": inputs.unused(spec)}
         entry |= {"download": "", "is_miniature": False}
-        files = (file.name for formats in runtime.published.SETS.get(spec.name, {}).values() for file in formats[:1])
+        files = runtime.published.denoisers(spec.name)
         found |= dict.fromkeys(files, entry)
         found |= {name: {**entry, "is_miniature": True} for name in spec.miniature.ids}
         hub_id = spec.published.hub_id

@@ -382,6 +382,10 @@ LOADERS = {
     "CLIPVisionLoader": ("TPUCLIPVisionLoader", ("clip_name",)),
 }
 _BACK = {ours: (theirs, names) for theirs, (ours, names) in LOADERS.items()}
+_PARTLY = (
+    "Only a part of this workflow can run on the TPU: ComfyUI runs {} on the CPU. It will not end in useful time. "
+    "Open a template of which every loader can be swapped."
+)
 # Of more the headers are not read.
 _MOST_LOADERS = 200
 
@@ -402,7 +406,7 @@ def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = Fals
     nodes = [node for graph in _graphs(found) for node in _dicts(graph.get("nodes"))] if is_of_page else found.values()
     key, table = "type" if is_of_page else "class_type", _BACK if back else LOADERS
     loaders = [node for node in nodes if isinstance(node, dict) and str(node.get(key)) in table]
-    changes = []
+    changes, staying = [], []
     for node in loaders[:_MOST_LOADERS]:
         kind = node[key]
         other, names = table[kind]
@@ -412,6 +416,7 @@ def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = Fals
         label = f"{kind} ({', '.join(str(values.get(name, '')) for name in names if 'name' in name)})"
         if not back and (problem := _why_not(kind, values, folders)):
             changes.append(f"{label} stays: {problem}.")
+            staying.append(label)
             continue
         node[key] = other
         if back and quality_of(values.get("weight_dtype")) != QUALITIES[0]:  # which core's loader does not have
@@ -423,6 +428,10 @@ def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = Fals
             # Which pack a node is of: the page would look it up in another.
             node["properties"] = {"Node name for S&R": other}
         changes.append(f"{label} is now {other}.")
+    # What looks at pictures beside the model takes seconds on any processor.
+    slow = [label for label in staying if not label.startswith("CLIPVision")]
+    if slow and len(staying) < len(changes):
+        changes.insert(0, _PARTLY.format(", ".join(slow)))
     return found, changes
 
 
@@ -432,7 +441,7 @@ def _why_not(kind: str, values: Mapping[str, Any], folders: Sequence[str]) -> st
         known = ", ".join(CLIP_TYPES)
         return "" if values.get("type") in CLIP_TYPES else f"its type is none of {known}"
     name = str(values.get(LOADERS[kind][1][0], ""))
-    if PurePath(name).name in runtime.published.names():
+    if PurePath(name).name in runtime.published.models():
         return ""
     unknown = "the file is no model that runs on the TPU, or is not in ComfyUI's folders"
     if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):

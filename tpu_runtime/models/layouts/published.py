@@ -186,12 +186,55 @@ def part(model: str, folder: str) -> SingleFile | None:
     return next((file for file in exact if file.folder == folder), None)
 
 
-# In ComfyUI's templates in place of one of a set: FLUX.2's VAE with a smaller decoder.
-_OTHERS = ("full_encoder_small_decoder.safetensors",)
+def _all(name: str, *endings: str) -> tuple[str, ...]:
+    """Names of one denoiser's files in several formats; `{}` stands for which of two experts."""
+    experts = [name.format(noise) for noise in ("high", "low")] if "{}" in name else [name]
+    return tuple(f"{one}_{ending}.safetensors" for one in experts for ending in endings)
+
+
+_WAN21_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_scaled")
+# Other files of the same networks, as ComfyUI's templates and Comfy-Org's repositories name them: in further formats,
+# of versions before the one in `SETS`, repacked by others. Whatever computes otherwise is not here, however alike its
+# name: fun, vace, s2v, animate, layered, kv, super-resolution.
+_MORE_DENOISERS: Mapping[str, tuple[str, ...]] = {
+    "wan2.1-t2v-14b": _all("wan2.1_t2v_14B", *_WAN21_FORMATS),
+    "wan2.1-t2v-1.3b": _all("wan2.1_t2v_1.3B", "bf16"),
+    "wan2.1-i2v-14b-480p": (
+        *_all("wan2.1_i2v_480p_14B", *_WAN21_FORMATS),
+        "Wan2_1-I2V-14B-480p_fp8_e4m3fn_scaled_KJ.safetensors",
+    ),
+    "wan2.1-i2v-14b-720p": _all("wan2.1_i2v_720p_14B", *_WAN21_FORMATS),
+    "wan2.1-flf2v-14b-720p": _all("wan2.1_flf2v_720p_14B", *_WAN21_FORMATS),
+    "wan2.2-t2v-a14b": _all("wan2.2_t2v_{}_noise_14B", "int8_convrot"),
+    "wan2.2-i2v-a14b": _all("wan2.2_i2v_{}_noise_14B", "int8_convrot"),
+    "flux2-klein-9b": ("flux-2-klein-9b.safetensors",),
+    "flux2-klein-base-9b": ("flux-2-klein-base-9b.safetensors",),
+    "qwen-image-2512": (*_all("qwen_image", "bf16", "fp8_e4m3fn"), *_all("qwen_image_2512", "bf16")),
+    "qwen-image-edit-2511": (
+        *_all("qwen_image_edit", "bf16", "fp8_e4m3fn"),
+        *_all("qwen_image_edit_2509", "bf16", "fp8_e4m3fn", "fp8mixed", "int8_convrot"),
+    ),
+}
+_MORE_PARTS: Mapping[str, tuple[str, ...]] = {
+    "wan2.1-t2v-14b": ("Wan2_1_VAE_bf16.safetensors",),
+    # A VAE with a smaller decoder.
+    "flux2-dev": ("mistral_3_small_flux2_bf16.safetensors", "full_encoder_small_decoder.safetensors"),
+    "flux2-klein-4b": ("qwen_3_4b_fp8_mixed.safetensors",),
+    "flux2-klein-9b": ("qwen_3_8b.safetensors",),
+}
+
+
+def denoisers(model: str) -> tuple[str, ...]:
+    """Names of files that hold a denoiser of this model; of two experts in `SETS` the first."""
+    return (*(files[0].name for files in SETS.get(model, {}).values()), *_MORE_DENOISERS.get(model, ()))
 
 
 @functools.cache
-def names() -> frozenset[str]:
-    """The names of all files of the sets, and of others that ComfyUI's templates name."""
-    own = (file.name for formats in SETS.values() for files in formats.values() for file in files)
-    return frozenset((*own, *_OTHERS))
+def models() -> Mapping[str, str]:
+    """By the name of each known file the model that it is of: of several that share it the first."""
+    found: dict[str, str] = {}
+    for model, formats in SETS.items():
+        own = (file.name for files in formats.values() for file in files)
+        for name in (*own, *_MORE_DENOISERS.get(model, ()), *_MORE_PARTS.get(model, ())):
+            found.setdefault(name, model)
+    return found
