@@ -165,6 +165,7 @@ UNSHOWN = {
     "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",
     "nodes/inputs.py": "tooltips, which locales/ has",
     "tpu_runtime/cache/store.py": "the log",
+    "tpu_runtime/cache/xla_cache.py": "the log",
     "tpu_runtime/hosts/follower.py": "another host's terminal",
     "tpu_runtime/line/wire.py": "developers",
     "tpu_runtime/monitor": "the tab, where what is not a number has no full stop",

@@ -289,6 +289,19 @@ def test_requirements_leave_comfyuis_own_torch_alone():
     assert all("==" not in line.partition(";")[0] for line in lines if not line.startswith(("torchax", "jax")))
 
 
+def test_an_upper_bound_in_requirements_has_its_reason():
+    """Where nothing is known to break, supported.txt says what was run: pip takes no newer version away from others."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    bounded = [
+        n for n, line in enumerate(lines) if not line.startswith("#") and re.search("<|==", line.partition(";")[0])
+    ]
+    assert {demo_and_tests.project_name(lines[number]) for number in bounded} == {"jax", "torchax"}
+    reasons = [next(line for line in reversed(lines[:number]) if line.startswith("#")) for number in bounded]
+    assert all(
+        re.search(r"changed something that the pack calls|mends the tables of this release", one) for one in reasons
+    )
+
+
 # ComfyUI's requirements.txt, and what those and diffusers and accelerate bring.
 COMFYUIS = {"numpy", "transformers", "sentencepiece", "safetensors", "tqdm", "psutil", "av", "pillow", "aiohttp"}
 BROUGHT = COMFYUIS | {"huggingface-hub", "jinja2", "packaging", "protobuf", "pyyaml"}
@@ -298,7 +311,7 @@ def test_requirements_change_no_version_that_comfyui_brings():
     """Whatever an environment has of these satisfies us: pip leaves it. Their ranges are what doctor compares."""
     own = {each.name: each for each in versions.requirements(ROOT / "requirements.txt")}
     ranged = {each.name for each in versions.requirements(ROOT / "supported.txt")}
-    assert BROUGHT <= own.keys() and ranged <= BROUGHT
+    assert BROUGHT <= own.keys() and ranged - BROUGHT == {"torch", "diffusers", "tpu-info"}
     assert {name for name in BROUGHT if str(own[name].specifier)} == set()
     assert {package.name for package in versions.packages() if not str(package.range)} <= {"pillow", "pyyaml", "tqdm"}
     comfyui = demo_and_tests.comfyui_folder(os.environ) / "requirements.txt"

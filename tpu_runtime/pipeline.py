@@ -6,6 +6,8 @@ Cheap to import: torch and JAX come in when a stage runs, or with the names of `
 import functools
 import importlib
 import logging
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -352,6 +354,22 @@ def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
     from .engine.engine import Engine  # once the environment is the leader's
 
     follower.obey(Engine(hosts=follower), chips)
+
+
+def check_packages() -> None:
+    """Says in the log, once, which packages are missing or were not run. Raises RuntimeError where no model runs with
+    what is installed, with the command that helps. Imports neither torch nor JAX.
+    """
+    try:
+        from . import versions
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        command = f"{shlex.quote(sys.executable)} -m pip install {name}"
+        raise RuntimeError(
+            f"{name} is not installed: no TPU node runs without it. Run this command, then start again: {command}"
+        ) from error
+    versions.warn_once()
+    versions.check()
 
 
 def compilation_summary() -> str:

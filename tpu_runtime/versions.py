@@ -1,7 +1,7 @@
 """What results depend on: versions of other packages, which installed ones were not tested, flags, and the own source.
 
-`requirements.txt` states the ranges, `supported.txt` those of packages that ComfyUI brings, which are only named there.
-PyTorch is in neither: its line is in `constraints.txt`. Which jaxlib and libtpu belong to a jax, that jax says itself.
+`requirements.txt` states what is needed, `supported.txt` the versions that were run, PyTorch's among them. Which jaxlib
+and libtpu belong to a jax, that jax says itself. Nothing here imports torch or JAX.
 """
 
 import contextlib
@@ -10,6 +10,8 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +26,21 @@ ROOT = Path(__file__).parents[1]
 # The build for the CPU: only the TPU computes.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 OF_JAX = ("jaxlib", "libtpu")
+# ComfyUI imports these beside torch, and each is built for one minor version of it.
+OF_TORCH = ("torchvision", "torchaudio")
+# Outside their ranges nothing runs, and without these nothing does.
+BINDING = ("torch", "jax", "torchax")
+ESSENTIAL = (*BINDING, "jaxlib", "diffusers", "transformers", "safetensors", "numpy")
 # What results and their speed depend on.
 _OF_RESULTS = ("comfyui-tpu", "jax", *OF_JAX, "torch", "torchax", "diffusers", "transformers", "numpy")
 # What else changes compiled programs.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
 # The folders whose code computes results.
 _SOURCES = ("attention", "kernels", "sharding", "tpu_runtime")
+
+
+class UnsupportedPackages(RuntimeError):
+    """Packages with which no model runs; the message says which they are, and the commands that help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,6 @@ class Package:
     name: str
     range: SpecifierSet
     command: str
-    is_comfyuis: bool = False
 
     @property
     def installed(self) -> str | None:
@@ -50,9 +60,10 @@ class Package:
             return None
 
     def is_newer(self, version: str) -> bool:
-        """Whether `version` is above the range of a package that ComfyUI brings; of the pack's own none may be."""
+        """Whether `version` is above what was run, and allowed all the same."""
         above = [SpecifierSet(f">={each.version}") for each in self.range if each.operator == "<"]
-        return self.is_comfyuis and any(each.contains(version, prereleases=True) for each in above)
+        is_above = any(each.contains(version, prereleases=True) for each in above)
+        return is_above and self.name not in (*BINDING, *OF_JAX)
 
     def doubt(self, version: str) -> str:
         """What is to be said behind `version`; nothing where it was run."""
@@ -62,27 +73,47 @@ class Package:
             return f"; newer than what was tested, {self.range}: change it if a model fails"
         return f"; tested with {self.range}"
 
+    @property
+    def refusal(self) -> str:
+        """Why nothing runs with what is installed, and the command that helps; empty where something does."""
+        help_ = f"Run this command, then start again: {shlex.quote(sys.executable)} -m {self.command}"
+        version = self.installed
+        if version is None:
+            is_missed = self.name in ESSENTIAL
+            return f"{self.name} is not installed: no TPU node runs without it. {help_}" if is_missed else ""
+        if self.name not in BINDING or not self.doubt(version):
+            return ""
+        return f"{self.name} {version} is not supported: TPU nodes run with {self.name} {self.range}. {help_}"
+
 
 def packages() -> tuple[Package, ...]:
     """Every package that the pack needs."""
-    (torch,) = (pin for pin in requirements(ROOT / "constraints.txt") if pin.name == "torch")
-    supported = {each.name: each.specifier for each in requirements(ROOT / "supported.txt")}
+    supported = {each.name: each for each in requirements(ROOT / "supported.txt")}
     own = list(requirements(ROOT / "requirements.txt"))
     for requirement in own:
-        requirement.specifier &= supported.get(requirement.name, SpecifierSet())
+        if requirement.name in supported:
+            requirement.specifier &= supported[requirement.name].specifier
     (jax,) = (each for each in own if each.name == "jax")
-    found = [Package(name="torch", range=torch.specifier, command=f"pip install --index-url {TORCH_INDEX} {torch}")]
+    command = " ".join((f"pip install --index-url {TORCH_INDEX} '{supported['torch']}'", *OF_TORCH))
+    found = [Package(name="torch", range=supported["torch"].specifier, command=command)]
     for requirement in own:
-        found.append(
-            Package(
-                name=requirement.name, range=requirement.specifier, command=_install(requirement),
-                is_comfyuis=requirement.name in supported,
-            )
-        )  # fmt: skip
+        found.append(Package(name=requirement.name, range=requirement.specifier, command=_install(requirement)))
         if requirement is jax:
             ranges = _ranges_of_jax()
             found.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in OF_JAX)
     return tuple(found)
+
+
+@functools.cache
+def refusals() -> tuple[str, ...]:
+    """Why no model runs in this environment, a package each, with the command that helps; of what it began with."""
+    return tuple(refusal for package in packages() if (refusal := package.refusal))
+
+
+def check() -> None:
+    """Raises `UnsupportedPackages` where no model runs with what is installed."""
+    if found := refusals():
+        raise UnsupportedPackages("\n".join(found))
 
 
 def of_results() -> dict[str, str]:
@@ -154,7 +185,12 @@ def unserved(path: Path) -> Iterator[tuple[Requirement, Package]]:
 
 @functools.cache
 def warn_once() -> None:
-    """Says in the log which packages are not among those that were run: a process says it once."""
+    """Says in the log which packages are missing or were not run, but for refused ones: a process says it once."""
     for package in packages():
-        if package.installed and (doubt := package.doubt(package.installed)):
-            log.warning("%s %s%s. To change it: %s", package.name, package.installed, doubt, package.command)
+        version = package.installed
+        if package.refusal:
+            continue  # who asks to run gets it (see `check`)
+        if version is None and package.name != "libtpu":  # needed only on a TPU machine
+            log.warning("%s is not installed. To install it: %s", package.name, package.command)
+        elif version and (doubt := package.doubt(version)):
+            log.warning("%s %s%s. To change it: %s", package.name, version, doubt, package.command)

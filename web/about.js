@@ -1,4 +1,4 @@
-// A notice once the pack was updated, with what is new; and what is known of this machine, with the command for more.
+// A notice where no node of the pack can run; one once the pack was updated, with what is new; and what is known of this machine, with the command for more.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -29,6 +29,12 @@ function seen() {
   } catch {
     return null;
   }
+}
+
+/** Whether there was something to tell, at every opening of the page: nothing runs until it is done. */
+function tellRefusals(refusals) {
+  if (refusals.length) notify([say`No TPU node can run here:`, ...refusals.map(understood)]);
+  return refusals.length > 0;
 }
 
 /** A new user is told nothing: to him all is new. */
@@ -72,7 +78,9 @@ app.registerExtension({
   menuCommands: [{ path: ["TPU"], commands: ["comfyui-tpu.selftest"] }],
   setup() {
     // Not before the workflow that the page opens with, which would take the notice away.
-    const told = Promise.all([fetchAbout(), opened]).then(([{ changes }]) => tellChanges(texts(changes)));
+    const told = Promise.all([fetchAbout(), opened]).then(([{ refusals, changes }]) => {
+      if (!tellRefusals(texts(refusals))) tellChanges(texts(changes));
+    });
     told.catch((error) => console.warn("comfyui-tpu: what has changed is not known", error));
   },
   afterConfigureGraph: () => isOpened(),

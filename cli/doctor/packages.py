@@ -40,12 +40,14 @@ def builds(machine: HostMachine) -> Findings:
     torch = machine.packages.get("torch", "")
     extra = sorted(name for name in machine.packages if name.startswith("nvidia-") and name not in _HARMLESS)
     if torch and (torch.partition("+")[2].startswith(("cu", "rocm", "xpu")) or extra):
-        (pin,) = (each for each in versions.requirements(versions.ROOT / "constraints.txt") if each.name == "torch")
+        public = torch.partition("+")[0]
+        (package,) = (each for each in versions.packages() if each.name == "torch")
+        wanted = f"torch=={public}" if not package.doubt(public) else f"'torch{package.range}'"
         remove = f"pip uninstall -y {' '.join(extra)}; " if extra else ""
         yield Finding(
             "PyTorch's build",
             f"{torch}, a GPU build" + (f" with {len(extra)} nvidia packages" if extra else ""),
-            f"{remove}pip install --force-reinstall --no-deps --index-url {versions.TORCH_INDEX} {pin}",
+            f"{remove}pip install --force-reinstall --no-deps --index-url {versions.TORCH_INDEX} {wanted}",
         )
 
 

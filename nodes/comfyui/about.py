@@ -1,4 +1,4 @@
-"""What the page may want to say of the pack itself: what has changed, and what is known of this machine."""
+"""What the page may want to say of the pack: why it cannot run, what has changed, and what is known of this machine."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...tpu_runtime.pipeline import machine_record
+from ...tpu_runtime.pipeline import check_packages, machine_record
 
 PACK = Path(__file__).parents[2]
 CHANGELOG = PACK / "CHANGELOG.md"
@@ -29,6 +29,15 @@ def _shortened(entry: str) -> str:
     return entry if len(entry) <= LONGEST_CHANGE else f"{entry[: LONGEST_CHANGE - 1]}…"
 
 
+def refusals() -> list[str]:
+    """Why no node of the pack can run with the installed packages, with the command that helps; none where they can."""
+    try:
+        check_packages()
+    except RuntimeError as error:
+        return str(error).splitlines()
+    return []
+
+
 def selftest() -> dict[str, Any]:
     """The command that runs it in a terminal, and what it has found on machines of this cache, the newest last: their
     `title`, whether a first run `is_measured`, and `sentences` of what they do without.
@@ -42,3 +51,8 @@ def selftest() -> dict[str, Any]:
     ]
     words = (*command, "selftest", "--first-run", "--report", "selftest.json")
     return {"command": shlex.join(words), "machines": machines}
+
+
+def everything() -> dict[str, Any]:
+    """The answer of `GET /tpu/about`."""
+    return {"refusals": refusals(), "changes": changes(), "selftest": selftest()}

@@ -16,7 +16,7 @@ from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, in_words
 from ..graphs.ran import Records
-from . import core_loaders, errors, memory, pictures, routes
+from . import about, core_loaders, errors, memory, pictures, routes
 from .announce import announce
 from .host import DENOISERS, ComfyHost, folders, weights
 
@@ -46,6 +46,8 @@ def _say_stuck(sentence: str) -> None:
 def extension() -> ComfyExtension:
     """What ComfyUI's `comfy_entrypoint` must return."""
     pipeline.bus.expect_no_tpu()
+    for refusal in about.refusals():
+        log.error("%s", refusal)  # as every node will
     # ComfyUI's exit code is 0 when it ends in order; nobody wants to wait minutes for that because XLA compiles.
     pipeline.leave_at_exit()
     memory.wrap_unload()
@@ -177,6 +179,8 @@ def _socket(kind: str) -> Any:
 
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Any) -> io.NodeOutput:
+        with errors.named():
+            pipeline.check_packages()
         memory.register()
         prompt = cls.hidden and cls.hidden.prompt
         announce(prompt, host := ComfyHost(prompt))

@@ -78,8 +78,7 @@ def add_routes(
 
     @routes.get("/tpu/about")
     async def about_pack(request: web.Request) -> web.Response:
-        found = await asyncio.to_thread(lambda: {"changes": about.changes(), "selftest": about.selftest()})
-        return web.json_response(found)
+        return web.json_response(await asyncio.to_thread(about.everything))
 
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:

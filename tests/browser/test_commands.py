@@ -133,6 +133,23 @@ def test_an_update_is_told_once_with_what_is_new(page: Any):
         assert new.locator(NOTICE).count() == 0
 
 
+def test_packages_with_which_nothing_runs_are_told_at_every_opening(page: Any):
+    refusals = ["torch 2.16.0 is not supported: TPU nodes run with torch <2.16,>=2.13. <b>", "jax is not installed"]
+    with fresh(page) as new:
+        answer = {"refusals": refusals, "changes": ["New."], "selftest": {}}
+        new.route("**/tpu/about", lambda route: route.fulfill(json=answer))
+        new.evaluate(f"localStorage.setItem('{SEEN}', '[]')")
+        for _ in range(2):
+            new.reload()
+            says(new, "No TPU node can run here:")
+            assert new.locator(f"{NOTICE} li").all_inner_texts() == refusals
+        for wrong in ({"refusals": {"a": 1}}, {"refusals": 7}, {}):
+            new.route("**/tpu/about", lambda route, wrong=wrong: route.fulfill(json=wrong))
+            new.reload()
+            new.wait_for_function(READY)
+            assert new.locator(NOTICE).count() == 0
+
+
 def test_a_plan_asks_for_the_tpu_and_a_wrong_one_is_a_sentence(page: Any):
     """The plan itself, of a real size, takes minutes: what it says is in `tests/plan`."""
     page.keyboard.press("Alt+Shift+P")

@@ -266,7 +266,7 @@ def aborting(machine: HostMachine) -> HostMachine:
 
 
 CASES: dict[str, tuple[Callable, Harm, str, str]] = {
-    "GPU build": (packages.builds, installed(torch="2.13.0+cu130"), "2.13.0+cu130, a GPU build", "cpu torch=="),
+    "GPU build": (packages.builds, installed(torch="2.15.0+cu132"), "2.15.0+cu132, a GPU build", "cpu torch==2.15.0"),
     "GPU build by its packages": (
         packages.builds, installed(torch="2.13.0", nvidia_cublas="13.1", nvidia_ml_py="1"),
         "2.13.0, a GPU build with 1 nvidia packages", "pip uninstall -y nvidia-cublas; pip install --force-reinstall",

@@ -3,40 +3,80 @@
 import importlib.metadata
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli.doctor import HostMachine, checks, packages
-from comfyui_tpu.tpu_runtime import versions
+from comfyui_tpu.tpu_runtime import pipeline, versions
 from packaging.version import Version
 
 # What results, file formats and programs depend on.
-BOUNDED = ("jax", "torchax", "diffusers", "transformers", "safetensors", "huggingface-hub", "av", "tpu-info")
+BOUNDED = ("torch", "jax", "torchax", "diffusers", "transformers", "safetensors", "huggingface-hub", "av", "tpu-info")
+# The sets of exact versions that were run together.
+LIBTPUS = str(versions._ranges_of_jax()["libtpu"])
+SETS = ("constraints.txt", "constraints-newest.txt")
+TORCH = f"pip install --index-url {versions.TORCH_INDEX} 'torch<2.16,>=2.13' torchvision torchaudio"
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Versions that count as installed in place of the real ones, by package."""
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Versions that count as installed in place of the real ones, by package; an empty one is not installed."""
     others: dict[str, str] = {}
     real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: others.get(name) or real(name))
-    return others
+
+    def version(name: str) -> str:
+        if others.get(name) == "":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return others.get(name) or real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    forget()
+    yield others
+    forget()
+
+
+def forget() -> None:
+    versions.warn_once.cache_clear()
+    versions.refusals.cache_clear()
 
 
 def findings(topic: str) -> list[tuple[str, str]]:
     return [(each.found, each.remedy) for each in packages.versions_here(HostMachine()) if each.topic == topic]
 
 
+def pins(file: str) -> dict[str, Version]:
+    found = {}
+    for pin in versions.requirements(versions.ROOT / file):
+        (only,) = pin.specifier
+        if "*" not in only.version:
+            found[pin.name] = Version(only.version)
+    return found
+
+
 @pytest.mark.parametrize("name", BOUNDED)
-def test_the_range_ends_with_the_version_that_is_pinned(name: str):
+def test_the_range_ends_with_the_newest_version_that_was_run(name: str):
     """A later minor version was not run, so it is not claimed."""
     ranges = {package.name: package.range for package in versions.packages()}
-    pins = {pin.name: pin.specifier for pin in versions.requirements(versions.ROOT / "constraints.txt")}
-    (pin,) = pins[name]
-    newest = Version(pin.version)
-    assert ranges[name].contains(newest)
-    assert not ranges[name].contains(f"{newest.major}.{newest.minor + 1}.0")
+    run = [pins(file)[name] for file in SETS]
+    assert all(ranges[name].contains(version) for version in run)
+    newest = max(run)
+    later = f"{newest.major + 1}.0.0" if name == "av" else f"{newest.major}.{newest.minor + 1}.0"
+    assert not ranges[name].contains(later)
     assert {bound.operator for bound in ranges[name]} in ({">=", "<"}, {"=="})
+
+
+@pytest.mark.parametrize("file", SETS)
+def test_each_set_of_versions_is_in_range(file: str):
+    ranges = {package.name: package.range for package in versions.packages() if package.name not in versions.OF_JAX}
+    outside = {
+        name: str(version) for name, version in pins(file).items() if name in ranges and version not in ranges[name]
+    }
+    assert outside == {}
+
+
+def test_each_set_names_what_results_depend_on():
+    assert all({*BOUNDED, "jaxlib", "libtpu", "numpy"} <= pins(file).keys() for file in SETS)
 
 
 def test_every_version_of_this_environment_was_run():
@@ -48,9 +88,10 @@ def test_every_version_of_this_environment_was_run():
     ("name", "version", "tested", "command"),
     [
         ("transformers", "4.57.6", "<5.25,>=5.6.0", "pip install 'transformers<5.25,>=5.6.0'"),
-        ("jax", "0.11.0", "<0.11,>=0.10.2", "pip install 'jax[tpu]<0.11,>=0.10.2'"),
-        ("libtpu", "0.0.50", "==0.0.42.*", "pip install 'jax[tpu]<0.11,>=0.10.2'"),
-        ("torch", "2.12.1+cpu", "==2.13.0", f"pip install --index-url {versions.TORCH_INDEX} torch==2.13.0"),
+        ("jax", "0.13.0", "<0.13,>=0.10.2", "pip install 'jax[tpu]<0.13,>=0.10.2'"),
+        ("libtpu", "0.0.12", LIBTPUS, "pip install 'jax[tpu]<0.13,>=0.10.2'"),
+        ("torch", "2.12.1+cpu", "<2.16,>=2.13", TORCH),
+        ("torch", "2.16.0", "<2.16,>=2.13", TORCH),
     ],
 )
 def test_doctor_names_a_version_that_was_not_run_and_the_command(
@@ -63,6 +104,9 @@ def test_doctor_names_a_version_that_was_not_run_and_the_command(
 
 def test_a_newer_version_of_what_comfyui_brings_is_no_fault(installed: dict[str, str]):
     """ComfyUI's requirements bring the newest there is: an installation by the book must end well."""
+    for name, newer in {"diffusers": "0.43.0", "av": "20.0.1", "tpu-info": "0.15.0"}.items():
+        installed[name] = newer
+        assert [each.is_fault for each in packages.versions_here(HostMachine()) if each.topic == name] == [False]
     installed["transformers"] = "5.25.1"
     (found,) = [each for each in packages.versions_here(HostMachine()) if each.topic == "transformers"]
     assert not found.is_fault and found.remedy == "pip install 'transformers<5.25,>=5.6.0'"
@@ -77,6 +121,14 @@ def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
     assert topics[:3] == ["comfyui-tpu", "Python", "packaging"] and "devices" in topics and "torch" not in topics
 
 
+@pytest.mark.parametrize(
+    ("version", "wanted"), [("2.15.0+cu132", "torch==2.15.0"), ("2.16.0+cu132", "'torch<2.16,>=2.13'")]
+)
+def test_a_gpu_build_is_replaced_by_the_same_version_where_that_runs(version: str, wanted: str):
+    (finding,) = packages.builds(HostMachine(packages={"torch": version}))
+    assert finding.remedy == f"pip install --force-reinstall --no-deps --index-url {versions.TORCH_INDEX} {wanted}"
+
+
 def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
     file = tmp_path / "requirements.txt"
     machine = HostMachine(environ={"COMFYUI_PATH": str(tmp_path)})
@@ -88,17 +140,89 @@ def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "version"), [("transformers", "5.25.0"), ("transformers", "4.57.6"), ("jax", "0.11.0")]
+    ("name", "version"), [("transformers", "5.25.0"), ("transformers", "4.57.6"), ("av", "17.0.0")]
 )
 def test_a_version_that_was_not_run_is_warned_of_once_in_doctors_words(
     name: str, version: str, installed: dict[str, str], caplog: pytest.LogCaptureFixture
 ):
     installed[name] = version
-    versions.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        versions.warn_once()
-        versions.warn_once()
-    versions.warn_once.cache_clear()
+        for _ in range(2):
+            pipeline.check_packages()
     (record,) = [record for record in caplog.records if record.name == versions.log.name]
     ((found, remedy),) = findings(name)
     assert record.getMessage() == f"{name} {found}. To change it: {remedy}"
+
+
+@pytest.mark.parametrize("name", ["tpu-info", "ftfy"])
+def test_a_package_that_is_missing_is_warned_of(name: str, installed: dict[str, str], caplog: pytest.LogCaptureFixture):
+    installed[name] = ""
+    pipeline.check_packages()
+    (record,) = [record for record in caplog.records if record.name == versions.log.name]
+    assert record.getMessage() == f"{name} is not installed. To install it: {findings(name)[0][1]}"
+
+
+# --- with these nothing runs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "allowed"),
+    [
+        ("torch", "2.12.1", "<2.16,>=2.13"),
+        ("torch", "2.16.0+cpu", "<2.16,>=2.13"),
+        ("torch", "3.0.0.dev20270101", "<2.16,>=2.13"),
+        ("torch", "2.13.0rc1", "<2.16,>=2.13"),
+        ("jax", "0.9.2", "<0.13,>=0.10.2"),
+        ("jax", "0.13.0", "<0.13,>=0.10.2"),
+        ("torchax", "0.0.14", "==0.0.13"),
+    ],
+)
+def test_a_version_with_which_nothing_runs_is_refused(name: str, version: str, allowed: str, installed: dict[str, str]):
+    """By the value that came, the allowed ones, and a command for this very environment."""
+    installed[name] = version
+    with pytest.raises(RuntimeError) as refused:
+        pipeline.check_packages()
+    ((_, command),) = findings(name)
+    assert str(refused.value) == (
+        f"{name} {version} is not supported: TPU nodes run with {name} {allowed}. "
+        f"Run this command, then start again: {sys.executable} -m {command}"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.14.1", "2.15.0+cu132", "2.15.9"])
+def test_a_torch_in_range_is_not_refused(version: str, installed: dict[str, str]):
+    installed["torch"] = version
+    pipeline.check_packages()
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "jaxlib", "torchax", "diffusers", "transformers"])
+def test_what_nothing_runs_without_is_refused_where_it_is_missing(name: str, installed: dict[str, str]):
+    installed[name] = ""
+    with pytest.raises(RuntimeError, match=f"^{name} is not installed: no TPU node runs without it. Run this command"):
+        pipeline.check_packages()
+
+
+def test_several_refusals_are_lines(installed: dict[str, str]):
+    installed |= {"torch": "2.16.0", "diffusers": ""}
+    with pytest.raises(RuntimeError) as refused:
+        pipeline.check_packages()
+    assert [line.split()[0] for line in str(refused.value).splitlines()] == ["torch", "diffusers"]
+
+
+def test_a_missing_packaging_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "comfyui_tpu.tpu_runtime.versions")
+    monkeypatch.delattr("comfyui_tpu.tpu_runtime.versions")
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    with pytest.raises(RuntimeError, match="^packaging is not installed: .* -m pip install packaging$"):
+        pipeline.check_packages()
+
+
+def test_the_bridge_refuses_before_it_imports_torchax(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    """Whatever asks for it: an engine, a plan, a batch."""
+    from comfyui_tpu.tpu_runtime.programs import torch_bridge
+
+    installed["torch"] = "2.16.0"
+    torch_bridge._environment.cache_clear()
+    monkeypatch.setattr(torch_bridge, "_import_torchax", lambda: pytest.fail("torchax was imported"))
+    with pytest.raises(versions.UnsupportedPackages, match="^torch 2.16.0 is not supported"):
+        torch_bridge.to_jax(())

@@ -8,9 +8,9 @@ from textwrap import dedent
 
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime.programs import torchax_import
+from comfyui_tpu.tpu_runtime.programs import torch_bridge
 
-named = torchax_import._removed_operators_named
+named = torch_bridge._removed_operators_named
 
 
 def refuses(namespace: object, name: str) -> bool:

@@ -153,9 +153,9 @@ def _replace_entries(is_own: bool) -> bool:
 
     def open_entries(path: str) -> Any:
         if is_own:
-            return _Told(_InStore(path)), path
+            return _Announced(_InStore(path)), path
         opened = jaxs(path)
-        return opened and (_Told(opened[0]), opened[1])
+        return opened and (_Announced(opened[0]), opened[1])
 
     open_entries.jaxs = jaxs  # type: ignore[attr-defined]
     _OPEN.replace(open_entries)
@@ -197,7 +197,7 @@ def _write_on_this_host() -> None:
     _WRITE.replace(write_here)
 
 
-class _Told:
+class _Announced:
     """Entries of a store; a thread is told of one that is missing (see `when_missed`)."""
 
     def __init__(self, entries: Any) -> None:

@@ -76,6 +76,7 @@ class Engine:
         when_halted: Callable[[], None] = lambda: None,
     ) -> None:
         versions.warn_once()
+        versions.check()
         self.devices = tuple(chips or open_devices())
         self.ladder = Ladder(self.devices)
         if self.ladder.record.keeps_programs:

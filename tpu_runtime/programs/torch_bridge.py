@@ -4,19 +4,86 @@
 into a pure function of its weights. Nothing is enabled globally: outside these calls torch is plain torch.
 """
 
+import contextlib
 import functools
+import importlib.metadata
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from .torchax_import import import_torchax
+from .. import versions
 
 _BUILD_LOCK = threading.Lock()
+# The release that is mended; requirements.txt pins it. For the tables of another nothing is named.
+TORCHAX = "0.0.13"
+
+
+class _RemovedOperator:
+    """An ATen operator (a packet of overloads) that this torch lacks: a key for tables, and nothing to call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"removed:aten.{self.name}"
+
+    def __getattr__(self, overload: str) -> str:
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        return f"{self!r}.{overload}"
+
+
+@contextlib.contextmanager
+def _removed_operators_named() -> Iterator[None]:
+    """Lets this thread name operators of `aten` that torch lacks; other threads see torch as it is.
+
+    torchax 0.0.13 names each operator of its tables when it is imported and when its environment is built. torch 2.13
+    dropped the `*dimname*` and `*names*` overloads (google/torchax #102), torch 2.14 the packets `cholesky` and `qr`.
+    No torch code can call what its torch lacks, so an inert name in the table is enough.
+    """
+    thread = threading.get_ident()
+    namespace, packet = torch._ops._OpNamespace, torch._ops.OpOverloadPacket
+    get_packet, get_overload = namespace.__getattr__, packet.__getattr__
+
+    def is_named(key: str) -> bool:
+        return threading.get_ident() == thread and not key.startswith("__")
+
+    def packet_or_name(self: Any, key: str) -> Any:
+        try:
+            return get_packet(self, key)
+        except AttributeError:
+            if self is torch.ops.aten and is_named(key):
+                return _RemovedOperator(key)
+            raise
+
+    def overload_or_name(self: Any, key: str) -> Any:
+        try:
+            return get_overload(self, key)
+        except AttributeError:
+            if str(self).startswith("aten.") and is_named(key):
+                return f"removed:{self}.{key}"
+            raise
+
+    namespace.__getattr__, packet.__getattr__ = packet_or_name, overload_or_name
+    try:
+        yield
+    finally:
+        namespace.__getattr__, packet.__getattr__ = get_packet, get_overload
+
+
+def _import_torchax() -> tuple[Any, Any]:
+    """Returns the module torchax and its default environment; one thread at a time may call this."""
+    is_known = importlib.metadata.version("torchax") == TORCHAX
+    with _removed_operators_named() if is_known else contextlib.nullcontext():
+        import torchax
+        import torchax.tensor
+
+        return torchax, torchax.default_env()
 
 
 def _type_as(self: Any, other: Any) -> Any:
@@ -41,10 +108,11 @@ def _upsample_nearest(self: Any, size: Any = None, scales: Any = None, *_: Any) 
 
 @functools.cache
 def _environment() -> Any:
-    """torchax's environment, built once per process."""
+    """torchax's environment, built once per process. Raises `UnsupportedPackages` where torchax cannot be imported."""
+    versions.check()
     mha_fastpath = torch.backends.mha.get_fastpath_enabled()
     with _BUILD_LOCK, torch.inference_mode(False):
-        torchax, environment = import_torchax()
+        torchax, environment = _import_torchax()
     # torch code asks for int64, JAX has int32: meant so, and said once per operation otherwise.
     warnings.filterwarnings("ignore", message="Explicitly requested dtype int64", category=UserWarning)
     # Importing torchax turns this off for every model in the process.
