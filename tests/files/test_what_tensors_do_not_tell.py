@@ -281,6 +281,28 @@ def test_another_network_is_called_by_its_name(model: str, more: dict[str, tuple
     assert what in str(error.value) and "not supported here. Use a" in str(error.value)
 
 
+def test_titles_that_are_no_text_say_nothing(tmp_path: Path):
+    """A field may hold any bytes."""
+    path = Path(
+        write_gguf(tmp_path / "my.gguf", tensors_of("z-image-turbo"), "any", **{"general.name": "z image turbo"})
+    )
+    assert resolved(f"{path} + {tmp_path}", "z-image-turbo").spec.name == "z-image-turbo"
+    path.write_bytes(path.read_bytes().replace(b"z image turbo", b"z image \xff\xfe\xfdbo"))
+    with pytest.raises(CheckpointError, match="which run differently, and the files' names do not tell"):
+        resolved(f"{path} + {tmp_path}", "z-image-turbo")
+
+
+def test_numbers_in_the_metadata_of_another_format_say_nothing(tmp_path: Path):
+    spec = spec_by_name("qwen-image-2512")
+    layers = {"model.layers.0.self_attn.q_proj.weight": (64, 32), "model.layers.0.self_attn.k_proj.weight": (32, 32)}
+    layers |= {"model.layers.0.self_attn.k_proj.bias": (32,), "model.layers.0.mlp.gate_proj.weight": (48, 32)}
+    tensors = {name: torch.zeros(shape) for name, shape in {**layers, "model.embed_tokens.weight": (50, 32)}.items()}
+    path = write_safetensors(tmp_path / "encoder.safetensors", tensors, {"rope_theta": "many", "rms_norm_eps": "1e300"})
+    config = parts.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
+    own = spec.component("text_encoder").config
+    assert all(config[key] == own[key] for key in ("rope_theta", "rms_norm_eps"))
+
+
 @pytest.mark.parametrize("said", [{"causal_ar": True}, {"model_type": "flow_rvs"}, {"model_type": "vace"}], ids=str)
 def test_what_comfyuis_metadata_says_of_another_wan_counts(said: dict, tmp_path: Path):
     """As `detect_unet_config` reads it."""

@@ -50,6 +50,8 @@ class OpenError(CheckpointError):
 
 def numbered(held: Held, config: Mapping[str, Any]) -> dict[str, Any]:
     """A published config with the numbers that the metadata of a GGUF file says, also in a part of it."""
+    if held.path.suffix != gguf_file.SUFFIX:
+        return dict(config)
     numbers = {key: text for key in gguf_file.NUMBERS.values() if (text := held.contents.metadata.get(key))}
     found = {key: numbered(held, value) if isinstance(value, Mapping) else value for key, value in config.items()}
     return found | {key: float(text) for key, text in numbers.items() if key in config}
