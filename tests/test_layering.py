@@ -54,7 +54,8 @@ MAY_IMPORT = {
     "nodes": {"pipeline"},
     "nodes.graphs": {"nodes", "pipeline"},
     "nodes.headless": NODES,
-    "nodes.comfyui": NODES,
+    "nodes.comfyui.networks": {"pipeline"},
+    "nodes.comfyui": {"nodes.comfyui.networks", *NODES},
     "fleet": {"nodes.headless", *NODES},
     "cli": {"nodes.headless", "fleet", "selftest", "sharding", *NODES},
     "entry": {"nodes.comfyui"},
@@ -62,7 +63,10 @@ MAY_IMPORT = {
 }
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 # ComfyUI's own MODEL, CLIP and VAE are torch's.
-TORCH_TOO = tuple(f"nodes/comfyui/core_{name}.py" for name in ("model", "patches", "text_and_vae"))
+TORCH_TOO = (
+    *(f"nodes/comfyui/core_{name}.py" for name in ("model", "patches", "text_and_vae")),
+    "nodes/comfyui/networks/",
+)
 COMFYUI = frozenset({"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "execution", "latent_preview"})
 FOLDERS = ("attention", "cli", "fleet", "installer", "kernels", "nodes", "sharding", "tpu_runtime")
 FILES = [ROOT / "__init__.py"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -153,7 +157,7 @@ def test_outside_packages_are_imported_where_they_belong(path: Path):
         where = f"{relative(path)}:{line} imports {module}"
         if level == 0:
             assert package not in own, where
-            assert package not in COMFYUI or room == "nodes.comfyui", where
+            assert package not in COMFYUI or room.startswith("nodes.comfyui"), where
             assert package not in TORCH or relative(path).startswith(("tpu_runtime/", *TORCH_TOO)), where
 
 

@@ -11,9 +11,9 @@ from .. import DECLARATIONS
 from ..graphs import core, graph
 from ..graphs.core import Source
 from ..model import CLIP_TYPES, chosen_id, quality_of
-from . import core_model
 from .core_loaders import LOADERS
 from .host import ComfyHost, folders, path_of
+from .networks import inputs
 
 Call = tuple[ModelRef, dict[str, Any]]
 _LOADER = "TPUModelLoader"
@@ -49,7 +49,7 @@ def calls(prompt: dict[str, Any]) -> Iterator[Call]:
         if model is not None and 0 < conditionings * math.prod(shape := _shape(sampling, model)) <= _MOST_NUMBERS:
             shape = _shape(replace(sampling, num_frames=sampling.window), model)
             expert = int(sampling.model.kind == _LOADER and sampling.model.output == 4)
-            yield model, {"prediction": core_model.expected(model, expert, shape, rows, sampling.pictures)}
+            yield model, {"prediction": inputs.expected(model, expert, shape, rows, sampling.pictures)}
     for sampling, model in found:
         for decoder in sampling.decoders if model is not None else ():
             vae = _model(decoder, "vae")

@@ -1,17 +1,16 @@
-"""Core's handle of a MODEL, the rows of guidance, and what core's nodes hang onto a MODEL: LoRAs, which are merged on
-the chips, and what cannot work there.
+"""Core's handle of a MODEL, and what core's nodes hang onto a MODEL: LoRAs, which are merged on the chips, and what
+cannot work there.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import comfy.hooks
 import comfy.lora
 import comfy.model_patcher
 import torch
-from comfy.patcher_extension import WrappersMP, get_all_wrappers, merge_nested_dicts
-from comfy.samplers import cond_equal_size
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...tpu_runtime import pipeline
@@ -29,11 +28,6 @@ _PARTS = {
 # Of these our own merge knows nothing.
 _ONLY_CORES = ("lora_mid.weight", "reshape_weight", "hada_t1", "hada_t2", "lokr_t2")
 _PREFIX = "diffusion_model."
-# Where a network finds, in `transformer_options`, how many tokens of padded texts count, by core's names of them.
-LENGTHS = "tpu_lengths"
-# What all rows of guidance share like the sample, and wrappers that may count on as many rows as conditionings.
-_SHARED = frozenset(("c_concat", "denoise_mask"))
-_COUNTING = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
 HOOKS = (
     "LoRAs that hang on a conditioning or change between steps (hooks) would be merged again at each step on the TPU, "
@@ -63,7 +57,7 @@ _GUIDING = frozenset(
         "SkipLayerGuidanceSD3",
     )
 )  # fmt: skip
-_CONTROL = _INSIDE.format(
+CONTROL = _INSIDE.format(
     what="a ControlNet", node="Apply ControlNet", advice="Disconnect it, or load the model with ComfyUI's own loader."
 )
 _OBJECTS = _INSIDE.format(
@@ -85,7 +79,7 @@ def check(options: Mapping[str, Any], control: Any) -> None:
             kinds = ", ".join(map(str, options[name])) if isinstance(options[name], Mapping) else name
             raise ValueError(_INSIDE.format(what=what, node=f"{kinds}: {node}", advice=advice))
     if control is not None:
-        raise ValueError(_CONTROL)
+        raise ValueError(CONTROL)
 
 
 def check_patcher(patcher: Any) -> None:
@@ -98,12 +92,25 @@ def check_patcher(patcher: Any) -> None:
                 what, _, advice = _OPTIONS["patches_replace"]
                 raise ValueError(_INSIDE.format(what=what, node=node, advice=advice))
     own = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
+    own += [name for name, part in patcher.model.diffusion_model.named_modules() if "forward" in vars(part)]
     wrapped = [name for name in patcher.weight_wrapper_patches if name.startswith("diffusion_model")]
     compiled = patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     if "bypass_lora" in patcher.injections:
         raise ValueError(_BYPASS)
     if own or wrapped or compiled or patcher.injections:
         raise ValueError(_OBJECTS)
+
+
+def own_attributes(network: Any) -> frozenset[str]:
+    """What a network's object has beside its class."""
+    return frozenset(vars(network))
+
+
+def check_network(network: Any, before: frozenset[str]) -> None:
+    """Raises ValueError where a node has put functions in place of the network's: none of them would run."""
+    for name in vars(network).keys() - before:
+        if callable(getattr(type(network), name, None)):
+            raise ValueError(_INSIDE.format(what="another part of the network", node=name, advice=_WITHOUT))
 
 
 # --- what moves core's models -----------------------------------------------------------------------------------------
@@ -166,12 +173,23 @@ class CorePatcher(Later, comfy.model_patcher.ModelPatcher):
     def get_free_memory(self, device: torch.device) -> int:
         return 1 << 60  # both rows of guidance in one call
 
-    def load(self, *args: object, **kwargs: object) -> None:
+    def load(
+        self,
+        device_to: object = None,
+        lowvram_model_memory: int = 0,
+        force_patch_weights: bool = False,
+        full_load: bool = False,
+    ) -> None:
         self.model.current_weight_patches_uuid = self.patches_uuid
+        for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):
+            callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
 
-    def partially_load(self, *args: object, **kwargs: object) -> int:
+    def partially_load(self, device_to: object = None, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+        is_loaded = self.model.current_weight_patches_uuid == self.patches_uuid and not force_patch_weights
         self.unpatch_model(None, unpatch_weights=False)
         self.patch_model(None, load_weights=False)
+        if not is_loaded:
+            self.load(device_to, extra_memory, force_patch_weights, full_load=True)
         return 0
 
     def partially_unload(self, *args: object, **kwargs: object) -> int:
@@ -179,6 +197,8 @@ class CorePatcher(Later, comfy.model_patcher.ModelPatcher):
 
     def unpatch_model(self, device_to: object = None, unpatch_weights: bool = True) -> None:
         super().unpatch_model(None, unpatch_weights=False)
+        if unpatch_weights:
+            self.model.current_weight_patches_uuid = None
 
     def model_patches_to(self, device: object) -> None:
         pass
@@ -188,168 +208,15 @@ class CorePatcher(Later, comfy.model_patcher.ModelPatcher):
         check_patcher(self)
         super().pre_run()
 
-    def patch_hooks(self, hooks: object) -> None:
-        if hooks is not None:
+    def patch_hooks(self, hooks: Any) -> None:
+        if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
             raise ValueError(HOOKS)
+        self.current_hooks = hooks
 
     def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> None:
         if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
             raise ValueError(HOOKS)
         super().register_all_hook_patches(hooks, *args, **kwargs)
-
-
-# --- the rows of guidance ---------------------------------------------------------------------------------------------
-
-
-class PlainBatch:
-    """Core's `_calc_cond_batch` for conditionings of whole samples, one for each row of guidance, at strength 1.
-
-    There each result is multiplied by ones and divided by their sum, which changes no bit and takes a core of the host
-    longer than a step should. What stays from step to step, such as the texts side by side, is joined once. A sample
-    that all rows share goes to the network as one row. `texts` are conditionings of tokens, by core's names, with the
-    number to which they are padded, so that those of different lengths share a call: `LENGTHS` says how many count.
-    Anything else is core's.
-    """
-
-    def __init__(self, texts: Mapping[str, int] | None = None) -> None:
-        self._texts = texts or {}
-        self._joined: dict[str, tuple[tuple[Any, ...], Any]] = {}
-
-    def __call__(
-        self,
-        execute: Callable[..., list[torch.Tensor]],
-        model: Any,
-        conds: Sequence[Sequence[Mapping[str, Any]] | None],
-        sample: torch.Tensor,
-        timestep: torch.Tensor,
-        options: dict[str, Any],
-    ) -> list[torch.Tensor]:
-        if any(cond.get("control") is not None for each in conds for cond in each or ()):
-            raise ValueError(_CONTROL)  # before it looks at its picture
-        chosen = self._chosen(conds, timestep, options)
-        rows = [
-            {name: value.process_cond(batch_size=len(sample), area=None) for name, value in each["model_conds"].items()}
-            for _, each in chosen
-        ]
-        texts = self._padded(rows)
-        if not rows or texts is None or not all(cond_equal_size(rows[0], row) for row in rows[1:]):
-            return execute(model, conds, sample, timestep, options)
-        patcher = model.current_patcher
-        patcher.prepare_state(timestep, options)
-        own = patcher.apply_hooks(hooks=None)
-        own = merge_nested_dicts(own, options.get("transformer_options", {}), copy_dict1=False)
-        own |= {
-            "cond_or_uncond": [index for index, _ in chosen],
-            "uuids": [each["uuid"] for _, each in chosen],
-            "sigmas": timestep,
-            LENGTHS: {name: lengths for name, (_, lengths) in texts.items()},
-        }
-        number = len(rows)
-        if len(sample) == 1 and self._share(rows) and not any(get_all_wrappers(kind, own) for kind in _COUNTING):
-            shared = {name: rows[0][name].cond for name in _SHARED & rows[0].keys()}
-            asked = (sample, timestep)
-        else:
-            shared = {}
-            asked = (torch.cat([sample] * number), torch.cat([timestep] * number))
-        inputs = {name: self._join(name, [row[name] for row in rows]) for name in rows[0] if name not in shared}
-        inputs |= shared | {name: padded for name, (padded, _) in texts.items()}
-        found = model.apply_model(*asked, **inputs, transformer_options=own)
-        results = [torch.zeros(()) if cond else torch.zeros_like(sample) for cond in conds]
-        for (index, _), result in zip(chosen, found.chunk(number), strict=True):
-            results[index] = result
-        return results
-
-    def _chosen(
-        self, conds: Sequence[Sequence[Mapping[str, Any]] | None], timestep: torch.Tensor, options: Mapping[str, Any]
-    ) -> list[tuple[int, Mapping[str, Any]]]:
-        """The one that each row of guidance has now, last row first as in core; none where that is not so plain."""
-        if any(options.get(name) for name in ("multigpu_clones", "model_function_wrapper")):
-            return []
-        found = []
-        for index, each in reversed(list(enumerate(conds))):
-            now = [cond for cond in each or () if _is_now(cond, timestep)]
-            if each and (len(now) != 1 or not _is_plain(now[0])):
-                return []
-            found += [(index, cond) for cond in now]
-        return found
-
-    def _share(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether rows have the same beside the sample's channels, and of its mask."""
-
-        def compare(tensors: tuple[torch.Tensor, ...]) -> bool:
-            return all(torch.equal(tensors[0], other) for other in tensors[1:])
-
-        return all(
-            self._once(f"shared {name}", tuple(row[name].cond for row in rows), compare)
-            for name in _SHARED & rows[0].keys()
-        )
-
-    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]] | None:
-        """Texts of all rows, padded side by side, and their lengths; None where one is too long or leaves out tokens.
-        They, and what says how long they are, leave `rows`.
-        """
-        if not self._texts:
-            return {}
-        masks = tuple(getattr(row.pop("attention_mask", None), "cond", None) for row in rows)
-        found = {}
-        for name, most in self._texts.items():
-            parts = tuple(getattr(row.pop(name, None), "cond", None) for row in rows)
-            if all(part is None for part in parts):
-                continue
-            ends = masks if name == "c_crossattn" else (None,) * len(rows)
-            found[name] = self._once(f"padded {name}", (*parts, *ends), lambda given, most=most: _pad(given, most))
-        # Core's network wants to be told a number, which ours does not look at.
-        for row in rows:
-            row |= {name: rows[0][name] for name in ("num_tokens",) if name in row and name in rows[0]}
-        return None if None in found.values() else found
-
-    def _join(self, name: str, parts: list[Any]) -> Any:
-        tensors = tuple(part.cond for part in parts)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            return parts[0].concat(parts[1:])
-        return self._once(name, tensors, lambda _: parts[0].concat(parts[1:]))
-
-    def _once(self, name: str, given: tuple[Any, ...], make: Callable[[tuple[Any, ...]], Any]) -> Any:
-        """What `make` makes of these objects, which it made before if they are the same."""
-        before, made = self._joined.get(name, (None, None))
-        if before is None or list(map(id, before)) != list(map(id, given)):
-            made = make(given)
-            self._joined[name] = (given, made)
-        return made
-
-
-def _pad(given: tuple[torch.Tensor | None, ...], most: int) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Texts `[rows, tokens, width]`, some missing, and as many masks, to `[rows, most, width]` and their lengths."""
-    texts, masks = given[: len(given) // 2], given[len(given) // 2 :]
-    like = next(text for text in texts if text is not None)
-    found, lengths = [], []
-    for text, mask in zip(texts, masks, strict=True):
-        text = like[:, :0] if text is None else text
-        if text.shape[1] > most or text.shape[2] != like.shape[2] or len(text) != len(like):
-            return None
-        counts = [text.shape[1]] * len(text) if mask is None else ends(mask)
-        if counts is None:
-            return None
-        found.append(torch.nn.functional.pad(text, (0, 0, 0, most - text.shape[1])))
-        lengths += counts
-    return torch.cat(found), tuple(lengths)
-
-
-def ends(mask: torch.Tensor) -> list[int] | None:
-    """How many tokens of each row count; None where some count that stand behind others that do not."""
-    lengths = mask.sum(dim=1).int()
-    is_plain = torch.equal(mask.bool(), torch.arange(mask.shape[1])[None] < lengths[:, None])
-    return lengths.tolist() if is_plain else None
-
-
-def _is_now(cond: Mapping[str, Any], timestep: torch.Tensor) -> bool:
-    start, end = cond.get("timestep_start"), cond.get("timestep_end")
-    return not (start is not None and timestep[0] > start) and not (end is not None and timestep[0] < end)
-
-
-def _is_plain(cond: Mapping[str, Any]) -> bool:
-    others = ("area", "mask", "hooks", "control", "gligen")
-    return cond.get("strength", 1.0) == 1.0 and "default" not in cond and all(cond.get(name) is None for name in others)
 
 
 # --- LoRAs ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from comfyui_tpu.tests.comfyui.core import rows as core_rows
+
 Graph = Callable[[Any], Any]
 
 
@@ -49,8 +51,8 @@ def main(comfyui: str, job: str) -> None:
 
 def ours(job: Mapping[str, Any]) -> Any:
     import comfy.model_patcher
-    import core_parts
     from comfyui_tpu.nodes.comfyui import core_model
+    from comfyui_tpu.tests.comfyui import core_parts
     from comfyui_tpu.tpu_runtime import pipeline
 
     if "folder" not in job:
@@ -133,6 +135,8 @@ class Graphs:
         self.nodes, self.job, self.torch = nodes, job, torch
         generator = torch.Generator().manual_seed(7)
         self.draw = lambda *shape: torch.randn(*shape, generator=generator)
+        self.draw_again = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(8))
+        self.said: dict[str, Any] = {}  # by core's model, of what ours must do too
         self.samples = torch.zeros(job["latents"])
         self.given = 0.5 * self.draw(*job["latents"])
         more = {name: self.value(name, shape) for name, shape in job.get("more", {}).items()}
@@ -324,12 +328,6 @@ def regions(graphs: Graphs, model: Any) -> Any:
     return graphs.sample(model, positive=both, steps=2)
 
 
-def easy_cache(graphs: Graphs, model: Any) -> Any:
-    from comfy_extras.nodes_easycache import EasyCacheNode
-
-    return graphs.sample(EasyCacheNode.execute(model, 0.2, 0.15, 0.95, False).result[0], steps=6)
-
-
 def context_windows(graphs: Graphs, model: Any) -> Any:
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
 
@@ -364,10 +362,10 @@ CASES: dict[str, Graph] = {
     "a guider": guider,
     "timed prompts": timed,
     "regions": regions,
-    "EasyCache": easy_cache,
     "context windows": context_windows,
     "a first frame": first_frame,
     "unlike prompts": unlike_prompts,
+    **core_rows.CASES,
 }
 
 

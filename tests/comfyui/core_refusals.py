@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 # By node: the module below `comfy_extras`, and what it takes beside a MODEL.
 NODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "HyperTile": ("hypertile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}),
@@ -52,6 +54,27 @@ NODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "DifferentialDiffusion": ("differential_diffusion", {"strength": 1.0}),
     "ModelSamplingSD3": ("model_advanced", {"shift": 3.0}),
     "ModelComputeDtype": ("model_advanced", {"dtype": "fp32"}),
+    "ModelAttentionBackend": ("model_advanced", {"attention": "pytorch attention"}),
+    "ModelNoiseScale": ("model_advanced", {"noise_scale": 1.5}),
+    "ModelSamplingAuraFlow": ("model_advanced", {"shift": 1.73}),
+    "ModelSamplingFlux": ("model_advanced", {"max_shift": 1.15, "base_shift": 0.5, "width": 64, "height": 48}),
+    "ModelSamplingContinuousEDM": ("model_advanced", {"sampling": "eps", "sigma_max": 120.0, "sigma_min": 0.002}),
+    "ModelSamplingDiscrete": ("model_advanced", {"sampling": "v_prediction", "zsnr": False}),
+    "CFGOverride": ("custom_sampler", {"cfg": 1.0, "start_percent": 0.0, "end_percent": 0.6}),
+    "FreSca": ("fresca", {"scale_low": 1.1, "scale_high": 1.3, "freq_cutoff": 2}),
+    "VideoLinearCFGGuidance": ("video_model", {"min_cfg": 1.0}),
+    "VideoTriangleCFGGuidance": ("video_model", {"min_cfg": 1.0}),
+    "PerpNeg": ("perpneg", {"empty_conditioning": [[0.4 * torch.ones(1, 512, 4096), {}]], "neg_scale": 1.0}),
+    "ChromaRadianceOptions": (
+        "chroma_radiance",
+        {
+            "preserve_wrapper": True, "start_sigma": 1.0, "end_sigma": 0.0, "nerf_tile_size": 8,
+            "force_sequential_txt_ids": True,
+        },
+    ),
+    "LTXVSpatioTemporalGuidance": (
+        "lt", {"scale": 1.0, "blocks": "1", "start_percent": 0.0, "end_percent": 1.0},
+    ),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.tests.comfyui import core_graphs
+from comfyui_tpu.tests.comfyui.core import rows as core_rows
 from comfyui_tpu.tests.comfyui.core_scripts import run_script
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved
@@ -61,11 +62,15 @@ def given(*shape: int) -> dict[str, Any]:
     return {"concat_latent_image": shape, "concat_mask": (1, 1, *shape[2:])}
 
 
-WAN_LATENTS, ALL = (1, 16, 3, 9, 6), tuple(core_graphs.CASES)
+WAN_LATENTS = (1, 16, 3, 9, 6)
+# Those of any model.
+OF_VIDEOS = [
+    name for name in core_graphs.CASES if name not in {*core_rows.CASES, "a LoRA", "a first frame", "unlike prompts"}
+]
 DENOISERS_BY_NAME = {
     "wan t2v": Denoiser(
         kind=WAN, config={}, latents=WAN_LATENTS, width=4096, more={},
-        cases=[name for name in ALL if name not in ("a LoRA", "a first frame", "unlike prompts")],
+        cases=[*OF_VIDEOS, "EasyCache", "LazyCache", "joined prompts", "unlike timesteps", "free noise"],
         latent="EmptyHunyuanLatentVideo",
     ),
     "wan 2.2 i2v": Denoiser(
@@ -75,14 +80,15 @@ DENOISERS_BY_NAME = {
     ),
     "wan 2.1 i2v": Denoiser(
         kind=WAN, config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128}, latents=WAN_LATENTS,
-        width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 257, 1280)}, cases=SAMPLERS,
+        width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 257, 1280)},
+        cases=("euler", "no pictures", "two seen"),
         latent="WanImageToVideo",
     ),
     "wan 2.1 flf2v": Denoiser(
         kind=WAN,
         config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128, "pos_embed_seq_len": 514},
         latents=WAN_LATENTS, width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 514, 1280)},
-        cases=("uni_pc",),
+        cases=("uni_pc", "no pictures"),
     ),
     "wan 2.2 ti2v": Denoiser(
         kind=WAN, config={"in_channels": 48, "out_channels": 48}, latents=(1, 48, 3, 9, 6), width=4096, more={},
@@ -92,16 +98,21 @@ DENOISERS_BY_NAME = {
     "flux.2 dev": Denoiser(
         kind=FLUX2, config={}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512), cfg=1.0,
         more={"guidance": 4.0, "reference_latents": [(1, 128, 4, 6), (1, 128, 3, 3)]},
-        cases=("res_multistep", "a guider", "a batch of two"),
+        cases=(
+            "res_multistep", "a guider", "a batch of two", "no guidance", "default guidance", "unlike guidance",
+            "unlike references", "joined prompts",
+        ),
     ),
     "flux.2 klein": Denoiser(
         kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
-        cfg=3.0, more={}, cases=("dpmpp_2m", "a LoRA", "from latents, masked", "two samplers", "timed prompts"),
+        cfg=3.0, more={}, cases=(
+            "dpmpp_2m", "a LoRA", "from latents, masked", "two samplers", "timed prompts", "unlike guidance",
+        ),
         latent="EmptyFlux2LatentImage", stride=16,
     ),
     "z-image": Denoiser(
         kind=ZIMAGE, config={}, latents=(1, 16, 9, 6), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
-        cases=("res_multistep", "a LoRA"),
+        cases=("res_multistep", "a LoRA", "two models"),
         latent="EmptySD3LatentImage",
     ),
     "qwen-image": Denoiser(
@@ -112,12 +123,13 @@ DENOISERS_BY_NAME = {
     "qwen-image edit": Denoiser(
         kind=QWEN_IMAGE, config={"zero_cond_t": True}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33),
         cfg=3.0,
-        more={"reference_latents": [(1, 16, 1, 8, 12), (1, 16, 1, 4, 8)]}, cases=("euler", "a batch of two"),
+        more={"reference_latents": [(1, 16, 1, 8, 12), (1, 16, 1, 4, 8)]},
+        cases=("euler", "a batch of two", "unlike references"),
     ),
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),
         more={"conditioning_byt5small": (1, 19, 1472)},
-        cases=("dpmpp_2m", "unlike prompts"),
+        cases=("dpmpp_2m", "unlike prompts", "no glyphs", "EasyCache"),
         latent="EmptyHunyuanVideo15Latent", stride=16,
     ),
     "hunyuanvideo 1.5 i2v, distilled": Denoiser(
@@ -126,7 +138,7 @@ DENOISERS_BY_NAME = {
         more={
             "conditioning_byt5small": (1, 19, 1472), "clip_vision_output": (1, 729, 1152), **given(1, 32, 3, 5, 6),
         },
-        cases=("euler", "dpmpp_2m"),
+        cases=("euler", "dpmpp_2m", "dpmpp_sde", "no pictures"),
         latent="HunyuanVideo15ImageToVideo", stride=16,
     ),
     "cogvideox t2v": Denoiser(
@@ -136,7 +148,8 @@ DENOISERS_BY_NAME = {
     ),
     "cogvideox i2v": Denoiser(
         kind=COGVIDEOX, config={"in_channels": 32, "out_channels": 16, "ofs_embed_dim": 512}, latents=(1, 16, 4, 8, 6),
-        width=96, tokens=(226, 226, 226), more={"concat_latent_image": (1, 16, 1, 8, 6)}, cases=SAMPLERS,
+        width=96, tokens=(226, 226, 226), more={"concat_latent_image": (1, 16, 1, 8, 6)},
+        cases=("euler", "uni_pc", "joined prompts", "no pictures"),
     ),
 }  # fmt: skip
 
@@ -268,11 +281,23 @@ def test_nodes_that_patch_a_model_work_as_on_cores_or_are_refused_before_the_fir
     ran = {name: what for name, what in found.items() if isinstance(what, float)}
     refused = {name for name, what in found.items() if isinstance(what, str) and not what.startswith("as core")}
     check(ran)
-    assert {"RescaleCFG", "CFGZeroStar", "APG", "ModelSamplingSD3"} <= ran.keys()
+    assert {"RescaleCFG", "CFGZeroStar", "APG", "ModelSamplingSD3", "CFGOverride", "FreSca", "PerpNeg"} <= ran.keys()
     assert refused >= {
         "NAGuidance", "SkipLayerGuidanceDiT", "PerturbedAttentionGuidance", "ScaleROPE", "TorchCompileModel", "hooks",
-        "ControlNet",
+        "ControlNet", "ModelAttentionBackend",
     }  # fmt: skip
+
+
+def test_what_other_packs_hang_on_a_model_runs_in_cores_order_or_is_refused(tmp_path: Path):
+    path = write_denoiser(tmp_path, DENOISERS_BY_NAME["wan t2v"], "wan")
+    found = run_script("core/hooks.py", str(path), tmp_path)
+    # Both round to bfloat16, each in its own places; with the sampler's own sample it would be 1.
+    assert found.pop("EasyCache in bfloat16") < 0.05
+    refused = {name: what for name, what in found.items() if isinstance(what, str)}
+    check({name: what for name, what in found.items() if name not in refused})
+    assert refused.keys() == {"replaced forward", "injections"}, refused
+    assert "(forward_orig)" in refused["replaced forward"] and "ComfyUI's own loader" in refused["replaced forward"]
+    assert "cannot work there" in refused["injections"]
 
 
 # With as many layers as the published ones, which core takes for granted; sizes that it does not read from a file it is
