@@ -117,15 +117,19 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
     if given is None:
         return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     if given["tpu_family"] != spec.family:
-        raise ValueError(f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder.")
+        raise ValueError(
+            f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder. Connect "
+            f"{spec.family}ImageEncoder with the model of the sampler."
+        )
     is_of_size = all(given.get(name) == getattr(plan.settings, name) for name in SIZE)
     for name, shape in shapes.items():
         tensor = given["tensors"].get(name)
         if tensor is None or tuple(tensor.shape) != shape:
             size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
+            found = None if tensor is None else tuple(tensor.shape)
             raise ValueError(
-                f"{spec.title}: the condition was encoded for another model of the family. Give "
-                f"{spec.family}ImageEncoder the model of the sampler."
+                f"{spec.title}: the condition holds {name} of shape {found}; this model takes {shape}. It was encoded "
+                f"for another model of the family. Give {spec.family}ImageEncoder the model of the sampler."
                 if is_of_size
                 else f"{spec.title}: the condition was encoded for {size}; encode it for the video's size."
             )
@@ -172,9 +176,65 @@ def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
     if samples.ndim != len(names) + 2 or samples.shape[1] != channels:
         raise ValueError(
             f"{spec.title}: the LATENT has shape {tuple(samples.shape)}; it must be ({', '.join(names)}, "
-            f"height / {stride}, width / {stride})."
+            f"height / {stride}, width / {stride}). It is another model's. Connect this one's sampler, VAE or decoder."
         )
     if not samples.numel():
         raise ValueError(f"{spec.title}: the LATENT has shape {tuple(samples.shape)}, which is empty. Sample it again.")
     finite.check_given(spec.title, "the LATENT", samples)
     return samples.to(torch.float32).cpu()
+
+
+# --- single calls of the denoiser, for samplers of others -------------------------------------------------------------
+
+# The inputs that are one number for each row, or one for all.
+_NUMBERS = ("guidance", "next_timestep")
+_PICTURES = "Encode the picture with this model's VAE, for a video of this length."
+_SEEN = "Look at the picture with this model's image encoder."
+
+
+def check_asked(
+    spec: ModelSpec, config: Mapping[str, Any], sample: torch.Tensor, inputs: Mapping[str, np.ndarray]
+) -> None:
+    """Raises ValueError for a sample or inputs that a denoiser of this `config` does not take."""
+    geometry, shape = spec.geometry, tuple(sample.shape)
+    frames = ("frames",) if geometry.stride_t else ()
+    names = ("rows", geometry.channels, *frames, "height", "width")
+    advice = "It comes from another model's VAE or empty latent. Make it with this model's."
+    _check_shape(spec, "the sample", shape, names, advice)
+    patch = geometry.patch_thw[-len(shape[2:]) :]
+    if any(size % part for size, part in zip(shape[2:], patch, strict=True)):
+        raise ValueError(
+            f"{spec.title}: the sample has shape {shape}; its last sizes must be multiples of {patch}. Pad it."
+        )
+    rows = max(len(x) for x in (sample, *inputs.values()))
+    for text in spec.text_encoders:
+        width = int(config[text.width_key])
+        advice = "Encode the prompt with the text encoder of this model."
+        given = inputs.get(text.name)
+        if given is None:
+            raise ValueError(f"{spec.title}: {text.name} is missing; its network takes {width} wide states. {advice}")
+        _check_shape(spec, text.name, given.shape, ("rows", "tokens", width), advice)
+    wanted = spec.conditions(config, (1, *shape[1:]))
+    for name, x in inputs.items():
+        if len(x) not in (1, rows):
+            raise ValueError(
+                f"{spec.title}: {name} has {len(x)} rows; it must have 1 or {rows}. Give one for each row."
+            )
+        if name in wanted:
+            sizes = ("rows", "tokens", wanted[name][2]) if name == "image_embeds" else ("rows", *wanted[name][1:])
+            _check_shape(spec, name, x.shape, sizes, _SEEN if name == "image_embeds" else _PICTURES)
+        elif re.fullmatch(r"reference_\d+", name):
+            one = (1,) if frames else ()
+            _check_shape(spec, name, x.shape, ("rows", geometry.channels, *one, "height", "width"), _PICTURES)
+        elif name in _NUMBERS:
+            _check_shape(spec, name, x.shape, ("rows",), "Give one number for each row.")
+
+
+def _check_shape(spec: ModelSpec, name: str, shape: tuple[int, ...], sizes: tuple[int | str, ...], advice: str) -> None:
+    """That an array has these sizes; those that are words are free, and not 0."""
+    fits = len(shape) == len(sizes) and all(
+        size > 0 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, sizes, strict=True)
+    )
+    if not fits:
+        shown = ", ".join(map(str, sizes))
+        raise ValueError(f"{spec.title}: {name} has shape {tuple(shape)}; its network takes ({shown}). {advice}")

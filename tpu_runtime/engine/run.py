@@ -191,7 +191,8 @@ class Prediction:
     """What is asked: a denoiser's prediction for rows of a sample, all at one timestep.
 
     `sample` is `[rows, *latent]` float32, `timestep` as the denoiser takes it, and `inputs` are those of
-    `model_spec.Forward`, each with one row for all or one for each. `expert` is the number of the denoiser.
+    `model_spec.Forward`, each with one row for all or one for each; what is absent the network does without. `expert`
+    is the number of the denoiser.
     """
 
     sample: torch.Tensor
@@ -226,6 +227,7 @@ def _parts(spec: ModelSpec, prediction: Prediction) -> Iterator[_Part]:
 def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
     """`[rows, *latent]` float32. Rows are independent."""
     name, found = stage.spec.denoiser.experts[prediction.expert], []
+    conditioning.check_asked(stage.spec, stage.config(name), prediction.sample, prediction.inputs)
     for part in _parts(stage.spec, prediction):
         executable = stage.executable(_wanted(stage, name, part))
         weights = stage.weights(name, executable)

@@ -302,14 +302,21 @@ def test_a_picture_of_the_right_size_is_left_alone():
         (None, "Wan 2.2 I2V A14B: condition is not connected. Connect Wan22I2VImageEncoder."),
         (
             {"tpu_family": "HunyuanVideo15"},
-            "Wan 2.2 I2V A14B: the condition comes from a HunyuanVideo15 image encoder.",
+            "Wan 2.2 I2V A14B: the condition comes from a HunyuanVideo15 image encoder. Connect Wan22I2VImageEncoder "
+            "with the model of the sampler.",
+        ),
+        (
+            {"tpu_family": "Wan22I2V", "height": ODD.height, "width": ODD.width, "num_frames": ODD.num_frames},
+            "Wan 2.2 I2V A14B: the condition holds condition of shape (1, 20, 2, 8, 8); this model takes "
+            f"(1, 20, 3, {ODD.height // 8}, {ODD.width // 8}). It was encoded for another model of the family. Give "
+            "Wan22I2VImageEncoder the model of the sampler.",
         ),
         (
             {"tpu_family": "Wan22I2V", "height": 64, "width": 64, "num_frames": 5},
             "Wan 2.2 I2V A14B: the condition was encoded for 64x64, 5 frames; encode it for the video's size.",
         ),
     ],
-    ids=["none", "another family's", "another size's"],
+    ids=["none", "another family's", "another model's", "another size's"],
 )
 def test_a_condition_that_does_not_fit_is_refused(given: dict | None, message: str):
     embeds = engine(8).encode(MODEL, SHORT, NEGATIVE, Silent())

@@ -1,0 +1,145 @@
+"""Arrays that nodes of ComfyUI's own hand to a network: what it does not take is said before the first step."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.comfyui.core_scripts import run_script
+from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, write_denoiser
+from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
+from comfyui_tpu.tpu_runtime.engine import conditioning
+from comfyui_tpu.tpu_runtime.models import spec_by_name
+
+# By model and case: what is wrong, and what its sentence holds, both numbers among it.
+WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
+    "wan t2v": {
+        "latents of Wan 2.2's VAE": ({"samples": (1, 48, 3, 9, 6)}, ("48 channels", "takes 16", "VAE")),
+        "latents of a picture": ({"samples": (1, 4, 1, 9, 6)}, ("4 channels", "takes 16")),
+        "another encoder": ({"width": 2560}, ("2560 wide", "takes 4096", "text encoder")),
+    },
+    "wan 2.1 i2v": {
+        "a picture of Wan 2.2's VAE": (
+            {"concat_latent_image": (1, 48, 3, 9, 6)}, ("concat_latent_image has 48 channels", "takes 16", "VAE"),
+        ),
+        "a picture of another length": (
+            {"concat_latent_image": (1, 16, 5, 9, 6)}, ("5 latent frames", "sample has 3", "length of the video"),
+        ),
+        "a mask of another length": (
+            {"concat_mask": (1, 1, 5, 9, 6)}, ("concat_mask has 5 latent frames", "sample has 3"),
+        ),
+        "another image encoder": (
+            {"clip_vision_output": (1, 729, 1152)}, ("1152 wide", "takes 1280", "image encoder"),
+        ),
+    },
+    "wan 2.1 flf2v": {
+        "three pictures": ({"clip_vision_output": (1, 771, 1280)}, ("771 tokens", "at most 514")),
+    },
+    "wan 2.2 ti2v": {
+        "latents of Wan 2.1's VAE": ({"samples": (1, 16, 3, 9, 6)}, ("16 channels", "takes 48", "VAE")),
+    },
+    "flux.2 dev": {
+        "T5's states": ({"width": 80}, ("80 wide", "takes 96", "text encoder")),
+        "references of FLUX.1's VAE": (
+            {"reference_latents": [(1, 128, 4, 6), (1, 16, 8, 12)]}, ("reference_latents 2", "16 channels", "128"),
+        ),
+        "a reference of a video": (
+            {"reference_latents": [(1, 128, 2, 4, 6)]}, ("shape (1, 128, 2, 4, 6)", "(1, 128, height, width)"),
+        ),
+        "latents of FLUX.1's VAE": ({"samples": (1, 16, 14, 10)}, ("16 channels", "takes 128")),
+    },
+    "qwen-image edit": {
+        "references of another VAE": (
+            {"reference_latents": [(1, 48, 1, 8, 12)]}, ("48 channels", "takes 16", "VAE"),
+        ),
+        "a reference without frames": (
+            {"reference_latents": [(1, 16, 8, 12)]}, ("shape (1, 16, 8, 12)", "(1, 16, 1, height, width)"),
+        ),
+        "a video's latents": ({"samples": (1, 16, 3, 12, 8)}, ("3 frames", "takes 1", "length")),
+        "another encoder": ({"width": 100}, ("100 wide", "takes 96")),
+    },
+    "hunyuanvideo 1.5 i2v, distilled": {
+        "a picture of Wan's VAE": ({"concat_latent_image": (1, 16, 3, 5, 6)}, ("16 channels", "takes 32")),
+        "a picture of another length": ({"concat_latent_image": (1, 32, 4, 5, 6)}, ("4 latent frames", "sample has 3")),
+        "another image encoder": ({"clip_vision_output": (1, 257, 1280)}, ("1280 wide", "takes 1152")),
+        "other glyphs": ({"conditioning_byt5small": (1, 19, 512)}, ("512 wide", "takes 1472", "text encoder")),
+    },
+    "cogvideox i2v": {
+        "a picture of another VAE": ({"concat_latent_image": (1, 32, 1, 8, 6)}, ("32 channels", "takes 16", "VAE")),
+        "another encoder": ({"width": 100}, ("100 wide", "takes 96")),
+    },
+}  # fmt: skip
+
+
+@needs_comfyui
+@pytest.mark.slow
+def test_what_a_network_does_not_take_is_said_with_both_numbers_and_a_cause(tmp_path: Path):
+    job = []
+    for name, wrong in WRONG.items():
+        one = DENOISERS_BY_NAME[name]
+        path = write_denoiser(tmp_path, one, re.sub(r"\W", "_", name))
+        job.append((name, one.job(path) | {"cases": []}, {case: what for case, (what, _) in wrong.items()}))
+    found = run_script("core/shapes.py", job, tmp_path)
+    for name, wrong in WRONG.items():
+        for case, (_, parts) in wrong.items():
+            said = found[name][case]
+            print(f"{name}, {case}: {said}")
+            assert all(part in said for part in parts), (name, case, said)
+
+
+def asked(name: str, **changed: Any) -> tuple[Any, ...]:
+    """One that a model takes, but for what is changed in it."""
+    spec = spec_by_name(name)
+    component = spec.component(spec.denoiser.experts[0])
+    config = {**component.config, **component.tiny}
+    frames = (2,) if spec.geometry.stride_t else ()
+    shape = (1, spec.geometry.channels, *frames, 4, 6)
+    inputs = {
+        text.name: np.zeros((1, 5, int(config[text.width_key])), np.float32) for text in spec.text_encoders
+    } | {one: np.zeros(size, np.float32) for one, size in spec.conditions(config, shape).items()}  # fmt: skip
+    inputs |= {key: np.zeros(size, np.float32) for key, size in changed.items() if key != "sample"}
+    sample = torch.zeros(changed.get("sample", shape))
+    return spec, config, sample, inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "parts"),
+    [
+        ("wan2.1-t2v-14b", {"sample": (1, 48, 2, 4, 6)}, ("(1, 48, 2, 4, 6)", "(rows, 16, frames, height, width)")),
+        ("wan2.1-t2v-14b", {"sample": (1, 16, 4, 6)}, ("(1, 16, 4, 6)", "(rows, 16, frames, height, width)")),
+        ("wan2.1-t2v-14b", {"sample": (1, 16, 2, 3, 6)}, ("(1, 16, 2, 3, 6)", "multiples of (1, 2, 2)")),
+        (
+            "wan2.1-i2v-14b-480p",
+            {"condition": (1, 16, 2, 4, 6)},
+            ("condition", "(1, 16, 2, 4, 6)", "(rows, 20, 2, 4, 6)"),
+        ),
+        ("wan2.1-i2v-14b-480p", {"image_embeds": (1, 257, 9)}, ("image_embeds", "(1, 257, 9)", "tokens")),
+        ("flux2-dev", {"text": (1, 512, 7)}, ("text has shape (1, 512, 7)", "text encoder")),
+        ("flux2-dev", {"reference_0": (1, 16, 4, 6)}, ("reference_0", "(rows, 128, height, width)")),
+        ("flux2-dev", {"reference_0": (3, 128, 4, 6), "guidance": (2,)}, ("2 rows", "1 or 3")),
+        ("qwen-image-edit-2511", {"reference_0": (1, 16, 2, 4, 6)}, ("reference_0", "(rows, 16, 1, height, width)")),
+        ("z-image", {"guidance": (1, 1)}, ("guidance has shape (1, 1)", "(rows)")),
+    ],
+)
+def test_a_prediction_that_a_network_cannot_make_is_refused(name: str, changed: dict[str, Any], parts: tuple[str, ...]):
+    conditioning.check_asked(*asked(name))
+    with pytest.raises(ValueError) as error:
+        conditioning.check_asked(*asked(name, **changed))
+    assert all(part in str(error.value) for part in (spec_by_name(name).title, *parts)), error.value
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("wan2.1-t2v-14b", (1, 48, 3, 9, 6), "(batch, 16, frames, height / 8, width / 8)"),
+        ("wan2.2-ti2v-5b", (1, 16, 3, 9, 6), "(batch, 48, frames, height / 16, width / 16)"),
+        ("flux2-dev", (1, 16, 8, 8), "(batch, 128, height / 16, width / 16)"),
+        ("z-image", (1, 16, 3, 8, 8), "(batch, 16, height / 8, width / 8)"),
+    ],
+)
+def test_latents_of_another_vae_are_not_decoded_nor_sampled(name: str, shape: tuple[int, ...], wanted: str):
+    with pytest.raises(ValueError, match="is another model's") as error:
+        conditioning.latent_samples(spec_by_name(name), {"samples": torch.zeros(shape)})
+    assert wanted in str(error.value) and str(shape) in str(error.value)
