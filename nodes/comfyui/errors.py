@@ -49,10 +49,21 @@ def said_once(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """ComfyUI shows an error's module before its class: of ours that would be the path of this folder."""
+    """ComfyUI shows an error's module before its class: of ours that would be the path of this folder.
+
+    An exit that is no `Exception`, such as a panic of Rust's code in a library, becomes a RuntimeError: ComfyUI's
+    thread of prompts would end with it, and no prompt would run any more.
+    """
     try:
         yield
     except Exception as error:
         if type(error).__module__.startswith(_PACKAGE):
             type(error).__module__ = "ComfyUI-TPU"
         raise
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(
+            f"A library failed within the node ({type(error).__name__}: {str(error)[:200]}); it should raise an error "
+            "that names the file. Try another file in the place of the one that this node reads."
+        ) from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import tokens
 from ..files import CheckpointError, TensorFile, parse_json, read_json
 from . import gguf_file
 
@@ -19,6 +20,8 @@ TENSORS = SENTENCEPIECE, TEKKEN = "spiece_model", "tekken_model"
 _GGUF = "tokenizer.ggml."
 # Mistral's longest has 128; each is cut in two at every byte.
 _LONGEST_TOKEN = 1024
+# Fillers are made for those without a name.
+_MOST_SPECIAL = 4096
 # Kinds of tokens, with the same numbers in SentencePiece's models and in GGUF's fields.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
@@ -36,21 +39,9 @@ class _Words:
     takes_words: bool = False
 
 
-# Qwen2's and Mistral's, as their makers published them.
 _WORDS = {
-    "qwen2": _Words(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        pad="<|endoftext|>",
-        is_composed=True,
-    ),
-    "tekken": _Words(
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        pad="<pad>",
-        takes_words=True,
-    ),
+    "qwen2": _Words(tokens.WORDS_QWEN2, pad="<|endoftext|>", is_composed=True),
+    "tekken": _Words(tokens.WORDS_TEKKEN, pad="<pad>", takes_words=True),
 }
 
 
@@ -138,9 +129,10 @@ def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        tokenizer, names = _read(carried)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        with tokens.guarded(carried.path):
+            tokenizer, names = _read(carried)
+            tokenizer.save(str(folder / "tokenizer.json"))
+            size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     except CheckpointError:
         raise
     except Exception as error:  # whatever the parsers make of bytes that may be anything
@@ -235,7 +227,12 @@ def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
     """Mistral's: byte pairs by rank, behind the special tokens."""
     said = parse_json(content)
     config = said["config"]
+    tokens.check_pattern(config["pattern"], "A tekken_model")
     num_special = int(config["default_num_special_tokens"])
+    if not 0 <= num_special <= _MOST_SPECIAL:
+        raise ValueError(
+            f"default_num_special_tokens is {num_special}; published is 1000, and it may be {_MOST_SPECIAL} at most"
+        )
     size = int(config["default_vocab_size"]) - num_special
     special = _special(said, num_special)
     ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in said["vocab"][:size]}
@@ -262,16 +259,16 @@ def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
 def _of_merges(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """Qwen's and Mistral's of GGUF's fields: tokens in their order, and byte pairs in the order in which they merge."""
     words = _WORDS[str(gguf_file.text_of(fields, "pre"))]
-    tokens, kinds = fields["tokens"], fields["token_type"]
-    by_kind = {kind: [token for token, own in zip(tokens, kinds, strict=True) if own == kind] for kind in set(kinds)}
+    texts, kinds = fields["tokens"], fields["token_type"]
+    by_kind = {kind: [token for token, own in zip(texts, kinds, strict=True) if own == kind] for kind in set(kinds)}
     unused = set(by_kind.get(_UNUSED, ()))
-    vocabulary = {token: index for index, token in enumerate(tokens) if token not in unused}
+    vocabulary = {token: index for index, token in enumerate(texts) if token not in unused}
     if words.pad not in vocabulary:
         raise ValueError(f"it has no token {words.pad}")
     merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
     tokenizer = _byte_pairs(vocabulary, merges, words, by_kind.get(_CONTROL, ()), by_kind.get(_USER_DEFINED, ()))
     ids = {name: fields.get(f"{own}_token_id") for name, own in (("bos_token", "bos"), ("eos_token", "eos"))}
-    names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+    names = {name: texts[token_id] for name, token_id in ids.items() if token_id is not None}
     return tokenizer, {**names, "pad_token": words.pad}
 
 

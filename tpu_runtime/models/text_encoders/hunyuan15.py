@@ -36,7 +36,12 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
 
     chats = format_text_input(list(prompts), system_message())
     ids, mask = tokens.tokenize_chats(
-        tokenizer, chats, PREFIX + length, padding_side="right", add_generation_prompt=True
+        tokenizer,
+        chats,
+        PREFIX + length,
+        padding_side="right",
+        template=qwen25.CHAT_TEMPLATE,
+        add_generation_prompt=True,
     )
     if not mask[:, : PREFIX + 1].all():
         raise ValueError("the checkpoint's tokenizer has another chat template; it cannot be used.")

@@ -66,7 +66,9 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
     from ... import tokens
 
     chats = format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE)
-    return tokens.tokenize_chats(tokenizer, chats, length, padding_side="left", add_generation_prompt=False)
+    return tokens.tokenize_chats(
+        tokenizer, chats, length, padding_side="left", template=CHAT_TEMPLATE, add_generation_prompt=False
+    )
 
 
 def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":

@@ -42,6 +42,7 @@ def tokenize(
         chats,
         length,
         padding_side="right",
+        template=CHAT_TEMPLATE,
         add_generation_prompt=True,
         template_options={"enable_thinking": thinks},
     )

@@ -1,0 +1,218 @@
+"""Tokenizers and chat templates of a folder, and of files: a sentence, or tokens, and never the end of a thread."""
+
+import base64
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from comfyui_tpu.tests.properties.hostile import ends_well
+from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.files import CheckpointError
+from comfyui_tpu.tpu_runtime.formats import tokenizer_files
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+FAMILIES = ("Wan21", "Flux2", "HunyuanVideo15", "ZImage")
+
+
+@pytest.fixture(params=FAMILIES)
+def copied(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """A family's text encoder, and a copy of its tokenizer's folder."""
+    spec = spec_for_family(request.param)
+    text = spec.text_encoders[0]
+    return text, Path(shutil.copytree(tiny.ensure(spec) / text.tokenizer_folder, tmp_path / "tokenizer"))
+
+
+def change(path: Path, edit: Callable[[dict], object]) -> None:
+    said = json.loads(path.read_text())
+    edit(said)
+    path.write_text(json.dumps(said))
+
+
+# Each takes exponential time, or ends Rust's thread, on a text of letters.
+HOSTILE = [r"(a+)+$", r"(?:a|a)*b", r"(a*)*\1b", r"((a{1,9}){1,9}){1,9}b", r"(?=(a+))*\1x", r"(.*)(.*)(.*)(.*)x", "("]
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_no_unknown_pattern_of_a_folder_is_run(copied: tuple[Any, Path], pattern: str):
+    text, folder = copied
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    for part, value in (
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split]}),
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": pattern}, "content": "b"}),
+        (
+            "decoder",
+            {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}]},
+        ),
+    ):
+        path, saved = folder / "tokenizer.json", (folder / "tokenizer.json").read_bytes()
+        change(path, lambda said, part=part, value=value: said.update({part: value}))
+        with pytest.raises(CheckpointError, match="cuts text by the regular expression"):
+            text.tokenize(tokens.load_tokenizer(folder), ["a" * 60])
+        path.write_bytes(saved)
+    text.tokenize(tokens.load_tokenizer(folder), ["a" * 60])
+
+
+def panicking() -> Tokenizer:
+    """One whose pattern ends Rust's thread on letters in a row."""
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?:a|aa)+$(?<=b)"), behavior="isolated")
+    return tokenizer
+
+
+@pytest.mark.parametrize("call", ["call", "tokenize", "encode", "chat"])
+def test_a_panic_of_a_tokenizer_is_a_sentence(call: str):
+    """ComfyUI's prompt thread, which catches `Exception` alone, ended with it."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = PreTrainedTokenizerFast(tokenizer_object=panicking(), pad_token="p", chat_template="[INST]")
+    with pytest.raises(BaseException) as raised:
+        own("a" * 60)
+    assert not isinstance(raised.value, Exception), "upstream mends this itself"
+    tokenizer, text = tokens.Tokenizer(own, Path("folder")), "a" * 60
+    calls = {
+        "call": lambda: tokenizer([text]),
+        "tokenize": lambda: tokenizer.tokenize(text),
+        "encode": lambda: tokenizer.encode(text),
+        "chat": lambda: tokens.tokenize_chats(
+            tokenizer,
+            [[{"content": text}]],
+            9,
+            padding_side="left",
+            template="[INST]" + text,
+            add_generation_prompt=False,
+        ),
+    }
+    with pytest.raises(CheckpointError, match="The tokenizer of folder failed on this text"):
+        calls[call]()
+
+
+def test_other_exits_are_no_panics():
+    for error in (KeyboardInterrupt, SystemExit, GeneratorExit, ValueError):
+        with pytest.raises(error), tokens.guarded("x"):
+            raise error
+
+
+TEMPLATES = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 12000000000 }}",
+    "{{ range(10**10) | list }}",
+    "{{ messages | map(attribute='__class__') | list }}",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    "{{ raise_exception('no') }}",
+    "{% include '/etc/passwd' %}",
+    "{{",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
+def test_no_template_of_a_folder_is_run(template: str, place: str, tmp_path: Path):
+    """One with what its model's turns begin with is left alone, any other is refused."""
+    text = spec_for_family("HunyuanVideo15").text_encoders[0]
+    folder = Path(shutil.copytree(tiny.ensure(spec_for_family("HunyuanVideo15")) / "tokenizer", tmp_path / "tokenizer"))
+    wanted = text.tokenize(tokens.load_tokenizer(folder), ["a red circle"])
+    (folder / "chat_template.jinja").unlink()
+    for before, is_taken in (("<|im_start|>", True), ("", False)):
+        if place.endswith(".jinja"):
+            (folder / place).write_text(before + template)
+        else:
+            (folder / place).touch()
+            held = json.loads((folder / place).read_text() or "{}")
+            (folder / place).write_text(json.dumps({**held, "chat_template": before + template}))
+        if is_taken:
+            ends_well(lambda: text.tokenize(tokens.load_tokenizer(folder), ["a red circle"]), 2**20)
+            found = text.tokenize(tokens.load_tokenizer(folder), ["a red circle"])
+            assert all(np.array_equal(*pair) for pair in zip(found, wanted, strict=True))
+        else:
+            with pytest.raises(CheckpointError, match="another chat template"):
+                text.tokenize(tokens.load_tokenizer(folder), ["a red circle"])
+
+
+def test_a_template_by_the_name_of_ours_is_not_run(tmp_path: Path):
+    """transformers looks a template up by name first, in a folder that has several."""
+    spec = spec_for_family("HunyuanVideo15")
+    folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
+    from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25
+
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": qwen25.CHAT_TEMPLATE, "template": TEMPLATES[0]}, {"name": "default", "template": "<|im_start|>"}]
+    change(folder / "tokenizer_config.json", lambda said: said.update(chat_template=named))
+    ends_well(lambda: spec.text_encoders[0].tokenize(tokens.load_tokenizer(folder), ["a"]), 2**20)
+
+
+def tekken_file(path: Path, **config: Any) -> Path:
+    said = {
+        "config": {
+            "pattern": tokens.WORDS_TEKKEN, "default_vocab_size": 276, "default_num_special_tokens": 20, **config,
+        },
+        "vocab": [{"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode()} for n in range(256)],
+        "special_tokens": [{"rank": n, "token_str": one} for n, one in enumerate(("<unk>", "<s>", "</s>", "<pad>"))],
+    }  # fmt: skip
+    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
+    safetensors.numpy.save_file({"tekken_model": content}, path)
+    return path
+
+
+COUNTS = st.sampled_from([-1, -(10**9), 4097, 10**6, 10**9, 2**63, 1e300, None, "x", [1], {}])
+
+
+@settings(max_examples=40)
+@given(name=st.sampled_from(["default_num_special_tokens", "default_vocab_size"]), count=COUNTS)
+def test_any_count_of_a_tekken_model(tmp_path_factory: pytest.TempPathFactory, name: str, count: Any):
+    """`default_num_special_tokens` took 9.5 GiB of 10 kB."""
+    folder = tmp_path_factory.getbasetemp() / "tekken"
+    folder.mkdir(exist_ok=True)
+    path = tekken_file(folder / "x.safetensors", **{name: count})
+    carried = tokenizer_files.TokenizerFile(path, "tekken_model")
+    ends_well(lambda: tokenizer_files.write(carried, folder / "out"), path.stat().st_size)
+    if name == "default_num_special_tokens" and isinstance(count, int):
+        with pytest.raises(CheckpointError, match=f"default_num_special_tokens is {count}; published is 1000"):
+            tokenizer_files.write(carried, folder / "out")
+
+
+@pytest.mark.parametrize("pattern", [*HOSTILE, None, 7])
+def test_a_tekken_model_cuts_words_as_a_published_one(tmp_path: Path, pattern: Any):
+    carried = tokenizer_files.TokenizerFile(tekken_file(tmp_path / "x.safetensors", pattern=pattern), "tekken_model")
+    with pytest.raises(CheckpointError, match="cuts text by the regular expression"):
+        tokenizer_files.write(carried, tmp_path / "out")
+    tekken_file(carried.path)
+    assert tokenizer_files.write(carried, tmp_path / "out") == 276
+
+
+@pytest.mark.parametrize("kind", ["T5Tokenizer", "ByT5Tokenizer", "PegasusTokenizer", "XGLMTokenizer"])
+@pytest.mark.parametrize("name", tokens._COUNTS)
+def test_a_class_makes_no_tokens_without_end(tmp_path: Path, kind: str, name: str):
+    for count in (10**9, 1e12, -5):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, name: count}))
+        ends_well(lambda: tokens.load_tokenizer(tmp_path), 2**20)
+        with pytest.raises(CheckpointError, match=f"{name} is {str(count)[:5]}"):
+            tokens.load_tokenizer(tmp_path)
+
+
+def test_a_thread_lives_on_after_a_panic():
+    """As ComfyUI's prompt thread does, which looks for `Exception`."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = tokens.Tokenizer(PreTrainedTokenizerFast(tokenizer_object=panicking()), Path("folder"))
+    said: list[str] = []
+
+    def work() -> None:
+        try:
+            tokenizer("a" * 60)
+        except Exception as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert len(said) == 1
