@@ -143,11 +143,13 @@ def test_packages_with_which_nothing_runs_are_told_at_every_opening(page: Any):
             new.reload()
             says(new, "No TPU node can run here:")
             assert new.locator(f"{NOTICE} li").all_inner_texts() == refusals
-        for wrong in ({"refusals": {"a": 1}}, {"refusals": 7}, {}):
-            new.route("**/tpu/about", lambda route, wrong=wrong: route.fulfill(json=wrong))
+        answers = [{"refusals": {"a": 1}}, {"refusals": 7}, {}]
+        new.route("**/tpu/about", lambda route: route.fulfill(json=answers[0]))
+        for _ in range(len(answers)):
             new.reload()
             new.wait_for_function(READY)
             assert new.locator(NOTICE).count() == 0
+            answers.append(answers.pop(0))
 
 
 def test_a_plan_asks_for_the_tpu_and_a_wrong_one_is_a_sentence(page: Any):
