@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,14 @@ from comfyui_tpu.tpu_runtime import pipeline as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
+from comfyui_tpu.tpu_runtime.files import read_header
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.models.text_encoders.qwen_image import SEEN
 from comfyui_tpu.tpu_runtime.progress import Silent
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import BatchFeature
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -241,10 +244,16 @@ def test_a_condition_that_the_text_encoder_cannot_see_is_a_sentence():
 
 
 def test_single_files_give_what_their_folders_give(tmp_path: Path):
-    """As Comfy-Org repackages them: the encoder's file has what it sees with too, by the names of transformers 4."""
+    """As Comfy-Org repackages them: the encoder's file has what it sees with too, by the names of transformers 4. Only
+    its name says that the denoiser is 2511, as of fp8 files and GGUF's.
+    """
     source = tiny.ensure(SPEC)
     folders = "transformer", "text_encoder", "vae"
     files = [single_files.write_folder(tmp_path / f"{name}.safetensors", source, SPEC, name) for name in folders]
+    tensors, config = load_file(files[0]), json.loads(read_header(files[0])[1]["config"])
+    assert tensors.pop("__index_timestep_zero__").numel() == 0 and config.pop("zero_cond_t")
+    files[0] = tmp_path / "qwen_image_edit_2511_fp8_e4m3fn.safetensors"
+    save_file(tensors, files[0], {"config": json.dumps(config)})
     rest = tmp_path / "rest"
     shutil.copytree(source / "tokenizer", rest / "tokenizer")
     shutil.copytree(source / "scheduler", rest / "scheduler")
