@@ -211,9 +211,18 @@ def _numbers(row: torch.Tensor) -> np.ndarray:
 
 
 def _checked(process: Callable[..., Any], model: ModelRef) -> Callable[..., Any]:
+    alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
+    can_see = any(spec.family in alike and spec.text_encoders[0].place_beside for spec in pipeline.SPECS)
+
     def process_tokens(tokens: list[list[Any]], device: Any) -> Any:
         other = [token for row in tokens for token in row if not isinstance(token, int | np.integer)]
         pictures = [token for token in other if isinstance(token, dict) and token.get("type") == "image"]
+        if pictures and can_see and not model.spec.text_encoders[0].place_beside:
+            raise ValueError(
+                f"{model.spec.title}: the prompt holds a picture, and the text encoder {model.model_id} cannot see on "
+                "the TPU (it has no visual.). Leave the picture out, or choose a file with it, such as "
+                "qwen_2.5_vl_7b.safetensors."
+            )
         if len(pictures) < len(other) or (pictures and not model.spec.text_encoders[0].place_beside):
             what = "an embedding (textual inversion)" if len(pictures) < len(other) else "a picture"
             raise ValueError(

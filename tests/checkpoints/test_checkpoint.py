@@ -180,7 +180,7 @@ def test_a_missing_weight(copied: Path, runner: Runner):
         runner.encode(model(copied), "cat", "", Silent())
     assert str(error.value) == (
         f"{copied / 'text_encoder'}: the weight encoder.block.1.layer.0.SelfAttention.k.weight is missing; the "
-        "checkpoint is incomplete."
+        "checkpoint is incomplete. Download it again, or choose another."
     )
 
 

@@ -90,6 +90,7 @@ def main(comfyui: str, path: str) -> None:
         models = Models(path)
         uses = {
             **{name: models.by_node(name) for name in NODES},
+            "LoraLoaderBypass": models.bypassed,
             "hooks": models.hooked,
             "ControlNet": models.controlled,
         }
@@ -167,6 +168,17 @@ class Models:
         lora = {"diffusion_model.blocks.0.self_attn.q.diff": torch.ones(128, 128)}
         hooks = comfy.hooks.create_hook_lora(lora, 1.0, 1.0)
         return self.sample(model, comfy.hooks.set_hooks_for_conditioning(self.prompts[0], hooks))
+
+    def bypassed(self, model: Any) -> Any:
+        """LoraLoaderBypass and LoraLoaderBypassModelOnly."""
+        import comfy.sd
+        import torch
+
+        names = {"lora_A": (2, 128), "lora_B": (128, 2)}
+        lora = {
+            f"diffusion_model.blocks.0.self_attn.q.{name}.weight": torch.ones(shape) for name, shape in names.items()
+        }
+        return self.sample(comfy.sd.load_bypass_lora_for_models(model, None, lora, 1.0, 0.0)[0])
 
     def controlled(self, model: Any) -> Any:
         """ControlNetApplyAdvanced and alike."""

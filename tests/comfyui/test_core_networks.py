@@ -284,8 +284,24 @@ def test_nodes_that_patch_a_model_work_as_on_cores_or_are_refused_before_the_fir
     assert {"RescaleCFG", "CFGZeroStar", "APG", "ModelSamplingSD3", "CFGOverride", "FreSca", "PerpNeg"} <= ran.keys()
     assert refused >= {
         "NAGuidance", "SkipLayerGuidanceDiT", "PerturbedAttentionGuidance", "ScaleROPE", "TorchCompileModel", "hooks",
-        "ControlNet", "ModelAttentionBackend",
+        "ControlNet", "LoraLoaderBypass", "ModelAttentionBackend",
     }  # fmt: skip
+    assert found["LoraLoaderBypass"] == (
+        "This MODEL runs compiled on the TPU, and a LoRA beside the weights cannot work there (LoraLoaderBypass, "
+        "LoraLoaderBypassModelOnly). Use LoraLoaderModelOnly with the same file and strength: it is merged into the "
+        "weights."
+    )
+
+
+def test_a_text_encoder_that_cannot_see_is_named_where_a_prompt_holds_a_picture(tmp_path: Path):
+    said = run_script("core_blind.py", {"qwen-image-2512": "blind.safetensors", "z-image": "qwen_3_4b.gguf"}, tmp_path)
+    assert said == {
+        "qwen-image-2512": "Qwen-Image 2512: the prompt holds a picture, and the text encoder blind.safetensors cannot "
+        "see on the TPU (it has no visual.). Leave the picture out, or choose a file with it, such as "
+        "qwen_2.5_vl_7b.safetensors.",
+        "z-image": "Z-Image: the prompt holds a picture, which its text encoder on the TPU does not take. Leave it "
+        "out, or load the text encoder with ComfyUI's own loader.",
+    }
 
 
 def test_what_other_packs_hang_on_a_model_runs_in_cores_order_or_is_refused(tmp_path: Path):

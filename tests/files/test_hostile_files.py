@@ -255,7 +255,7 @@ GGUF_DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "values that are not finite": (
         lambda t: {**t, f"{LAYER}.weight": t[f"{LAYER}.weight"] * float("nan")}, "holds NaN or infinity",
     ),
-    "another shape": (lambda t: {**t, f"{LAYER}.weight": torch.zeros(7, 5)}, "has shape (7, 5), and by its"),
+    "another shape": (lambda t: {**t, f"{LAYER}.weight": torch.zeros(7, 5)}, "has shape (7, 5), but its config"),
 }  # fmt: skip
 
 

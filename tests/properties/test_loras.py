@@ -26,13 +26,21 @@ MODULES = {
 }  # fmt: skip
 PREFIXES = ("", "diffusion_model.", "transformer.", "base_model.model.", "transformer_2.", "lora_unet.", "pipe.dit.")
 PARTS = (
+    ".lora_A.default.weight", ".lokr_w2", ".w_norm", ".bias", ".lora_down", ".lora_A",
     ".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up", ".alpha", ".magnitude", ".dora_scale", ".diff",
     ".diff_b", ".hada_w1_a", ".hada_w2_b", ".lokr_w1", ".lokr_w2_a", ".lora_A.any.weight", ".oft_blocks", ".weight",
 )  # fmt: skip
 DIMS = st.sampled_from((0, 1, 2, 3, 4, 16, 24, 64, 72, 144, 200, 432, 864, 2**40, 2**63))
+OPTIONS = (
+    "lora_alpha", "transformer.lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "r", "alpha", "peft_type",
+    "use_dora", "init_lora_weights", "layers_to_transform", "layers_pattern", "bias", "modules_to_save", "kasa_config",
+    "use_it",
+)  # fmt: skip
 CONFIGS = st.dictionaries(
-    st.sampled_from(("lora_alpha", "transformer.lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "r")),
-    VALUES | st.dictionaries(st.sampled_from(("to_q", "^blocks.0.attn1.to_q", r"(([\w.]+)+)+!", "[", "")), VALUES),
+    st.sampled_from(OPTIONS),
+    VALUES
+    | st.sampled_from(("LORA", "LOKR", "LOHA", "pissa", [0], True))
+    | st.dictionaries(st.sampled_from(("to_q", "^blocks.0.attn1.to_q", r"(([\w.]+)+)+!", "[", "")), VALUES),
 )
 WHOLE = save(
     {

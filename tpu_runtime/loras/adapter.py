@@ -193,16 +193,20 @@ def _spellings(
                     continue
                 if pair == _PEFT_PAIR:
                     peft.check_module(module, "magnitude" in parts)
-                place = names.comfyui_order(module, component.lora_prefixes)
                 spellings[weight].append(
                     Spelling(
                         module=module,
                         adapter=adapter,
-                        order=None if place is None else _order(place, adapter, pair, chosen),
+                        pair=pair,
                         target=targets,
                         change=Change(parts=chosen, rows=rows, scaling=scaling),
                     )
                 )
+    for weight, own in spellings.items():
+        if len(own) > 1:
+            spellings[weight] = [
+                replace(one, order=_order(names.comfyui_order(one.module, component.lora_prefixes), one)) for one in own
+            ]
     return spellings, misfit
 
 
@@ -220,24 +224,23 @@ def _modules(names: Iterable[str]) -> dict[tuple[str, str, str], dict[str, str]]
     return {key: {part: name for part, (_, name) in own.items()} for key, own in found.items()}
 
 
-def _order(place: int, adapter: str, pair: str, chosen: Mapping[str, str]) -> tuple[int, int] | None:
-    """Where a change of a module stands among those of names that ComfyUI takes, `place` being that of its name."""
-    if adapter not in ("", _DEFAULT_ADAPTER) or pair == _OTHER_PAIR or "up_bias" in chosen:
+def _order(place: int | None, one: Spelling) -> tuple[int, int] | None:
+    """Where a change stands among those of names that ComfyUI takes, `place` being that of its module's name."""
+    parts = one.change.parts
+    if place is None or one.adapter not in ("", _DEFAULT_ADAPTER) or one.pair == _OTHER_PAIR or "up_bias" in parts:
         return None
-    if "up" in chosen:
-        return place, -1 if adapter else _DOWNS.index(pair)
-    kinds = [number for number, part in enumerate(_KINDS) if part in chosen]
-    return place, len(_DOWNS) + 2 * kinds[0] - (pair == _NORM)
+    if "up" in parts:
+        return place, -1 if one.adapter else _DOWNS.index(one.pair)
+    kind = next(number for number, part in enumerate(_KINDS) if part in parts)
+    return place, len(_DOWNS) + 2 * kind - (one.pair == _NORM)
 
 
-def _whole(names: Names, shapes: Iterable[str]) -> list[str]:
+def _whole(names: Names, shapes: Iterable[str]) -> Iterator[str]:
     """The file's names of whole weights and biases of a network, which PEFT saves beside changes."""
-    found = []
     for name in shapes:
         module, _, leaf = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").rpartition(".")
         if leaf in ("weight", "bias") and len(name) <= _LONGEST_NAME and _split(name) is None and names.find(module):
-            found.append(name)
-    return found
+            yield name
 
 
 def _meant_for(component: str, names: Iterable[str]) -> list[str]:

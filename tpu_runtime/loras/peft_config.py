@@ -123,10 +123,10 @@ class PeftConfig:
 
     def check_whole(self, weights: Iterable[str]) -> None:
         """Raises `LoraError` where the file holds whole weights, by their names here, that take others' place."""
-        first = min(weights, default=None)
         option = "modules_to_save" if self._config.get("modules_to_save") else ""
         option = option if self._config.get("bias", "none") in ("none", None) else "bias"
-        if first is not None and option:
+        first = min(weights, default=None) if option else None
+        if first is not None:
             raise LoraError(
                 f"The LoRA {self._path}: PEFT's {option} is {short(self._config[option])}, and the file holds "
                 f"{short(first)} whole; taken are changes of weights. {_WAY_ON}"

@@ -26,7 +26,7 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """A change by the name of its `module` in the file, and of PEFT's `adapter`, if it has one.
+    """A change by its `module` in the file, the `adapter` of PEFT, if it has one, and the `pair` of matrices.
 
     `order` is its place among the names that ComfyUI takes for a module, None where it takes no such name; `target`
     tells apart what ComfyUI adds up.
@@ -34,9 +34,10 @@ class Spelling:
 
     module: str
     adapter: str
-    order: tuple[int, int] | None
+    pair: str
     target: Hashable
     change: Change
+    order: tuple[int, int] | None = None
 
     def is_another(self, other: "Spelling") -> bool:
         """Whether these are two adapters of one module, which are both meant."""

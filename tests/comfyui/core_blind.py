@@ -1,0 +1,31 @@
+"""Run in a process of its own: what is said of a picture in a prompt for text encoders that cannot see.
+
+Arguments: ComfyUI's folder, and as JSON a file by the name of the model that it is the text encoder of. Prints the
+sentences by model as JSON, last.
+"""
+
+import json
+import sys
+
+
+def main(comfyui: str, job: str) -> None:
+    sys.path.insert(0, comfyui)
+    sys.argv = [sys.argv[0], "--cpu"]
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    from comfyui_tpu.nodes.comfyui.core_text_and_vae import _checked
+    from comfyui_tpu.tpu_runtime.pipeline import ModelRef
+
+    said = {}
+    for name, file in json.loads(job).items():
+        process = _checked(lambda tokens, device: tokens, ModelRef(spec_name=name, model_id=file))
+        try:
+            process([[1, {"type": "image"}]], None)
+        except ValueError as error:
+            said[name] = str(error)
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
