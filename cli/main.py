@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         if not _is_cut_off():
-            print(f"comfyui-tpu: {error}", file=sys.stderr)
+            print(f"comfyui-tpu: {pipeline.printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as cancel:
         print("comfyui-tpu: cancelled", file=sys.stderr)

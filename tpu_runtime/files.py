@@ -99,12 +99,22 @@ def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
                 f"{path} has a header of {size} bytes; {MOST_HEADER} are read at most. Use a file of one model."
             )
     with safe_open(os.fspath(path), framework="pt") as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        check_names(path, names := list(file.keys()))
+        parts = {name: file.get_slice(name) for name in names}
         tensors = {
             name: TensorFile(path=path, name=name, shape=tuple(part.get_shape()), dtype=part.get_dtype())
             for name, part in parts.items()
         }
         return tensors, file.metadata() or {}
+
+
+def check_names(path: Path, names: Iterable[str]) -> None:
+    """Raises `CheckpointError` for a tensor's name with what does not print, such as a line break or an escape."""
+    for name in names:
+        if not name.isprintable():
+            raise CheckpointError(
+                f"{path} has a tensor named {name[:80]!r}; names must be of printable characters. Download it again."
+            )
 
 
 def write_file(path: Path, *parts: bytes, mode: int = 0o666) -> None:

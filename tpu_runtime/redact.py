@@ -1,4 +1,6 @@
-"""Keeps secrets out of what users and logs get to see: access tokens, passwords in addresses, signatures of links."""
+"""Keeps out of what users and logs get to see: access tokens, passwords in addresses, signatures of links; and what
+names from anyone's file would do there, such as further lines and escapes of a terminal.
+"""
 
 import logging
 import os
@@ -17,6 +19,21 @@ _PATTERNS = (
         re.IGNORECASE,
     ),
 )
+
+
+# What moves a cursor, turns the direction of a line, or is no character: escapes of a terminal begin with one of these.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINES = re.compile(r"[\t\n]")
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    """`text` with what does not print as Python's literals have it, `\\x1b`; of `one_line` line breaks too."""
+    text = _UNPRINTABLE.sub(_escaped, text)
+    return _LINES.sub(_escaped, text) if one_line else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
 
 
 def hide_tokens(text: str) -> str:
@@ -39,7 +56,7 @@ class SafeError(ValueError):
     """An error in a sentence for the user, without secrets."""
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(redact(sentence))
+        super().__init__(printable(redact(sentence)))
 
 
 class Redacted(logging.Filter):
@@ -65,3 +82,27 @@ def guard_logs() -> None:
     for name in (*LIBRARIES, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in LIBRARIES:
             logging.getLogger(name).addFilter(_FILTER)
+
+
+class _Printable(logging.Handler):
+    """A handler of the pack's own logger, before all others: a record's values become one line each, without escapes.
+
+    What libraries raise may hold names of anyone's file, so tracebacks are cleaned too, but for their lines.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple):
+            record.args = tuple(_cleaned(value) for value in record.args)
+        record.msg = printable(str(record.msg))
+        if record.exc_info and not record.exc_text:
+            record.exc_text = printable(redact(logging.Formatter().formatException(record.exc_info)))
+        # A logger with a handler is no longer one of which Python writes warnings where the process has no log.
+        if not logging.root.handlers and logging.lastResort and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
+
+
+def _cleaned(value: object) -> object:
+    return value if isinstance(value, int | float) else printable(str(value), one_line=True)
+
+
+logging.getLogger(__name__.rsplit(".", 2)[0]).addHandler(_Printable())

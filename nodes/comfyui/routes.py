@@ -169,7 +169,8 @@ def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:
     """What is about to be queued, as scripts send it, with today's nodes."""
     prompt, changes = upgrade.upgraded(data.get("prompt"), DECLARATIONS)
     if changes:
-        log.warning("%s", "\n  ".join(changes))
+        for change in changes:
+            log.warning("%s", change)
     return {**data, "prompt": prompt} if changes else data
 
 

@@ -61,6 +61,7 @@ class TerminalHost:
 
     def text(self, message: str) -> None:
         """Of lines with so many of so many done, such as one for each step, a file gets one in half a minute."""
+        message = pipeline.printable(message)
         kind, now = _NUMBER.sub("", message), time.monotonic()
         is_progress = _OF.search(message) is not None
         if not self._is_tty and is_progress and kind == self._last and now - self._said_at < LINE_S:

@@ -28,7 +28,8 @@ def to_api(document: Any, table: Table) -> Workflow:
     """
     document, changes = upgraded(document, table)
     if changes:
-        log.warning("%s", "\n  ".join(changes))
+        for change in changes:
+            log.warning("%s", change)
     if isinstance(document, dict) and "nodes" in document and "links" in document:
         return _Page(document, table).to_api()
     if isinstance(document, dict) and document and all(_is_api_node(node) for node in document.values()):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import CheckpointError, Index, TensorFile
+from ..files import CheckpointError, Index, TensorFile, check_names
 from . import gguf_header
 from .gguf_header import Fields, HeaderError
 from .stored import Read, full
@@ -97,6 +97,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Tensor
         fields, tensors, data = gguf_header.read(path)
     except HeaderError as error:
         raise CheckpointError(f"{path} is not a whole GGUF file that is read here ({error}). Get it again.") from None
+    check_names(path, tensors)
     files = {}
     stored = {name: tensor.shape for name, tensor in tensors.items()}
     for name, tensor in tensors.items():

@@ -29,7 +29,7 @@ class HeaderError(ValueError):
     """Bytes that are no header of a GGUF file."""
 
 
-class Place(NamedTuple):
+class FieldPlace(NamedTuple):
     """Where a field's value lies: its kind, of an array that of its entries and their number, else 0 and 1."""
 
     kind: int
@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
 class Fields(Mapping[str, Any]):
     """A file's fields by name: numbers, texts, and lists of these, each read when it is asked for."""
 
-    def __init__(self, path: Path, stamp: tuple[int, int], places: Mapping[str, Place]) -> None:
+    def __init__(self, path: Path, stamp: tuple[int, int], places: Mapping[str, FieldPlace]) -> None:
         """`stamp` is the file's size and time of change."""
         self._path, self._stamp, self._places = path, stamp, places
 
@@ -180,13 +180,13 @@ class _Cursor:
         except UnicodeDecodeError:
             raise HeaderError("a name is no text in UTF-8") from None
 
-    def field(self) -> tuple[str, Place]:
+    def field(self) -> tuple[str, FieldPlace]:
         name, kind = self.name(), self.number("I")
         entries, count, start = 0, 1, self.offset
         if kind == _ARRAY:
             entries, count, start = self.number("I"), self.number("Q"), self.offset
         self._pass_over(entries if kind == _ARRAY else kind, count)
-        return name, Place(kind, entries, count, start, self.offset)
+        return name, FieldPlace(kind, entries, count, start, self.offset)
 
     def _pass_over(self, kind: int, count: int) -> None:
         if kind == _TEXT:
@@ -224,7 +224,7 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _value(place: Place, data: bytes) -> Any:
+def _value(place: FieldPlace, data: bytes) -> Any:
     if place.kind == _TEXT:
         return data[8:].decode()
     if place.kind != _ARRAY:

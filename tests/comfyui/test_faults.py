@@ -1,0 +1,91 @@
+"""A running server while a stranger's prompt is looked at, and after a library ended a node: it goes on."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, tiny_workflow
+
+pytestmark = needs_comfyui
+
+# A neighbour pack. A check waits until it is let go; a node ends as Rust's code ends one that panics.
+PROBE = """
+    import sys, threading
+    from aiohttp import web
+    from server import PromptServer
+
+    held, let_go = threading.Event(), threading.Event()
+
+    def ours(name):
+        return next(module for path, module in list(sys.modules.items()) if path.endswith(name))
+
+    @PromptServer.instance.routes.get("/probe/hold")
+    async def hold(request):
+        declare, held_at = ours(".nodes.declare"), request.query["model"]
+        check = declare.Declaration.check_constants
+
+        def waits(self, folders, constants, linked=None):
+            if constants.get("model_id") == held_at:
+                held.set()
+                assert let_go.wait(300)
+            return check(self, folders, constants, linked)
+
+        declare.Declaration.check_constants = waits
+        return web.json_response({})
+
+    @PromptServer.instance.routes.get("/probe/held")
+    async def is_held(request):
+        return web.json_response({"held": held.is_set()})
+
+    @PromptServer.instance.routes.get("/probe/go")
+    async def go(request):
+        let_go.set()
+        return web.json_response({})
+
+    PanicException = type("PanicException", (BaseException,), {})
+
+    @PromptServer.instance.routes.get("/probe/panic")
+    async def panic(request):
+        node = ours(".nodes").DECLARATIONS["Wan21TextEncoder"]
+        run = node.run
+
+        def panics(host, **given):
+            object.__setattr__(node, "run", run)
+            raise PanicException("Onig: Regex search error")
+
+        object.__setattr__(node, "run", panics)
+        return web.json_response({})
+
+    NODE_CLASS_MAPPINGS = {}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(start_comfyui: Callable[..., Server]) -> Server:
+    return start_comfyui(packs={"probe": PROBE})
+
+
+def test_the_page_is_answered_while_a_prompt_is_looked_at(server: Server):
+    """The check ends only once the page was answered: on one loop with it, that would never be."""
+    model_id = "no such model + nothing.safetensors"
+    workflow = {"1": {"class_type": "TPUModelLoader", "inputs": {"model_id": model_id, "family": "Wan21"}}}
+    workflow |= {"2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}}
+    server.get(f"/probe/hold?model={model_id.replace(' ', '%20').replace('+', '%2B')}")
+    answers: list[dict] = []
+    asking = threading.Thread(target=lambda: answers.append(server.queue(workflow)), daemon=True)
+    asking.start()
+    while not server.get("/probe/held")["held"]:
+        assert asking.is_alive(), answers
+    assert "chips" in server.get("/tpu/stats") and not answers
+    server.get("/probe/go")
+    asking.join(300)
+    assert "no such model" in str(answers[0]["node_errors"])
+
+
+def test_prompts_go_on_after_a_library_ended_a_node(server: Server):
+    server.get("/probe/panic")
+    workflow = tiny_workflow("after_a_panic")
+    failed = server.finish(server.queue(workflow)["prompt_id"])
+    assert failed["status"]["status_str"] == "error"
+    assert "A library failed within the node (PanicException: Onig" in str(failed["status"]["messages"])
+    server.run(workflow)
