@@ -9,10 +9,10 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from ...tpu_runtime.pipeline import hide_tokens
+from ...tpu_runtime.pipeline import SEPARATOR, hide_tokens
 from .graph import Table, Workflow, is_link
 
 KEY = "comfyui-tpu"
@@ -136,11 +136,21 @@ def _without_tokens(value: Any) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """A path that only this machine has says no more than its name."""
-    if not isinstance(value, str) or not value.startswith(("/", "~")):
+    """A path that only this machine has says no more than its name, also each of several files that are joined."""
+    if not isinstance(value, str) or not any(start in value for start in ("/", "~", "\\")):
         return value
-    try:
-        path = Path(value).expanduser()
-        return path.name if path.exists() else value
-    except (OSError, RuntimeError, ValueError):
-        return value
+    return SEPARATOR.join(map(_last_part, value.split(SEPARATOR)))
+
+
+def _last_part(entry: str) -> str:
+    """The last part of an absolute path, whether it is there or not; what is none stays, such as a Hub id."""
+    path = entry.strip()
+    if path.startswith("~"):
+        try:
+            is_here = Path(path).expanduser().exists()
+        except (OSError, RuntimeError, ValueError):
+            is_here = False
+        return Path(path).name or entry if is_here or path.startswith("~/") else entry
+    if not PurePosixPath(path).is_absolute() and not PureWindowsPath(path).is_absolute():
+        return entry
+    return PureWindowsPath(path).name or entry

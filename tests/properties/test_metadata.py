@@ -99,3 +99,23 @@ def test_a_token_of_this_process_is_in_no_file(monkeypatch: pytest.MonkeyPatch, 
     assert found["1"]["inputs"]["prompt"] == text.replace(token, "***")
     assert found["2"]["inputs"]["filename_prefix"] == "of ***" and found["2"]["_meta"]["title"] == "***"
     assert KEY not in told["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("/secret/a.safetensors", "a.safetensors"),
+        ("/secret/a.safetensors + /secret/b.gguf", "a.safetensors + b.gguf"),
+        ("a.safetensors + /secret/deep/b.gguf + owner/model", "a.safetensors + b.gguf + owner/model"),
+        ("~/secret/a.safetensors + wan2.1-t2v-14b", "a.safetensors + wan2.1-t2v-14b"),
+        (r"C:\secret\a.safetensors + \\host\secret\b.gguf", "a.safetensors + b.gguf"),
+        ("owner/model", "owner/model"),
+        ("sub/a.safetensors", "sub/a.safetensors"),
+        ("/", "/"),
+    ],
+)
+def test_paths_of_this_machine_are_in_no_file(value: str, said: str):
+    """Also of several files that are joined, and of files that are there no more."""
+    model = {"class_type": "TPUModelLoader", "inputs": {"model_id": value}}
+    found = json.loads(metadata({"1": model}, {}, HEADLESS)["prompt"])
+    assert found["1"]["inputs"]["model_id"] == said
