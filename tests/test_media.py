@@ -1,6 +1,10 @@
 """Images and videos as files."""
 
+import contextlib
 import json
+import re
+import resource
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 from comfyui_tpu.tpu_runtime import media
+from comfyui_tpu.tpu_runtime.files import WriteError
 from PIL import Image
 
 
@@ -162,3 +167,41 @@ def test_an_animation_keeps_every_pixel_and_its_prompt_where_comfyui_writes_it(t
 def test_an_animation_of_no_image_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="an IMAGE is floating"):
         media.save_animation(tmp_path / "x.webp", torch.zeros(2, 3), fps=8, lossless=True, quality=80, effort=0)
+
+
+@contextlib.contextmanager
+def disk_that_takes(size: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2000])
+@pytest.mark.parametrize("name", ["x.png", "x.jpg", "x.webp", "x.mp4"])
+def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path: Path, name: str, taken: int):
+    frames = torch.rand(4, 64, 64, 3, generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "out" / name
+
+    def save() -> None:
+        if path.suffix == ".mp4":
+            media.save_video(path, media.Video(frames=frames, frame_rate=Fraction(8)))
+        elif path.suffix == ".webp":
+            media.save_animation(path, frames, fps=8, lossless=True, quality=80, effort=0)
+        else:
+            media.save_image(path, frames[0])
+
+    with disk_that_takes(taken), pytest.raises(WriteError) as error:
+        save()
+    assert re.match(
+        rf"{re.escape(str(path.parent))} takes no more \(.*name another folder with --out\.$", str(error.value)
+    )
+    assert list(path.parent.iterdir()) == []
+    save()
+    before = path.read_bytes()
+    with disk_that_takes(taken), pytest.raises(WriteError):
+        save()
+    assert [path] == list(path.parent.iterdir()) and path.read_bytes() == before

@@ -1,19 +1,23 @@
 """Reading JSON and headers that may come from anyone, such as a checkpoint's; what is wrong with one as a sentence.
-Writing files and folders completely or not at all.
+Writing files completely or not at all.
 """
 
 import contextlib
+import errno
 import json
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .redact import SafeError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +32,41 @@ MOST_HEADER = 2**24
 
 class CheckpointError(SafeError):
     """A model id that cannot be used, in a sentence for the user."""
+
+
+# Errors of a disk that takes no more.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class WriteError(SafeError):
+    """A file that was not written, in a sentence for the user."""
+
+
+@contextlib.contextmanager
+def writing(folder: Path, instead: str) -> Iterator[None]:
+    """Makes a `WriteError` of a disk that takes no more; `instead` says what to do besides making room there."""
+    try:
+        yield
+    except Exception as error:  # PyAV's errors of the disk are none of Python's
+        if (number := getattr(error, "errno", None)) not in FULL:
+            raise
+        raise WriteError(
+            f"{folder} takes no more ({os.strerror(number)}); nothing of the file is left there. Make room on that "
+            f"disk, or {instead}."
+        ) from error
+
+
+@contextlib.contextmanager
+def written_file(path: Path) -> Iterator[Path]:
+    """A scratch file of the same ending that becomes `path` if the block ends well, and leaves nothing if not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
 
 
 def parse_json(content: str | bytes) -> Any:
@@ -126,23 +165,15 @@ def write_file(path: Path, *parts: bytes, mode: int = 0o666) -> None:
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # through no link that somebody put there
     try:
         with open(descriptor, "wb") as file:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.writelines(parts)
-        os.replace(scratch, path)
+            file.flush()
+            if fcntl is not None:  # while it is held: nobody takes it for what a killed process left
+                os.replace(scratch, path)
+        if fcntl is None:
+            os.replace(scratch, path)
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def written_folder(folder: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `folder` if the block ends well. Where another process was first, its one stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield scratch
-        os.replace(scratch, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

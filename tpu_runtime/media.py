@@ -1,5 +1,6 @@
 """Images and videos as files. Frames are IMAGE tensors: `[frames, height, width, rgb]` float32 on the CPU, 0 to 1."""
 
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -8,12 +9,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import writing, written_file
+
 if TYPE_CHECKING:
     import torch
     from PIL import Image
 
 _BT709 = 1
 _NTSC = Fraction(1000, 1001)
+# What to do where the disk of the results takes no more.
+_INSTEAD = "name another folder with --out"
 NAME_HEIGHT = 24  # pixels, of the line above each of several pictures side by side
 
 
@@ -51,20 +56,26 @@ def save_video(path: Path, video: Video, *, metadata: Mapping[str, str] | None =
 
     On one machine the same frames become the same file; x264's number of threads, and so its file, follows the cores.
 
-    Raises ValueError for no frames, and for an odd width or height, which yuv420p cannot hold.
+    The file is there whole or not at all. Raises ValueError for no frames, and for an odd width or height, which
+    yuv420p cannot hold; `WriteError` where the disk takes no more.
     """
-    import av
-
     if len(video.frames) == 0:
         raise ValueError(f"{path}: there are no frames to write.")
     check_pictures(video.frames)
     height, width = video.frames.shape[1:3]
     if height % 2 or width % 2:
         raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path.parent, _INSTEAD), written_file(path) as scratch:
+        _write_video(scratch, video, metadata or {})
+
+
+def _write_video(path: Path, video: Video, metadata: Mapping[str, str]) -> None:
+    import av
+
+    height, width = video.frames.shape[1:3]
     flags = "+faststart+use_metadata_tags" if metadata else "+faststart"
     with av.open(str(path), mode="w", options={"movflags": flags}) as container:
-        container.metadata.update(metadata or {})
+        container.metadata.update(metadata)
         # Otherwise x264 weighs blocks by code made for the processor, whose results differ from run to run as well.
         options = {"crf": "18", "x264-params": "cpu-independent=1"}
         stream = container.add_stream("libx264", rate=video.frame_rate, options=options)
@@ -127,11 +138,28 @@ def save_image(path: Path, image: Any, metadata: Mapping[str, str] | None = None
     """Writes one `[height, width, rgb]` image in the format of `path`'s ending; a PNG with `metadata` by its names."""
     from PIL.PngImagePlugin import PngInfo
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     told = PngInfo()
     for name, value in (metadata or {}).items():
         told.add_text(name, value)
-    as_bytes(image).save(path, pnginfo=told)  # which other formats do not look at
+    picture, encoded = as_bytes(image), io.BytesIO()
+    picture.save(encoded, _format(path), pnginfo=told)  # which other formats do not look at
+    _write(path, encoded)
+
+
+def _format(path: Path) -> str:
+    """Pillow's name of the format of a file; ValueError for an ending that it does not know."""
+    from PIL import Image
+
+    known = Image.registered_extensions()
+    if (suffix := path.suffix.lower()) not in known:
+        raise ValueError(f"{path} ends in {suffix or 'nothing'}, which is no image's; use .png, .jpg or .webp.")
+    return known[suffix]
+
+
+def _write(path: Path, encoded: io.BytesIO) -> None:
+    """Writes a whole file at once: on a full disk some of Pillow's encoders leave half of one, and say nothing."""
+    with writing(path.parent, _INSTEAD), written_file(path) as scratch:
+        scratch.write_bytes(encoded.getbuffer())
 
 
 _EXIF_MODEL = 0x0110  # where ComfyUI writes a prompt into a WebP, and its page reads it
@@ -157,9 +185,10 @@ def save_animation(
     exif = first.getexif()
     if prompt is not None:
         exif[_EXIF_MODEL] = f"prompt:{_ascii(prompt)}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    encoded = io.BytesIO()
     first.save(
-        path,
+        encoded,
+        "WEBP",
         save_all=True,
         append_images=others,
         duration=int(1000 / fps),
@@ -169,6 +198,7 @@ def save_animation(
         quality=quality,
         method=effort,
     )
+    _write(path, encoded)
 
 
 def _ascii(text: str) -> str:

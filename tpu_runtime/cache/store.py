@@ -4,29 +4,35 @@ A cache never stops a run: what cannot be written or read is logged, and the run
 """
 
 import contextlib
-import errno
 import functools
 import hashlib
 import logging
 import os
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import write_file
+from ..files import FULL, write_file
 from ..units import GIB, MIB
 from . import trust
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 log = logging.getLogger(__name__)
+
+_LOCK = threading.RLock()
+_HELD: set[str] = set()
 
 VARIABLE = "COMFYUI_TPU_CACHE"
 DEFAULT = "~/.cache/comfyui-tpu"
-# Errors of a disk that takes no more.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DIGEST_SIZE = hashlib.sha256().digest_size
 SECONDS_BETWEEN_COUNTS = 5
 # Entries that a killed process left unfinished are older than this.
@@ -70,6 +76,24 @@ def _instead_of(folder: Path, reason: str) -> Path:
         folder, reason, instead, VARIABLE,
     )  # fmt: skip
     return instead
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Held by one process and thread at a time, of those that change a file of this name in the cache.
+
+    Where the cache cannot be written, or has no locks, nothing is held: what is changed then cannot be kept either.
+    """
+    with _LOCK, contextlib.ExitStack() as stack:
+        if name not in _HELD:  # a lock of a file is not this thread's twice
+            with contextlib.suppress(OSError):
+                _make(cache_folder())
+                file = stack.enter_context((cache_folder() / f".{name}.lock").open("ab"))
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            _HELD.add(name)
+            stack.callback(_HELD.discard, name)
+        yield
 
 
 def xla_cache_folder() -> Path:
@@ -173,7 +197,8 @@ def trim(folder: Path, limit: int) -> None:
     newest = files[-1][0] if files else 0.0
     held = sum(size for _, size, _ in files)
     for moment, size, path in files:
-        is_abandoned = path.name.startswith(".") and moment < newest - ABANDONED_S
+        # A clock that was set back leaves files of the future, beside which what is being written looks old.
+        is_abandoned = path.name.startswith(".") and moment < newest - ABANDONED_S and not is_written(path)
         if is_abandoned or held > limit:
             held -= size
             path.unlink(missing_ok=True)
@@ -186,6 +211,23 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             status = path.stat()
             if stat.S_ISREG(status.st_mode):
                 yield path, status
+
+
+def is_written(path: Path) -> bool:
+    """Whether a living process holds the scratch file or folder `path` (see `files.write_file`)."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _touch(path: Path) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import models
-from ..cache.store import cache_folder, signature
-from ..files import CheckpointError, TensorFile, read_json, written_folder
+from ..cache import folders
+from ..cache.store import signature
+from ..files import CheckpointError, TensorFile, read_json
 from ..formats import contents, names, tokenizer_files
 from ..formats.contents import Held
 from ..formats.layout import Shapes
@@ -107,11 +108,7 @@ def folder_of(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, 
     """The folder of a model whose folders `parts` are in single files, with these configs; made if it is not there."""
     states = [(folder, state_of(held)) for folder, held in sorted(parts.items())]
     name = f"{spec.name}-{signature(VERSION, spec.name, states, json.dumps(configs, sort_keys=True))[:16]}"
-    folder = cache_folder() / "parts" / name
-    if not folder.is_dir():
-        with written_folder(folder) as scratch:
-            _write(spec, parts, configs, scratch)
-    return folder
+    return folders.kept("parts", name, lambda scratch: _write(spec, parts, configs, scratch))
 
 
 def _write(spec: ModelSpec, parts: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
@@ -138,13 +135,13 @@ def _tokenizer(held: Held, carried: TokenizerFile, rows: float) -> Path:
     """The folder of the tokenizer that a file carries along: one for all models that are made with the file, whose
     encoder has embeddings of so many tokens.
     """
-    folder = cache_folder() / "parts" / f"tokenizer-{signature(VERSION, state_of(held))[:16]}"
-    if not folder.is_dir():
-        with written_folder(folder) as scratch:
-            size = tokenizer_files.write(carried, scratch, held.layout.chat_template)
-            if size > rows:
-                raise CheckpointError(
-                    f"{held.path} carries a tokenizer of {size} tokens along, and has embeddings of {rows}; one of "
-                    "them is another model's. Download the file again."
-                )
-    return folder
+
+    def make(scratch: Path) -> None:
+        size = tokenizer_files.write(carried, scratch, held.layout.chat_template)
+        if size > rows:
+            raise CheckpointError(
+                f"{held.path} carries a tokenizer of {size} tokens along, and has embeddings of {rows}; one of "
+                "them is another model's. Download the file again."
+            )
+
+    return folders.kept("parts", f"tokenizer-{signature(VERSION, state_of(held))[:16]}", make)

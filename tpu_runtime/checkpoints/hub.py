@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cache.store import FULL
-from ..files import CheckpointError, read_json
+from ..files import FULL, CheckpointError, read_json
 from ..progress import Progress
 from ..redact import SafeError, guard_logs, redact
 from ..units import GIB, MIB, readable

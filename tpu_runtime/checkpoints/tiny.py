@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cache.store import cache_folder
-from ..files import written_folder
+from ..cache import folders
 from ..model_spec import Component, ModelSpec
 
 if TYPE_CHECKING:
@@ -55,19 +54,19 @@ def _joined(own: Path) -> Path:
     files = [path for source, _ in sources for path in sorted(source.rglob("*")) if path.is_file()]
     states = [(str(path.relative_to(_TRAINED)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr((sorted(parts), states)).encode()).hexdigest()[:12]
-    folder = cache_folder() / "tiny" / f"trained-{own.name}-{digest}"
-    if not folder.is_dir():
-        with written_folder(folder) as scratch:
-            weights: dict[Path, list[Path]] = {}
-            for source, name in sources:
-                ignored = shutil.ignore_patterns(_SHARED, f"*{PACKED}")
-                shutil.copytree(source, scratch / name, ignore=ignored, dirs_exist_ok=True)
-                for path in source.rglob(f"*{PACKED}"):
-                    here = scratch / name / path.relative_to(source).with_suffix("")
-                    weights.setdefault(here, []).append(path)
-            for path, packed in weights.items():
-                _unpack(packed, path)
-    return folder
+
+    def make(scratch: Path) -> None:
+        weights: dict[Path, list[Path]] = {}
+        for source, name in sources:
+            ignored = shutil.ignore_patterns(_SHARED, f"*{PACKED}")
+            shutil.copytree(source, scratch / name, ignore=ignored, dirs_exist_ok=True)
+            for path in source.rglob(f"*{PACKED}"):
+                here = scratch / name / path.relative_to(source).with_suffix("")
+                weights.setdefault(here, []).append(path)
+        for path, packed in weights.items():
+            _unpack(packed, path)
+
+    return folders.kept("tiny", f"trained-{own.name}-{digest}", make)
 
 
 def _unpack(packed: Sequence[Path], path: Path) -> None:
@@ -116,15 +115,14 @@ def ensure(spec: ModelSpec) -> Path:
         "components": {component.name: dict(component.tiny) for component in spec.components},
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
-    folder = cache_folder() / "tiny" / f"{spec.miniature.id.removeprefix('tiny/')}-{digest}"
-    if not folder.is_dir():
-        write(spec, folder)
-    return folder
+    name = f"{spec.miniature.id.removeprefix('tiny/')}-{digest}"
+    return folders.kept("tiny", name, lambda scratch: _write_parts(spec, scratch, 0))
 
 
 def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
     """Writes a checkpoint with the `tiny` configs of `spec`'s components to `folder`, all or nothing."""
-    with written_folder(folder) as scratch:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folders.scratch_for(folder) as scratch:
         _write_parts(spec, scratch, seed)
 
 

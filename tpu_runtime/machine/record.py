@@ -14,6 +14,7 @@ from typing import Any
 from ...kernels import names
 from ...kernels.choice import Rungs
 from .. import files
+from ..cache import store
 from ..cache.store import cache_folder
 from .fallbacks import OPTIONS, Fallbacks
 
@@ -98,20 +99,22 @@ def everything(file: Path | None = None) -> dict[str, MachineRecord]:
 
 def add(key: str, found: MachineRecord) -> MachineRecord:
     """Adds to a machine's record; all that is known then, what other processes found out meanwhile too."""
-    known = read(key) | found
-    write(key, known)
+    with store.locked(NAME):  # another process may be adding too
+        known = read(key) | found
+        write(key, known)
     return known
 
 
 def write(key: str, record: MachineRecord) -> None:
     """Puts a record in place of the one before. A folder that cannot be written costs the record, not the run."""
-    entries = _entries(path())
-    entries.pop(key, None)
-    entries[key] = record.to_json()
-    content = json.dumps(dict(list(entries.items())[-MAX_MACHINES:]), indent=2, ensure_ascii=False)
     try:
-        path().parent.mkdir(parents=True, exist_ok=True)
-        files.write_file(path(), f"{content}\n".encode(), mode=0o600)
+        with store.locked(NAME):
+            entries = _entries(path())
+            entries.pop(key, None)
+            entries[key] = record.to_json()
+            content = json.dumps(dict(list(entries.items())[-MAX_MACHINES:]), indent=2, ensure_ascii=False)
+            path().parent.mkdir(parents=True, exist_ok=True)
+            files.write_file(path(), f"{content}\n".encode(), mode=0o600)
     except OSError as error:
         log.warning("%s was not written (%s): what was found out about this machine is found out again.", path(), error)
 

@@ -1,0 +1,142 @@
+"""Folders that are made in the cache are whole, or made again by themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from comfyui_tpu.tests.test_media import disk_that_takes
+from comfyui_tpu.tpu_runtime.cache import folders, store
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
+from comfyui_tpu.tpu_runtime.files import WriteError
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.progress import Silent
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
+    folders._verified.clear()
+    return tmp_path / "cache"
+
+
+def make(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    (folder / "a.bin").write_bytes(b"12345678")
+    (folder / "inner" / "b.json").write_text("{}")
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a file is gone": lambda folder: (folder / "a.bin").unlink(),
+    "a folder is gone": lambda folder: ((folder / "inner" / "b.json").unlink(), (folder / "inner").rmdir()),
+    "a file is shorter": lambda folder: (folder / "a.bin").write_bytes(b"1"),
+    "a file is empty": lambda folder: (folder / "a.bin").write_bytes(b""),
+    "a bit is another": lambda folder: (folder / "a.bin").write_bytes(b"12345679"),
+    "its manifest is gone": lambda folder: (folder / folders.MANIFEST).unlink(),
+    "its manifest is damaged": lambda folder: (folder / folders.MANIFEST).write_text('{"a.bin": 1}'),
+    "its manifest is no object": lambda folder: (folder / folders.MANIFEST).write_bytes(b"[[\xff"),
+    "a folder lies in the place of a file": lambda folder: ((folder / "a.bin").unlink(), (folder / "a.bin").mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_is_made_again(name: str):
+    made: list[Path] = []
+
+    def counted(folder: Path) -> None:
+        made.append(folder)
+        make(folder)
+
+    found = folders.kept("tiny", "x", counted)
+    assert folders.kept("tiny", "x", counted) == found and len(made) == 1
+    DAMAGE[name](found)
+    folders._verified.clear()  # another process
+    assert folders.kept("tiny", "x", counted) == found and len(made) == 2
+    assert (found / "a.bin").read_bytes() == b"12345678" and (found / "inner" / "b.json").read_text() == "{}"
+    assert sorted(path.name for path in found.parent.iterdir()) == ["x"]
+
+
+@pytest.mark.parametrize("part", ["model_index.json", "scheduler/scheduler_config.json", "transformer", "tokenizer"])
+def test_a_half_deleted_miniature_is_made_again_in_a_running_process(part: str):
+    spec = spec_for_family("Wan21")
+    path = tiny.folder(spec, spec.miniature.id) / part
+    for one in sorted(path.rglob("*"), reverse=True) if path.is_dir() else [path]:
+        one.unlink() if one.is_file() else one.rmdir()
+    found = checkpoint.locate(spec, spec.miniature.id)
+    assert found.folder("transformer", Silent()).is_dir() and path.exists()
+    assert not path.is_dir() or any(path.iterdir())
+
+
+def test_a_link_to_a_folder_that_is_gone_is_made_again():
+    def with_link(folder: Path) -> None:
+        (folder / "tokenizer").symlink_to(folders.kept("parts", "tokenizer", make))
+
+    found = folders.kept("parts", "model", with_link)
+    (found / "tokenizer" / "a.bin").unlink()
+    assert folders.kept("parts", "model", with_link) == found
+    assert (found / "tokenizer" / "a.bin").read_bytes() == b"12345678"
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from comfyui_tpu.tpu_runtime.cache import folders
+def make(folder):
+    (folder / "a.bin").write_bytes(b"x")
+    print("writes", flush=True)
+    time.sleep(60)
+folders.kept("tiny", "x", make)
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_living_ones_stays(cache_folder: Path):
+    with subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, env=dict(os.environ)) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"writes\n"
+        (scratch,) = (cache_folder / "tiny").iterdir()
+        folders.kept("tiny", "y", make)
+        assert scratch.is_dir(), "another process is writing it"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    folders.kept("tiny", "z", make)
+    assert sorted(path.name for path in (cache_folder / "tiny").iterdir()) == ["y", "z"]
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError, KeyboardInterrupt])
+def test_what_fails_while_it_is_made_leaves_nothing(cache_folder: Path, kind: type[BaseException]):
+    def broken(folder: Path) -> None:
+        make(folder)
+        raise kind("broken")
+
+    with pytest.raises(kind, match="broken"):
+        folders.kept("tiny", "x", broken)
+    assert list((cache_folder / "tiny").iterdir()) == []
+
+
+@pytest.mark.parametrize("ahead_s", [0, 10**6])
+def test_folders_that_were_used_longest_ago_leave(monkeypatch: pytest.MonkeyPatch, cache_folder: Path, ahead_s: int):
+    """A clock that was set back makes none of them young for ever."""
+    size = folders.size_of(folders.kept("tiny", "0", make))
+    monkeypatch.setitem(folders.MAX_BYTES, "tiny", size * 3)
+    for number in range(5):
+        moment = time.time() + ahead_s - 10**5 + number
+        found = folders.kept("tiny", str(number), make)
+        os.utime(found / folders.MANIFEST, (moment, moment))
+    assert {path.name for path in (cache_folder / "tiny").iterdir()} == {"2", "3", "4"}
+
+
+def test_a_full_disk_names_the_folder_and_the_variable(cache_folder: Path):
+    folder = cache_folder / "tiny"
+    folder.mkdir(parents=True)
+
+    def large(scratch: Path) -> None:
+        (scratch / "a.bin").write_bytes(bytes(5000))
+
+    with disk_that_takes(4000), pytest.raises(WriteError) as error:
+        folders.kept("tiny", "x", large)
+    assert str(error.value).startswith(f"{folder} takes no more (File too large)")
+    assert store.VARIABLE in str(error.value) and list(folder.iterdir()) == []
+    folders.kept("tiny", "x", large)
