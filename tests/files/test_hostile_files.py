@@ -1,5 +1,6 @@
 """Files that are damaged, mixed up or made to harm end in a sentence before they are numbers on a chip."""
 
+import contextlib
 import json
 import tempfile
 import time
@@ -305,3 +306,18 @@ def test_a_file_of_another_family_is_named(tmp_path: Path):
     )
     with pytest.raises(CheckpointError, match="is a Flux2Transformer2DModel, and Wan 2.1 T2V .* has none"):
         choose_model(WAN, str(path))
+
+
+def test_weights_that_are_cut_off_while_they_are_mapped_end_in_a_sentence(tmp_path: Path):
+    """The kernel ends a process that reads behind the end of a file that it has mapped."""
+    path = tmp_path / "x.safetensors"
+    single_files.save_file({"a": torch.zeros(2**18), "b": torch.ones(2**18)}, path)
+    tensors, _ = contents.header(path)
+    with contextlib.ExitStack() as stack:
+        reader = load.Reader(stack, lambda: None)
+        assert reader.slice(tensors["a"], ()).sum() == 0
+        with path.open("r+b") as file:
+            file.truncate(2**12)
+        for index in ((), (slice(2**17, None),)):
+            with pytest.raises(CheckpointError, match="was cut off while it was read: it has 4096 bytes"):
+                reader.slice(tensors["b"], index)

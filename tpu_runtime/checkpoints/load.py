@@ -203,6 +203,7 @@ class Reader:
         self.stack = stack
         self.check = check
         self.files: dict[str, Any] = {}
+        self.stats: dict[str, os.stat_result] = {}
         self.lock = threading.Lock()
         self.stop = threading.Event()
 
@@ -230,9 +231,25 @@ class Reader:
         key = str(file.path)
         with self.lock:
             if key not in self.files:
+                self.stats[key] = os.stat(key)
                 self.files[key] = self.stack.enter_context(safe_open(key, framework="pt"))
+        _check_whole(key, self.stats[key])
         # A zero-dimensional slice is not indexable.
         return self.files[key].get_slice(file.name)[index] if index else self.files[key].get_tensor(file.name)
+
+
+def _check_whole(path: str, before: os.stat_result) -> None:
+    """Raises `CheckpointError` for a file that was cut off since: the kernel ends a process that reads a mapped place
+    behind the end.
+    """
+    try:
+        now = os.stat(path)
+    except OSError:
+        return  # what is mapped of a deleted file stays
+    if os.path.samestat(now, before) and now.st_size < before.st_size:
+        raise CheckpointError(
+            f"{path} was cut off while it was read: it has {now.st_size} bytes, and had {before.st_size}. Get it again."
+        )
 
 
 def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Sharding) -> jax.Array:
