@@ -47,7 +47,8 @@ def _removed_operators_named() -> Iterator[None]:
     No torch code can call what its torch lacks, so an inert name in the table is enough.
     """
     thread = threading.get_ident()
-    namespace, packet = torch._ops._OpNamespace, torch._ops.OpOverloadPacket
+    namespace: Any = torch._ops._OpNamespace
+    packet: Any = torch._ops.OpOverloadPacket
     get_packet, get_overload = namespace.__getattr__, packet.__getattr__
 
     def is_named(key: str) -> bool:
