@@ -86,7 +86,7 @@ def wheels(folder: Path) -> Path:
     own = [line for text in texts for line in text.splitlines() if line and line[0] != "#"]
     for name in ("setuptools", "packaging"):  # these two are put to use
         wheel_of_installed(folder, name)
-    for each in (one for one in map(Requirement, own) if one.name != "packaging"):
+    for each in (one for one in map(Requirement, own) if one.name not in ("packaging", "torch")):
         lowest = next((one.version for one in each.specifier if one.operator == ">="), "1.0")
         requires = ['libtpu==0.0.42.1; extra == "tpu"'] if each.name == "jax" else ()
         wheel(folder, each.name, version_of.get(each.name, lowest), requires)
