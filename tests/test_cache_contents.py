@@ -91,8 +91,8 @@ def test_what_is_half_written_leaves_nothing(folder: Path, monkeypatch: pytest.M
 
 
 def test_the_folders_are_for_this_user_alone(tmp_path: Path, folder: Path):
-    store._make(tmp_path / "a" / "b")
-    store._make(tmp_path / "a" / "b")
+    store.make_private(tmp_path / "a" / "b")
+    store.make_private(tmp_path / "a" / "b")
     Store("prompts").put("key", b"payload")
     for made in (tmp_path / "a" / "b", folder, folder / "prompts"):
         assert made.stat().st_mode & 0o777 == 0o700

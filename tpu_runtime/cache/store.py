@@ -87,7 +87,7 @@ def locked(name: str) -> Iterator[None]:
     with _LOCK, contextlib.ExitStack() as stack:
         if name not in _HELD:  # a lock of a file is not this thread's twice
             with contextlib.suppress(OSError):
-                _make(cache_folder())
+                make_private(cache_folder())
                 file = stack.enter_context((cache_folder() / f".{name}.lock").open("ab"))
                 if fcntl is not None:
                     fcntl.flock(file, fcntl.LOCK_EX)
