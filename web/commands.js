@@ -29,28 +29,32 @@ async function report(headline, prompt) {
   if (!Object.keys(prompt).length) return notify([say`There is no sampler of a known model in this workflow.`]);
   const lines = [];
   let id;
-  const heard = ({ detail }) => {
-    if (detail.prompt_id !== id || !detail.output?.text) return;
-    lines.push(...detail.output.text.flatMap((said) => understood(text(said)).split("\n")));
-    notify([headline, ...lines]);
-  };
-  const ended = ({ detail }) => {
+  const take = ({ type, detail }) => {
     if (detail.prompt_id !== id) return;
-    api.removeEventListener("executed", heard);
-    for (const name of ENDS) api.removeEventListener(name, ended);
-    if (detail.exception_message) notify([headline, ...lines, detail.exception_message]);
+    if (type !== "executed") {
+      forgetAll();
+      if (detail.exception_message) notify([headline, ...lines, detail.exception_message]);
+    } else if (detail.output?.text) {
+      lines.push(...detail.output.text.flatMap((said) => understood(text(said)).split("\n")));
+      notify([headline, ...lines]);
+    }
   };
-  api.addEventListener("executed", heard);
-  for (const name of ENDS) api.addEventListener(name, ended);
+  // A prompt that is soon done ends before the page knows its id.
+  const early = [];
+  const hear = (event) => (id === undefined ? early.push(event) : take(event));
+  const forgetAll = () => EVENTS.forEach((name) => api.removeEventListener(name, hear));
+  for (const name of EVENTS) api.addEventListener(name, hear);
   try {
     id = (await api.queuePrompt(0, { output: prompt, workflow: (app.rootGraph ?? app.graph).serialize() })).prompt_id;
     notify([headline, say`Queued.`]);
+    early.splice(0).forEach(take);
   } catch (error) {
+    forgetAll();
     notify([headline, understood(text(error.response?.error?.message ?? error.message))]);
   }
 }
 
-const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+const EVENTS = ["executed", "execution_success", "execution_error", "execution_interrupted"];
 
 const isOutput = (type) => LiteGraph.registered_node_types[type]?.nodeData?.output_node;
 
