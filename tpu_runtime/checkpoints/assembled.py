@@ -22,8 +22,8 @@ from ..formats.contents import Held
 from ..formats.layout import Shapes
 from ..formats.tokenizer_files import TokenizerFile
 from ..model_spec import Component, ModelSpec
-from ..models.layouts import LAYOUTS
-from . import tiny, told
+from ..models.layouts import LAYOUTS, told
+from . import tiny
 
 SOURCE = "source.json"
 # Part of the digest: increase it when what is written changes.

@@ -20,8 +20,8 @@ from ..files import CheckpointError
 from ..formats import contents
 from ..formats.contents import Held
 from ..model_spec import Component, ModelSpec
-from ..models.layouts import LAYOUTS, published
-from . import assembled, compatibility, hub, told
+from ..models.layouts import LAYOUTS, published, told
+from . import assembled, compatibility, hub
 
 if TYPE_CHECKING:
     import torch

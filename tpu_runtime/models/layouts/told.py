@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..files import CheckpointError
-from ..formats import gguf_file
-from ..formats.contents import Held
-from ..model_spec import Component, ModelSpec
-from ..models.layouts import published
+from ...files import CheckpointError
+from ...formats import gguf_file
+from ...formats.contents import Held
+from ...model_spec import Component, ModelSpec
+from . import published
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_tpu.tests.checkpoints.raw_files import MARK, denoiser, write_gguf, write_safetensors
 from comfyui_tpu.tests.files import single_files
-from comfyui_tpu.tests.files.raw_files import MARK, denoiser, write_gguf, write_safetensors
 from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import assumed, choose_part
 from comfyui_tpu.tpu_runtime.files import CheckpointError
