@@ -49,10 +49,10 @@ def _own_tensors(path: Path, modified: int, prefix: str) -> Mapping[str, TensorF
     return names.translated(kept, table)
 
 
-def folder_config(held: Held, spec: ModelSpec, folder: str, said: told.Said = told.NOTHING) -> dict[str, Any]:
+def folder_config(held: Held, spec: ModelSpec, folder: str, known: told.Said = told.NOTHING) -> dict[str, Any]:
     """The config of a folder that a file stands for: its network's, or that of the whole of which there are parts."""
     first, *others = spec.parts_of(folder)
-    own = config_of(held, first, said)
+    own = config_of(held, first, known)
     if (whole := first.whole(others)) == first.class_name:
         return own
     said = held.contents.config

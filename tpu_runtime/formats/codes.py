@@ -198,17 +198,16 @@ def _tiled(weight: TensorFile, scale: TensorFile) -> Scaled:
     """Codes with the scales of transformers: of all, of rows, or a grid of tiles, whose sides only its shape tells."""
     if len(scale.shape) < 2 or math.prod(scale.shape) == 1:
         return _scaled(weight, scale)
-    sides = zip(weight.shape, scale.shape, strict=False)
-    tile = tuple(_tile(size, count) for size, count in sides) if len(weight.shape) == len(scale.shape) == 2 else ()
-    fits = len(tile) == 2 and all(tile) and scale.dtype in quantized.FLOATS
+    is_grid = len(weight.shape) == len(scale.shape) == 2
+    rows, columns = map(_tile, weight.shape, scale.shape) if is_grid else (0, 0)
     sizes = ", ".join(map(str, _TILES))
     _check(
         weight,
-        fits,
+        rows > 0 and columns > 0 and scale.dtype in quantized.FLOATS,
         f"of shape {weight.shape} has a weight_scale_inv of {scale.dtype} and {scale.shape}, and it is a number, one a "
         f"row, or a grid of tiles whose sides are {sizes} or divide the weight's",
     )
-    return Scaled(weight=weight, scale=scale, dtype=weight.dtype, tile=(tile[0], tile[1]))
+    return Scaled(weight=weight, scale=scale, dtype=weight.dtype, tile=(rows, columns))
 
 
 def _tile(size: int, count: int) -> int:
