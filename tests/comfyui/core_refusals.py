@@ -155,7 +155,7 @@ class Models:
 
         def use(model: Any) -> Any:
             if hasattr(kind, "execute"):
-                return self.sample(kind.execute(model, **inputs).result[0])
+                return self.sample(kind.execute(model=model, **inputs).result[0])
             return self.sample(getattr(kind(), kind.FUNCTION)(model, **inputs)[0])
 
         return use
