@@ -50,7 +50,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
     held = pipeline.checkpoint.network(chosen.locate(), experts[expert], host())
     base = _core_model(held)
     inputs.check_known(base)
-    ours = inputs.Network.of(chosen, expert)
+    ours = inputs.CoreNetwork.of(chosen, expert)
     network = base.diffusion_model
     forward = inspect.signature(type(network)._forward)
 
@@ -102,13 +102,13 @@ def _with_own_sample(
     return (args[0].clone(), *args[1:]), given
 
 
-def _extra_conds(network: inputs.Network, extra_conds: Callable[..., Any], **given: Any) -> Any:
+def _extra_conds(network: inputs.CoreNetwork, extra_conds: Callable[..., Any], **given: Any) -> Any:
     inputs.check_conditioning(network, given)
     return extra_conds(**given)
 
 
 def _prepare_sampling(
-    network: inputs.Network, execute: Callable[..., Any], model: Any, shape: Any, *args: Any, **more: Any
+    network: inputs.CoreNetwork, execute: Callable[..., Any], model: Any, shape: Any, *args: Any, **more: Any
 ) -> Any:
     inputs.check_sample(network, shape)
     return execute(model, shape, *args, **more)

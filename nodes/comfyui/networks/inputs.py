@@ -27,14 +27,14 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class CoreNetwork:
     """A denoiser that core asks: its model, and its config."""
 
     spec: ModelSpec
     config: Mapping[str, Any]
 
     @classmethod
-    def of(cls, chosen: ModelRef, expert: int) -> "Network":
+    def of(cls, chosen: ModelRef, expert: int) -> "CoreNetwork":
         """That of a model, by its number."""
         config = chosen.resolve(pipeline.Silent()).configs[chosen.spec.denoiser.experts[expert]]
         return cls(spec=chosen.spec, config=config)
@@ -49,7 +49,7 @@ def check_known(base: Any) -> None:
         )
 
 
-def asked(network: Network, given: Given) -> list[tuple[list[int], Asked]]:
+def asked(network: CoreNetwork, given: Given) -> list[tuple[list[int], Asked]]:
     """What the network is asked for, with the numbers of the rows that each answers: rows of one timestep at a time."""
     times = given["timesteps" if "timesteps" in given else "timestep"]
     number = len(times)
@@ -64,7 +64,7 @@ def asked(network: Network, given: Given) -> list[tuple[list[int], Asked]]:
     ]
 
 
-def _one_asked(network: Network, given: Given) -> Asked:
+def _one_asked(network: CoreNetwork, given: Given) -> Asked:
     x = given["x"]
     if len(x) == 2 and torch.equal(x[0], x[1]):
         given["x"] = x[:1]
@@ -83,7 +83,7 @@ def _rows(value: Any, rows: Sequence[int], number: int) -> Any:
     return value
 
 
-def _wan(network: Network, given: Given) -> Asked:
+def _wan(network: CoreNetwork, given: Given) -> Asked:
     """`WAN21` and `WAN22`. What is beside the sample's channels is the condition of image to video."""
     x, timestep, context, pictures = (given.pop(name, None) for name in ("x", "timestep", "context", "clip_fea"))
     # Core's network looks at a reference latent only where it has weights for it, which ours have not.
@@ -106,7 +106,7 @@ def _wan(network: Network, given: Given) -> Asked:
     return Asked(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
 
 
-def _flux2(network: Network, given: Given) -> Asked:
+def _flux2(network: CoreNetwork, given: Given) -> Asked:
     """`Flux2`, whose timestep is in 0..1; latents of references are as many arrays."""
     x, timestep, context, guidance, references, method = (
         given.pop(name, None) for name in ("x", "timestep", "context", "guidance", "ref_latents", "ref_latents_method")
@@ -121,7 +121,7 @@ def _flux2(network: Network, given: Given) -> Asked:
     return Asked(sample=x, timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
-def _check_method(network: Network, method: str | None, own: str) -> None:
+def _check_method(network: CoreNetwork, method: str | None, own: str) -> None:
     if method not in (None, own):
         raise ValueError(
             f"{network.spec.title}: reference_latents_method is {method}; its network on the TPU takes {own}. Set "
@@ -129,7 +129,7 @@ def _check_method(network: Network, method: str | None, own: str) -> None:
         )
 
 
-def _z_image(network: Network, given: Given) -> Asked:
+def _z_image(network: CoreNetwork, given: Given) -> Asked:
     """`Lumina2`, whose timestep is in 0..1. Texts are as long as they are; ours are padded, and have lengths."""
     x, timestep, context = (given.pop(name, None) for name in ("x", "timesteps", "context"))
     # Of these core's network takes none, or has no weights for it.
@@ -139,7 +139,7 @@ def _z_image(network: Network, given: Given) -> Asked:
     return Asked(sample=_padded(x, (2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
-def _qwen_image(network: Network, given: Given) -> Asked:
+def _qwen_image(network: CoreNetwork, given: Given) -> Asked:
     """`QwenImage`, whose timestep is in 0..1. Texts are as long as they are; ours are padded, and have lengths."""
     x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
     references, method = (given.pop(name, None) for name in ("ref_latents", "ref_latents_method"))
@@ -152,7 +152,7 @@ def _qwen_image(network: Network, given: Given) -> Asked:
     return Asked(sample=_padded(x, (1, 2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
-def _hunyuan15(network: Network, given: Given) -> Asked:
+def _hunyuan15(network: CoreNetwork, given: Given) -> Asked:
     """`HunyuanVideo15`, whose texts are as long as they are; ours are padded, and have lengths."""
     x, timestep, context, glyphs, pictures, mask = (
         given.pop(name, None) for name in ("x", "timestep", "context", "txt_byt5", "clip_fea", "attention_mask")
@@ -174,7 +174,7 @@ def _hunyuan15(network: Network, given: Given) -> Asked:
     return Asked(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
 
 
-def _cogvideox(network: Network, given: Given) -> Asked:
+def _cogvideox(network: CoreNetwork, given: Given) -> Asked:
     """`CogVideoX`. A picture's latent is the first frame of as many channels more."""
     x, timestep, context, ofs = (given.pop(name, None) for name in ("x", "timestep", "context", "ofs"))
     _refuse_rest(network, given, set())
@@ -193,7 +193,7 @@ def _cogvideox(network: Network, given: Given) -> Asked:
     return Asked(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
 
 
-_FAMILIES: Mapping[str, Callable[[Network, Given], Asked]] = {
+_FAMILIES: Mapping[str, Callable[[CoreNetwork, Given], Asked]] = {
     "Wan21": _wan,
     "Wan22I2V": _wan,
     "Flux2": _flux2,
@@ -207,7 +207,7 @@ _FAMILIES: Mapping[str, Callable[[Network, Given], Asked]] = {
 _PADDED = frozenset({"ZImage", "QwenImage", "HunyuanVideo15"})
 
 
-def texts(network: Network) -> dict[str, int]:
+def texts(network: CoreNetwork) -> dict[str, int]:
     """To how many tokens texts are padded, by core's names of them; nothing where they are not."""
     encoders = network.spec.text_encoders if network.spec.family in _PADDED else ()
     return dict(zip(("c_crossattn", "txt_byt5"), (text.max_length for text in encoders), strict=False))
@@ -219,7 +219,7 @@ def expected(
     """What a step of core's samplers will ask of a denoiser, as zeros: for a sample of this `shape`, without its batch,
     for so many `rows` of it and of conditionings, and for what nodes give of `pictures`.
     """
-    network = Network.of(chosen, expert)
+    network = CoreNetwork.of(chosen, expert)
     spec, config = network.spec, network.config
     text = spec.text_encoders[0]
     wanted = spec.conditions(config, (1, *shape))
@@ -255,14 +255,14 @@ def _array(x: torch.Tensor) -> np.ndarray:
     return x.detach().to(CPU, torch.float32).contiguous().numpy()
 
 
-def _whole_text(network: Network, context: torch.Tensor) -> np.ndarray:
+def _whole_text(network: CoreNetwork, context: torch.Tensor) -> np.ndarray:
     """A text whose every token counts."""
     check_width(network, 0, "the prompt's states", context)
     return _array(context)
 
 
 def _padded_text(
-    network: Network, encoder: int, context: torch.Tensor | None, lengths: Sequence[int]
+    network: CoreNetwork, encoder: int, context: torch.Tensor | None, lengths: Sequence[int]
 ) -> dict[str, np.ndarray]:
     text = network.spec.text_encoders[encoder]
     counted = {f"{text.name}_length": np.array(lengths, np.int32)}
@@ -276,7 +276,7 @@ def _padded_text(
     return {text.name: padded, **counted}
 
 
-def _lengths(network: Network, given: Given, context: torch.Tensor, mask: torch.Tensor | None) -> Sequence[int]:
+def _lengths(network: CoreNetwork, given: Given, context: torch.Tensor, mask: torch.Tensor | None) -> Sequence[int]:
     told = given["options"].get(LENGTHS, {}).get("c_crossattn")
     if told or mask is None:
         return told or [context.shape[1]] * len(context)
@@ -289,7 +289,7 @@ def _lengths(network: Network, given: Given, context: torch.Tensor, mask: torch.
     return found
 
 
-def _next_timestep(network: Network, options: Mapping[str, Any]) -> float | None:
+def _next_timestep(network: CoreNetwork, options: Mapping[str, Any]) -> float | None:
     """The timestep that a step goes to, which a mean flow is told; core finds it among the sampler's own, and tells
     none where the sampler evaluates the network between them.
     """
@@ -300,7 +300,7 @@ def _next_timestep(network: Network, options: Mapping[str, Any]) -> float | None
     return 1000.0 * float(sigmas[found[0] + 1]) if found and found[0] + 1 < len(sigmas) else None
 
 
-def _one_timestep(network: Network, values: torch.Tensor) -> float:
+def _one_timestep(network: CoreNetwork, values: torch.Tensor) -> float:
     first = values.flatten()[0]
     if not torch.all(values == first):
         shown = ", ".join(f"{value:.4g}" for value in values.flatten().unique().tolist()[:3])
@@ -316,7 +316,7 @@ def _one_timestep(network: Network, values: torch.Tensor) -> float:
 _OTHER_VAE = "It comes from the VAE, or a node, of another model. Encode the picture with this model's VAE."
 
 
-def check_sample(network: Network, shape: Sequence[int]) -> None:
+def check_sample(network: CoreNetwork, shape: Sequence[int]) -> None:
     """Raises ValueError for latents that a sampler is given and that the network does not take."""
     geometry, title = network.spec.geometry, network.spec.title
     names = ["rows", str(geometry.channels), *(["frames"] if geometry.stride_t else []), "height", "width"]
@@ -333,7 +333,7 @@ def check_sample(network: Network, shape: Sequence[int]) -> None:
         )
 
 
-def check_conditioning(network: Network, given: Mapping[str, Any]) -> None:
+def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
     """Raises ValueError for what nodes put into a conditioning and the network does not take, before core fits it to
     the sample, by cutting channels for one.
     """
@@ -363,7 +363,7 @@ def check_conditioning(network: Network, given: Mapping[str, Any]) -> None:
             )
 
 
-def check_width(network: Network, encoder: int, what: str, states: torch.Tensor) -> None:
+def check_width(network: CoreNetwork, encoder: int, what: str, states: torch.Tensor) -> None:
     width = int(network.config[network.spec.text_encoders[encoder].width_key])
     if states.ndim != 3 or states.shape[2] != width:
         raise ValueError(
@@ -372,7 +372,7 @@ def check_width(network: Network, encoder: int, what: str, states: torch.Tensor)
         )
 
 
-def _check_concat(network: Network, given: Mapping[str, Any], noise: Any) -> None:
+def _check_concat(network: CoreNetwork, given: Mapping[str, Any], noise: Any) -> None:
     """The latents of pictures that image to video is given, which core joins to the sample's channels."""
     spec, latents = network.spec, given.get("concat_latent_image")
     if latents is None or noise is None or noise.ndim != 5:
@@ -400,7 +400,7 @@ def _check_concat(network: Network, given: Mapping[str, Any], noise: Any) -> Non
         )
 
 
-def _check_reference(network: Network, what: str, latents: torch.Tensor) -> None:
+def _check_reference(network: CoreNetwork, what: str, latents: torch.Tensor) -> None:
     geometry = network.spec.geometry
     names = ["1", str(geometry.channels), *(["1"] if geometry.stride_t else []), "height", "width"]
     shape = tuple(latents.shape)
@@ -412,7 +412,7 @@ def _check_reference(network: Network, what: str, latents: torch.Tensor) -> None
         )
 
 
-def _check_channels(network: Network, x: torch.Tensor, beside: int | str = 0) -> None:
+def _check_channels(network: CoreNetwork, x: torch.Tensor, beside: int | str = 0) -> None:
     wanted = network.spec.geometry.channels + int(beside)
     if x.shape[1] != wanted:
         raise ValueError(
@@ -421,7 +421,7 @@ def _check_channels(network: Network, x: torch.Tensor, beside: int | str = 0) ->
         )
 
 
-def _refuse_rest(network: Network, given: Given, harmless: set[str]) -> None:
+def _refuse_rest(network: CoreNetwork, given: Given, harmless: set[str]) -> None:
     for name, value in given.items():
         if value is not None and name not in harmless | {"options"}:
             raise ValueError(
