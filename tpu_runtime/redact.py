@@ -32,6 +32,16 @@ def printable(text: str, *, one_line: bool = False) -> str:
     return _LINES.sub(_escaped, text) if one_line else text
 
 
+# ComfyUI's page shows a text as HTML, and makes links of addresses in it.
+_TAGS = str.maketrans("<>", "\u2039\u203a")
+_ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=\bwww)(?=\.)", re.IGNORECASE)
+
+
+def for_page(text: str) -> str:
+    """`text` as ComfyUI's page may show it: `printable`, with no tags and no links in what names of files say."""
+    return _ADDRESS.sub("\N{WORD JOINER}", printable(text).translate(_TAGS))
+
+
 def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
 

@@ -22,11 +22,6 @@ from . import previews
 _MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "vae_approx", "clip_vision")
 DENOISERS = ("diffusion_models", "checkpoints")
 # A number is not parted from its unit where the page breaks the line.
-# The page shows a text as HTML and makes links of addresses: names in a text may be anyone's.
-_HTML = str.maketrans(
-    {"<": "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", ">": "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"}
-)
-_ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=\bwww)(?=\.)", re.IGNORECASE)
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|[KMG]i?B)\b)")
 
 
@@ -47,7 +42,7 @@ class ComfyHost:
 
     def text(self, message: str) -> None:
         self._said = message
-        message = _ADDRESS.sub("\N{WORD JOINER}", pipeline.printable(message).translate(_HTML))
+        message = pipeline.for_page(message)
         if self._node_id is not None:
             PromptServer.instance.send_progress_text(_UNITS.sub("\N{NO-BREAK SPACE}", message), self._node_id)
 

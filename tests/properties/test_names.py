@@ -83,3 +83,15 @@ def test_a_text_on_a_terminal_and_a_sentence_have_no_escapes(name: str):
     TerminalHost(Folders(), stream := io.StringIO()).text(f"reading {name}")
     for said in (stream.getvalue(), str(CheckpointError(f"{name} is damaged."))):
         assert not UNSAFE.search(said.replace("\n", ""))
+
+
+@settings(max_examples=100)
+@given(
+    name=st.text(max_size=12)
+    | st.sampled_from([*NAMES, "<img src=x onerror=a()>", "http://x", "WWW.x", "javascript://"])
+)
+def test_a_text_of_the_page_has_no_tags_and_no_links(name: str):
+    said = redact.for_page(f"reading {name}, {name}")
+    assert not UNSAFE.search(said.replace("\n", "").replace("\t", ""))
+    assert not re.search(r"[<>]|://|\bwww\.", said, re.IGNORECASE)
+    assert redact.for_page("Took 3 s: 1.5 GB of a/b.safetensors") == "Took 3 s: 1.5 GB of a/b.safetensors"
