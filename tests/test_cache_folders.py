@@ -30,15 +30,20 @@ def make(folder: Path) -> None:
     (folder / "inner" / "b.json").write_text("{}")
 
 
+def names(folder: Path) -> list[str]:
+    """The folders in a folder; their manifests are hidden files."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a file is gone": lambda folder: (folder / "a.bin").unlink(),
     "a folder is gone": lambda folder: ((folder / "inner" / "b.json").unlink(), (folder / "inner").rmdir()),
     "a file is shorter": lambda folder: (folder / "a.bin").write_bytes(b"1"),
     "a file is empty": lambda folder: (folder / "a.bin").write_bytes(b""),
     "a bit is another": lambda folder: (folder / "a.bin").write_bytes(b"12345679"),
-    "its manifest is gone": lambda folder: (folder / folders.MANIFEST).unlink(),
-    "its manifest is damaged": lambda folder: (folder / folders.MANIFEST).write_text('{"a.bin": 1}'),
-    "its manifest is no object": lambda folder: (folder / folders.MANIFEST).write_bytes(b"[[\xff"),
+    "its manifest is gone": lambda folder: folders.manifest_of(folder).unlink(),
+    "its manifest is damaged": lambda folder: folders.manifest_of(folder).write_text('{"a.bin": 1}'),
+    "its manifest is no object": lambda folder: folders.manifest_of(folder).write_bytes(b"[[\xff"),
     "a folder lies in the place of a file": lambda folder: ((folder / "a.bin").unlink(), (folder / "a.bin").mkdir()),
 }
 
@@ -57,7 +62,7 @@ def test_a_damaged_folder_is_made_again(name: str):
     folders._verified.clear()  # another process
     assert folders.kept("tiny", "x", counted) == found and len(made) == 2
     assert (found / "a.bin").read_bytes() == b"12345678" and (found / "inner" / "b.json").read_text() == "{}"
-    assert sorted(path.name for path in found.parent.iterdir()) == ["x"]
+    assert names(found.parent) == ["x"] and list(found.parent.iterdir()) != [found]
 
 
 @pytest.mark.parametrize("part", ["model_index.json", "scheduler/scheduler_config.json", "transformer", "tokenizer"])
@@ -102,7 +107,7 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_ones_stays(cache_fold
         writer.send_signal(signal.SIGKILL)
         writer.wait()
     folders.kept("tiny", "z", make)
-    assert sorted(path.name for path in (cache_folder / "tiny").iterdir()) == ["y", "z"]
+    assert names(cache_folder / "tiny") == ["y", "z"] and not scratch.exists()
 
 
 @pytest.mark.parametrize("kind", [OSError, ValueError, KeyboardInterrupt])
@@ -124,8 +129,8 @@ def test_folders_that_were_used_longest_ago_leave(monkeypatch: pytest.MonkeyPatc
     for number in range(5):
         moment = time.time() + ahead_s - 10**5 + number
         found = folders.kept("tiny", str(number), make)
-        os.utime(found / folders.MANIFEST, (moment, moment))
-    assert {path.name for path in (cache_folder / "tiny").iterdir()} == {"2", "3", "4"}
+        os.utime(folders.manifest_of(found), (moment, moment))
+    assert names(cache_folder / "tiny") == ["2", "3", "4"]
 
 
 def test_a_full_disk_names_the_folder_and_the_variable(cache_folder: Path):

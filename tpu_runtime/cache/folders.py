@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..files import parse_json, writing
+from ..files import parse_json, write_file, writing
 from ..units import GIB
 from .store import VARIABLE, cache_folder
 
@@ -27,7 +27,6 @@ except ImportError:  # Windows
 
 log = logging.getLogger(__name__)
 
-MANIFEST = ".whole.json"
 # Above this, by kind, the folders that were used longest ago are removed.
 MAX_BYTES = {"tiny": 2 * GIB, "parts": GIB}
 # A folder that was used within this time is not removed for others.
@@ -55,14 +54,20 @@ def kept(kind: str, name: str, make: Callable[[Path], None]) -> Path:
             _sweep(folder.parent)
             with scratch_for(folder) as scratch:
                 make(scratch)
-                _write_manifest(scratch)
+                entries = _entries(scratch)
+            write_file(manifest_of(folder), json.dumps(entries).encode())
         _trim(folder.parent, MAX_BYTES[kind], folder)
     return folder
 
 
+def manifest_of(folder: Path) -> Path:
+    """The file beside a folder that says what is in it."""
+    return folder.with_name(f".{folder.name}.json")
+
+
 def is_whole(folder: Path) -> bool:
     """Whether a folder has all files of its manifest, as they were written; marks it as used."""
-    manifest = folder / MANIFEST
+    manifest = manifest_of(folder)
     try:
         said = parse_json(manifest.read_bytes())
         stat = manifest.stat()
@@ -83,7 +88,8 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def _write_manifest(folder: Path) -> None:
+def _entries(folder: Path) -> dict[str, tuple[int, str | None]]:
+    """The sizes and digests of a folder's files by name; links to other folders have none."""
     entries: dict[str, tuple[int, str | None]] = {}
     for root, inner, files in os.walk(folder):
         for name in inner:
@@ -92,7 +98,7 @@ def _write_manifest(folder: Path) -> None:
         for name in files:
             path = Path(root, name)
             entries[str(path.relative_to(folder))] = (path.stat().st_size, _digest(path))
-    (folder / MANIFEST).write_text(json.dumps(entries), "utf-8")
+    return entries
 
 
 def _digest(path: Path) -> str:
@@ -151,6 +157,7 @@ def _remove(folder: Path) -> None:
     """Removes a folder at once, however long its files take."""
     gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}-gone-", dir=folder.parent))
     try:
+        manifest_of(folder).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             os.replace(folder, gone / "x")
     finally:
@@ -164,7 +171,7 @@ def _trim(parent: Path, limit: int, newest: Path) -> None:
         if folder == newest or folder.name.startswith(".") or not folder.is_dir():
             continue
         with contextlib.suppress(OSError):
-            used = (folder / MANIFEST if (folder / MANIFEST).is_file() else folder).stat().st_mtime
+            used = next(one for one in (manifest_of(folder), folder) if one.exists()).stat().st_mtime
             found.append((used, size_of(folder), folder))
     held = size_of(newest) + sum(size for _, size, _ in found)
     for used, size, folder in sorted(found):

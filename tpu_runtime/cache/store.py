@@ -29,7 +29,7 @@ except ImportError:  # Windows
 log = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
-_HELD: set[str] = set()
+_held = 0
 
 VARIABLE = "COMFYUI_TPU_CACHE"
 DEFAULT = "~/.cache/comfyui-tpu"
@@ -79,21 +79,24 @@ def _instead_of(folder: Path, reason: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
-    """Held by one process and thread at a time, of those that change a file of this name in the cache.
+def locked() -> Iterator[None]:
+    """Held by one process and thread at a time, of those that change a file of the cache that is there.
 
     Where the cache cannot be written, or has no locks, nothing is held: what is changed then cannot be kept either.
     """
+    global _held
     with _LOCK, contextlib.ExitStack() as stack:
-        if name not in _HELD:  # a lock of a file is not this thread's twice
+        if not _held and fcntl is not None:  # a lock of a folder is not this thread's twice
             with contextlib.suppress(OSError):
                 make_private(cache_folder())
-                file = stack.enter_context((cache_folder() / f".{name}.lock").open("ab"))
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX)
-            _HELD.add(name)
-            stack.callback(_HELD.discard, name)
-        yield
+                descriptor = os.open(cache_folder(), os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _held += 1
+        try:
+            yield
+        finally:
+            _held -= 1
 
 
 def xla_cache_folder() -> Path:

@@ -99,7 +99,7 @@ def everything(file: Path | None = None) -> dict[str, MachineRecord]:
 
 def add(key: str, found: MachineRecord) -> MachineRecord:
     """Adds to a machine's record; all that is known then, what other processes found out meanwhile too."""
-    with store.locked(NAME):  # another process may be adding too
+    with store.locked():  # another process may be adding too
         known = read(key) | found
         write(key, known)
     return known
@@ -108,7 +108,7 @@ def add(key: str, found: MachineRecord) -> MachineRecord:
 def write(key: str, record: MachineRecord) -> None:
     """Puts a record in place of the one before. A folder that cannot be written costs the record, not the run."""
     try:
-        with store.locked(NAME):
+        with store.locked():
             entries = _entries(path())
             entries.pop(key, None)
             entries[key] = record.to_json()
