@@ -1,6 +1,7 @@
 """A running server while a stranger's prompt is looked at, and after a library ended a node: it goes on."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -46,7 +47,7 @@ PROBE = """
 
     @PromptServer.instance.routes.get("/probe/panic")
     async def panic(request):
-        node = ours(".nodes").DECLARATIONS["Wan21TextEncoder"]
+        node = sys.modules[ours(".nodes.declare").__package__].DECLARATIONS["Wan21TextEncoder"]
         run = node.run
 
         def panics(host, **given):
@@ -79,7 +80,7 @@ def test_the_page_is_answered_while_a_prompt_is_looked_at(server: Server):
     assert "chips" in server.get("/tpu/stats") and not answers
     server.get("/probe/go")
     asking.join(300)
-    assert "no such model" in str(answers[0]["node_errors"])
+    assert "There is no file nothing.safetensors" in str(answers[0]["node_errors"])
 
 
 def test_prompts_go_on_after_a_library_ended_a_node(server: Server):
@@ -89,3 +90,22 @@ def test_prompts_go_on_after_a_library_ended_a_node(server: Server):
     assert failed["status"]["status_str"] == "error"
     assert "A library failed within the node (PanicException: Onig" in str(failed["status"]["messages"])
     server.run(workflow)
+
+
+def test_a_prompt_runs_while_hundreds_of_requests_come(server: Server):
+    """Each is answered, from one sample, and the prompt ends well."""
+    done, answers, paths = threading.Event(), [], ("/tpu/stats", "/tpu/models", "/tpu/about", "/tpu/stats")
+
+    def ask(path: str) -> None:
+        while not done.is_set() or len(answers) < 400:
+            answers.append(bool(server.get(path)))
+            time.sleep(0.02)  # two hundred a second, of four who ask
+
+    asking = [threading.Thread(target=ask, args=(path,), daemon=True) for path in paths]
+    for thread in asking:
+        thread.start()
+    server.run(tiny_workflow("under_load", seed=7))
+    done.set()
+    for thread in asking:
+        thread.join(120)
+    assert len(answers) >= 400 and all(answers)
