@@ -374,6 +374,12 @@ def _unscaled(plan: Denoising, latents: Mapping[str, Any]) -> torch.Tensor:
     spec, shape = plan.spec, plan.latent_shape
     samples = conditioning.latent_samples(spec, latents)
     offset, one = (plan.finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
+    if len(samples) > 1 and samples.shape[1:] == offset.shape[1:]:
+        raise ValueError(
+            f"{spec.title}: the latents are a batch of {len(samples)}, and a TPU sampler goes on from one at a time. "
+            "Choose one with LatentFromBatch, one sampler for each, or sample the batch with ComfyUI's KSampler on the "
+            "MODEL of this model."
+        )
     if samples.shape != offset.shape:
         raise ValueError(
             f"{spec.title}: the latents have shape {tuple(samples.shape)}; with the sampler's size it must be "
