@@ -55,7 +55,8 @@ MAY_IMPORT = {
     "nodes.graphs": {"nodes", "pipeline"},
     "nodes.headless": NODES,
     "nodes.comfyui.networks": {"pipeline"},
-    "nodes.comfyui": {"nodes.comfyui.networks", *NODES},
+    "nodes.comfyui.weights": {"pipeline"},
+    "nodes.comfyui": {"nodes.comfyui.networks", "nodes.comfyui.weights", *NODES},
     "fleet": {"nodes.headless", *NODES},
     "cli": {"nodes.headless", "fleet", "selftest", "sharding", *NODES},
     "entry": {"nodes.comfyui"},
@@ -64,8 +65,9 @@ MAY_IMPORT = {
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 # ComfyUI's own MODEL, CLIP and VAE are torch's.
 TORCH_TOO = (
-    *(f"nodes/comfyui/core_{name}.py" for name in ("model", "patches", "text_and_vae")),
+    *(f"nodes/comfyui/core_{name}.py" for name in ("encoder", "model", "patches", "text_and_vae")),
     "nodes/comfyui/networks/",
+    "nodes/comfyui/weights/",
 )
 COMFYUI = frozenset({"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "execution", "latent_preview"})
 FOLDERS = ("attention", "cli", "fleet", "installer", "kernels", "nodes", "sharding", "tpu_runtime")

@@ -32,7 +32,7 @@ from .checkpoints.model_ref import (
     choose_part,
     variant,
 )
-from .checkpoints.parts import SEPARATOR, choices, files_in, held_tensor, is_of_files, spec_of
+from .checkpoints.parts import SEPARATOR, choices, files_in, is_of_files, read_tensor, spec_of
 from .checkpoints.weight_files import WeightFile
 from .device_memory import DeviceMemory
 from .engine import payloads, stage_files
@@ -40,7 +40,7 @@ from .engine.current import current, engine, leave, leave_at_exit, listen, when_
 from .engine.memory_advice import VARIABLE as HBM_VARIABLE
 from .engine.memory_advice import OutOfMemory
 from .engine.payloads import Conditioning, ImageCondition, Latent
-from .files import parse_json
+from .files import TensorFile, parse_json
 from .hosts import place as places
 from .hosts import supervisor
 from .hosts.place import Place

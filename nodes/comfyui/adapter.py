@@ -16,9 +16,9 @@ from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, in_words
 from ..graphs.ran import Records
-from . import about, core_loaders, errors, memory, pictures, routes
+from . import about, core_loaders, errors, memory, routes
 from .announce import announce
-from .host import DENOISERS, ComfyHost, folders, weights
+from .host import DENOISERS, ComfyHost, folders, install_pictures, weights
 
 try:
     from comfy_api.latest import ComfyExtension, io
@@ -57,7 +57,7 @@ def extension() -> ComfyExtension:
     except (ValueError, RuntimeError) as error:
         log.error("%s", error)  # as the first prompt will
     routes.add(RECORDS)
-    pictures.install()
+    install_pictures()
     declared = {**DECLARATIONS, **core_loaders.LOADERS}
     errors.install(declared)
     classes = [*(node_class(one) for one in declared.values()), TPUCollect]

@@ -23,6 +23,7 @@ from . import core_patches, errors
 from .core_patches import CorePatcher
 from .networks import inputs
 from .networks.rows import KEY, PlainBatch
+from .weights.sources import CoreWeights
 
 # The progress of the node that runs: one object is used by many.
 MakeHost = Callable[[], Progress]
@@ -62,7 +63,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
         options = given.pop("transformer_options", None) or {}
         core_patches.check(options, given.pop("control", None))
         core_patches.check_network(network, theirs)
-        x, loras = given["x"], core_patches.loras(patcher, held)
+        x, loras = given["x"], core_patches.loras(patcher)
         found = x.new_empty(0)
         asked = inputs.asked(ours, {**given, "options": options})
         for rows, one in asked:
@@ -83,6 +84,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
     base.extra_conds = partial(_extra_conds, ours, base.extra_conds)
     theirs = core_patches.own_attributes(network)
     base.tpu_texts = inputs.texts(ours)
+    base.tpu_source = _source(held)
     patcher.fill(base)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, partial(_prepare_sampling, ours))
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, PlainBatch(core_patches.CONTROL))
@@ -112,6 +114,11 @@ def _prepare_sampling(
 ) -> Any:
     inputs.check_sample(network, shape)
     return execute(model, shape, *args, **more)
+
+
+def _source(held: Any) -> CoreWeights:
+    names = {f"diffusion_model.{name}": tensor for name, tensor in held.tensors.items()}
+    return CoreWeights(names, [f"diffusion_model.{name}" for name in held.layout.flags if name in held.tensors])
 
 
 def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:

@@ -2,19 +2,19 @@
 cannot work there.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import comfy.hooks
-import comfy.lora
 import comfy.model_patcher
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
-from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import HeldTensors, Lora
+from .weights import sources
 
 CPU = torch.device("cpu")
 # The parts of the tuples in which core keeps a file's tensors, by its name for the kind, as LoRA files call them.
@@ -145,11 +145,13 @@ class Later:
         return getattr(self, name)
 
 
-class CorePatcher(Later, comfy.model_patcher.ModelPatcher):
+class CorePatcher(Later, sources.Reading, comfy.model_patcher.ModelPatcher):
     """Core's handle of the model, which moves no weights: those on the chips are the engine's."""
 
     def fill(self, network: Any) -> None:
         """With the network that it is of."""
+        sources.install()
+        network.train = functools.partial(_only_evaluated, network)
         comfy.model_patcher.ModelPatcher.__init__(self, network, load_device=CPU, offload_device=CPU, size=1)
 
     def __del__(self) -> None:
@@ -208,6 +210,12 @@ class CorePatcher(Later, comfy.model_patcher.ModelPatcher):
         check_patcher(self)
         super().pre_run()
 
+    def deepclone_multigpu(self, *args: object, **kwargs: object) -> None:
+        raise ValueError(
+            "A node such as Select Model Device or MultiGPU CFG Split wants this network on another device. It runs on "
+            "the chips of the TPU, all of them. Remove that node, or choose its device default."
+        )
+
     def patch_hooks(self, hooks: Any) -> None:
         if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
             raise ValueError(HOOKS)
@@ -219,57 +227,76 @@ class CorePatcher(Later, comfy.model_patcher.ModelPatcher):
         super().register_all_hook_patches(hooks, *args, **kwargs)
 
 
+def _only_evaluated(network: Any, mode: bool = True) -> Any:
+    """In place of `train`."""
+    if mode:
+        raise ValueError(
+            "A node such as Train LoRA wants to train this network. On the TPU it runs compiled, without gradients. "
+            "Load the model with ComfyUI's own loader for that node."
+        )
+    return network
+
+
 # --- LoRAs ------------------------------------------------------------------------------------------------------------
 
 
-def loras(patcher: Any, held: Any) -> tuple[Lora, ...]:
+def loras(patcher: Any) -> tuple[Lora, ...]:
     """The patches of weights that hang on a MODEL as LoRAs, of which the engine merges what it does not know yet."""
     if not patcher.patches:
         return ()
     found = getattr(patcher.model, "tpu_loras", None)
     if found is None or found[0] != patcher.patches_uuid:
-        found = patcher.model.tpu_loras = (patcher.patches_uuid, _converted(patcher, held))
+        found = patcher.model.tpu_loras = (patcher.patches_uuid, _converted(patcher))
     return found[1]
 
 
-def _converted(patcher: Any, held: Any) -> tuple[Lora, ...]:
+def _converted(patcher: Any) -> tuple[Lora, ...]:
     # A loader adds one patch to each weight, of one strength: what has the same number and strength is one file's.
     files: dict[tuple[int, float], dict[str, torch.Tensor]] = defaultdict(dict)
-    for key, patches in patcher.patches.items():
-        for number, patch in enumerate(patches):
-            strength, tensors = _tensors(key, patch, held)
+    for key, hung in patcher.patches.items():
+        patches = sources.merged_by_core(patcher.model, key, hung)
+        found = [_tensors(key, patch) for patch in patches]
+        if None in found:
+            # All else is computed as core does, on the host, and is one difference.
+            files[-1, 1.0] |= difference(key.removeprefix(_PREFIX), key, patches, patcher.model.tpu_source)
+            continue
+        for number, (strength, tensors) in enumerate(one for one in found if one is not None):
             files[number, strength] |= tensors
+    titles = {number: f"LoRA {number + 1} of the MODEL" if number >= 0 else "what nodes change" for number, _ in files}
     return tuple(
         Lora(
-            path=f"LoRA {number + 1} of the MODEL",
+            path=titles[number],
             strength=strength,
             held=HeldTensors(
-                title=f"LoRA {number + 1} of the MODEL",
-                digest=f"{patcher.patches_uuid}/{number}/{strength}",
-                tensors=tensors,
+                title=titles[number], digest=f"{patcher.patches_uuid}/{number}/{strength}", tensors=tensors
             ),
         )
         for (number, strength), tensors in sorted(files.items(), key=lambda file: file[0])
     )
 
 
-def _tensors(key: str, patch: tuple[Any, ...], held: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """The strength of a patch, and its tensors as a LoRA file has them."""
+def _tensors(key: str, patch: tuple[Any, ...]) -> tuple[float, dict[str, torch.Tensor]] | None:
+    """The strength of a patch, and its tensors as a LoRA file has them; None of one that no file has."""
     strength, value, kept, offset, function = patch
-    name = key.removeprefix(_PREFIX)
     kind = getattr(value, "name", None)
-    if kept == 1.0 and offset is None and function is None and kind in _PARTS:
-        parts = dict(zip(_PARTS[kind], value.weights, strict=False))
-        if all(parts.get(part) is None for part in _ONLY_CORES):
-            module = name.removesuffix(".weight")
-            return strength, {f"{module}.{part}": _tensor(x) for part, x in parts.items() if x is not None}
-    # All else is computed as core does, on the host, and is one difference.
-    base = pipeline.held_tensor(held, name)
+    if kept != 1.0 or offset is not None or function is not None or kind not in _PARTS:
+        return None
+    parts = dict(zip(_PARTS[kind], value.weights, strict=False))
+    if any(parts.get(part) is not None for part in _ONLY_CORES):
+        return None
+    module = key.removeprefix(_PREFIX).removesuffix(".weight")
+    return strength, {f"{module}.{part}": _tensor(x) for part, x in parts.items() if x is not None}
+
+
+def difference(name: str, key: str, patches: Any, source: sources.CoreWeights) -> dict[str, torch.Tensor]:
+    """What the patches of core's weight `key` add to our weight `name`, as a LoRA file has it; computed when read."""
+    base = source.stored(key)
     if base is None:
-        raise ValueError(f"{held.path} has no {name}, which a LoRA changes. Leave the LoRA out.")
-    base = base.float()
-    changed = comfy.lora.calculate_weight([patch], base.clone(), key, intermediate_dtype=torch.float32)
-    return 1.0, dict(_difference(name, changed - base))
+        raise ValueError(
+            f"A node changes {key}, which is in none of the files of this model. Those have {len(source.tensors)} "
+            "weights under ComfyUI's names. Leave the node out, or use the model's file in ComfyUI's own names."
+        )
+    return dict(_difference(name, sources.difference(key, patches, base)))
 
 
 def _difference(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

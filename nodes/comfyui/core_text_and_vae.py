@@ -17,17 +17,17 @@ import comfy.text_encoders.flux
 import comfy.text_encoders.hunyuan_image
 import comfy.text_encoders.hunyuan_video
 import comfy.text_encoders.qwen_image
-import comfy.text_encoders.qwen_vl
 import comfy.text_encoders.wan
 import folder_paths
-import numpy as np
 import torch
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import ModelRef
 from ..model import CLIP_TYPES
+from .core_encoder import Encoder, EncoderPlace, check_owner, checked
 from .core_model import MakeHost, ask
 from .core_patches import CPU, CorePatcher, Later
+from .weights.stored import of_file
 
 META = torch.device("meta")
 
@@ -106,11 +106,17 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
         model_options=options,
         disable_dynamic=True,
     )
-    inner = [one for one in found.cond_stage_model.modules() if isinstance(one, comfy.sd1_clip.SDClipModel)]
-    for number, one in enumerate(inner):
-        one.transformer = Encoder(model, number, host)
-        one.process_tokens = _checked(one.process_tokens, model)
-    patcher.fill(found.cond_stage_model)
+    network = found.cond_stage_model
+    inner = {name: one for name, one in network.named_modules() if isinstance(one, comfy.sd1_clip.SDClipModel)}
+    alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
+    can_see = any(spec.family in alike and spec.text_encoders[0].place_beside for spec in pipeline.SPECS)
+    for number, (name, one) in enumerate(inner.items()):
+        one.transformer = Encoder(
+            model, number, host, EncoderPlace(f"{name}.transformer." if name else "transformer.", network, one)
+        )
+        one.num_layers = one.transformer.depth  # core's own is the published one's
+        one.process_tokens = checked(one.process_tokens, model, can_see)
+    patcher.fill(network)
     patcher.is_clip = True
     found.patcher = patcher
 
@@ -132,7 +138,19 @@ class LaterOwner(Later):
 
 
 class CLIP(LaterOwner, comfy.sd.CLIP):
-    """Core's."""
+    """Core's, whose encoders see what nodes have changed in it."""
+
+    def clone(self, *args: Any, **options: Any) -> "CLIP":
+        self.make_now()
+        found = CLIP(no_init=True)
+        vars(found).update(vars(super().clone(*args, **options)))
+        return found
+
+    def load_model(self, tokens: Any = None) -> Any:
+        """Before the encoders run, and before they are saved."""
+        check_owner(self.patcher, "CLIP", "text encoder")
+        self.cond_stage_model.tpu_patcher = self.patcher
+        return super().load_model(tokens or {})
 
 
 class CoreTarget:
@@ -143,95 +161,6 @@ class CoreTarget:
 
     def __init__(self) -> None:
         self.params: dict[str, Any] = {}
-
-
-class Encoder(torch.nn.Module):
-    """In place of core's text model: tokens stay numbers until they reach ours, and those of pictures are below 0."""
-
-    def __init__(self, model: ModelRef, number: int, host: MakeHost) -> None:
-        super().__init__()
-        self.model, self.number, self.host = model, number, host
-
-    def get_input_embeddings(self) -> Callable[..., torch.Tensor]:
-        return lambda tokens, out_dtype=None: tokens.unsqueeze(-1).to(torch.float32)  # exact: there are under 2**24
-
-    def preprocess_embed(self, embed: Mapping[str, Any], device: Any) -> tuple[torch.Tensor | None, Any]:
-        """A picture `[rows, height, width, 3]` in 0..1 among tokens: a place for each of its own, and these."""
-        if embed["type"] != "image":
-            return None, None
-        patches, grid = comfy.text_encoders.qwen_vl.process_qwen2vl_images(embed["data"])
-        seen = ask("look", self.model, self.host, prepared=(patches.float().numpy(), tuple(grid[0, 1:].tolist())))
-        return -torch.ones(1, seen.shape[1] * seen.shape[2], 1), seen
-
-    def forward(
-        self, tokens: None, attention_mask: torch.Tensor | None, embeds: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states that the denoiser gets, `[rows, tokens, dim]`, in the places of core's last and inner layers."""
-        ids = embeds[..., 0].to(torch.int32)
-        text = self.model.spec.text_encoders[self.number]
-        self._check_vocabulary(text, int(ids.max()))
-        seen = [each["extra"] for each in options.get("embeds_info") or () if each["type"] == "image"]
-        length, most = ids.shape[1], text.prefix + text.max_length
-        if length > most:
-            advice = "Shorten it."
-            if seen:
-                advice = "Shorten it, or show it fewer or smaller pictures, as TextEncodeQwenImageEditPlus does."
-            raise ValueError(
-                f"{self.model.spec.title}: the prompt has {length} tokens, and the "
-                f"{text.component.replace('_', ' ')} takes {most}. {advice}"
-            )
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(torch.int32)
-        ids, mask = (torch.nn.functional.pad(x, (0, most - length)) for x in (ids, mask))
-        # One row a call: so every prompt is the same program's.
-        rows = [
-            ask(
-                "states", self.model, self.host,
-                encoder=self.number, ids=_numbers(row), mask=_numbers(real), seen=seen,
-            )
-            for row, real in zip(ids, mask, strict=True)
-        ]  # fmt: skip
-        states = torch.cat(rows)[:, :length]
-        layers = options.get("intermediate_output")
-        if isinstance(layers, list):  # of several layers, side by side: core wants them apart
-            return states, states.unflatten(2, (len(layers), -1)).movedim(2, 1)
-        return states, states
-
-    def _check_vocabulary(self, text: Any, most: int) -> None:
-        config = self.model.resolve(pipeline.Silent()).configs[text.component]
-        rows = config.get("text_config", config)["vocab_size"]
-        if most >= rows:
-            raise ValueError(
-                f"{self.model.spec.title}: the prompt has a token {most}, and {self.model.model_id} has embeddings of "
-                f"{rows}: its tokenizer is not ComfyUI's. Use this pack's own text encoder for it."
-            )
-
-
-def _numbers(row: torch.Tensor) -> np.ndarray:
-    return np.ascontiguousarray(row[None].numpy())
-
-
-def _checked(process: Callable[..., Any], model: ModelRef) -> Callable[..., Any]:
-    alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
-    can_see = any(spec.family in alike and spec.text_encoders[0].place_beside for spec in pipeline.SPECS)
-
-    def process_tokens(tokens: list[list[Any]], device: Any) -> Any:
-        other = [token for row in tokens for token in row if not isinstance(token, int | np.integer)]
-        pictures = [token for token in other if isinstance(token, dict) and token.get("type") == "image"]
-        if pictures and can_see and not model.spec.text_encoders[0].place_beside:
-            raise ValueError(
-                f"{model.spec.title}: the prompt holds a picture, and the text encoder {model.model_id} cannot see on "
-                "the TPU (it has no visual.). Leave the picture out, or choose a file with it, such as "
-                "qwen_2.5_vl_7b.safetensors."
-            )
-        if len(pictures) < len(other) or (pictures and not model.spec.text_encoders[0].place_beside):
-            what = "an embedding (textual inversion)" if len(pictures) < len(other) else "a picture"
-            raise ValueError(
-                f"{model.spec.title}: the prompt holds {what}, which its text encoder on the TPU does not take. Leave "
-                "it out, or load the text encoder with ComfyUI's own loader."
-            )
-        return process(tokens, device)
-
-    return process_tokens
 
 
 # --- VAE --------------------------------------------------------------------------------------------------------------
@@ -259,7 +188,7 @@ def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
         comfy.sd.VAE.__init__(found, shapes, device=CPU, dtype=torch.float32)
     if held.layout.class_name == _LIGHT:
         found.process_output = lambda pixels: pixels.div_(2.0).add_(0.5)  # core's network has them in 0..1
-    found.first_stage_model = Autoencoder(model, _encoding(model, held), host)
+    found.first_stage_model = Autoencoder(model, _encoding(model, held), host, lambda: found.patcher, held.tensors)
     patcher.fill(found.first_stage_model)
     found.patcher = patcher
 
@@ -303,11 +232,43 @@ class VAE(LaterOwner, comfy.sd.VAE):
 class Autoencoder(torch.nn.Module):
     """In place of core's network. Pixels are `[rows, 3, frames, height, width]` in -1..1; pictures have no frames."""
 
-    def __init__(self, model: ModelRef, encoding: ModelRef | None, host: MakeHost) -> None:
+    def __init__(
+        self,
+        model: ModelRef,
+        encoding: ModelRef | None,
+        host: MakeHost,
+        patcher: Callable[[], Any],
+        tensors: Mapping[str, Any],
+    ) -> None:
         super().__init__()
         self.model, self.encoding, self.host = model, encoding, host
+        self._patcher, self._tensors = patcher, tensors
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._check()
+        for name, tensor in self._tensors.items():
+            destination[prefix + name] = of_file(tensor)
+
+    def _check(self) -> None:
+        patcher = self._patcher()
+        check_owner(patcher, "VAE", "network")
+        if patcher.patches:
+            raise ValueError(
+                f"{self.model.spec.title}: a node changes {next(iter(patcher.patches))} of this VAE, and on the TPU "
+                "its weights are those of its file. Remove that node, or load the VAE with ComfyUI's own loader."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"{self.model.spec.title}: a node asks the VAE's network for {name}. On the TPU it decodes and "
+                "encodes, and has no parts. Load the VAE with ComfyUI's own loader for that node."
+            ) from None
 
     def decode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
+        self._check()
         rows = [ask("decode", self.model, self.host, latents={"samples": row[None]}) for row in samples]
         pixels = torch.stack(rows).movedim(-1, 1) * 2.0 - 1.0
         return pixels[:, :, 0] if samples.ndim == 4 else pixels
@@ -318,6 +279,7 @@ class Autoencoder(torch.nn.Module):
                 f"{self.model.spec.title}: {self.model.model_id} has no encoder that is read here: its VAE is in "
                 "several files, or is a light decoder. Load the VAE's own file with Load VAE (TPU)."
             )
+        self._check()
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
         rows = [ask("latents", self.encoding, self.host, pixels=row[None].clone()) for row in frames]
         return torch.cat(rows)
@@ -354,7 +316,24 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
         self.image_size, self.model_type = self.config["image_size"], self.config["model_type"]
         self.image_mean = config.get("image_mean", [0.48145466, 0.4578275, 0.40821073])
         self.image_std = config.get("image_std", [0.26862954, 0.26130258, 0.27577711])
-        self.model, self.host = model, host
+        self._model, self._host = model, host
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"A node asks CLIP_VISION for its {name}. The image encoder on the TPU encodes images for video models, "
+            "and has no parts. Load it with ComfyUI's own loader for that node."
+        )
+
+    def get_sd(self) -> dict[str, torch.Tensor]:
+        """For saving, with a checkpoint's other networks."""
+        held = pipeline.checkpoint.network(self._model.locate(), "image_encoder", self._host())
+        return {name: of_file(tensor) for name, tensor in held.tensors.items()}
+
+    def load_sd(self, sd: Mapping[str, Any]) -> None:
+        raise ValueError(
+            f"{self._model.spec.title}: a node puts {len(sd)} weights into this CLIP_VISION, and on the TPU its "
+            "weights are those of its file. Load it with ComfyUI's own loader for that node."
+        )
 
     def encode_image(self, image: torch.Tensor, crop: bool = True) -> "Seen":
         """Pictures `[rows, height, width, 3]` in 0..1."""
@@ -362,7 +341,7 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
             image.to(CPU), size=self.image_size, mean=self.image_mean, std=self.image_std, crop=crop
         ).float()
         found = Seen(self.gives)
-        found[self.gives] = ask("look", self.model, self.host, prepared=(pixels,))
+        found[self.gives] = ask("look", self._model, self._host, prepared=(pixels,))
         found["image_sizes"] = [pixels.shape[1:]] * len(pixels)
         return found
 

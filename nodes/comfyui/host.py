@@ -1,6 +1,8 @@
 """The running node's view of ComfyUI: progress, previews, cancel and folders."""
 
+import logging
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -18,11 +20,16 @@ from ..graphs import graph
 from ..graphs.graph import Workflow
 from . import previews
 
+log = logging.getLogger(__name__)
+
 # ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
 _MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "vae_approx", "clip_vision")
 DENOISERS = ("diffusion_models", "checkpoints")
 # A number is not parted from its unit where the page breaks the line.
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|[KMG]i?B)\b)")
+# The images that examples start from: of the models, and of their miniatures.
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_PICTURES = ("wan_i2v_input.jpg", "wan_i2v_shapes.png")
 
 
 class ComfyHost:
@@ -94,3 +101,26 @@ def path_of(folder: str, name: str) -> str:
     if folder == "vae" and folder_paths.get_full_path(folder, name) is None:
         folder = "vae_approx"
     return folder_paths.get_full_path_or_raise(folder, name)
+
+
+def install_pictures() -> None:
+    """Copies the images that examples start from into ComfyUI's input folder, if no file has their name: so they
+    run as they open, however the pack came. A folder that cannot be written costs only the images.
+    """
+    for name in _PICTURES:
+        _install(_EXAMPLES / name)
+
+
+def _install(picture: Path) -> None:
+    target = Path(folder_paths.get_input_directory()) / picture.name
+    if target.exists():
+        return
+    part = target.with_suffix(".part")  # a disk that fills up leaves no half picture under the name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, part)
+        part.replace(target)
+    except OSError as error:
+        log.warning("ComfyUI-TPU: the examples' picture could not be copied: %s. It is %s.", error, picture)
+        return
+    log.info("ComfyUI-TPU: the examples' picture is %s.", target)

@@ -1,10 +1,10 @@
 """Run in a process of its own: states and frames of ComfyUI's own CLIP and VAE, core's torch and ours, of one file.
 
 Arguments: ComfyUI's folder and a job as JSON. `kind` is "clip" (with `type`, `paths`, and what core makes of it: `te`
-and `tokenizer`, below `comfy.text_encoders`, and its `options`; heights and widths of `pictures` in prompts), "vae"
-(`paths`, `frames` to encode, null for one that does not, `latents` to decode, as shapes) or "vision" (`paths`,
-`frames`, `options` of core's). What of core is made smaller: `sizes` by class. With a `folder` (family, path), ours is
-of that model. Prints the relative L2 by case as JSON, last.
+and `tokenizer`, below `comfy.text_encoders`, and its `options`; heights and widths of `pictures` in prompts; with
+`changes` also what nodes change, and what they save), "vae" (`paths`, `frames` to encode, null for one that does not,
+`latents` to decode, as shapes) or "vision" (`paths`, `frames`, `options` of core's). What of core is made smaller:
+`sizes` by class. With a `folder` (family, path), ours is of that model. Prints the relative L2 by case as JSON, last.
 """
 
 import importlib
@@ -53,6 +53,7 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     import comfy.utils
     import torch
     from comfyui_tpu.nodes.comfyui import core_text_and_vae
+    from comfyui_tpu.tests.corenodes import changes
     from comfyui_tpu.tpu_runtime import pipeline
 
     # Core recognises encoders by their published sizes, so a miniature's class is said here.
@@ -82,6 +83,9 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(value, torch.Tensor):
                 errors[f"{prompt}, {name}"] = relative(own[name].float(), value.float())
         assert ours.tokenize(prompt) == theirs.tokenize(prompt)
+    if "changes" in job:
+        changes.saved(ours, theirs, job["paths"], Path.cwd())
+        return errors | changes.compared(ours, theirs, relative, every=job["changes"])
     return errors
 
 

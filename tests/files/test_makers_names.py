@@ -26,7 +26,7 @@ def held(model: ModelRef, name: str) -> Mapping[str, torch.Tensor]:
     found = checkpoint.network(model.locate(), name, Host())
     tensors = {}
     for own, tensor in found.tensors.items():
-        value = torch.zeros(0) if tensor.shape == (0,) else parts.held_tensor(found, own)
+        value = torch.zeros(0) if tensor.shape == (0,) else parts.read_tensor(found.tensors[own])
         assert value is not None and tuple(value.shape) == tensor.shape
         tensors[own] = value
     return tensors

@@ -480,6 +480,13 @@ def network(found: Checkpoint, name: str, progress: Progress) -> Held:
     return Held(contents=Contents(path=folder, tensors=tensors, metadata={}), prefix="", layout=layout, tensors=tensors)
 
 
+def own_tensors(found: Checkpoint, name: str, progress: Progress) -> dict[str, TensorFile]:
+    """All tensors in the files of the component `name`, by its module's own names, other networks' in them too."""
+    component = replace(found.spec.component(name), only=())
+    folder = found.fetch_weights(component, progress)
+    return by_own_names(read_headers(folder, component), component.aliases)
+
+
 def _table(component: Component, own: Mapping[str, TensorFile]) -> Table:
     tables = (one.table for one in LAYOUTS if one.class_name == component.class_name and one.table is not None)
     table = next(tables, None)

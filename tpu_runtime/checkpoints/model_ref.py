@@ -30,13 +30,15 @@ class HeldTensors:
 class Lora:
     """A file of changes to a denoiser's weights, their strength, and to which expert: the first has the high noise.
 
-    With `held` the changes are these, and `path` is their title.
+    With `held` the changes are these, and `path` is their title. With a `component` they are that network's, which is
+    no denoiser.
     """
 
     path: str
     strength: float
     expert: str = LORA_EXPERTS[0]
     held: HeldTensors | None = None
+    component: str = ""
 
     @property
     def source(self) -> "str | HeldTensors":
@@ -84,12 +86,12 @@ class ModelRef:
         self.locate().check()
 
     def loras_of(self, component: str) -> tuple[Lora, ...]:
-        """Those that change a component: of a denoiser, with a strength other than 0."""
+        """Those that change a component, with a strength other than 0."""
         experts = self.spec.denoiser.experts
         if component not in experts:
-            return ()
+            return tuple(lora for lora in self.loras if lora.strength and lora.component == component)
         own = LORA_EXPERTS[0], LORA_EXPERTS[1 + experts.index(component)]
-        return tuple(lora for lora in self.loras if lora.strength and lora.expert in own)
+        return tuple(lora for lora in self.loras if lora.strength and not lora.component and lora.expert in own)
 
 
 @dataclass(frozen=True, kw_only=True)

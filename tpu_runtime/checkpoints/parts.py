@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import models
-from ..files import CheckpointError
+from ..files import CheckpointError, TensorFile
 from ..formats import contents
 from ..formats.contents import Held
 from ..model_spec import Component, ModelSpec
@@ -150,13 +150,10 @@ def _given(model_id: str, folders: Sequence[str]) -> _Given:
     return _Given(networks=tuple(networks), specs=tuple(specs), rest="".join(rest))
 
 
-def held_tensor(held: Held, name: str) -> "torch.Tensor | None":
-    """A whole tensor of a file by its name there, as it is stored; None where there is none."""
+def read_tensor(tensor: TensorFile) -> "torch.Tensor":
+    """A whole tensor of a file, on the host."""
     from . import load  # imports torch, which asking for a model does not
 
-    tensor = held.tensors.get(name) or held.contents.tensors.get(name)
-    if tensor is None:
-        return None
     with contextlib.ExitStack() as stack:
         return load.Reader(stack, lambda: None).slice(tensor, ())
 

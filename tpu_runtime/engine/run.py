@@ -240,15 +240,28 @@ def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
 
 
 def states(
-    stage: Stage, encoder: int, ids: np.ndarray, mask: np.ndarray, seen: Sequence[torch.Tensor] = ()
+    stage: Stage,
+    encoder: int,
+    ids: np.ndarray,
+    mask: np.ndarray,
+    seen: Sequence[torch.Tensor] = (),
+    layers: int | None = None,
 ) -> torch.Tensor:
     """The states `[rows, length, dim]` of a text encoder, by its number, for tokens and their mask, `[rows, length]`
     each. What stands before a prompt is not cut off. Tokens below 0 are those of pictures `seen`, as `look` gives them.
+    With `layers`, of an encoder that has a `depth_key`, its later ones are left out.
     """
     text = stage.spec.text_encoders[encoder]
     more = text.place_beside(ids < 0, seen) if text.place_beside and seen else ()
+    if layers is not None:
+        stage = _shallower(stage, text.component, {text.depth_key: layers})
     found, _ = stage.call(text.component, text.encode, np.maximum(ids, 0), mask, *more)
     return torch.from_numpy(np.array(found))
+
+
+def _shallower(stage: Stage, component: str, depth: Mapping[str, int]) -> Stage:
+    configs = {**stage.resolved.configs, component: {**stage.config(component), **depth}}
+    return replace(stage, resolved=replace(stage.resolved, configs=configs))
 
 
 def look(stage: Stage, prepared: Sequence[Any]) -> torch.Tensor:

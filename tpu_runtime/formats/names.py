@@ -37,7 +37,8 @@ class Names:
         if match := _UNDERSCORED.match(name):
             found = self._look_up(name[match.end() :], self._underscored, "_")
         else:
-            found = self._look_up(bare(name), self._dotted, ".")
+            # A network's own names may begin as trainers' prefixes do: `model.layers` of a language model.
+            found = self._look_up(name if name in self._dotted else bare(name), self._dotted, ".")
         return found if all(rows.name in self._dotted for rows in found) else ()
 
     def _look_up(self, name: str, own: Mapping[str, str], dot: str) -> tuple[Rows, ...]:

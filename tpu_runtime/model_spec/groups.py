@@ -114,7 +114,8 @@ class TextEncoding:
 
     With a `prefix`, ids start with that many more tokens, which are always there and whose states are dropped. With a
     `tokenize_beside` and a `place_beside` it may look at pictures. `width_key` is where the denoiser's config names the
-    states' width. `tokenizer_class` is that of the miniature.
+    states' width, and `depth_key` where that of an encoder does its layers, whose every state is normed as the last is.
+    `tokenizer_class` is that of the miniature.
     """
 
     name: str = "text"
@@ -129,6 +130,7 @@ class TextEncoding:
     prefix: int = 0
     tokenize_beside: TokenizeBeside | None = None
     place_beside: PlaceBeside | None = None
+    depth_key: str = ""
 
 
 def plain_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":

@@ -227,6 +227,7 @@ SPEC = ModelSpec(
             width_key="text_embed_dim",
             tokenize=partial(t5.tokens, length=MAX_TOKENS),
             encode=t5.encode_unmasked,
+            depth_key="num_layers",
             write_tokenizer=partial(t5.write_t5_tokenizer, texts=(PROMPT,)),
         ),
     ),

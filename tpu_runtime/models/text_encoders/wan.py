@@ -65,4 +65,5 @@ TEXT = TextEncoding(
     tokenize=tokenize,
     encode=encode_text,
     write_tokenizer=partial(t5.write_umt5_tokenizer, texts=(PROMPT,)),
+    depth_key="num_layers",
 )

@@ -1,0 +1,64 @@
+"""A safetensors file written tensor by tensor: the host holds one at a time."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .stored import Stored
+
+# As safetensors names formats.
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None,
+    check: Callable[[], None],
+) -> None:
+    """Writes all `tensors`; ValueError with a sentence before anything is written where one has no values, or where
+    the disk has no room. `check` raises if the user cancelled; then, and after an error, nothing is left.
+    """
+    target = Path(path)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Stored) and tensor.device.type == "meta":
+            raise ValueError(
+                f"{target.name} is not written: {name} has a shape, {tuple(tensor.shape)}, and no values here. A file "
+                "holds the weights of all its networks. Load this network with a loader of its own file, and save that."
+            )
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    free = shutil.disk_usage(target.parent).free
+    if end > free:
+        raise ValueError(
+            f"{target.name} is not written: it takes {end / 1e9:.1f} GB, and {target.parent} has {free / 1e9:.1f} GB "
+            "left. Free as much, or choose another output folder."
+        )
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    part = target.with_suffix(".part")
+    try:
+        with part.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for tensor in tensors.values():
+                check()
+                found = tensor.read() if isinstance(tensor, Stored) else tensor
+                file.write(found.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+        part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
