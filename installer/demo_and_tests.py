@@ -15,7 +15,7 @@ from .terminal import SetupError, say
 from .venv import Venv, install_this_folder, normalized, requirement_lines
 
 _FOLDER = ROOT / ".venv"
-VENV = Venv(folder=_FOLDER, log=_FOLDER / "install.log", root=ROOT, constraints=ROOT / "constraints.txt")
+VENV = Venv(folder=_FOLDER, log=_FOLDER / "install.log", root=ROOT)
 DEMO_WORKFLOW = "examples/api/wan21_t2v_720p.json"
 DEMO_VIDEO = ROOT / "output" / "demo" / "wan21.mp4"
 
@@ -35,7 +35,7 @@ FAST = ("-m", "not slow and not recorded")
 
 def install_key(extra: str = "") -> str:
     """Changes with everything an installation depends on, also when the folder was moved or Python replaced."""
-    names = ("pyproject.toml", "requirements.txt", "supported.txt", "constraints.txt")
+    names = ("pyproject.toml", "requirements.txt", "supported.txt", VENV.constraints.name)
     parts = [*((ROOT / name).read_text() for name in names), sys.version, str(ROOT), extra]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -58,7 +58,7 @@ def install_base() -> None:
     VENV.make()
     VENV.install_torch()
     requirements = ("-r", str(ROOT / "requirements.txt"))
-    VENV.install("installing requirements.txt", VENV.constrained(*VENV.pins(["torch"]), *requirements))
+    VENV.install("installing requirements.txt", VENV.constrained(VENV.torch_as_it_is(), *requirements))
     install_this_folder(VENV)
     VENV.require_cpu_build()
 
@@ -88,7 +88,7 @@ def install_comfyui_requirements() -> None:
         say(f"no ComfyUI in {folder}: its tests are skipped (set COMFYUI_PATH to run them)")
         return
     wanted = comfyui_requirements((folder / "requirements.txt").read_text())
-    command = VENV.constrained(*VENV.pins(["torch"]), *wanted)
+    command = VENV.constrained(VENV.torch_as_it_is(), *wanted)
     advice = "To test without ComfyUI: COMFYUI_PATH=none python3 setup.py test"
 
     def action() -> None:

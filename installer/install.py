@@ -10,24 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import steps
-from .layout import (
-    COMFYUI_ORIGIN,
-    COMFYUI_TAG,
-    MANAGER_ORIGIN,
-    MANAGER_TAG,
-    Installation,
-    layout,
-    remains,
-    require_comfyui,
-)
+from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, Installation, layout, remains, require_comfyui
 from .lock import alone
 from .machine import ROOT
 from .steps import SetupStep
 from .terminal import SetupError, confirm, say
 
 _DESCRIPTION = f"""\
-Installs ComfyUI {COMFYUI_TAG}, ComfyUI-Manager {MANAGER_TAG} and this pack, with PyTorch's build for the CPU and, on a
-TPU VM, jax[tpu]. A ComfyUI that is there already is left as it is, and so is its environment: packages go into
+Installs ComfyUI {COMFYUI_TAG}, the Manager that it names and this pack, with PyTorch's build for the CPU and, on a TPU
+VM, jax[tpu]. A ComfyUI that is there already is left as it is, and so is its environment: packages go into
 DIR/.comfyui-tpu/venv. Nothing is written outside DIR and the folder of this file. What is done already is left out, so
 the same command goes on after an interruption, and changes nothing at its end.\
 """
@@ -37,12 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     """Installs ComfyUI, Manager and this pack, on a TPU VM or elsewhere (needs the network)"""
     parser = verb("install", _DESCRIPTION)
     parser.add_argument("--comfyui-origin", metavar="URL", default=COMFYUI_ORIGIN, help="clone ComfyUI from here")
-    parser.add_argument(
-        "--manager-origin", metavar="URL", default=MANAGER_ORIGIN, help="clone ComfyUI-Manager from here"
-    )
     options = parser.parse_args(arguments)
-    origins = {"comfyui_origin": options.comfyui_origin, "manager_origin": options.manager_origin}
-    return install(replace(layout(options.comfyui), **origins), options)
+    return install(replace(layout(options.comfyui), comfyui_origin=options.comfyui_origin), options)
 
 
 def verb(name: str, description: str, *, changes: bool = True) -> argparse.ArgumentParser:
@@ -82,6 +69,8 @@ def _carry_out(chosen: Installation, every: list[SetupStep], options: argparse.N
     """Says what each step would do, asks, and does it."""
     left = [(step, text) for step in every if (text := step.todo())]
     if not left:
+        if not options.dry_run:
+            steps.forget_downloads(chosen)  # of a run that was cut off behind its last step
         say(f"{chosen.comfyui}: everything is in place")
         return
     ahead = {step.name for step, _ in left}

@@ -12,17 +12,16 @@ from .machine import ROOT, comfyui_folder
 from .terminal import SetupError
 from .venv import Venv
 
-# The ComfyUI that the tests run against, and the newest release of Manager as a custom node, which was run with it.
+# The ComfyUI that the tests run against; it names the release of Manager that belongs to it.
 COMFYUI_ORIGIN, COMFYUI_TAG = "https://github.com/Comfy-Org/ComfyUI", "v0.33.0"
-MANAGER_ORIGIN, MANAGER_TAG = "https://github.com/Comfy-Org/ComfyUI-Manager", "3.39.3"
-MANAGER, PACK = "ComfyUI-Manager", "ComfyUI-TPU"
+PACK = "ComfyUI-TPU"
 
 
 @dataclass(frozen=True)
 class Record:
     """What `install` made, so that `uninstall` and `update` touch nothing else.
 
-    comfyui, manager: commits of the clones it made.
+    comfyui, manager: commits of the clones it made; an earlier version cloned Manager, which is a package now.
     """
 
     comfyui: str | None = None
@@ -34,12 +33,11 @@ class Record:
 class Installation:
     """The folder of ComfyUI, and all that belongs to this installation in it.
 
-    comfyui_origin, manager_origin: what is cloned. One that was chosen may lack our tag: then the default branch is.
+    comfyui_origin: what is cloned. One that was chosen may lack our tag: then the default branch is.
     """
 
     comfyui: Path
     comfyui_origin: str = COMFYUI_ORIGIN
-    manager_origin: str = MANAGER_ORIGIN
 
     @property
     def home(self) -> Path:
@@ -57,10 +55,13 @@ class Installation:
 
     @property
     def manager(self) -> Path:
-        """ComfyUI-Manager's folder: where it is, under whichever capitals, else where it will be."""
-        folders = self.custom_nodes.glob("*") if self.custom_nodes.is_dir() else ()
-        names = (MANAGER.lower(), f"{MANAGER.lower()}.disabled")
-        return next((each for each in sorted(folders) if each.name.lower() in names), self.custom_nodes / MANAGER)
+        """The clone of ComfyUI-Manager that an earlier version made; ComfyUI leaves it alone beside the package."""
+        return self.custom_nodes / "ComfyUI-Manager"
+
+    @property
+    def manager_requirements(self) -> Path:
+        """ComfyUI's own file of the Manager that it was tested with."""
+        return self.comfyui / "manager_requirements.txt"
 
     @property
     def link(self) -> Path:
@@ -77,7 +78,6 @@ class Installation:
             folder=self.home / "venv",
             log=self.home / "install.log",
             root=ROOT,
-            constraints=ROOT / "constraints.txt",
             variables={**self.caches, "TMPDIR": str(self.temporary)},
         )
 

@@ -51,7 +51,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _command(chosen: Installation, options: argparse.Namespace, comfyuis: Sequence[str]) -> list[str]:
     # --cpu is about ComfyUI's own PyTorch; the pack finds the TPU by itself.
-    flags = ("--cpu", "--preview-method", "auto", "--listen", options.listen, "--port", str(options.port))
+    flags = ["--cpu", "--preview-method", "auto", "--listen", options.listen, "--port", str(options.port)]
+    if chosen.manager_requirements.is_file():  # an older ComfyUI knows no such flag
+        flags.append("--enable-manager")
     return [chosen.venv.python, "main.py", *flags, *comfyuis]
 
 

@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import git
-from .layout import (
-    COMFYUI_ORIGIN,
-    COMFYUI_TAG,
-    MANAGER_ORIGIN,
-    MANAGER_TAG,
-    Installation,
-    Record,
-    remains,
-    require_comfyui,
-    write_record,
-)
+from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, Installation, Record, remains, require_comfyui, write_record
 from .machine import ROOT, has_tpu
 from .terminal import SetupError, say
 from .venv import CPU_INDEX, cuda_traces, install_this_folder, requirement_lines
@@ -42,7 +32,7 @@ class SetupStep:
 
 def steps(layout: Installation) -> list[SetupStep]:
     """All steps in their order."""
-    every = (_comfyui, _environment, _torch, _constraints, _manager, _packages, _command, _link)
+    every = (_comfyui, _environment, _torch, _constraints, _packages, _command, _link)
     return [step(layout) for step in every]
 
 
@@ -68,22 +58,6 @@ def _comfyui(layout: Installation) -> SetupStep:
         git.write_missing_files(target)
 
     return SetupStep(name="ComfyUI", todo=todo, do=do, size_gb=0.3)
-
-
-def _manager(layout: Installation) -> SetupStep:
-    origin = layout.manager_origin
-
-    def todo() -> str:
-        target = layout.manager
-        return "" if target.exists() else f"clone {origin} at {MANAGER_TAG} into {target}"
-
-    def do() -> None:
-        git.clone(
-            origin, MANAGER_TAG, layout.manager, layout.temporary / "manager",
-            default_branch=origin != MANAGER_ORIGIN, ready=lambda commit: layout.note(manager=commit),
-        )  # fmt: skip
-
-    return SetupStep(name="Manager", todo=todo, do=do, size_gb=0.2)
 
 
 # --- the environment --------------------------------------------------------------------------------------------------
@@ -165,7 +139,7 @@ def _packages(layout: Installation) -> SetupStep:
         files = [word for file in (*_foreign_requirements(layout), own) for word in ("-r", str(file))]
         wanted = ("-c", str(layout.constraints), *files)
         # A newer ComfyUI may need more than the very versions that were tested together; the ranges hold all the same.
-        tested, within_ranges = venv.constrained(*wanted), venv.pip("install", *wanted)
+        tested, within_ranges = venv.constrained(*wanted), venv.installs(*wanted)
         venv.install("installing what ComfyUI, Manager and this pack need", tested, within_ranges)
         venv.require_cpu_build()
 
@@ -185,7 +159,7 @@ def _own_requirements() -> str:
 
 
 def _foreign_requirements(layout: Installation) -> list[Path]:
-    files = (layout.comfyui / "requirements.txt", layout.manager / "requirements.txt")
+    files = (layout.comfyui / "requirements.txt", layout.manager_requirements)
     return [file for file in files if file.is_file()]
 
 
@@ -303,4 +277,9 @@ def run(layout: Installation, chosen: list[SetupStep]) -> None:
         finally:
             if layout.home.is_dir():
                 shutil.rmtree(layout.temporary, ignore_errors=True)
-    shutil.rmtree(layout.home / "cache", ignore_errors=True)  # a gigabyte of wheels that are installed now
+    forget_downloads(layout)
+
+
+def forget_downloads(layout: Installation) -> None:
+    """Removes a gigabyte of wheels that are installed now."""
+    shutil.rmtree(layout.home / "cache", ignore_errors=True)

@@ -12,8 +12,8 @@ from .machine import ROOT
 from .terminal import confirm, say
 
 _DESCRIPTION = """\
-Removes what `install` made: the environment, the link in custom_nodes, and ComfyUI and Manager where it cloned them and
-they are unchanged. Models, outputs, inputs, workflows, settings and other custom nodes stay, and are listed.\
+Removes what `install` made: the environment with Manager, the link in custom_nodes, and ComfyUI where it cloned it and
+it is unchanged. Models, outputs, inputs, workflows, settings and other custom nodes stay, and are listed.\
 """
 
 

@@ -5,19 +5,18 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from . import git
 from .install import install, verb
-from .layout import COMFYUI_TAG, MANAGER_TAG, Installation, installed
+from .layout import COMFYUI_TAG, Installation, installed
 from .lock import alone
 from .machine import ROOT
 from .steps import SetupStep
 from .terminal import SetupError, say
 
 _DESCRIPTION = """\
-Updates this repository (git pull, if it is unchanged and on a branch), then ComfyUI and Manager to the releases that it
-names, where `install` cloned them and they are unchanged, then the packages that are out of range. Models, outputs,
+Updates this repository (git pull, if it is unchanged and on a branch), then ComfyUI to the release that it names, where
+`install` cloned it and it is unchanged, then the packages that are out of range, Manager among them. Models, outputs,
 settings, and whatever you changed yourself, stay as they are.\
 """
 
@@ -33,8 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if is_new:
         # The new version's own steps count.
         os.execv(sys.executable, [sys.executable, str(ROOT / "setup.py"), "update", "--pulled", *arguments])
-    moves = [_move(chosen, "comfyui", "ComfyUI", COMFYUI_TAG), _move(chosen, "manager", "Manager", MANAGER_TAG)]
-    return install(chosen, options, before=moves)
+    return install(chosen, options, before=[_move(chosen)])
 
 
 def _pull(options: argparse.Namespace) -> bool:
@@ -64,20 +62,19 @@ def _why_not_pulled() -> str:
     return ""
 
 
-def _move(chosen: Installation, field: str, name: str, tag: str) -> SetupStep:
-    """A step that brings a clone of ours, which the layout and the record call `field`, to `tag`."""
-    folder: Path = getattr(chosen, field)
-    commit: str | None = getattr(chosen.record(), field)
+def _move(chosen: Installation) -> SetupStep:
+    """A step that brings a clone of ours to the release that this version names."""
+    folder, commit = chosen.comfyui, chosen.record().comfyui
 
     def todo() -> str:
-        now, wanted = git.commit_of(folder), git.commit_of(folder, f"refs/tags/{tag}")
+        now, wanted = git.commit_of(folder), git.commit_of(folder, f"refs/tags/{COMFYUI_TAG}")
         if commit is None or now is None or now == wanted == commit:
             return ""
         if now not in (commit, wanted) or not git.is_unchanged(folder):
             say(f"{folder} is left as it is: it was changed since `install` cloned it")
             return ""
-        if wanted is None and not git.git(folder, "ls-remote", "--tags", "origin", f"refs/tags/{tag}"):
+        if wanted is None and not git.git(folder, "ls-remote", "--tags", "origin", f"refs/tags/{COMFYUI_TAG}"):
             return ""  # a fork without our tags, which was chosen as the origin
-        return f"bring {folder} to {tag}"
+        return f"bring {folder} to {COMFYUI_TAG}"
 
-    return SetupStep(name=name, todo=todo, do=lambda: chosen.note(**{field: git.move_to(folder, tag)}))
+    return SetupStep(name="ComfyUI", todo=todo, do=lambda: chosen.note(comfyui=git.move_to(folder, COMFYUI_TAG)))

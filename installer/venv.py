@@ -1,5 +1,6 @@
-"""A virtual environment of our own, pip in it, and PyTorch as its CPU build."""
+"""A virtual environment of our own, PyTorch in it as its CPU build, and uv, which installs there, or pip without it."""
 
+import functools
 import importlib.metadata
 import os
 import re
@@ -19,23 +20,28 @@ CPU_ADVICE = (
 )
 # Would let packages of another environment pass for installed ones, or send ours elsewhere.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
-# Any of these in pip's output means that it could not reach its index.
+# Any of these in pip's or uv's output means that it could not reach its index.
 NO_NETWORK = re.compile(
     "Failed to establish a new connection|name resolution|Name or service not known|Network is unreachable"
-    "|ConnectTimeoutError|Cannot connect to proxy|No route to host",
+    "|ConnectTimeoutError|Cannot connect to proxy|No route to host|error sending request",
     re.IGNORECASE,
 )
 NO_SPACE = re.compile("No space left on device|Disk quota exceeded", re.IGNORECASE)
+# pip's settings, which uv does not read, as uv's options and variables.
+UV_OPTIONS = {
+    "index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links",
+    "constraint": "--constraints", "trusted-host": "--allow-insecure-host",
+}  # fmt: skip
+UV_VARIABLES = {"cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Venv:
-    """A virtual environment in `folder`, pip's output in `log`, and what pip must keep to, in `constraints`."""
+    """A virtual environment in `folder` for the pack in `root`, and the output of what is installed there in `log`."""
 
     folder: Path
     log: Path
     root: Path
-    constraints: Path
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def program(self, name: str) -> str:
@@ -44,6 +50,13 @@ class Venv:
     @property
     def python(self) -> str:
         return self.program("python")
+
+    @property
+    def constraints(self) -> Path:
+        """The versions that were tested together with the environment's Python."""
+        minors = [int(site.parent.name.removeprefix("python3.").rstrip("t")) for site in self.site_packages()]
+        newest = max(minors, default=sys.version_info[1]) >= 12
+        return self.root / ("constraints-newest.txt" if newest else "constraints.txt")
 
     def environment(self) -> dict[str, str]:
         """What commands in the venv are run with: the user's, without what belongs to other environments."""
@@ -55,8 +68,12 @@ class Venv:
 
         Another Python than this one will do if `any_python`.
         """
-        if self.is_usable(any_python=any_python):
-            return
+        if not self.is_usable(any_python=any_python):
+            self._create()
+        if self.uv is None and self.run(self.pip("install", "-c", str(self.constraints), "uv")):
+            say("uv could not be installed; pip goes on without it, slower")
+
+    def _create(self) -> None:
         say(f"making {self.folder} with Python {sys.version.split()[0]}")
         shutil.rmtree(self.folder, ignore_errors=True)
         commands = [[sys.executable, "-m", "venv", str(self.folder)]]
@@ -82,14 +99,48 @@ class Venv:
         except OSError:
             return False
 
-    # --- pip ----------------------------------------------------------------------------------------------------------
+    # --- uv and pip ---------------------------------------------------------------------------------------------------
 
-    def pip(self, *arguments: str, network: Sequence[str] = ()) -> list[str]:
-        """A pip command of this venv; `network` are pip's options before the verb."""
-        return [self.python, "-m", "pip", *network, *arguments]
+    @property
+    def uv(self) -> str | None:
+        """uv, which installs faster: this environment's, or the user's."""
+        own = self.program("uv")
+        return own if Path(own).is_file() else shutil.which("uv")
 
-    def constrained(self, *arguments: str) -> list[str]:
-        return self.pip("install", "-c", str(self.constraints), *arguments)
+    def pip(self, *arguments: str) -> list[str]:
+        """A pip command of this venv."""
+        return [self.python, "-m", "pip", *arguments]
+
+    def installs(self, *arguments: str, index: str | None = None) -> list[str]:
+        """The command that installs what `pip install ARGUMENTS` does. `index` is asked in place of the usual one, once
+        and shortly.
+        """
+        if self.uv is None:
+            hurried = ["--index-url", index, "--timeout", "5", "--retries", "0"] if index else []
+            return self.pip("install", *hurried, *arguments)
+        settings = {**self.settings, "index-url": index} if index else self.settings
+        variables = [f"{name}={settings[own]}" for own, name in UV_VARIABLES.items() if own in settings]
+        hurried = ["UV_HTTP_TIMEOUT=5", "UV_HTTP_RETRIES=0"] if index else []
+        words = [
+            word for own, name in UV_OPTIONS.items() for one in settings.get(own, "").split() for word in (name, one)
+        ]
+        if settings.get("no-index", "0").lower() in ("1", "true", "yes", "on"):
+            words.append("--no-index")
+        # As pip does: of all indexes the newest version that fits.
+        every = ["--index-strategy", "unsafe-best-match", *words, *arguments]
+        return ["env", *variables, *hurried, self.uv, "pip", "install", "--python", self.python, *every]
+
+    def constrained(self, *arguments: str, index: str | None = None) -> list[str]:
+        return self.installs("-c", str(self.constraints), *arguments, index=index)
+
+    @functools.cached_property
+    def settings(self) -> dict[str, str]:
+        """pip's settings by their names: those of files, then of its verb `install`, then of variables."""
+        done = subprocess.run(self.pip("config", "list"), env=self.environment(), capture_output=True, text=True)
+        ranked = {"global": {}, "install": {}, ":env:": {}}
+        for scope, name, value in re.findall(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", done.stdout, re.MULTILINE):
+            ranked[scope][name] = value.replace("\\n", " ").strip()
+        return {**ranked["global"], **ranked["install"], **ranked[":env:"]}
 
     def run(self, command: Sequence[str]) -> int:
         """Runs `command` with its output at the end of the log; returns its exit code."""
@@ -109,12 +160,12 @@ class Venv:
     def _complaint(self, message: str, advice: str) -> str:
         end = tail(self.log, 25)
         again = "run the same command again; it goes on from here."
-        where = f"pip's full output is in {self.log}."
+        where = f"The full output is in {self.log}."
         if NO_SPACE.search(end):
             return f"This failed, because the disk is full: {message}. Make room and {again} {where}"
         if NO_NETWORK.search(end):
             return (
-                f"This failed, because pip could not reach its index: {message}. "
+                f"This failed, because the index of packages could not be reached: {message}. "
                 f"{advice or f'Fix the network, or set pip up for a mirror, and {again}'} {where}"
             )
         return (
@@ -144,34 +195,41 @@ class Venv:
         return [pinned(name, text) for name in names]
 
     def torch_commands(self, names: Sequence[str]) -> list[list[str]]:
-        """The pip commands that may bring PyTorch, in the order to try them: its own CPU index, asked once and shortly,
-        then pip's own configuration.
+        """The commands that may bring PyTorch, in the order to try them: from its own CPU index, then as pip is set up.
 
-        Without dependencies: a CUDA build is noticed before its gigabytes of nvidia packages come.
+        Linux's build for the CPU says so in its version: nothing else is downloaded. Without dependencies, which a CUDA
+        build of what belongs to it would have.
         """
-        install = ("install", "-c", str(self.constraints), "--no-deps", *self.pins(names))
-        cpu_index = self.pip(*install, "--index-url", CPU_INDEX, network=("--timeout", "5", "--retries", "0"))
-        return [cpu_index, self.pip(*install)]
+        build = "+cpu" if sys.platform == "linux" else ""
+        wanted = [f"{pin}{build}" if pin.startswith("torch==") else pin for pin in self.pins(names)]
+        arguments = ("--no-deps", *wanted)
+        return [self.constrained(*arguments, index=CPU_INDEX), self.constrained(*arguments)]
 
     def install_torch(self, names: Sequence[str] = ("torch",)) -> None:
-        """PyTorch as the CPU build; SetupError if only a CUDA build could be had."""
+        """PyTorch as the CPU build; SetupError if it could not be had."""
         message = f"installing {', '.join(self.pins(names))} from {CPU_INDEX}, or else as pip is configured"
         self.install(message, *self.torch_commands(names), advice=CPU_ADVICE)
         self.require_cpu_build()
+
+    def torch_as_it_is(self) -> str:
+        """The requirement that keeps the very build of PyTorch that is installed."""
+        return f"torch=={self.versions()['torch']}"
 
     def require_cpu_build(self) -> None:
         """SetupError, and what is wrong uninstalled, if the venv holds a CUDA build."""
         found = cuda_traces(self.python, self.environment())
         if found:
             self.run(self.pip("uninstall", "-y", *re.findall(r"\btorch(?:vision|audio)?\b|nvidia-[\w.-]+", found)))
-            raise SetupError(f"pip brought {found}; only PyTorch's CPU build belongs into {self.folder}. {CPU_ADVICE}")
+            raise SetupError(
+                f"What was installed brought {found}; only PyTorch's CPU build belongs into {self.folder}. {CPU_ADVICE}"
+            )
 
 
 def install_this_folder(venv: Venv) -> None:
     """The pack as the package comfyui_tpu, and the comfyui-tpu command."""
     # setuptools first and no build isolation: a build environment of its own would ask the network again.
     venv.install("installing setuptools", venv.constrained("setuptools"))
-    folder = venv.pip("install", "--no-deps", "--no-build-isolation", "-e", str(venv.root))
+    folder = venv.installs("--no-deps", "--no-build-isolation", "-e", str(venv.root))
     venv.install("installing this folder", folder)
 
 
@@ -189,7 +247,7 @@ def pinned(name: str, constraints: str) -> str:
     """The line of `constraints` that pins `name`, such as "torch==2.13.0"."""
     pins = [line.strip() for line in constraints.splitlines() if line.startswith(f"{name}==")]
     if len(pins) != 1:
-        raise SetupError(f"constraints.txt pins {name} {len(pins)} times; it must do so once, as {name}==VERSION.")
+        raise SetupError(f"The constraints pin {name} {len(pins)} times; they must once, as {name}==VERSION.")
     return pins[0]
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, COMFY, PACKAGES = METADATA["project"], METADATA["tool"]["comfy"], METADATA["tool"]["setuptools"]
+DATA = PACKAGES["package-data"]["comfyui_tpu"]
 RAW = PROJECT["urls"]["Repository"].replace("github.com", "raw.githubusercontent.com") + "/main/"
 
 
@@ -76,7 +77,7 @@ def test_the_archive_holds_all_that_comfyui_serves_and_loads():
         if name.split("/")[0] in served or name.endswith((".py", ".json")) and str(Path(name).parent) in packages - {""}
     }  # fmt: skip
     single = {"__init__.py", "__main__.py", "LICENSE", "README.md", "pyproject.toml"}
-    single |= {name for name in PACKAGES["package-data"]["comfyui_tpu"] if "/" not in name}
+    single |= {path.name for pattern in DATA if "/" not in pattern for path in ROOT.glob(pattern)}
     assert len([name for name in needed if name.startswith("web/docs/")]) >= 84
     assert sorted((needed | single) - packed) == []
 
@@ -85,7 +86,8 @@ def test_the_archive_holds_nothing_that_only_the_repository_needs():
     tops = {name.split("/")[0] for name in archive()}
     packages = {name.split(".")[1] for name in PACKAGES["packages"] if "." in name}
     texts = {"CHANGELOG.md", "LICENSE", "README.md", "README.zh-CN.md", "pyproject.toml", "__init__.py", "__main__.py"}
-    data = {pattern.partition("/")[0] for pattern in PACKAGES["package-data"]["comfyui_tpu"]}
+    data = {pattern.partition("/")[0] for pattern in DATA if "/" in pattern}
+    data |= {path.name for pattern in DATA if "/" not in pattern for path in ROOT.glob(pattern)}
     assert tops == packages | texts | data
 
 

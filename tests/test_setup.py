@@ -143,11 +143,24 @@ def option(command, name):
 
 
 @pytest.fixture
-def environment(tmp_path):
-    """An environment that is not there."""
-    return venv.Venv(
-        folder=tmp_path / "venv", log=tmp_path / "install.log", root=ROOT, constraints=ROOT / "constraints.txt"
-    )
+def environment(tmp_path, monkeypatch):
+    """An environment without uv, in which no other is there either; what its pip is set to is in a file."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setattr(venv.shutil, "which", lambda name: None)
+    site = tmp_path / "venv/lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    site.mkdir(parents=True)
+    (tmp_path / "venv/bin").mkdir()
+    (tmp_path / "venv/bin/python").symlink_to(sys.executable)
+    return venv.Venv(folder=tmp_path / "venv", log=tmp_path / "install.log", root=ROOT)
+
+
+@pytest.fixture
+def uv(environment):
+    path = environment.folder / "bin/uv"
+    path.write_text("")
+    return str(path)
 
 
 def test_torch_is_asked_from_its_cpu_index_first_and_always_constrained(environment):
@@ -156,8 +169,80 @@ def test_torch_is_asked_from_its_cpu_index_first_and_always_constrained(environm
     assert (option(first, "--timeout"), option(first, "--retries")) == ("5", "0")
     assert "--index-url" not in second
     for command in (first, second):
-        assert option(command, "-c") == str(ROOT / "constraints.txt")
-        assert "torch==2.13.0" in command and "--no-deps" in command
+        assert command[:3] == [environment.python, "-m", "pip"]
+        assert option(command, "-c") == str(environment.constraints)
+        # PyPI has no build of this version: gigabytes for CUDA are refused before they are downloaded.
+        assert environment.pins(["torch"])[0] + "+cpu" in command and "--no-deps" in command
+
+
+def test_uv_installs_torch_by_the_same_rules(environment, uv):
+    first, second = environment.torch_commands(["torch", "torchvision"])
+    assert option(first, "--default-index") == "https://download.pytorch.org/whl/cpu"
+    assert {"UV_HTTP_TIMEOUT=5", "UV_HTTP_RETRIES=0"} <= set(first)
+    assert "--default-index" not in second and not any("=5" in word for word in second)
+    for command in (first, second):
+        assert command[command.index("pip") - 1] == uv and option(command, "--python") == environment.python
+        assert option(command, "-c") == str(environment.constraints)
+        assert {"--no-deps", *environment.pins(["torchvision"])} <= set(command)
+        assert environment.pins(["torch"])[0] + "+cpu" in command
+
+
+PIP_CONF = """[global]
+index-url = https://mirror.example/simple
+extra-index-url =
+    https://one.example/simple
+    https://two.example/simple
+find-links = /wheels /more
+cert = /etc/company.pem
+trusted-host = mirror.example
+[install]
+constraint = /etc/cap.txt
+find-links = /install
+[freeze]
+find-links = /elsewhere
+"""
+
+
+def test_uv_is_told_what_pip_is_set_to(environment, uv, tmp_path, monkeypatch):
+    (tmp_path / "pip.conf").write_text(PIP_CONF)
+    command = environment.installs("x")
+    pairs = list(zip(command, command[1:], strict=False))
+    for pair in [
+        ("--default-index", "https://mirror.example/simple"), ("--index", "https://one.example/simple"),
+        ("--index", "https://two.example/simple"), ("--find-links", "/install"), ("--constraints", "/etc/cap.txt"),
+        ("--allow-insecure-host", "mirror.example"), ("--index-strategy", "unsafe-best-match"),
+    ]:  # fmt: skip
+        assert pair in pairs, pair
+    assert command.count("--find-links") == 1 and "SSL_CERT_FILE=/etc/company.pem" in command
+    assert "--no-index" not in command and command[-1] == "x"
+    cpu = environment.installs("x", index="https://cpu.example")
+    assert option(cpu, "--default-index") == "https://cpu.example" and cpu.count("--default-index") == 1
+    monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    command = venv.Venv(folder=environment.folder, log=environment.log, root=ROOT).installs("x")
+    assert [after for before, after in zip(command, command[1:], strict=False) if before == "--find-links"] == [
+        "/a",
+        "/b",
+    ]
+    assert "--no-index" in command
+
+
+def test_pip_goes_on_where_uv_cannot_be_had(environment, monkeypatch, capsys):
+    monkeypatch.setattr(venv.Venv, "is_usable", lambda *_, **__: True)
+    monkeypatch.setattr(venv.Venv, "run", lambda self, command: ran.append(command) or 1)
+    ran = []
+    environment.make()
+    assert ran == [environment.pip("install", "-c", str(environment.constraints), "uv")]
+    assert "pip goes on without it" in capsys.readouterr().out
+    assert environment.installs("x") == environment.pip("install", "x")
+
+
+@pytest.mark.parametrize(("minor", "name"), [(11, ""), (12, "-newest"), (13, "-newest")])
+def test_the_constraints_are_those_of_the_environments_python(minor, name, environment):
+    site = next(environment.folder.glob("lib/python3*"))
+    site.rename(site.with_name(f"python3.{minor}"))
+    assert environment.constraints == ROOT / f"constraints{name}.txt" and environment.constraints.is_file()
+    assert all(environment.pins(["torch", "torchvision", "torchaudio"]))
 
 
 def test_pip_is_the_one_of_the_venv():
@@ -167,7 +252,7 @@ def test_pip_is_the_one_of_the_venv():
 
 def test_a_pin_is_read_from_the_constraints():
     assert venv.pinned("torch", "# torch==1\ntorchax==0.0.13\ntorch==2.13.0\n") == "torch==2.13.0"
-    with pytest.raises(terminal.SetupError, match=r"pins torch 0 times; it must do so once, as torch==VERSION"):
+    with pytest.raises(terminal.SetupError, match=r"pin torch 0 times; they must once, as torch==VERSION"):
         venv.pinned("torch", "torchax==0.0.13\n")
 
 
@@ -210,11 +295,12 @@ def test_an_installation_that_failed_runs_again_even_for_the_key_before(tmp_path
 
 def test_the_key_follows_files_folder_and_extras(tmp_path, monkeypatch):
     keys = {demo_and_tests.install_key(), demo_and_tests.install_key("test")}
-    for name in ("pyproject.toml", "requirements.txt", "supported.txt", "constraints.txt"):
+    constraints = demo_and_tests.VENV.constraints.name
+    for name in ("pyproject.toml", "requirements.txt", "supported.txt", constraints):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     monkeypatch.setattr(demo_and_tests, "ROOT", tmp_path)
     keys.add(demo_and_tests.install_key())
-    (tmp_path / "constraints.txt").write_text("torch==0\n")
+    (tmp_path / constraints).write_text("torch==0\n")
     keys.add(demo_and_tests.install_key())
     assert len(keys) == 4
     assert demo_and_tests.install_key() == demo_and_tests.install_key()
@@ -257,9 +343,10 @@ def test_an_exit_code_passes_and_a_signal_becomes_the_shells_number():
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ("no matching distribution", "line 39\nno matching distribution\n\nThis failed: installing x. pip's full"),
+        ("no matching distribution", "line 39\nno matching distribution\n\nThis failed: installing x. The full"),
         ("OSError: [Errno 28] No space left on device", "This failed, because the disk is full: installing x. Make"),
-        ("[Errno -3] Temporary failure in name resolution", "This failed, because pip could not reach its index: inst"),
+        ("[Errno -3] Temporary failure in name resolution", "This failed, because the index of packages could not be"),
+        ("error: error sending request for url (x)", "This failed, because the index of packages could not be reached"),
     ],
 )
 def test_pip_output_goes_to_the_log_and_its_end_to_the_user(last, said, environment, capsys):
@@ -268,7 +355,7 @@ def test_pip_output_goes_to_the_log_and_its_end_to_the_user(last, said, environm
         environment.install("installing x", [sys.executable, "-c", program], advice="Do y.")
     message = str(caught.value)
     assert said in message and "line 2\n" not in message
-    assert f"full output is in {environment.log}." in message
+    assert f"The full output is in {environment.log}." in message
     assert "line 2\n" in environment.log.read_text()
     assert capsys.readouterr().out == "[setup] installing x\n"
 
@@ -381,22 +468,32 @@ def test_the_folder_is_the_command_where_nothing_is_installed(name, tmp_path):
     assert (done.stdout, done.returncode) == (f"{version}\n", 0), done.stderr
 
 
-@pytest.mark.parametrize("newer", [True, False], ids=["beside a newer one", "alone"])
-def test_an_older_python_gives_way_to_a_newer_one_or_says_what_is_missing(newer, tmp_path):
-    """With `python3.11` as it is under pyenv where another version was chosen: it exists and does not run."""
-    commands = {"python3.11": "exit 127", "python3.12": f'exec {sys.executable} "$@"'} if newer else {}
+# `python3.11` as it is under pyenv where another version was chosen: it exists and does not run.
+COMMANDS = {"python3.11": "exit 127", "python3.12": f'exec {sys.executable} "$@"'}
+MISSING = "sudo apt install python3.11 python3.11-venv"
+
+
+@pytest.mark.parametrize(
+    ("commands", "words", "said"),
+    [
+        (COMMANDS, ["demo", "--fast"], "demo takes no arguments; it got: --fast"),
+        ({"uv": f"echo {sys.executable}"}, ["demo", "--fast"], "demo takes no arguments; it got: --fast"),
+        ({"uv": "echo /not/there"}, ["demo", "--fast"], MISSING),
+        ({"uv": "exit 2"}, ["install"], MISSING),
+        ({"uv": f"echo {sys.executable}"}, ["install", "--dry-run"], MISSING),  # downloads nothing
+        ({}, ["install", "--help"], MISSING),
+    ],
+    ids=["beside a newer one", "uv has one", "uv's is gone", "uv gets none", "dry run", "help"],
+)
+def test_an_older_python_gives_way_to_a_newer_one_or_says_what_is_missing(commands, words, said, tmp_path):
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     program = OLDER + "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", program, "setup.py", "demo", "--fast"]
+    command = [sys.executable, "-c", program, "setup.py", *words]
     done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 1
-    if newer:
-        assert done.stderr.strip() == "demo takes no arguments; it got: --fast"
-    else:
-        assert done.stderr.startswith("ComfyUI-TPU needs Python 3.11 or newer; this is Python ")
-        assert done.stderr.endswith("for example with: sudo apt install python3.11 python3.11-venv\n")
+    assert done.returncode == 1 and done.stderr.endswith(f"{said}\n") and "\n" not in done.stderr.strip()
+    assert done.stderr.startswith(TOO_OLD) is (said == MISSING)
 
 
 def test_the_root_brings_nothing_heavy(tmp_path):

@@ -1,4 +1,4 @@
-"""A network in a folder: repositories in place of ComfyUI's and Manager's, and for every package a wheel with next to
+"""A network in a folder: repositories in place of ComfyUI's, and for every package a wheel with next to
 nothing in it, so that git, venv and pip do what they do elsewhere, in seconds.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import comfyui_tpu
+from comfyui_tpu.installer import layout
 from packaging.requirements import Requirement
 
 ROOT = Path(comfyui_tpu.__file__).resolve().parent
@@ -20,12 +21,12 @@ print(json.dumps([sys.argv, os.getcwd(), dict(os.environ)]), flush=True)
 COMFYUI = {
     "main.py": MAIN,
     "comfyui_version.py": '__version__ = "0.33.0"\n',
+    "manager_requirements.txt": "comfyui_manager==4.2.2\n",
     "requirements.txt": "torch\ntorchvision\ntorchaudio\neinops # shapes\n\n#more:\ntransformers>=4.50.3\n",
     "models/checkpoints/put_checkpoints_here": "",
     "custom_nodes/example_node.py.example": "",
     ".gitignore": "__pycache__/\n/custom_nodes/\n/input/\n/models/\n",
 }
-MANAGER = {"__init__.py": "", "requirements.txt": "GitPython\n"}
 
 
 def repository(folder: Path, files: dict[str, str], tag: str) -> Path:
@@ -78,9 +79,10 @@ def wheel_of_installed(folder: Path, name: str) -> None:
 
 
 def wheels(folder: Path) -> Path:
-    """All that the pack and the small ComfyUI and Manager need; of PyTorch, a newer CUDA build too."""
+    """All that the pack and the small ComfyUI and Manager need."""
     folder.mkdir()
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    constraints = layout.layout(None).venv.constraints
+    pins = [line for line in constraints.read_text().splitlines() if "==" in line and line[0] != "#"]
     version_of = {Requirement(pin).name: pin.partition("==")[2].replace("*", "0") for pin in pins}
     texts = [(ROOT / name).read_text() for name in ("requirements.txt", "supported.txt")]
     own = [line for text in texts for line in text.splitlines() if line and line[0] != "#"]
@@ -92,6 +94,8 @@ def wheels(folder: Path) -> Path:
         wheel(folder, each.name, version_of.get(each.name, lowest), requires)
     wheel(folder, "libtpu", version_of["libtpu"])
     wheel(folder, "einops", "0.8")
+    wheel(folder, "comfyui-manager", "4.2.2", requires=["GitPython", "uv"])
+    wheel(folder, "uv", version_of["uv"], files={"uv/__init__.py": ""})
     wheel(folder, "GitPython", "3.1", requires=["gitdb"])
     wheel(folder, "gitdb", "4.0")
     torch(folder, "2.13.0+cpu", cuda=None)

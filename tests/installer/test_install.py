@@ -28,12 +28,13 @@ def world(tmp_path_factory):
     """Origins, wheels, and an environment with an empty home, where nothing but these can be reached."""
     folder = tmp_path_factory.mktemp("world")
     small_world.repository(folder / "comfyui", small_world.COMFYUI, layout.COMFYUI_TAG)
-    small_world.repository(folder / "manager", small_world.MANAGER, layout.MANAGER_TAG)
     small_world.wheels(folder / "wheels")
     (folder / HOME).mkdir()
     (folder / "tmp").mkdir()
+    (folder / "bin").mkdir()
+    (folder / "bin/uv").symlink_to(Path(sys.executable).with_name("uv"))
     variables = {
-        "HOME": str(folder / HOME), "PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1",
+        "HOME": str(folder / HOME), "PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PIP_NO_INDEX": "1", "UV_OFFLINE": "1",
         "PIP_FIND_LINKS": str(folder / "wheels"), "TMPDIR": str(folder / "tmp"),
         "https_proxy": "http://127.0.0.1:9", "PIP_CONFIG_FILE": os.devnull,
     }  # fmt: skip
@@ -47,7 +48,7 @@ def world(tmp_path_factory):
 
 
 def run_install(world, *words):
-    origins = ["--comfyui-origin", str(world / "comfyui"), "--manager-origin", str(world / "manager")]
+    origins = ["--comfyui-origin", str(world / "comfyui")]
     return install.main([*origins, "--yes", *words])
 
 
@@ -88,13 +89,13 @@ def installed(world):
     return chosen
 
 
-CLONED = ("ComfyUI", "Manager", "link")
+CLONED = ("ComfyUI", "link")
 
 
 @pytest.fixture
 def cloned(world, tmp_path):
     """What an installation without the environment is, for tests that take it apart."""
-    chosen = layout.Installation(tmp_path / "a disk" / "ComfyUI", str(world / "comfyui"), str(world / "manager"))
+    chosen = layout.Installation(tmp_path / "a disk" / "ComfyUI", str(world / "comfyui"))
     chosen.comfyui.parent.mkdir()
     for step in steps.steps(chosen):
         if step.name in CLONED:
@@ -112,14 +113,43 @@ def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing
     assert [versions[name] for name in steps.TORCH] == ["2.13.0+cpu", "0.28.0+cpu", "2.11.0+cpu"]
     assert "libtpu" not in versions  # there is no TPU
     assert not (installed.home / "cache").exists() and not installed.temporary.exists()
-    for folder in (installed.comfyui, installed.manager):
-        assert git.is_unchanged(folder)
+    assert git.is_unchanged(installed.comfyui) and not installed.manager.exists()
+    assert versions["comfyui-manager"] == "4.2.2"
     before = small_world.listing(world / HOME, world / "tmp")
     for module in (git, venv):
         monkeypatch.setattr(module, "logged", lambda *_: pytest.fail("pip was run, or git"))
     assert run_install(world) == 0
     assert small_world.listing(world / HOME, world / "tmp") == before
     assert "everything is in place" in capsys.readouterr().out
+
+
+def test_without_uv_pip_installs_the_same(world, installed, monkeypatch, tmp_path):
+    """The small world has a wheel of uv's name and nothing in it."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    plain = dataclasses.replace(installed.venv, folder=tmp_path / "venv", log=tmp_path / "log", variables={})
+    plain.make()
+    plain.install_torch(steps.TORCH)
+    plain.install("installing jax", plain.constrained(plain.torch_as_it_is(), "jax"))
+    assert plain.uv is None and "-m pip install" in plain.log.read_text()
+    names = (*steps.TORCH, "jax")
+    assert [plain.versions()[name] for name in names] == [installed.venv.versions()[name] for name in names]
+
+
+def test_a_cuda_build_is_refused_before_it_is_downloaded(world, installed, monkeypatch, tmp_path):
+    """What PyPI has under the version that is pinned: the build for CUDA, without a local part."""
+    small_world.torch(tmp_path, installed.venv.pins(["torch"])[0].partition("==")[2], cuda="13.0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    before = installed.venv.versions()
+    for uv in (True, False):
+        each = dataclasses.replace(installed.venv, log=tmp_path / f"log {uv}")
+        monkeypatch.setenv("PATH", os.environ["PATH"] if uv else "/usr/bin:/bin")
+        assert (each.uv is not None) is uv
+        each.run(each.pip("uninstall", "-y", "torch"))
+        with pytest.raises(terminal.SetupError, match="PIP_FIND_LINKS=FOLDER python3 setup.py"):
+            each.install_torch()
+        assert "torch" not in each.versions()
+        each.run(each.pip("install", "--no-deps", "--find-links", str(world / "wheels"), f"torch=={before['torch']}"))
+    assert installed.venv.versions() == before
 
 
 def test_later_installations_keep_the_cpu_build(world, installed, monkeypatch):
@@ -153,7 +183,8 @@ def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeyp
     *said, last = done.stdout.splitlines()
     words, folder, environment = json.loads(last)
     assert words == [
-        "main.py", "--cpu", "--preview-method", "auto", "--listen", "127.0.0.1", "--port", port, "--verbose", "DEBUG",
+        "main.py", "--cpu", "--preview-method", "auto", "--listen", "127.0.0.1", "--port", port, "--enable-manager",
+        "--verbose", "DEBUG",
     ]  # fmt: skip
     assert folder == str(installed.comfyui)
     assert environment["PIP_CONSTRAINT"] == environment["UV_CONSTRAINT"] == installed.constraints.as_uri()
@@ -248,11 +279,11 @@ def test_bad_ground_is_one_sentence_and_nothing_half_done(ground, sentence, worl
 
 def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
     target = world / "new" / "ComfyUI"
-    origins = ["--comfyui-origin", str(world / "comfyui"), "--manager-origin", str(world / "manager")]
+    origins = ["--comfyui-origin", str(world / "comfyui")]
     assert install.main([*origins, "--comfyui", str(target), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert f"In {target}, this will be done:\n" in said
-    for name in ("ComfyUI", "environment", "PyTorch", "constraints", "Manager", "packages", "command", "link"):
+    for name in ("ComfyUI", "environment", "PyTorch", "constraints", "packages", "command", "link"):
         assert f"\n  {name} " in said
     done = run_setup("install", *origins, "--comfyui", str(target))
     assert done.returncode == 1 and "There is no terminal to ask at: add --yes" in done.stderr
@@ -264,20 +295,20 @@ def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
 
 def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, installed, monkeypatch, capsys):
     monkeypatch.setattr(update, "_why_not_pulled", lambda: "this is a test")
-    for repository in ("comfyui", "manager"):
-        small_world.commit(world / repository, {"new.py": ""}, "v99")
+    newer = {"new.py": "", "manager_requirements.txt": "comfyui_manager==4.3\n"}
+    small_world.commit(world / "comfyui", newer, "v99")
+    small_world.wheel(world / "wheels", "comfyui-manager", "4.3")
     monkeypatch.setattr(install, "require_comfyui", lambda _: pytest.fail("a ComfyUI of ours may be too old before"))
     monkeypatch.setattr(update, "COMFYUI_TAG", "v99")
-    monkeypatch.setattr(update, "MANAGER_TAG", "v99")
-    mine = installed.manager / "__init__.py"
-    mine.write_text("# mine\n")
+    mine = installed.comfyui / "comfyui_version.py"
+    theirs = mine.read_text()
+    mine.write_text(f"{theirs}# mine\n")
     assert update.main(["--yes"]) == 0
-    assert (installed.comfyui / "new.py").is_file() and not (installed.manager / "new.py").exists()
-    assert mine.read_text() == "# mine\n"
-    assert f"{installed.manager} is left as it is: it was changed" in capsys.readouterr().out
-    mine.write_text("")
+    assert not (installed.comfyui / "new.py").exists() and mine.read_text().endswith("# mine\n")
+    assert f"{installed.comfyui} is left as it is: it was changed" in capsys.readouterr().out
+    mine.write_text(theirs)
     assert update.main(["--yes"]) == 0
-    assert (installed.manager / "new.py").is_file()
+    assert (installed.comfyui / "new.py").is_file() and installed.venv.versions()["comfyui-manager"] == "4.3"
     before = small_world.listing(world / HOME)
     assert update.main(["--yes"]) == 0
     assert small_world.listing(world / HOME) == before
@@ -319,7 +350,11 @@ def test_uninstall_removes_what_install_made_and_nothing_of_the_users(cloned, ca
     assert Path(ROOT / "setup.py").is_file()
 
 
-def test_uninstall_leaves_what_is_behind_links_and_in_managers_folder(cloned, tmp_path, capsys):
+def test_uninstall_leaves_what_is_behind_links_and_in_the_folder_of_an_earlier_versions_manager(
+    cloned, tmp_path, capsys
+):
+    small_world.repository(cloned.manager, {"__init__.py": "", "requirements.txt": "GitPython\n"}, "3.39.3")
+    cloned.note(manager=git.commit_of(cloned.manager))
     elsewhere, tracked = tmp_path / "disk", Path("models/checkpoints/put_checkpoints_here")
     shutil.move(cloned.comfyui / "models", elsewhere)
     (cloned.comfyui / "models").symlink_to(elsewhere)
@@ -362,7 +397,7 @@ def test_a_removal_that_was_cut_off_goes_on_or_is_taken_back(cloned, world, monk
         monkeypatch.setattr(steps, "steps", lambda *given: [one for one in every(*given) if one.name in CLONED])
         assert run_install(world, *where[:2]) == 0
         assert (cloned.comfyui / "main.py").is_file() and git.is_unchanged(cloned.comfyui)
-        assert (cloned.manager / "__init__.py").is_file() and cloned.link.resolve() == ROOT
+        assert cloned.link.resolve() == ROOT
 
 
 # --- one at a time ----------------------------------------------------------------------------------------------------
