@@ -152,9 +152,9 @@ def run(command: Sequence[str], **options) -> str:
 def newest_torch(python: str) -> tuple[dict[str, str], list[str]]:
     """The newest version of each of `OF_TORCH` that is allowed, and what torch's own build for CUDA requires."""
     allowed = [line for line in (ROOT / "supported.txt").read_text().splitlines() if line.startswith("torch>=")]
-    command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
+    command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
     environment = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    report = json.loads(run([*command, *(allowed or ["torch"]), *OF_TORCH[1:]], env=environment))
+    report = json.loads(run([*command, "--report", "-", *(allowed or ["torch"]), *OF_TORCH[1:]], env=environment))
     found = {each["metadata"]["name"]: each["metadata"] for each in report["install"]}
     versions = {name: found[name]["version"].partition("+")[0] for name in OF_TORCH}
     return versions, found["torch"].get("requires_dist", [])
