@@ -63,7 +63,7 @@ SHOWN = {
     "python3 setup.py uninstall": INSTALLER + "test_uninstall_removes_what_install_made_and_nothing_of_the_users",
     "comfyui-tpu doctor": DOCTOR,
     "python ~/ComfyUI/custom_nodes/comfyui-tpu doctor": (
-        "tests/test_setup.py::test_the_folder_is_the_command_where_nothing_is_installed"
+        "tests/test_entry_points.py::test_the_folder_is_the_command_where_nothing_is_installed"
     ),
     "comfyui-tpu doctor [--model NAME] [--json] [--start]": DOCTOR_JSON,
     "comfyui-tpu doctor --start": DOCTOR_START,

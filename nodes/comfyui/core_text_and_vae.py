@@ -142,8 +142,8 @@ class CLIP(LaterOwner, comfy.sd.CLIP):
 
     def clone(self, *args: Any, **options: Any) -> "CLIP":
         self.make_now()
-        found = CLIP(no_init=True)
-        vars(found).update(vars(super().clone(*args, **options)))
+        found = CLIP.__new__(CLIP)
+        found.__dict__.update(super().clone(*args, **options).__dict__)
         return found
 
     def load_model(self, tokens: Any = None) -> Any:

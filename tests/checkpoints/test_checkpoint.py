@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from comfyui_tpu.tests.support.host import Runner
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_names
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.engine.prompt_cache import PromptCache
@@ -109,7 +109,7 @@ def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[st
     component = spec.component(component_name)
     found = Path(shutil.copytree(tiny.ensure(spec), folder)) / component.folder
     tensors = {name: value for path in found.glob("*.safetensors") for name, value in load_file(path).items()}
-    own = {name: checkpoint.own_name(name, component.aliases) for name in tensors}
+    own = {name: weight_names.own_name(name, component.aliases) for name in tensors}
     network = modules.build(component, component.tiny)
     loaded = {source for weight in network.weights.values() for source in weight.sources}
     parts = {"loaded": {name for name in tensors if own[name] in loaded}}
@@ -118,7 +118,7 @@ def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[st
         path.unlink()
     files = {part: f"model-{part}.safetensors" for part in parts}
     weight_map = {name: files[part] for part, names in parts.items() for name in names}
-    index = f"{checkpoint.WEIGHTS[component.library]}.index.json"
+    index = f"{weight_names.WEIGHTS[component.library]}.index.json"
     (found / index).write_text(json.dumps({"weight_map": weight_map}))
     for part, names in parts.items():
         save_file({name: tensors[name] for name in names}, found / files[part])

@@ -12,7 +12,7 @@ import transformers
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.published import Rename, moved, rewrite
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny, weight_names
 from comfyui_tpu.tpu_runtime.files import read_json
 from comfyui_tpu.tpu_runtime.model_spec import Component
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
@@ -173,5 +173,5 @@ def formats_upstream(spec: str, name: str) -> dict[str, torch.dtype]:
     """The same as upstream has it."""
     component = component_of(spec, name)
     theirs = upstream(component, written(spec, name), torch.bfloat16)
-    named = {checkpoint.own_name(key, component.aliases): tensor.dtype for key, tensor in theirs.items()}
+    named = {weight_names.own_name(key, component.aliases): tensor.dtype for key, tensor in theirs.items()}
     return {key: named[key] for key in formats(spec, name)}

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, score_bound, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, score_bound, tiny, weight_names
 from comfyui_tpu.tpu_runtime.model_spec import HeadNorms, ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS
 from safetensors.torch import save_file
@@ -69,7 +69,7 @@ def test_no_query_and_key_pass_the_bound_and_some_come_near(tmp_path: Path):
 def test_the_built_in_checkpoints_norms_have_the_names_of_their_specs(spec: ModelSpec):
     component = spec.component(spec.denoiser.experts[0])
     folder = tiny.ensure(spec) / component.folder
-    names = checkpoint.by_own_names(checkpoint.read_headers(folder, component), component.aliases)
+    names = weight_names.by_own_names(checkpoint.read_headers(folder, component), component.aliases)
     for norms in spec.denoiser.head_norms:
         assert 0 < score_bound.score_bound(names, norms) < np.inf
     norms_per_head = {name for name in names if ".norm_q.weight" in name and names[name].shape[0] < 100}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, tiny, weight_names
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
 from comfyui_tpu.tpu_runtime.models import spec_by_name
 from comfyui_tpu.tpu_runtime.programs import modules, solver_table
@@ -202,7 +202,7 @@ def test_a_header_of_many_tensors_takes_little_memory_and_time(tmp_path: Path, n
 
 def test_what_lies_in_the_place_of_a_file(folder: Path):
     """A folder, a link to nowhere, a link to itself."""
-    weights = f"transformer/{checkpoint.weight_names(folder / 'transformer', ONE)[0]}"
+    weights = f"transformer/{weight_names.weight_names(folder / 'transformer', ONE)[0]}"
     for name in ("model_index.json", "transformer/config.json", weights):
         path, saved = folder / name, folder / f"{name}.saved"
         for make in (path.mkdir, lambda path=path: path.symlink_to("nowhere"), lambda path=path: path.symlink_to(path)):

@@ -5,11 +5,10 @@ Everything that can be wrong ends in a `CheckpointError` that says what to do.
 """
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..cache.store import signature
 from ..files import CheckpointError, TensorFile, read_json
@@ -20,6 +19,7 @@ from ..model_spec import Component, ModelSpec, Table
 from ..models.layouts import LAYOUTS
 from ..progress import Progress, Silent
 from . import assembled, compatibility, hub, parts, tiny
+from .weight_names import by_own_names, layer_of, weight_names
 
 if TYPE_CHECKING:
     from ..programs.modules import Network, Weight
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 INDEX = hub.INDEX
 CONFIG = "config.json"
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
-Found = TypeVar("Found")
 # What is fetched from a folder on the Hub next to weights: configs, indices, tokenizers. Never code.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-# Names of weight indices, the variant's before the last dot.
-_INDICES = re.compile(r".+\.safetensors\.index(\.[\w-]+)?\.json")
-# How the libraries name the weights of one file.
-WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,57 +285,6 @@ def fingerprint(folder: Path) -> str:
     return signature(str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
-def weight_names(folder: Path, component: Component) -> list[str]:
-    """Names of a component's weight files: those of its index that hold a tensor which is loaded, or the single one.
-
-    Looks at the folder for an index and for a single file of another than the usual name; the files need not be there.
-    The same weights may be there in several formats, under other names: without the usual ones a `variant` counts, as
-    diffusers and transformers call it.
-    """
-    usual = WEIGHTS[component.library]
-    singles = sorted(path.name for path in folder.glob("*.safetensors"))
-    indices = [path for path in sorted(folder.glob("*.json")) if _INDICES.fullmatch(path.name)]
-    index = min(indices, key=lambda path: _usualness(path.name, f"{usual}.index.json"), default=None)
-    if index is None or (usual in singles and not index.name.endswith(".index.json")):
-        if len(singles) == 1 or usual in singles:
-            return singles if len(singles) == 1 else [usual]
-        variants = (name for name in singles if re.fullmatch(rf"{usual.partition('.')[0]}\.\w+\.safetensors", name))
-        return [next(variants, usual)]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files. Download the checkpoint again.")
-    names = sorted(_loaded_files(component, weight_map))
-    if strange := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:
-        raise CheckpointError(f"{index} names a weight file {strange[0]!r}; only .safetensors beside it are read.")
-    return names
-
-
-def _usualness(name: str, usual: str) -> tuple[bool, bool, str]:
-    """A key by which the usual name comes first, then one of the usual form, then variants."""
-    return name != usual, not name.endswith(".index.json"), name
-
-
-def _loaded_files(component: Component, weight_map: Mapping[str, str]) -> set[str]:
-    """The files of a weight index that hold a tensor which is loaded: what a component's `only` and `layers` keep."""
-    files = by_own_names(weight_map, component.aliases)
-    used: dict[str, range] = {}
-    for path in component.blocks:
-        numbers = [number for name in files if (number := _layer(name, path)) is not None]
-        used[path] = range(max(numbers, default=-1) + 1)[component.layers or slice(None)]
-
-    def is_loaded(name: str) -> bool:
-        layers = [(number, used[path]) for path in used if (number := _layer(name, path)) is not None]
-        return name.startswith(component.only or "") and all(number in wanted for number, wanted in layers)
-
-    return {file for name, file in files.items() if is_loaded(name)}
-
-
-def _layer(name: str, path: str) -> int | None:
-    """Which layer of the list at `path` a weight belongs to."""
-    number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
-    return int(number) if number.isdecimal() else None
-
-
 def weight_files(folder: Path, component: Component) -> list[Path]:
     """The weight files of a component that hold a tensor which is loaded; raises where one is missing."""
     if (held := assembled.source_of(folder)) is not None:
@@ -390,7 +334,7 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
     # A file in its makers' names has none that are left over.
     is_strict = bool(blocks) and held is not None
     more = (
-        name for name in by_name.keys() - used if is_strict or any(_layer(name, path) is not None for path in blocks)
+        name for name in by_name.keys() - used if is_strict or any(layer_of(name, path) is not None for path in blocks)
     )
     if more := sorted(more):
         raise CheckpointError(
@@ -420,19 +364,6 @@ def content(files: Mapping[str, tuple[TensorFile, ...]]) -> str:
     tensors = [[(file.path.name, file.name, file.shape) for file in files[name]] for name in sorted(files)]
     paths = sorted({file.path for each in files.values() for file in each})
     return signature(tensors, [(path.name, path.stat().st_size) for path in paths])
-
-
-def own_name(name: str, aliases: Mapping[str, str]) -> str:
-    """A checkpoint's name as the module has it (see `model_spec.Component`): first its prefix, then the full name."""
-    prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")
-    name = aliases.get(prefix, "") + name.removeprefix(prefix)
-    return aliases.get(name, name)
-
-
-def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> dict[str, Found]:
-    """What is known of tensors, by the module's names. Where two names are one weight, the module's own wins."""
-    pairs = [(own_name(name, aliases), name) for name in tensors]
-    return {own: tensors[name] for own, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}
 
 
 def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path, single: str) -> None:

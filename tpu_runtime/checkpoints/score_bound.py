@@ -12,8 +12,9 @@ import torch
 from ...attention.policy import SCORE_BOUND
 from ..files import TensorFile
 from ..model_spec import Component, HeadNorms, ModelSpec
-from .checkpoint import by_own_names, read_headers
+from .checkpoint import read_headers
 from .load import Reader
+from .weight_names import by_own_names
 
 LOG2_E = math.log2(math.e)
 

@@ -36,7 +36,7 @@ class Reading:
     model: Any
     patches: dict[str, list[Any]]
 
-    def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, torch.Tensor]:
+    def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, torch.Tensor | Stored]:
         known: CoreWeights = getattr(self.model, "tpu_source", _NONE)
         found = {name: x for name, x in self.model.state_dict().items() if name.startswith(filter_prefix or "")}
         stored = {name: known.stored(name) for name, x in found.items() if x.device.type == "meta"}
