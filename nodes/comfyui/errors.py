@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import execution
+from comfy.model_management import InterruptProcessingException
 
 from ..declare import in_words
 
@@ -60,7 +61,7 @@ def named() -> Iterator[None]:
         if type(error).__module__.startswith(_PACKAGE):
             type(error).__module__ = "ComfyUI-TPU"
         raise
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, InterruptProcessingException):
         raise
     except BaseException as error:
         raise RuntimeError(
