@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class CheckpointError(SafeError):
 
 # Errors of a disk that takes no more.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
 class WriteError(SafeError):
@@ -48,12 +50,19 @@ def writing(folder: Path, instead: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # PyAV's errors of the disk are none of Python's
-        if (number := getattr(error, "errno", None)) not in FULL:
+        if (number := _error_number(error)) not in FULL:
             raise
         raise WriteError(
             f"{folder} takes no more ({os.strerror(number)}); nothing of the file is left there. Make room on that "
             f"disk, or {instead}."
         ) from error
+
+
+def _error_number(error: Exception) -> int | None:
+    """Return an error's number. Those of safetensors, which Rust raises, have it in their text alone."""
+    number = getattr(error, "errno", None)
+    match = _OS_ERROR.search(str(error)) if number is None else None
+    return int(match[1]) if match else number
 
 
 @contextlib.contextmanager

@@ -391,8 +391,12 @@ def test_a_second_process_compiles_and_encodes_nothing(start: Callable[..., Serv
 
 @pytest.fixture
 def own_cache(cache: Path, tmp_path: Path) -> Path:
-    """A copy of the warm cache, to be broken; without what other workers are writing just now."""
-    return shutil.copytree(cache, tmp_path / "cache", ignore=shutil.ignore_patterns(".*", "plans"))
+    """A copy of the warm cache with its manifests, to be broken; without files that other workers are writing."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name == "plans" or (name.startswith(".") and not name.endswith(".json"))]
+
+    return shutil.copytree(cache, tmp_path / "cache", ignore=left_out)
 
 
 @pytest.fixture(scope="module")
