@@ -45,12 +45,21 @@ def page_links(document: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
     return found
 
 
-def page_subgraphs(document: Mapping[str, Any]) -> dict[str, str]:
-    """The names of a document's subgraphs, by the type of the nodes that stand for them."""
+def page_subgraphs(document: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
+    """Return the name and the nodes' types of each subgraph of a document, by the type of its node outside."""
     definitions = document.get("definitions")
     listed = definitions.get("subgraphs") if isinstance(definitions, Mapping) else None
     found = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
-    return {one["id"]: str(one.get("name", ""))[:80] for one in found if isinstance(one.get("id"), str)}
+    return {
+        one["id"]: (str(one.get("name", ""))[:80], _types(one.get("nodes")))
+        for one in found
+        if isinstance(one.get("id"), str)
+    }
+
+
+def _types(nodes: Any) -> list[str]:
+    listed = nodes if isinstance(nodes, list) else []
+    return [node["type"] for node in listed if isinstance(node, Mapping) and isinstance(node.get("type"), str)]
 
 
 def api_nodes(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

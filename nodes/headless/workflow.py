@@ -79,7 +79,11 @@ class _Page:
         """Raises ValueError for a subgraph, whose type is an id that no user knows."""
         if kind in self._table or (kind not in self._subgraphs and not _UUID.fullmatch(kind)):
             return
-        name = self._subgraphs.get(kind)
+        name, inner = self._subgraphs.get(kind, ("", []))
+        for one in inner:
+            if one not in PAGE_ONLY and one not in self._subgraphs:
+                # Raises for a node that runs in ComfyUI alone, however the workflow is saved.
+                declaration_of(self._table, f"{node_id} (in the subgraph {name!r})", one)
         which = f"the subgraph {name!r}" if name else "a subgraph that the file does not hold"
         raise ValueError(
             f"Node {node_id} is {which}; a workflow that runs without ComfyUI's page has its nodes outside of "
