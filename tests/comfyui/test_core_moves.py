@@ -105,12 +105,13 @@ def test_a_loras_tensors_are_kept_in_a_tuple_by_the_kinds_name(kind: str):
 
 
 def test_no_other_file_of_the_pack_knows_these_parts():
-    """ComfyUI's models, patchers and samplers: five files, beside the memory's patcher."""
+    """ComfyUI's models, patchers and samplers, beside the memory's patcher."""
     folder = Path(__file__).parents[2] / "nodes" / "comfyui"
     knows = re.compile(
         r"comfy\.(model_patcher|model_base|model_detection|samplers|lora|sd\b|sd1_clip|conds|ldm|clip_vision|text_encoders)"
     )
     files = {path.name for path in folder.rglob("*.py") if knows.search(path.read_text("utf-8"))}
     assert files == {
-        "core_model.py", "core_patches.py", "core_text_and_vae.py", "inputs.py", "memory.py", "rows.py",
+        "core_encoder.py", "core_model.py", "core_patches.py", "core_text_and_vae.py", "inputs.py", "memory.py",
+        "rows.py", "sources.py",
     }  # fmt: skip
