@@ -163,11 +163,19 @@ def text_of(fields: Mapping[str, Any], name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _title(fields: Mapping[str, Any], name: str) -> str | None:
+    """Return a title, None where its bytes are no text: a model runs without one."""
+    try:
+        return text_of(fields, name)
+    except CheckpointError:
+        return None
+
+
 def metadata_of(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
     """What a file says of its model as text, by name: titles, and numbers by the key of a config; `CheckpointError` for
     a number that no model has.
     """
-    found = {name: text for name in TITLES if (text := text_of(fields, name))}
+    found = {name: text for name in TITLES if (text := _title(fields, name))}
     architecture = text_of(fields, "general.architecture") or ""
     for ending, key in NUMBERS.items():
         title = f"{architecture}.{ending}"
