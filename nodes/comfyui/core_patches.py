@@ -95,9 +95,16 @@ def check_patcher(patcher: Any) -> None:
     own += [name for name, part in patcher.model.diffusion_model.named_modules() if "forward" in vars(part)]
     wrapped = [name for name in patcher.weight_wrapper_patches if name.startswith("diffusion_model")]
     compiled = patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILE_KEY)
+    check_injections(patcher)
+    if own or wrapped or compiled:
+        raise ValueError(_OBJECTS)
+
+
+def check_injections(patcher: Any) -> None:
+    """Raises ValueError for what would replace modules when the model is loaded."""
     if "bypass_lora" in patcher.injections:
         raise ValueError(_BYPASS)
-    if own or wrapped or compiled or patcher.injections:
+    if patcher.injections:
         raise ValueError(_OBJECTS)
 
 
@@ -209,6 +216,11 @@ class CorePatcher(Later, sources.Reading, comfy.model_patcher.ModelPatcher):
         """Before the first step: what cannot work is refused here."""
         check_patcher(self)
         super().pre_run()
+
+    def inject_model(self) -> None:
+        """Refuse before a module is replaced: core would leave it so, and the next run without that node would fail."""
+        check_injections(self)
+        super().inject_model()
 
     def deepclone_multigpu(self, *args: object, **kwargs: object) -> None:
         raise ValueError(

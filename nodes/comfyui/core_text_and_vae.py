@@ -108,8 +108,7 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
     )
     network = found.cond_stage_model
     inner = {name: one for name, one in network.named_modules() if isinstance(one, comfy.sd1_clip.SDClipModel)}
-    alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
-    can_see = any(spec.family in alike and spec.text_encoders[0].place_beside for spec in pipeline.SPECS)
+    can_see = is_seeing_type(model)
     for number, (name, one) in enumerate(inner.items()):
         one.transformer = Encoder(
             model, number, host, EncoderPlace(f"{name}.transformer." if name else "transformer.", network, one)
@@ -119,6 +118,12 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
     patcher.fill(network)
     patcher.is_clip = True
     found.patcher = patcher
+
+
+def is_seeing_type(model: ModelRef) -> bool:
+    """Return whether text encoders of this type take images in a prompt, if their file has a vision tower."""
+    alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
+    return any(spec.family in alike and spec.text_encoders[0].place_beside for spec in pipeline.SPECS)
 
 
 class LaterOwner(Later):
