@@ -23,6 +23,7 @@ OTHER_TEXTS = [
     "Unable to initialize backend 'tpu': UNAVAILABLE: No TPU devices available.",
     "INVALID_ARGUMENT: No such compile option: 'xla_tpu_x'",
     "RESOURCE_EXHAUSTED: Error allocating device buffer",
+    "UNKNOWN: Failed to add port to server: Address already in use",  # the coordinator's port, of several hosts
 ]
 
 

@@ -26,7 +26,8 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 16.0
 POLL_S = 0.2
 
 _BUSY = re.compile(
-    r"device or resource busy|already in use|in use by (another )?process|iommu group|multi-process lockfile",
+    r"device or resource busy|(?<!address )already in use|in use by (another )?process|iommu group|"
+    r"multi-process lockfile",
     re.IGNORECASE,
 )
 # gVisor lets one process open the chips for as long as the sandbox lives, and reports this kernel.
