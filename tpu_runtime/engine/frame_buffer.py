@@ -1,5 +1,6 @@
 """Decoded frames on their way from the chips: fetched while the next call computes, into one tensor."""
 
+import copy
 from collections.abc import Callable, Iterable
 
 import jax
@@ -23,8 +24,9 @@ class PendingFrames:
             shard.data.copy_to_host_async()
 
     def __getitem__(self, kept: slice) -> "PendingFrames":
-        self._kept = kept
-        return self
+        chosen = copy.copy(self)
+        chosen._kept = kept
+        return chosen
 
     @property
     def shape(self) -> tuple[int, ...]:

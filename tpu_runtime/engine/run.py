@@ -167,7 +167,10 @@ def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
 
     def take(chunk: PendingFrames) -> None:
         with spends("running_s"):
-            buffer.add(chunk) if stage.hosts.is_leader else chunk.wait()
+            if stage.hosts.is_leader:
+                buffer.add(chunk)
+            else:
+                chunk.wait()
 
     for sample in samples:
         report = stage.report("chunk")

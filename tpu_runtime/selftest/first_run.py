@@ -48,6 +48,7 @@ class FirstRun:
         self.rows: list[CheckResult] = []
         self.chips: list[ChipRecord] = []
         self._platform, self._key = "", ""
+        self._open_s = 0.0  # of the last process that opened the chips
         self._started = time.monotonic()
         self._in_one_process = in_one_process
         self._begun_groups: set[str] = set()
@@ -67,7 +68,10 @@ class FirstRun:
             in_vain = busy = 0
             for position, group in enumerate(chosen):
                 before = len(self.rows)
-                self._reopen(group, folder) if group.name == REOPEN else self._group(group, folder)
+                if group.name == REOPEN:
+                    self._reopen(group, folder)
+                else:
+                    self._group(group, folder)
                 made = self.rows[before:]
                 in_vain = in_vain + 1 if [row for row in made if row.stage == BEGIN and row.problem] else 0
                 busy = busy + 1 if [row for row in made if row.is_skipped] else 0
