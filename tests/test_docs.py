@@ -34,7 +34,7 @@ def test_contributors_are_sent_to_guidance_to_memory_and_to_a_refusal():
 
 
 def test_the_vocabulary_lists_the_stages_in_their_order():
-    listed = re.findall(r"^\| `(\w+)` \|", section("Vocabulary"), re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \|", section("Glossary"), re.MULTILINE)
     assert tuple(listed) == STAGES
     assert set(WORK) == {*STAGES, "warmup", "calibrate", *CALLS}
 
@@ -65,4 +65,4 @@ def test_the_vocabulary_has_the_states_of_weights():
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == "state"
     )
     states = {word for node in ast.walk(body.body[-1]) for word in words(node)}
-    assert states and states <= set(re.findall(r"`(\w+)`", section("Vocabulary")))
+    assert states and states <= set(re.findall(r"`(\w+)`", section("Glossary")))
