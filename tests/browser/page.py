@@ -1,8 +1,9 @@
 """ComfyUI's page in a real browser, as tests of workflows look at it."""
 
 import contextlib
+import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,11 +65,33 @@ COMPLAINTS = """() => {
     return [...missing.flatMap((found) => found ?? []), ...(nodes ? [nodes] : []), ...texts];
 }"""
 
+# A script that ends in time: playwright itself waits for a script's promise without end.
+ENDS_IN_TIME = """async ([script, given, seconds]) => {
+    let timer;
+    const late = new Promise((_, fail) => {
+        timer = setTimeout(() => fail(new Error(`no end within ${seconds} s: ${script}`)), 1000 * seconds);
+    });
+    const made = (0, eval)(script);
+    const value = typeof made === "function" ? made(given) : made;
+    return Promise.race([value, late]).finally(() => clearTimeout(timer));
+}"""
+
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH")
 
 
+def patient(page: Any, seconds: float = PATIENCE_S) -> Any:
+    """The page, in which whatever does not happen within these seconds is an error that says what was waited for."""
+    page.set_default_timeout(1000 * seconds)
+    page.evaluate = functools.partial(_evaluate, page.evaluate, seconds)
+    return page
+
+
+def _evaluate(evaluate: Callable[..., Any], seconds: float, expression: str, arg: Any = None) -> Any:
+    return evaluate(ENDS_IN_TIME, [expression, arg, seconds])
+
+
 def _loaded(page: Any, url: str) -> Any:
-    page.set_default_timeout(1000 * PATIENCE_S)
+    patient(page)
     page.goto(url, wait_until="domcontentloaded")
     page.wait_for_function(READY)
     return page

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comfyui_tpu.tests.browser.page import patient
 from comfyui_tpu.tests.support.citizen import CITIZEN_PACK
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
@@ -143,8 +144,7 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def loaded(chromium: Any, server: Server) -> Iterator[Tab]:
     """A page that the module's tests look at in turn: loading it takes longer than most of them."""
-    page = chromium.new_page(viewport=VIEWPORT)
-    page.set_default_timeout(PATIENCE_MS)
+    page = patient(chromium.new_page(viewport=VIEWPORT))
     tab = Tab(page, server)
     tab.load()
     yield tab

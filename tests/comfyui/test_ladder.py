@@ -187,7 +187,7 @@ def test_the_tab_says_what_runs_in_the_place_of_what_was_refused(rungs: Ran):
     rungs.server.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0"})
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        tab = Tab(browser.new_page(viewport={"width": 1280, "height": 1000}), rungs.server, "")
+        tab = Tab(browser.new_page(viewport={"width": 1280, "height": 1000}), rungs.server)
         tab.load()
         tab.open()
         said, sentences = tab.page.locator(f"{PANEL} .tpu-notes li"), machine(rungs.server)["sentences"]

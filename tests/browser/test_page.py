@@ -1,0 +1,52 @@
+"""The page that tests look at ComfyUI through: no script of a test is waited for without end."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.browser.page import ARGUMENTS, BROWSER, needs_browser, patient
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        yield launched
+        launched.close()
+
+
+@pytest.mark.parametrize(
+    "script", ["new Promise(() => {})", "() => new Promise(() => {})", "async () => { await new Promise(() => {}); }"]
+)
+def test_a_script_that_never_ends_is_an_error_that_shows_it(browser: Any, script: str):
+    page = patient(browser.new_page(), 0.2)
+    with pytest.raises(playwright.Error, match=f"no end within 0.2 s: {re.escape(script)}"):
+        page.evaluate(script)
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "result"),
+    [
+        ("1 + 1", None, 2),
+        ("window.kept = 3; window.kept + 1", None, 4),
+        ("([first, second]) => first + second", [1, 2], 3),
+        ("async (given) => ({given})", "one", {"given": "one"}),
+        ("Promise.resolve([1])", None, [1]),
+    ],
+)
+def test_other_scripts_return_their_value(browser: Any, script: str, given: Any, result: Any):
+    page = patient(browser.new_page())
+    assert page.evaluate(script, given) == result
+    page.close()
+
+
+def test_a_script_that_fails_says_why(browser: Any):
+    page = patient(browser.new_page())
+    with pytest.raises(playwright.Error, match="of this kind"):
+        page.evaluate("() => { throw new Error('of this kind'); }")
+    page.close()
