@@ -227,8 +227,8 @@ async def _bring(link: Any, path: Path) -> None:
         raise ValueError(f"it has {size} bytes; it may have {MOST_LORA}")
     path.parent.mkdir(parents=True, exist_ok=True)
     pipeline.trim(path.parent, MOST_LORAS - size)
-    scratch, digest, problem = path.with_name(f".{path.stem}-{os.urandom(4).hex()}"), hashlib.sha256(), None
-    try:
+    digest, problem = hashlib.sha256(), None
+    with pipeline.written_file(path) as scratch:
         with scratch.open("wb", buffering=0) as file:
             async for piece in link.pieces(size):  # all of them: the answer comes behind the last
                 digest.update(piece)
@@ -240,6 +240,3 @@ async def _bring(link: Any, path: Path) -> None:
             raise problem
         if digest.hexdigest() != path.stem:
             raise ValueError("what came is not the file that was announced")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)

@@ -86,7 +86,7 @@ def test_what_is_half_written_leaves_nothing(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(store.os, "replace", replace)
     Store("prompts").put("key", b"payload")
     scratch, path = seen
-    assert scratch.parent == path.parent == folder / "prompts" and scratch.name.startswith(".key.bin-")
+    assert scratch.parent == path.parent == folder / "prompts" and scratch.name.startswith(".comfyui-tpu-")
     assert path.name == "key.bin" and list(path.parent.iterdir()) == []
 
 

@@ -4,10 +4,15 @@ Writing files completely or not at all.
 
 import contextlib
 import errno
+import functools
+import hashlib
 import json
 import os
+import platform
 import re
 import secrets
+import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,17 +70,81 @@ def _error_number(error: Exception) -> int | None:
     return int(match[1]) if match else number
 
 
+# A scratch file: the machine that writes it, a number, and the ending of the file that it becomes.
+_SCRATCH = ".comfyui-tpu-"
+_LEFT = re.compile(re.escape(_SCRATCH) + r"([0-9a-f]{8})-[0-9a-f]{16}(?:\.[^.]{1,16})?")
+# Another machine's scratch file on a shared disk, whose locks may not be seen here, is older than this when it is left.
+ABANDONED_S = 24 * 3600
+
+
 @contextlib.contextmanager
-def written_file(path: Path) -> Iterator[Path]:
-    """A scratch file of the same ending that becomes `path` if the block ends well, and leaves nothing if not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
-    try:
-        yield scratch
-        os.replace(scratch, path)
-    finally:
+def written_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """A scratch file of the same ending that becomes `path` if the block ends well, and leaves nothing if not.
+
+    It is locked while it is written. What killed processes left beside it is removed first. `mode` is for a new file,
+    less the umask. Raises `OSError`.
+    """
+    _remove_left(path.parent)
+    with contextlib.ExitStack() as stack:
+        scratch = _locked_scratch(path, mode, stack)
+        try:
+            yield scratch
+            os.replace(scratch, path)  # while it is locked: nobody takes it for what a killed process left
+        finally:
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+
+
+def _locked_scratch(path: Path, mode: int, stack: contextlib.ExitStack) -> Path:
+    """A new file beside `path`; on Windows, which replaces no open file, it is not held."""
+    ending = path.suffix if _LEFT.fullmatch(f"{_SCRATCH}{'0' * 8}-{'0' * 16}{path.suffix}") else ""
+    while True:
+        scratch = path.with_name(f"{_SCRATCH}{_this_machine()}-{secrets.token_hex(8)}{ending}")
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)  # through no link that is there
+        if fcntl is None:
+            os.close(descriptor)
+            return scratch
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
+            if os.path.samestat(os.lstat(scratch), os.fstat(descriptor)):
+                stack.callback(os.close, descriptor)
+                return scratch
+        os.close(descriptor)  # another process removed it before it was locked
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes scratch files of this user whose writer was killed: nobody holds them."""
+    if fcntl is None:
+        return
+    try:
+        names = [name for name in os.listdir(folder) if name.startswith(_SCRATCH)]
+    except OSError:
+        return
+    for name in names:
+        if match := _LEFT.fullmatch(name):
+            with contextlib.suppress(OSError):
+                _remove_unheld(folder / name, is_ours=match[1] == _this_machine())
+
+
+def _remove_unheld(path: Path, *, is_ours: bool) -> None:
+    """Removes a regular file of this user that nobody has locked; another machine's only after a day."""
+    status = os.lstat(path)
+    is_old = time.time() - status.st_mtime > ABANDONED_S
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not (is_ours or is_old):
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _this_machine() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def parse_json(content: str | bytes) -> Any:
@@ -168,21 +237,9 @@ def check_names(path: Path, names: Iterable[str]) -> None:
 def write_file(path: Path, *parts: bytes, mode: int = 0o666) -> None:
     """Writes the file completely or not at all, in place of one that is there; `mode` is for a new one, less the umask.
 
-    Raises `OSError`. A process that is killed meanwhile leaves a file whose name begins with a dot.
+    Raises `OSError`. What a process that is killed meanwhile leaves, the next writer in that folder removes.
     """
-    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # through no link that somebody put there
-    try:
-        with open(descriptor, "wb") as file:
-            if fcntl is not None:
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with written_file(path, mode) as scratch:
+        # Through no link that somebody put there meanwhile.
+        with open(os.open(scratch, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)), "wb") as file:
             file.writelines(parts)
-            file.flush()
-            if fcntl is not None:  # while it is held: nobody takes it for what a killed process left
-                os.replace(scratch, path)
-        if fcntl is None:
-            os.replace(scratch, path)
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
 """Images and videos as files. Frames are IMAGE tensors: `[frames, height, width, rgb]` float32 on the CPU, 0 to 1."""
 
+import contextlib
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -65,7 +66,7 @@ def save_video(path: Path, video: Video, *, metadata: Mapping[str, str] | None =
     height, width = video.frames.shape[1:3]
     if height % 2 or width % 2:
         raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
-    with writing(path.parent, _INSTEAD), written_file(path) as scratch:
+    with _written(path) as scratch:
         _write_video(scratch, video, metadata or {})
 
 
@@ -158,8 +159,17 @@ def _format(path: Path) -> str:
 
 def _write(path: Path, encoded: io.BytesIO) -> None:
     """Writes a whole file at once: on a full disk some of Pillow's encoders leave half of one, and say nothing."""
-    with writing(path.parent, _INSTEAD), written_file(path) as scratch:
+    with _written(path) as scratch:
         scratch.write_bytes(encoded.getbuffer())
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """A scratch file that becomes `path`, whose folder is made; a full disk is a `WriteError`."""
+    with writing(path.parent, _INSTEAD):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_file(path) as scratch:
+            yield scratch
 
 
 _EXIF_MODEL = 0x0110  # where ComfyUI writes a prompt into a WebP, and its page reads it

@@ -40,7 +40,7 @@ from .engine.current import current, engine, leave, leave_at_exit, listen, when_
 from .engine.memory_advice import VARIABLE as HBM_VARIABLE
 from .engine.memory_advice import OutOfMemory
 from .engine.payloads import Conditioning, ImageCondition, Latent
-from .files import TensorFile, parse_json
+from .files import TensorFile, parse_json, written_file
 from .hosts import place as places
 from .hosts import supervisor
 from .hosts.place import Place

@@ -115,11 +115,10 @@ def _install(picture: Path) -> None:
     target = Path(folder_paths.get_input_directory()) / picture.name
     if target.exists():
         return
-    part = target.with_suffix(".part")  # a disk that fills up leaves no half picture under the name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(picture, part)
-        part.replace(target)
+        with pipeline.written_file(target) as scratch:
+            shutil.copyfile(picture, scratch)
     except OSError as error:
         log.warning("ComfyUI-TPU: the examples' picture could not be copied: %s. It is %s.", error, picture)
         return

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import FULL, write_file
+from ..files import ABANDONED_S, FULL, write_file
 from ..units import GIB, MIB
 from . import trust
 
@@ -35,8 +35,6 @@ VARIABLE = "COMFYUI_TPU_CACHE"
 DEFAULT = "~/.cache/comfyui-tpu"
 DIGEST_SIZE = hashlib.sha256().digest_size
 SECONDS_BETWEEN_COUNTS = 5
-# Entries that a killed process left unfinished are older than this.
-ABANDONED_S = 24 * 3600
 # Above this the least recently used entries are removed.
 MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "compile_seconds": MIB, "curves": MIB, "xla": 20 * GIB}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....tpu_runtime.pipeline import written_file
 from .stored import Stored
 
 # As safetensors names formats.
@@ -49,16 +50,10 @@ def save(
         )
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    part = target.with_suffix(".part")
-    try:
-        with part.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for tensor in tensors.values():
-                check()
-                found = tensor.read() if isinstance(tensor, Stored) else tensor
-                file.write(found.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
-        part.replace(target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with written_file(target) as scratch, scratch.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            check()
+            found = tensor.read() if isinstance(tensor, Stored) else tensor
+            file.write(found.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
