@@ -258,6 +258,28 @@ def test_a_runtime_that_hangs_gives_old_numbers_with_a_note():
     asyncio.run(follow())
 
 
+def test_a_sample_that_takes_long_keeps_nobody_waiting():
+    """The numbers before are answered meanwhile, without a note; the new ones as soon as they are there."""
+    release = threading.Event()
+    runtime = Counting()
+
+    def sample() -> dict[str, Any]:
+        return runtime() if runtime.calls == 0 else release.wait(PATIENCE_S) and {**runtime(), "chips": []}
+
+    feed = Feed(sample, patience_s=PATIENCE_S)
+
+    async def follow() -> None:
+        first = await feed.answer()
+        await asyncio.sleep(feeds.FRESH_S)
+        answers = await asyncio.wait_for(asyncio.gather(*(feed.answer() for _ in range(10))), 60)
+        assert set(answers) == {first} and json.loads(first)["notes"] == []
+        release.set()
+        while json.loads(await feed.answer())["chips"]:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(follow())
+
+
 def test_a_runtime_that_raises_is_noted():
     def broken() -> dict[str, Any]:
         raise KeyError("coords")

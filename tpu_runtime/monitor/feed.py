@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 # How long a sample is good for.
 FRESH_S = 0.5
+# Whoever asks waits so long for a new sample where there is an earlier one: a page that waits looks dead.
+PROMPT_S = 0.1
 # A device call in the runtime may hang; whoever asks then still gets the last sample, and a note.
 PATIENCE_S = 2.0
 # What the page and the terminal need to stay useful when there is no sample at all.
@@ -46,7 +48,9 @@ class Feed:
         self._body_s = -FRESH_S
 
     async def answer(self) -> bytes:
-        """The newest statistics as a JSON object: at most `FRESH_S` old, or with a note that says how old."""
+        """The newest statistics as a JSON object: at most `FRESH_S` old where a sample takes no longer than `PROMPT_S`,
+        else those before while this one is taken, and after `PATIENCE_S` with a note that says how old.
+        """
         if self._body and time.monotonic() - self._body_s < FRESH_S:
             return self._body
         if self._pending is None:
@@ -56,8 +60,12 @@ class Feed:
         if not pending.done():
             patience_s = max(0.001, self._asked_s + self._patience_s - time.monotonic())
             # Unlike wait_for, wait cancels nothing when one client leaves: the sample belongs to the others as well.
-            await asyncio.wait([asyncio.wrap_future(pending)], timeout=patience_s)
+            await asyncio.wait(
+                [asyncio.wrap_future(pending)], timeout=min(patience_s, PROMPT_S) if self._body else patience_s
+            )
         if not pending.done():
+            if self._body and time.monotonic() - self._asked_s < self._patience_s:
+                return self._body
             age_s = time.monotonic() - self._asked_s
             return self._stale(f"The runtime has not answered for {age_s:.0f} s; these numbers are old.")
         if self._pending is pending:
