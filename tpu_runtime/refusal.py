@@ -17,7 +17,7 @@ class Refusal:
 
 
 class HostFull(RuntimeError):
-    """The host cannot map more of its memory for the chips; a sentence for the user."""
+    """The host has too little memory, or cannot map more of it for the chips; a sentence for the user."""
 
 
 class DoesNotFit(RuntimeError):

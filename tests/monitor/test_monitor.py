@@ -260,13 +260,9 @@ def test_a_runtime_that_hangs_gives_old_numbers_with_a_note():
 
 def test_a_sample_that_takes_long_keeps_nobody_waiting():
     """The numbers before are answered meanwhile, without a note; the new ones as soon as they are there."""
-    release = threading.Event()
-    runtime = Counting()
-
-    def sample() -> dict[str, Any]:
-        return runtime() if runtime.calls == 0 else release.wait(PATIENCE_S) and {**runtime(), "chips": []}
-
-    feed = Feed(sample, patience_s=PATIENCE_S)
+    release, runtime = threading.Event(), Counting()
+    later = lambda: release.wait(PATIENCE_S) and {**runtime(), "chips": []}  # noqa: E731
+    feed = Feed(lambda: later() if runtime.calls else runtime(), patience_s=PATIENCE_S)
 
     async def follow() -> None:
         first = await feed.answer()

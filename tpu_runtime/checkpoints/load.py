@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
+from .. import host_memory
 from ..files import CheckpointError, Index, TensorFile
 from ..programs.modules import Network, Weight
 from ..programs.weights import WORTH, Weights, round_weight, summed
@@ -58,12 +59,15 @@ def load(
     those of the same names in `weights`, which are freed one by one. Weights in int8 are rounded on the chips, after
     all changes; `check` is called before the chips do so.
 
-    A cancel stops between two tensors of the files and drops what was read so far.
+    A cancel stops between two tensors of the files and drops what was read so far. Raises `HostFull` where the host's
+    memory is too small, before a byte is read.
     """
+    size_bytes = _host_bytes(network, files, wanted, replaces=weights is not None)
+    host_memory.require(size_bytes, f"Loading {title}")
     meter = _Meter(title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress)
     weights = {} if weights is None else weights
     merged = frozenset() if changed is None else changed.names
-    with contextlib.ExitStack() as stack:
+    with host_memory.explained(f"Loading {title}"), contextlib.ExitStack() as stack:
         reader = Reader(stack, progress.check_cancelled)
         numbers = {name: want for name, want in wanted.items() if not name.endswith(WORTH)}
         plain = {name: want for name, want in numbers.items() if name not in merged}
@@ -87,6 +91,30 @@ def load(
                 meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
     return weights
+
+
+def _host_bytes(
+    network: Network,
+    files: Mapping[str, tuple[TensorFile, ...]],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    replaces: bool,
+) -> int:
+    """What loading takes of the host's memory: the largest shard, and what stays where the devices are the host.
+
+    Shards that are read ahead are not counted: they are as many as there is memory for.
+    """
+    numbers = {name: want for name, want in wanted.items() if not name.endswith(WORTH)}
+    pieces = (
+        piece.size_bytes for name, want in numbers.items() for piece in _Piece.of(network, name, files[name], want)
+    )
+    return max(pieces, default=0) + (0 if replaces else sum(map(_kept_bytes, wanted.values())))
+
+
+def _kept_bytes(want: jax.ShapeDtypeStruct) -> int:
+    """Of a weight on devices that compute in the host's memory, as where there is no TPU."""
+    shard = int(np.prod(want.sharding.shard_shape(want.shape))) * want.dtype.itemsize
+    return shard * sum(device.platform == "cpu" for device in want.sharding.addressable_devices)
 
 
 def _read_as(want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -154,15 +182,17 @@ def read_shards(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[Iterator[np.ndarray]]:
     """The shards of all weights that this host has, in their order, equal ones once: each is read before it is asked
-    for, as far as `AHEAD_BYTES` allow.
+    for, as far as `AHEAD_BYTES` and half of the host's memory allow.
     """
     pieces = [piece for name, want in wanted.items() for piece in _Piece.of(network, name, files[name], want)]
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
+    available = host_memory.available_bytes()
+    most = AHEAD_BYTES if available is None else min(AHEAD_BYTES, available // 2)
 
     def results() -> Iterator[np.ndarray]:
         waiting, begun = deque(pieces), deque[_Piece]()
         while waiting or begun:
-            while waiting and (not begun or sum(p.size_bytes for p in begun) + waiting[0].size_bytes <= AHEAD_BYTES):
+            while waiting and (not begun or sum(p.size_bytes for p in begun) + waiting[0].size_bytes <= most):
                 begun.append(waiting.popleft())
                 begun[-1].begin(pool, reader)
             yield begun.popleft().finish()

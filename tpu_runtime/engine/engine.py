@@ -16,7 +16,7 @@ import torch
 
 from ...attention.policy import Kernel
 from ...sharding.mesh import Device
-from .. import device_memory, refusal, versions
+from .. import device_memory, host_memory, refusal, versions
 from .. import precision as precisions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import Expected, ModelRef
@@ -282,13 +282,18 @@ class Engine:
 
         A program that the compiler refuses is not tried again: its answer does not depend on what is loaded.
         """
-        reason = ""
+        reason = host_reason = ""
         for unloaded in itertools.chain(("",), self._unload_in_stages(stage)):
             if unloaded:
                 log.warning("%s: out of memory (%s); unloaded %s, trying once more.", stage.name, reason, unloaded)
                 stage.progress.text(f"Out of memory: unloaded {unloaded}, trying once more")
             try:
-                return self.hosts.attempt(work, _ending)
+                with host_memory.explained(f"{stage.spec.title}, stage {stage.name},"):
+                    return self.hosts.attempt(work, _ending)
+            except refusal.HostFull as error:
+                # What is on the chips takes none of it, but for what computes on the host.
+                host_reason, again = str(error), self.devices[0].platform == "cpu"
+                reason = host_reason
             except refusal.DoesNotFit as error:
                 advice = memory_advice.compiler_sentence(
                     stage.spec, stage.name, settings, error.refused, len(self.devices)
@@ -297,9 +302,12 @@ class Engine:
             except (OutOfMemory, Elsewhere, jax.errors.JaxRuntimeError) as error:
                 # Only its text leaves this block: the error's traceback holds arrays.
                 reason, again = _out_of_memory(error)
+                host_reason = ""
             if not again:
                 break
         self._clear()
+        if host_reason:
+            raise refusal.HostFull(host_reason)
         raise OutOfMemory(memory_advice.sentence(stage.spec, stage.name, settings, reason, len(self.devices)))
 
     def _unload_in_stages(self, stage: Stage) -> Iterator[str]:
@@ -361,7 +369,7 @@ def _ahead_of_time(work: Callable[[], None], name: str) -> None:
 
 def _ending(error: BaseException) -> Ending:
     """Whether memory ran out, and whether less beside it might help: what was known before loading, would not."""
-    if isinstance(error, OutOfMemory):
+    if isinstance(error, OutOfMemory | refusal.HostFull):
         return "no room"
     if not isinstance(error, jax.errors.JaxRuntimeError) or refusal.of_host(str(error)):
         return "failed"

@@ -1,0 +1,199 @@
+"""Memory of the host: what is left, by what Linux says, and a sentence before more is taken than that."""
+
+import errno
+import mmap
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tpu_runtime import host_memory
+from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.refusal import HostFull
+from comfyui_tpu.tpu_runtime.units import GIB, MIB
+
+MEMINFO = "MemTotal: 24000000 kB\nMemFree: 100 kB\nMemAvailable: 8388608 kB\nSwapFree: 0 kB\n"
+V2 = "sys/fs/cgroup"
+V1 = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemFree: 100 kB\n"}, None),
+        ({"proc/meminfo": MEMINFO}, 8 * GIB),
+        ({"proc/meminfo": MEMINFO.replace("SwapFree: 0", "SwapFree: 1048576")}, 9 * GIB),
+        # A container: its own group is mounted, at whatever place it has on the host.
+        (
+            {
+                "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/docker/abc\n", f"{V2}/memory.max": f"{4 * GIB}\n",
+                f"{V2}/memory.current": f"{3 * GIB}\n", f"{V2}/memory.stat": f"inactive_file {GIB}\nactive_file 7\n",
+            },
+            2 * GIB + 7,
+        ),
+        # A slice above the own group has less.
+        (
+            {
+                "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user.slice/me.scope\n",
+                f"{V2}/user.slice/memory.max": f"{GIB}", f"{V2}/user.slice/memory.current": "0",
+                f"{V2}/user.slice/me.scope/memory.max": "max", f"{V2}/user.slice/me.scope/memory.current": "5",
+            },
+            GIB,
+        ),
+        (
+            {
+                "proc/meminfo": MEMINFO, "proc/self/cgroup": "9:name=systemd:/\n4:memory:/a/b\n0::/\n",
+                f"{V1}/a/b/memory.limit_in_bytes": f"{3 * GIB}", f"{V1}/a/b/memory.usage_in_bytes": f"{2 * GIB}",
+                f"{V1}/a/b/memory.stat": "cache 9\ntotal_inactive_file 100\ntotal_active_file 11\n",
+                f"{V1}/memory.limit_in_bytes": "9223372036854771712", f"{V1}/memory.usage_in_bytes": "9",
+            },
+            GIB + 111,
+        ),
+        # More than it may have: nothing is left, and that is not the same as not to know.
+        (
+            {
+                "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n",
+                f"{V2}/memory.max": "100", f"{V2}/memory.current": "200",
+            },
+            0,
+        ),
+        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "\n0\n:\n", f"{V2}/memory.max": "many"}, 8 * GIB),
+    ],
+)  # fmt: skip
+def test_the_least_of_all_limits_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], left: int | None
+):
+    for name, text in files.items():
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
+    assert host_memory.available_bytes() == left
+
+
+def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch):
+    held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+    limit = int(held.split()[1]) * 1024 + 100 * MIB
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        left = host_memory.available_bytes()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert left is not None and 50 * MIB < left <= 101 * MIB
+
+
+def torch_allocates() -> None:
+    torch.empty(2**50)
+
+
+def numpy_allocates() -> None:
+    np.empty(2**55, np.uint8)
+
+
+def no_pages() -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def rust_maps() -> None:
+    raise ValueError("Error while opening: Cannot allocate memory (os error 12)")
+
+
+def system_maps() -> None:
+    mmap.mmap(-1, 2**52)
+
+
+@pytest.mark.parametrize("allocate", [torch_allocates, numpy_allocates, no_pages, rust_maps, system_maps])
+def test_what_the_kernel_refuses_is_a_sentence(allocate: Callable[[], None]):
+    with pytest.raises(HostFull, match=r"Decoding got no more of the host's memory, of which .* are free. End other"):
+        with host_memory.explained("Decoding"):
+            allocate()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no"), OSError(errno.ENOSPC, "No space left"), RuntimeError("no"),
+        RuntimeError("RESOURCE_EXHAUSTED: ioctl: Cannot allocate memory"), HostFull("said"), KeyboardInterrupt(),
+    ],
+)  # fmt: skip
+def test_other_errors_stay(error: BaseException):
+    with pytest.raises(type(error)) as raised, host_memory.explained("Decoding"):
+        raise error
+    assert raised.value is error
+
+
+# --- while models load ------------------------------------------------------------------------------------------------
+
+SPEC = spec_for_family("Flux2")
+MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each component asked for before it was loaded."""
+    asked: list[int] = []
+    require = host_memory.require
+    monkeypatch.setattr(host_memory, "require", lambda size, what: (asked.append(size), require(size, what)))
+    return asked
+
+
+def test_the_largest_model_that_fits_loads_and_the_next_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+):
+    """The kernel would have ended the server. Afterwards what fits runs again."""
+    runner = Runner(jax.devices()[:2])
+    first = runner.encode(MODEL, "a cat", "", Silent())
+    (size,) = sizes
+    assert size > 2 * 2**18, "weights on devices of the host count"
+    runner.free()
+    fits = size + host_memory.RESERVE_BYTES
+    opened: list[Any] = []
+    read = load.Reader.slice
+    monkeypatch.setattr(load.Reader, "slice", lambda *args: (opened.append(args), read(*args))[1])
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: fits - 1)
+    with pytest.raises(
+        HostFull, match="Loading text_encoder of .* needs .* of the host's memory, and .* are free"
+    ) as said:
+        runner.encode(MODEL, "a dog", "", Silent())
+    assert not opened and "End other programs" in str(said.value)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: fits)
+    second = runner.encode(MODEL, "a dog", "", Silent())
+    assert opened and len(first) == len(second)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
+    runner.free()
+    runner.encode(MODEL, "a bird", "", Silent())
+
+
+def test_other_models_leave_a_host_that_is_full(monkeypatch: pytest.MonkeyPatch):
+    """Without a TPU their weights are in the host's memory."""
+    other = spec_for_family("ZImage")
+    runner = Runner(jax.devices()[:2])
+    runner.encode(
+        ModelRef(spec_name=other.name, model_id=other.miniature.random_id, precision="float32"), "a cat", "", Silent()
+    )
+    cache = runner.device_cache
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0 if cache.list() else None)
+    assert runner.encode(MODEL, "a fish", "", Silent())
+    assert [one.model for one in cache.list()] == [MODEL.model_id]
+
+
+def test_a_process_with_a_limit_of_its_own_gets_a_sentence():
+    runner = Runner(jax.devices()[:2])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (int(held.split()[1]) * 1024 + host_memory.RESERVE_BYTES, hard))
+    try:
+        with pytest.raises(HostFull, match="of the host's memory"):
+            runner.encode(MODEL, "a horse", "", Silent())
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    runner.encode(MODEL, "a horse", "", Silent())
