@@ -223,6 +223,8 @@ def _measured(found: machine_record.MachineRecord) -> Iterator[str]:
         yield f"{100 * found.reserve_share:.0f} % of a chip's memory is left free"
     if found.compilers_behind is not None:
         yield f"{found.compilers_behind} compile behind a stage"
+    if found.transfer_start_s is not None:
+        yield f"a transfer between chips starts in {1e6 * found.transfer_start_s:.1f} us"
     if not found.keeps_programs:
         yield "compiled programs are not taken from the disk"
     ways = {"to_chips": "to the chips", "from_chips": "from the chips"}

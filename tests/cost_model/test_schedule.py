@@ -38,8 +38,11 @@ ENTRY %main (x: bf16[1048576]) -> bf16[1048576] {{
 """
 
 
-def timing_of(text: str) -> step_time.Timing:
-    machine = step_time.Machine(chip=TARGET.chip, devices=chips.compile_devices(TARGET))
+START_S = 4e-6  # a round number of this file's
+
+
+def timing_of(text: str, start_s: float = START_S) -> step_time.Timing:
+    machine = step_time.Machine(chip=TARGET.chip, devices=chips.compile_devices(TARGET), start_s=start_s)
     return step_time.timing(hlo.parse(text), machine)
 
 
@@ -60,5 +63,75 @@ def test_a_product_is_never_quicker_than_the_chips_peak(given: dict, estimate: i
 @pytest.mark.parametrize(("pair", "times"), [("0,1", 2), ("1,0", 1), ("2,3", 1)])
 def test_transfers_wait_for_each_other_only_on_the_same_link(pair: str, times: int):
     chip = TARGET.chip
-    waiting = times * 2 * 1048576 / (chip.link_gb_s * 1e9) * chip.clock_hz
+    waiting = times * (START_S + 2 * 1048576 / (chip.link_gb_s * 1e9)) * chip.clock_hz
     assert timing_of(PERMUTES.format(pair=pair)).waiting == pytest.approx(waiting)
+
+
+# Each waits for the one before, as a ring's turns do.
+DEPENDENT = """HloModule three, is_scheduled=true
+
+ENTRY %main (x: {array}) -> {array} {{
+  %x = {array}{{0}} parameter(0)
+  %one = {array}{{0}} {kind}(%x), channel_id=1, {groups}
+  %two = {array}{{0}} {kind}(%one), channel_id=2, {groups}
+  ROOT %three = {array}{{0}} {kind}(%two), channel_id=3, {groups}
+}}
+"""
+SQUARES = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+NEXT = "source_target_pairs={{0,1},{1,0}}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "share", "starts"),
+    [
+        ("all-to-all", SQUARES, 2 / 4, 3),
+        ("collective-permute", NEXT, 1, 3),
+        ("all-reduce", SQUARES, 2 * 3 / 4 / 2, 3),
+        ("collective-permute", "source_target_pairs={{3,3}}", 0, 0),  # to itself: nothing starts
+        ("all-reduce", "replica_groups={{0},{1}}", 0, 0),
+    ],
+)
+@pytest.mark.parametrize("size", [18432, 2**20])
+def test_every_collective_costs_its_start_and_its_bytes(kind: str, groups: str, share: float, starts: int, size: int):
+    """Three of 1 MiB take 3 x (4 us + 1 MiB x share / 90 GB/s); of 18 KiB nearly nothing but the starts."""
+    chip = TARGET.chip
+    found = timing_of(DEPENDENT.format(array=f"u8[{size}]", kind=kind, groups=groups))
+    by_hand = 3 * share * size / 90e9 + starts * START_S
+    assert found.waiting / chip.clock_hz == pytest.approx(by_hand)
+    assert sum(each.seconds for each in found.collectives) == pytest.approx(by_hand)
+    assert timing_of(DEPENDENT.format(array=f"u8[{size}]", kind=kind, groups=groups), 0.0).waiting == pytest.approx(
+        3 * share * size / 90e9 * chip.clock_hz
+    )
+
+
+BESIDE = """HloModule four, is_scheduled=true
+
+%sum (a: f32[1024]) -> f32[1024] {{
+  %a = f32[1024]{{0}} parameter(0)
+  ROOT %b = f32[1024]{{0}} add(%a, %a)
+}}
+
+ENTRY %main (x: u8[90000], y: f32[1024]) -> u8[90000] {{
+  %x = u8[90000]{{0}} parameter(0)
+  %y = f32[1024]{{0}} parameter(1)
+  %one = u8[90000]{{0}} collective-permute-start(%x), channel_id=1, source_target_pairs={{{{0,1}}}}
+  %z = f32[1024]{{0}} fusion(%y), kind=kLoop, calls=%sum, backend_config={{"estimated_cycles":"{cycles}"}}
+  ROOT %first = u8[90000]{{0}} collective-permute-done(%one)
+}}
+"""
+
+
+@pytest.mark.parametrize(("beside_us", "exposed_us"), [(0, 5), (2, 3), (4.5, 0.5), (6, 0)])
+def test_computation_covers_the_start_of_a_transfer_too(beside_us: float, exposed_us: float):
+    """90 kB take 1 us on a link of 90 GB/s, after 4 us of starting."""
+    found = timing_of(BESIDE.format(cycles=round(beside_us * 1750)))
+    assert found.waiting == pytest.approx(exposed_us * 1750, abs=1)
+    (collective,) = found.collectives
+    assert collective.seconds == pytest.approx(5e-6) and collective.overlapped == (exposed_us == 0)
+
+
+def test_the_devices_of_one_chip_start_an_exchange_too():
+    target = chips.topology("tpu7x:2x2x1")
+    machine = step_time.Machine(chip=target.chip, devices=chips.compile_devices(target), start_s=START_S)
+    text = DEPENDENT.format(array="u8[1048576]", kind="collective-permute", groups=NEXT)
+    assert step_time.timing(hlo.parse(text), machine).waiting == pytest.approx(3 * START_S * target.chip.clock_hz)

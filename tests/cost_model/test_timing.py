@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.kernels import linear_int8, names
-from comfyui_tpu.tpu_runtime.cost_model import bundles, chips, collectives, flops, hlo, kernels, step_time
+from comfyui_tpu.tpu_runtime.cost_model import bundles, chips, collectives, flops, hlo, interconnect, kernels, step_time
 from comfyui_tpu.tpu_runtime.plan import findings
 from comfyui_tpu.tpu_runtime.programs.program import Program
 from jax.experimental import pallas as pl
@@ -321,7 +321,7 @@ def test_collectives_are_found_with_their_bytes_and_waited_for():
     assert sum(each.times for each in gathers) == 6
     # Four chips in a square: three quarters of the matrix, over two links.
     assert {each.bytes for each in gathers} == {size * 3 / 4 / 2}
-    assert sum(each.seconds for each in gathers) == pytest.approx(6 * size * 3 / 8 / 90e9)
+    assert sum(each.seconds for each in gathers) == pytest.approx(6 * (interconnect.START_S + size * 3 / 8 / 90e9))
     assert not any(each.overlapped for each in gathers)
     (exchange,) = (each for each in found.collectives if each.kind == "all-to-all")
     assert exchange.bytes == 8192 // 4 * 2048 * 2 * 2 / 4
@@ -340,7 +340,7 @@ def test_a_collective_on_the_sparse_core_takes_its_time_too():
     text, size = layers(overlapped=False, options=ON_SPARSE_CORE)
     assert " call-start(" in text
     gathers = [each for each in timing_of(text, EIGHT()).collectives if each.kind == "all-gather"]
-    assert sum(each.seconds for each in gathers) == pytest.approx(6 * size * 3 / 8 / 90e9)
+    assert sum(each.seconds for each in gathers) == pytest.approx(6 * (interconnect.START_S + size * 3 / 8 / 90e9))
 
 
 def test_a_kernel_takes_as_long_as_its_arrays_to_move():

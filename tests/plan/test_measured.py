@@ -92,6 +92,7 @@ def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, predict: A
     machine = {
         "kernels_off": ["convolution"], "options_off": [], "kernels_small": [], "sentences": [], "reserve_share": 0.08,
         "compilers_behind": 1, "keeps_programs": True, "rates": {"to_chips": 12.34},
+        "transfer_start_s": 4.2e-6,
     }  # fmt: skip
     chips = 8 * [{"id": 0, "kind": "TPU v6 lite", "coords": None, "memory_bytes": None}]
     changed(records / "first_run.json", tmp_path / "first_run.json", platform="tpu", chips=chips, machine=machine)

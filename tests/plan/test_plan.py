@@ -21,7 +21,8 @@ from comfyui_tpu.sharding.rules import REPLICATED
 from comfyui_tpu.tests.plan.products import assert_as_written
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import refusal
-from comfyui_tpu.tpu_runtime.cost_model import chips
+from comfyui_tpu.tpu_runtime.cost_model import chips, interconnect
+from comfyui_tpu.tpu_runtime.machine import record as machine_record
 from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, process, report
@@ -152,6 +153,24 @@ def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
     assert "Memory with all components loaded:" in text and "fits." in text
     assert re.search(r"^This plan took up to \d+\.\d+ GiB of host memory\.$", text, re.MULTILINE)
     assert "denoise_step: the dearest operations" in text and "test_plan.py:" in text
+
+
+def test_the_start_of_a_collective_is_what_this_machine_measured(
+    small_plan: report.Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
+    eight, four = chips.topology("v6e:2x4"), chips.topology("v6e:2x2")
+    assumed = plan.transfer_start(eight)
+    assert assumed == report.TransferStart(seconds=interconnect.START_S, is_measured=False)
+    learnt = machine_record.MachineRecord(transfer_start_s=8.25e-6)
+    machine_record.write(machine_record.key_of("TPU v6 lite", 8), learnt)
+    measured = plan.transfer_start(eight)
+    assert (measured.seconds, measured.is_measured) == (8.25e-6, True)
+    assert plan.transfer_start(four) == assumed
+    text = report.text(replace(small_plan, transfer_start=measured))
+    assert "Each collective starts in 8.2 us, as the self-test measured here." in text
+    assert "only the start of collectives was measured" in text
+    assert "Each collective starts in 5.0 us, an assumption" in report.text(small_plan)
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""How long a collective takes on the links of a slice: bytes on the busiest link over its one-way bandwidth.
+"""How long a collective takes on the links of a slice: a start time, and bytes on the busiest link over its one-way
+bandwidth.
 
-The model is a lower bound for what shortest paths can do: no latency, no waiting, both directions of every link used.
-All groups of a collective run at once and share links. Two devices of one chip (TPU7x) exchange for nothing.
+The bytes are a lower bound for what shortest paths can do: no waiting, both directions of every link used. All groups
+of a collective run at once and share links. Between the two devices of one chip (TPU7x) a collective costs its start.
 """
 
 import functools
@@ -15,6 +16,12 @@ from ...sharding.mesh import Device
 Coords = tuple[int, ...]
 Cable = tuple[Coords, Coords]
 Groups = tuple[tuple[int, ...], ...]
+
+# Seconds from the start of a collective to its first byte, with the participants' agreement to start. Not published for
+# these chips: a hop is about 1 us (the "How to Scale Your Model" book), two or three hops and the agreement make 3 to
+# 10 us. Of Z-Image's 600 transfers a step on eight v6e they make 2 to 6 ms; others measured eight chips on one image
+# 1.85 times as slow as an image on each chip (MaxDiffusion #446). The self-test measures it ("links" in machine.json).
+START_S = 5e-6
 
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "collective-broadcast": 1}
 KINDS = (*RING, "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -38,6 +45,11 @@ def link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[D
     else:
         raise NotImplementedError(f"collective {kind!r} has no model; there are {', '.join(KINDS)}.")
     return {link: size_bytes * load for link, load in _loads(traffic).items()}
+
+
+def is_exchange(groups: Groups) -> bool:
+    """Return whether any of the `groups` (as in `link_bytes`) has two devices, so that there is something to start."""
+    return any(len(set(group)) > 1 for group in groups)
 
 
 def _ring_flows(group: Sequence[Coords], phases: int) -> list[tuple[Coords, Coords, float]]:

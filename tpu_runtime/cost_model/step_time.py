@@ -98,13 +98,15 @@ class Timing:
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a schedule is timed on. `devices` in the order of the program's mesh. `at_best`: of alternatives (a
-    conditional's branches, parts of a kernel that exclude each other) the cheapest runs, not the dearest.
+    conditional's branches, parts of a kernel that exclude each other) the cheapest runs, not the dearest. `start_s`:
+    seconds before a collective's first byte.
     """
 
     chip: Chip
     devices: Sequence[Device]
     kernels: Mapping[str, Cost] = field(default_factory=dict)
     at_best: bool = False
+    start_s: float = interconnect.START_S
 
 
 def timing(module: hlo.Module, machine: Machine) -> Timing:
@@ -115,7 +117,9 @@ def timing(module: hlo.Module, machine: Machine) -> Timing:
 
 @dataclass(kw_only=True)
 class _Schedule:
-    """A walk through one computation with a clock of the computation and one of each link, one transfer at a time."""
+    """A walk through one computation with a clock of the computation and one of each link, one transfer at a time: a
+    transfer that waits for its links starts when they are free.
+    """
 
     machine: Machine
     scope: trip_count.Scope
@@ -203,6 +207,7 @@ class _Schedule:
             loads = interconnect.link_bytes(transfer.kind, transfer.size, transfer.groups, self.machine.devices)
             size = max(loads.values(), default=0.0)
             cycles_per_byte = clock / (self.machine.chip.link_gb_s * 1e9)
+            start_s = self.machine.start_s if interconnect.is_exchange(transfer.groups) else 0.0
             record = Collective(
                 name=found.name,
                 kind=transfer.kind,
@@ -210,15 +215,16 @@ class _Schedule:
                 source=self.scope.module.source(transfer.instruction),
                 bytes=size,
                 times=1,
-                seconds=size * cycles_per_byte / clock,
+                seconds=start_s + size * cycles_per_byte / clock,
                 exposed_s=0.0,
             )
             now = self.total.cycles
             through = {
-                link: max(now, self.links_free.get(link, 0.0)) + load * cycles_per_byte for link, load in loads.items()
+                link: max(now, self.links_free.get(link, 0.0)) + start_s * clock + load * cycles_per_byte
+                for link, load in loads.items()
             }
             self.links_free |= through
-            self.started[transfer.key] = (record, max(through.values(), default=now))
+            self.started[transfer.key] = (record, max(through.values(), default=now + start_s * clock))
         if transfer.phase in ("done", "blocking") and transfer.key in self.started:
             record, through = self.started.pop(transfer.key)
             waiting = max(0.0, through - self.total.cycles)

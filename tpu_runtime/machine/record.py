@@ -29,6 +29,9 @@ MAX_SENTENCE = 1000
 # More than any self-test leaves free: with less room than that nothing would run.
 MAX_RESERVE = 0.5
 
+# A hundred times what a start is thought to take.
+MAX_TRANSFER_START_S = 1e-3
+
 # What a record may say of rates, in GB/s.
 RATES = ("to_chips", "from_chips")
 
@@ -38,24 +41,27 @@ class MachineRecord:
     """What a machine does without, and the sentences that say why, in the order in which it was found out.
 
     Measured by `selftest --first-run`, None before: `reserve_share` of a chip's memory that is left free, how many
-    `compilers_behind` a running stage do not slow it down. `keeps_programs`: compiled ones may be taken from the disk.
+    `compilers_behind` a running stage do not slow it down, `transfer_start_s` seconds before a collective's first byte.
+    `keeps_programs`: compiled ones may be taken from the disk.
     """
 
     fallbacks: Fallbacks = Fallbacks()
     sentences: tuple[str, ...] = ()
     reserve_share: float | None = None
     compilers_behind: int | None = None
+    transfer_start_s: float | None = None
     keeps_programs: bool = True
     rates: Mapping[str, float] = field(default_factory=dict)
 
     def __or__(self, other: "MachineRecord") -> "MachineRecord":
         """Both; of numbers the other's, where it has them."""
-        reserve, behind = other.reserve_share, other.compilers_behind
+        reserve, behind, start = other.reserve_share, other.compilers_behind, other.transfer_start_s
         return MachineRecord(
             fallbacks=self.fallbacks | other.fallbacks,
             sentences=(*(one for one in self.sentences if one not in other.sentences), *other.sentences),
             reserve_share=self.reserve_share if reserve is None else reserve,
             compilers_behind=self.compilers_behind if behind is None else behind,
+            transfer_start_s=self.transfer_start_s if start is None else start,
             keeps_programs=self.keeps_programs and other.keeps_programs,
             rates={**self.rates, **other.rates},
         )
@@ -70,6 +76,7 @@ class MachineRecord:
             "sentences": list(self.sentences[-MAX_SENTENCES:]),
             "reserve_share": self.reserve_share,
             "compilers_behind": self.compilers_behind,
+            "transfer_start_s": self.transfer_start_s,
             "keeps_programs": self.keeps_programs,
             "rates": dict(self.rates),
         }
@@ -156,6 +163,7 @@ def parsed(value: Any) -> MachineRecord:
         sentences=tuple(_printable(one) for one in texts("sentences")[-MAX_SENTENCES:]),
         reserve_share=_number(value.get("reserve_share"), 0.0, MAX_RESERVE),
         compilers_behind=None if (behind := _number(value.get("compilers_behind"), 0, 8)) is None else int(behind),
+        transfer_start_s=_number(value.get("transfer_start_s"), 0.0, MAX_TRANSFER_START_S),
         keeps_programs=value.get("keeps_programs") is not False,
         rates={name: rate for name in RATES if (rate := _number(_given(value, "rates").get(name), 0.0, 1e6))},
     )

@@ -18,13 +18,14 @@ from ...sharding.shape import MeshShape
 from .. import precision as precisions
 from ..cache import curves
 from ..checkpoints import parts
-from ..cost_model import chips, flops, hlo, kernels, step_time
+from ..cost_model import chips, flops, hlo, interconnect, kernels, step_time
 from ..cost_model.bundles import Cost
 from ..cost_model.chips import Topology
+from ..machine import record as machine_record
 from ..model_spec import STAGES
 from . import advice, findings, report
 from .compile import Compiled, PlanRequest, compile_program
-from .report import Plan, ProgramPlan
+from .report import Plan, ProgramPlan, TransferStart
 
 Write = Callable[[str], None]
 
@@ -41,7 +42,8 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
         done = compiled[-1]
         what = "compiled" if done.text else "does not fit"
         write(f"{index} of {len(programs)}, {program.name}: {what}, {done.compile_s:.0f} s")
-    rows = predict(compiled, request.topology, write)
+    start = transfer_start(request.topology)
+    rows = predict(compiled, request.topology, write, start.seconds)
     residency = advice.residency(rows)
     return Plan(
         model=request.spec.name,
@@ -54,30 +56,45 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
         advice=advice.advice(request, rows),
         compiler=f"libtpu {importlib.metadata.version('libtpu')}, jax {jax.__version__}",
         host_peak_bytes=host_peak_bytes(),
+        transfer_start=start,
     )
 
 
-def predict(compiled: Sequence[Compiled], topology: Topology, write: Write) -> tuple[ProgramPlan, ...]:
-    """Times compiled programs, and their kernels, each once."""
+def transfer_start(topology: Topology) -> TransferStart:
+    """Return the start of a collective on these chips: what the self-test measured here, else the assumption."""
+    key = machine_record.key_of(topology.chip.device_kind, topology.num_devices)
+    measured = machine_record.read(key).transfer_start_s
+    if measured is None:
+        return TransferStart(seconds=interconnect.START_S, is_measured=False)
+    return TransferStart(seconds=measured, is_measured=True)
+
+
+def predict(
+    compiled: Sequence[Compiled], topology: Topology, write: Write, start_s: float = interconnect.START_S
+) -> tuple[ProgramPlan, ...]:
+    """Times compiled programs, and their kernels, each once. `start_s`: seconds before a collective's first byte."""
     modules = [hlo.parse(done.text) if done.text else None for done in compiled]
     found = [kernel for module in modules if module for kernel in kernels.find(module)]
     if found:
         write(f"counting the cycles of {len({kernel.key for kernel in found})} kernels")
     costs = kernels.measure(found, topology)
     pairs = zip(compiled, modules, strict=True)
-    return tuple(plan_program(done, module, costs, topology) for done, module in pairs)
+    return tuple(plan_program(done, module, costs, topology, start_s) for done, module in pairs)
 
 
 def plan_program(
-    done: Compiled, module: hlo.Module | None, costs: Mapping[str, Cost], topology: Topology
-) -> ProgramPlan:
-    """Times a compiled program."""
+    done: Compiled, module: hlo.Module | None, costs: Mapping[str, Cost], topology: Topology,
+    start_s: float = interconnect.START_S,
+) -> ProgramPlan:  # fmt: skip
+    """Times a compiled program. `start_s`: seconds before a collective's first byte."""
     program, chip = done.program, topology.chip
     timing = best = None
     if module is not None:
         devices = tuple(program.mesh.devices.flat)
         timing, best = (
-            step_time.timing(module, step_time.Machine(chip=chip, devices=devices, kernels=costs, at_best=at_best))
+            step_time.timing(
+                module, step_time.Machine(chip=chip, devices=devices, kernels=costs, at_best=at_best, start_s=start_s)
+            )
             for at_best in (False, True)
         )
         missing = _missing_to_the_peak(timing, done.flops, topology)

@@ -87,6 +87,14 @@ class ProgramPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransferStart:
+    """The `seconds` that a plan counts before a collective's first byte; `is_measured` on chips of this machine."""
+
+    seconds: float
+    is_measured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All programs of one generation. `residency_bytes`: every component's weights, and the largest program's rest."""
 
@@ -100,6 +108,7 @@ class Plan:
     advice: tuple[str, ...]
     compiler: str
     host_peak_bytes: int
+    transfer_start: TransferStart
 
     @property
     def fits(self) -> bool:
@@ -135,6 +144,7 @@ class Plan:
             "advice": list(self.advice),
             "compiler": self.compiler,
             "host_peak_bytes": self.host_peak_bytes,
+            "transfer_start": asdict(self.transfer_start),
         }
 
 
@@ -181,6 +191,18 @@ def _verdict(plan: Plan) -> str:
     return "fits stage by stage only." if all(each.fits for each in plan.programs) else "DOES NOT FIT."
 
 
+def _basis(plan: Plan) -> str:
+    """Return the sentences that say what the figures of `plan` rest on."""
+    start_us, is_measured = 1e6 * plan.transfer_start.seconds, plan.transfer_start.is_measured
+    figures = f"All figures are {LABEL} ({plan.compiler}); nothing was measured."
+    start = f"Each collective starts in {start_us:.1f} us, an assumption until the self-test measures it."
+    if is_measured:
+        figures = f"All figures are {LABEL} ({plan.compiler}); only the start of collectives was measured."
+        start = f"Each collective starts in {start_us:.1f} us, as the self-test measured here."
+    columns = "Memory in GiB per device, waiting = collectives that no computation covers, in seconds."
+    return f"{figures} {columns} {start}"
+
+
 def text(plan: Plan, explain: bool = False) -> str:
     """The readable report."""
     settings, chip = plan.settings, plan.topology.chip
@@ -189,8 +211,7 @@ def text(plan: Plan, explain: bool = False) -> str:
         f"{plan.title} on {plan.topology.name} ({plan.topology.num_chips} x {chip.device_kind}): "
         f"{settings.width}x{settings.height}, {settings.num_frames} frames, {settings.num_inference_steps} steps, "
         f"guidance {settings.guidance_scale:g}, {plan.precision}, {settings.quality}.",
-        f"All figures are {LABEL} ({plan.compiler}); nothing was measured. Memory in GiB per device, waiting = "
-        "collectives that no computation covers, in seconds.",
+        _basis(plan),
         "",
         *table([_COLUMNS, *map(_row, plan.programs)]),
         "",
