@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, placement
 from comfyui_tpu.tpu_runtime.files import TensorFile
 from comfyui_tpu.tpu_runtime.formats import codes, contents, gguf_file
 from comfyui_tpu.tpu_runtime.models import spec_by_name
@@ -149,7 +149,10 @@ def main() -> None:
                 started = time.monotonic()
                 with peak.watched(), contextlib.ExitStack() as stack:
                     reader = load.Reader(stack, lambda: None)
-                    shards = stack.enter_context(load.read_shards(reader.unchecked(), network, files, wanted))
+                    in_flight = placement.PutsInFlight()
+                    shards = stack.enter_context(
+                        load.read_shards(reader.unchecked(), network, files, wanted, in_flight)
+                    )
                     for _ in shards:
                         pass
                 took = time.monotonic() - started

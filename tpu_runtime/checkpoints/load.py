@@ -1,8 +1,8 @@
 """Weights from files to their shards, in the target format, as fast as the disk gives them.
 
 Several threads read and decode layers of a stacked weight while the shards before it are put on the chips. The host
-holds the shard that is put and those that are read ahead, together `AHEAD_BYTES` at most but for the one in turn. A
-weight with a value that is not finite is an error.
+holds the shards that are read ahead and those on their way to the chips, together `AHEAD_BYTES` at most, or one larger
+shard alone. A weight with a value that is not finite is an error.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from ..programs.modules import Network, Weight
 from ..programs.weights import WORTH, Weights, round_weight, summed
 from ..progress import Progress
 from ..units import GB, MIB
+from .placement import PutsInFlight, place, shards_of
 
 # Of the threads that read: more than cores, for they also wait for the disk. Their work does not hold Python's lock.
 READERS = min(16, 2 * (os.cpu_count() or 1))
@@ -72,8 +73,9 @@ def load(
         numbers = {name: want for name, want in wanted.items() if not name.endswith(WORTH)}
         plain = {name: want for name, want in numbers.items() if name not in merged}
         axes = summed(network) if len(numbers) < len(wanted) else {}
+        in_flight = PutsInFlight()
         # Inside: the threads that read end before the files are closed that they opened.
-        with read_shards(reader.unchecked(), network, files, plain) as ahead:
+        with read_shards(reader.unchecked(), network, files, plain, in_flight) as ahead:
             for name, want in numbers.items():
                 progress.check_cancelled()
                 for held in (name, name + WORTH):
@@ -82,9 +84,10 @@ def load(
                 if changed is not None and name in merged:
                     weights[name] = changed.read(reader, name, files[name], _read_as(want))
                 else:
-                    weights[name] = _placed(want.shape, want.sharding, lambda index: next(ahead))
+                    weights[name] = place(want.shape, want.sharding, lambda index: next(ahead), in_flight)
                 if want.dtype == jax.numpy.int8:
                     check(f"round {name}")
+                    in_flight.wait_for_all()  # which holds what is rounded
                     weights[name], weights[name + WORTH] = round_weight(
                         weights[name], axes[name], want, wanted[name + WORTH]
                     )
@@ -143,10 +146,7 @@ class _Piece:
         """The pieces of a weight, one for each index that shards have, in the order in which they are placed."""
         dtype = torch.float32 if want.dtype == jax.numpy.float32 else torch.bfloat16
         shape, weight = want.sharding.shard_shape(want.shape), network.weights[name]
-        found: dict[tuple, _Piece] = {}
-        for _, index in _in_order(want.sharding, want.shape):
-            found.setdefault(_key(index), cls(weight, files, index, shape, dtype))
-        return list(found.values())
+        return [cls(weight, files, index, shape, dtype) for index, _ in shards_of(want.sharding, want.shape)]
 
     @property
     def size_bytes(self) -> int:
@@ -180,9 +180,10 @@ def read_shards(
     network: Network,
     files: Mapping[str, tuple[TensorFile, ...]],
     wanted: Mapping[str, jax.ShapeDtypeStruct],
+    in_flight: PutsInFlight,
 ) -> Iterator[Iterator[np.ndarray]]:
     """The shards of all weights that this host has, in their order, equal ones once: each is read before it is asked
-    for, as far as `AHEAD_BYTES` and half of the host's memory allow.
+    for, as far as `AHEAD_BYTES` and half of the host's memory allow beside those `in_flight`.
     """
     pieces = [piece for name, want in wanted.items() for piece in _Piece.of(network, name, files[name], want)]
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
@@ -192,7 +193,14 @@ def read_shards(
     def results() -> Iterator[np.ndarray]:
         waiting, begun = deque(pieces), deque[_Piece]()
         while waiting or begun:
-            while waiting and (not begun or sum(p.size_bytes for p in begun) + waiting[0].size_bytes <= most):
+            while waiting:
+                held = in_flight.size_bytes
+                if sum(piece.size_bytes for piece in begun) + held + waiting[0].size_bytes > most:
+                    if begun:
+                        break
+                    if held:
+                        in_flight.wait_for_oldest()
+                        continue
                 begun.append(waiting.popleft())
                 begun[-1].begin(pool, reader)
             yield begun.popleft().finish()
@@ -291,29 +299,7 @@ def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Shard
         _check_finite(piece, file)
         return _array(piece)
 
-    return _placed(weight.layer_shape, sharding, read)
-
-
-def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
-    """An array of the shards that `read` returns for their indices."""
-    pieces: dict[tuple, np.ndarray] = {}
-    arrays = []
-    for device, index in _in_order(sharding, shape):
-        key = _key(index)
-        if key not in pieces:
-            pieces = {key: read(index)}
-        arrays.append(jax.device_put(pieces[key], device))
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _in_order(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Index]]:
-    """The devices here and their parts of an array; equal parts follow each other, so that each is read once."""
-    placed = sharding.addressable_devices_indices_map(shape).items()
-    return sorted(((device, index) for device, index in placed if index is not None), key=lambda item: str(item[1]))
-
-
-def _key(index: Index) -> tuple:
-    return tuple((part.start, part.stop) for part in index)
+    return place(weight.layer_shape, sharding, read, PutsInFlight())
 
 
 def _check_finite(piece: torch.Tensor, file: TensorFile) -> None:
