@@ -160,6 +160,40 @@ def test_layers_without_a_scale_are_a_cast_beside_others_that_have_one(tmp_path:
         assert torch.equal(value(tensor).float(), stored.float() if name in plain else wanted), name
 
 
+# Layers of a file, and which of them have a scale; ComfyUI casts the rest.
+SOME_SCALED = {
+    "the first block alone": (["blocks.0.q", "blocks.1.q", "blocks.2.q"], ["blocks.0.q"]),
+    "all blocks but the last": (["blocks.0.q", "blocks.1.q", "blocks.2.q"], ["blocks.0.q", "blocks.1.q"]),
+    "other layers of each block": (["a.0.q", "a.0.k", "a.1.q", "a.1.k"], ["a.0.q", "a.1.k"]),
+}
+
+
+@pytest.mark.parametrize("form", ["scale_weight", "comfy_quant", "metadata"])
+@pytest.mark.parametrize("case", SOME_SCALED)
+def test_a_layer_without_a_scale_is_what_comfyuis_own_loading_makes_of_it(
+    case: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """By core's `convert_old_quants` and its class of layers: one without a description is a cast."""
+    layers, with_scale = SOME_SCALED[case]
+    stored, wanted = scaled(torch.tensor(0.013))
+    tensors = {f"{layer}.weight": stored.clone() for layer in layers}
+    name = "scale_weight" if form == "scale_weight" else "weight_scale"
+    tensors |= {f"{layer}.{name}": torch.tensor(0.013) for layer in with_scale}
+    said, metadata = {"format": "float8_e4m3fn"}, None
+    if form == "scale_weight":
+        tensors["scaled_fp8"] = torch.zeros(2, dtype=FP8)
+    elif form == "comfy_quant":
+        tensors |= {f"{layer}.comfy_quant": mark(**said) for layer in with_scale}
+    else:
+        metadata = {"_quantization_metadata": json.dumps({"layers": dict.fromkeys(with_scale, said)})}
+    found = read(tmp_path, tensors, metadata)
+    assert found.keys() == {f"{layer}.weight" for layer in layers}
+    for layer in layers:
+        expected = wanted if layer in with_scale else stored.float()
+        assert torch.equal(value(found[f"{layer}.weight"]).float(), expected), layer
+    assert "is fp8 without a scale, and the same layer of other blocks has one" in caplog.text
+
+
 def kitchen(layout: str, tensor: torch.Tensor, **options: object) -> tuple[torch.Tensor, object, torch.Tensor]:
     """Codes, their parameters, and what `comfy-kitchen` makes of them."""
     import comfy_kitchen.tensor as kitchen_tensor
@@ -343,12 +377,6 @@ BAD: dict[str, tuple[Callable[[], Tensors], str]] = {
     "no scale": (
         lambda: {"a.weight": weight().to(FP8), "a.comfy_quant": mark(format="float8_e4m3fn")},
         "its weight_scale is missing",
-    ),
-    "no scale where another block has one": (
-        lambda: {
-            "a.1.b.weight": weight().to(FP8), "a.0.b.weight": weight().to(FP8), "a.0.b.scale_weight": torch.ones(()),
-        },
-        "a.1.b.weight is fp8 without a scale, and the same layer of other blocks has one",
     ),
     "scales of another number": (
         lambda: {"a.weight": weight().to(FP8), "a.weight_scale": torch.ones(7)},

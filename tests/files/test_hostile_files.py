@@ -94,10 +94,6 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "a scale of NaN": (lambda t: quantised(t, float("nan")), "holds NaN or infinity"),
     "a scale without end": (lambda t: quantised(t, float("inf")), "holds NaN or infinity"),
-    "a scale less": (
-        lambda t: without(quantised(t), "blocks.1.ffn.2.scale_weight"),
-        "blocks.1.ffn.2.weight is fp8 without a scale, and the same layer of other blocks has one",
-    ),
     "a weight by both of its names": (
         lambda t: {**t, "blocks.0.attn1.to_q.weight": t[f"{LAYER}.weight"]}, "the file holds a weight twice",
     ),

@@ -6,9 +6,10 @@ The marks, in the order in which they count: `comfy_quant` next to a weight, `_q
 layers with scales too, as in ComfyUI.
 """
 
+import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from ..files import CheckpointError, Made, TensorFile, parse_json
 from . import quantized, tokenizer_files
 from .decode import GROUP_MXFP8, GROUP_NVFP4, Bits4, Mxfp8, Nvfp4, Rotated, Scaled
+
+log = logging.getLogger(__name__)
 
 METADATA = "_quantization_metadata"
 FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -66,21 +69,24 @@ def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> d
             gone.update(_bits4(name, tensors))
         elif tensor.dtype in FP8 and len(tensor.shape) > 1:
             bare.append(tensor)
-    _check_bare(bare, found)
+    _tell_bare(bare, found)
     found = {name: found.get(name, tensor) for name, tensor in tensors.items() if name not in gone}
     _refuse(found)
     return found
 
 
-def _check_bare(bare: Iterable[TensorFile], scaled: Iterable[str]) -> None:
-    """`CheckpointError` where a layer has no scale, and the same layer of another block has one: that was lost."""
+def _tell_bare(bare: Sequence[TensorFile], scaled: Iterable[str]) -> None:
+    """Says in the log which layers have no scale where the same layer of another block has one: they are a cast, as in
+    ComfyUI, which is right for layers that were left out of the scaling, and wrong where a scale was lost.
+    """
     kinds = {_NUMBER.sub("*", name) for name in scaled}
-    for tensor in bare:
-        if _NUMBER.sub("*", tensor.name) in kinds:
-            raise CheckpointError(
-                f"{tensor.path}: {tensor.name} is fp8 without a scale, and the same layer of other blocks has one; the "
-                "file is incomplete. Download it again."
-            )
+    found = [tensor for tensor in bare if _NUMBER.sub("*", tensor.name) in kinds]
+    if found:
+        log.warning(
+            "%s: %s is fp8 without a scale, and the same layer of other blocks has one (%d layers); they are taken as "
+            "they are, as ComfyUI does. If the result is wrong, download the file again.",
+            found[0].path, found[0].name, len(found),
+        )  # fmt: skip
 
 
 def _refuse(tensors: Mapping[str, TensorFile]) -> None:
