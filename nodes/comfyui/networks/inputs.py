@@ -15,6 +15,8 @@ from .rows import LENGTHS
 
 CPU = torch.device("cpu")
 Given = dict[str, Any]
+# How Qwen-Image Edit from 2511 on takes its images; FLUX.2 has no such network.
+_OF_2511 = "index_timestep_zero"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +124,18 @@ def _flux2(network: CoreNetwork, given: Given) -> Asked:
 
 
 def _check_method(network: CoreNetwork, method: str | None, own: str) -> None:
-    if method not in (None, own):
+    if method in (None, own):
+        return
+    if method == _OF_2511 and network.spec.family == "QwenImage":
         raise ValueError(
-            f"{network.spec.title}: reference_latents_method is {method}; its network on the TPU takes {own}. Set "
-            "that, or remove the node."
+            f"{network.spec.title}: reference_latents_method is {method}, and the file is not known to be 2511; its "
+            f"network on the TPU takes {own}. Set that, or where it is 2511, put 2511 into the file's name, or add "
+            "+ qwen-image-edit-2511 to the model_id of TPUModelLoader."
         )
+    raise ValueError(
+        f"{network.spec.title}: reference_latents_method is {method}; its network on the TPU takes {own}. Set that, or "
+        "remove the node."
+    )
 
 
 def _z_image(network: CoreNetwork, given: Given) -> Asked:
@@ -146,7 +155,7 @@ def _qwen_image(network: CoreNetwork, given: Given) -> Asked:
     _refuse_rest(network, given, set())
     _check_channels(network, x)
     if references:
-        _check_method(network, method, "index_timestep_zero" if network.config.get("zero_cond_t") else "index")
+        _check_method(network, method, _OF_2511 if network.config.get("zero_cond_t") else "index")
     inputs = _padded_text(network, 0, context, _lengths(network, given, context, mask))
     inputs |= {f"reference_{n}": _array(_padded(each, (1, 2, 2))) for n, each in enumerate(references or ())}
     return Asked(sample=_padded(x, (1, 2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)

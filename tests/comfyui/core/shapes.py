@@ -62,6 +62,8 @@ def sentence(graphs: Any, model: Any, wrong: Mapping[str, Any]) -> str:
 
 
 def value(graphs: Any, what: str, shape: Sequence[Any]) -> Any:
+    if isinstance(shape, str):
+        return shape
     if what == "reference_latents":
         return [graphs.draw(*one) for one in shape]
     if what == "clip_vision_output":

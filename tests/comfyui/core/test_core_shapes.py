@@ -60,6 +60,20 @@ WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "a video's latents": ({"samples": (1, 16, 3, 12, 8)}, ("3 frames", "takes 1", "length")),
         "another encoder": ({"width": 100}, ("100 wide", "takes 96")),
     },
+    # Its file has neither the mark of 2511 nor its name.
+    "qwen-image": {
+        "references as 2511 takes them": (
+            {"reference_latents": [(1, 16, 1, 8, 12)], "reference_latents_method": "index_timestep_zero"},
+            (
+                "reference_latents_method is index_timestep_zero", "takes index", "put 2511 into the file's name",
+                "add + qwen-image-edit-2511 to the model_id of TPUModelLoader",
+            ),
+        ),
+        "references as FLUX.1 Kontext takes them": (
+            {"reference_latents": [(1, 16, 1, 8, 12)], "reference_latents_method": "offset"},
+            ("reference_latents_method is offset", "takes index", "Set that, or remove the node"),
+        ),
+    },
     "hunyuanvideo 1.5 i2v, distilled": {
         "a picture of Wan's VAE": ({"concat_latent_image": (1, 16, 3, 5, 6)}, ("16 channels", "takes 32")),
         "a picture of another length": ({"concat_latent_image": (1, 32, 4, 5, 6)}, ("4 latent frames", "sample has 3")),
