@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -313,7 +312,7 @@ def _experts_problem(spec: ModelSpec, placed: Mapping[str, Held], *, has_rest: b
             "one for high noise first; a file in which the two are merged is named twice."
         )
     if len(given) > 1:
-        first, second = (_noise(placed[name].path.name) for name in given[:2])
+        first, second = (told.noise(placed[name], is_of_two=True) for name in given[:2])
         if first == second != "":
             both = " and ".join(placed[name].path.name for name in given[:2])
             return (
@@ -332,15 +331,6 @@ def _relative(spec: ModelSpec, placed: Mapping[str, Held]) -> str | None:
     """What the files of the denoisers are by their names, where that is not this model."""
     found = (told.relative(held, spec) or told.expert(held, spec) for held in _denoisers(spec, placed))
     return next(filter(None, found), None)
-
-
-def _noise(name: str) -> str:
-    """Which expert a file is by its name: one of `_NOISE`, or nothing where that is open."""
-    words = re.sub(r"(?=[A-Z][a-z])", "_", name).lower()  # `I2VHighNoise` too
-    for pattern in (r"(high|low)[ _.-]*noise", r"(?<![a-z])(high|low)(?![a-z])"):
-        if found := set(re.findall(pattern, words)):
-            return found.pop() if len(found) == 1 else ""
-    return ""
 
 
 def _problem(spec: ModelSpec, placed: Mapping[str, Held], configs: Mapping[str, Mapping[str, Any]]) -> str | None:

@@ -23,9 +23,12 @@ _OF_FORMAT = re.compile(
     r"[a-z]|bf|(mx|nv)?fp(\d\w*)?|fn|int|[emv]\d\w*|q\d\w*|xxs|xs|iq|nl|ud|scaled|mixed|convrot|comfy\w*|gguf"
     r"|safetensors|sft|kj|repackaged|transformer|diffusion|model|diffusers|pytorch|high|low|noise|cfg"
 )
-# How the names of one of two denoisers say which it is, in small letters with `-` between words.
-_NOISES = re.compile(r"(high|low)-?noise|(?:wan-?2-?2)\b.*\b(high|low)\b")
-
+# How names say which of two denoisers a file is, in small letters with `-` between words: `high-noise`, or the word
+# alone, which elsewhere is said of memory, sizes and steps.
+_NOISE = r"(high|low)-?noise"
+_ALONE = r"(?<![a-z])(high|low)(?![a-z]|-?(?:v?ram|mem|res|quality|cfg|step|poly))"
+# How names say that a file is one of two.
+_OF_TWO = re.compile(r"wan-?2-?2(?!\d)|a14b")
 
 # How names say that a network was distilled to a few steps without guidance.
 _DISTILLED = re.compile(
@@ -108,14 +111,25 @@ def relative(held: Held, spec: ModelSpec) -> str | None:
 
 def expert(held: Held, spec: ModelSpec) -> str | None:
     """Why a file is not all of a model with one denoiser: it is one of two by its name."""
-    match = next((match for title in _plain(held.contents.titles) if (match := _NOISES.search(title))), None)
-    if match is None or len(spec.denoiser.experts) > 1:
+    found = noise(held)
+    if not found or len(spec.denoiser.experts) > 1:
         return None
-    noise = match[1] or match[2]
     return (
-        f"{held.path} is by its name the denoiser for {noise} noise, one of two, and {spec.title} has one. Name both, "
+        f"{held.path} is by its name the denoiser for {found} noise, one of two, and {spec.title} has one. Name both, "
         f"the one for high noise first, or to run it alone as {spec.title}, add + {spec.name} to model_id."
     )
+
+
+def noise(held: Held, *, is_of_two: bool = False) -> str:
+    """Which of two denoisers a file is by its name: `high`, `low`, or nothing where that is open. Of one that is known
+    to be of two the word alone tells, too.
+    """
+    names = (held.path.name, *held.contents.titles)
+    for title in _plain(re.sub("(?=[A-Z][a-z])", "_", name) for name in names):  # `I2VHighNoise` too
+        for pattern in (_NOISE, _ALONE) if is_of_two or _OF_TWO.search(title) else (_NOISE,):
+            if found := set(re.findall(pattern, title)):
+                return found.pop() if len(found) == 1 else ""
+    return ""
 
 
 def _plain(titles: Iterable[str]) -> list[str]:
