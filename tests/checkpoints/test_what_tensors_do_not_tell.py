@@ -88,7 +88,18 @@ def test_without_a_mark_or_a_name_comfyuis_graph_runs_as_comfyui_runs_it(
     with caplog.at_level(logging.WARNING):
         found = resolved(path, EDIT.name, needs_all=False)
     assert found.configs["transformer"]["zero_cond_t"] is False
-    assert "zero_cond_t is taken as false, as ComfyUI does" in caplog.text
+    assert EDITS in caplog.text and "Until then it runs as ComfyUI runs it" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["qwen_image_2512_bf16.safetensors", "my_portraits.safetensors"])
+def test_text_to_image_is_told_nothing_of_what_edit_leaves_open(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = write_safetensors(tmp_path / name, tensors_of(EDIT.name))
+    with caplog.at_level(logging.WARNING):
+        assert choose_part(SPECS, path).spec.name == "qwen-image-2512"
+        assert resolved(f"{path} + {tmp_path / 'folder'}", EDIT.name).spec.name == "qwen-image-2512"
+    assert "zero_cond_t" not in caplog.text and EDITS not in caplog.text
 
 
 LANGUAGE = {
@@ -169,6 +180,27 @@ def test_a_model_that_runs_otherwise_is_told_by_its_name_or_asked_for(
     assert resolved(f"{path} + {spec.published.hub_id}", model).spec is spec
     # ComfyUI's own samplers are told shift and guidance by the graph.
     choose_part(SPECS, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_marked", "wanted", "is_assumed"),
+    [
+        ("qwen_image_2512_fp8_e4m3fn.safetensors", False, "qwen-image-2512", False),
+        ("qwen-image-2512-Q4_K_M.gguf", False, "qwen-image-2512", False),
+        ("qwen_image_edit_2509_bf16.safetensors", False, "qwen-image-edit-2511", False),
+        ("renamed.safetensors", True, "qwen-image-edit-2511", False),
+        ("my_portraits.safetensors", False, "qwen-image-2512", True),
+    ],
+)
+def test_a_mark_or_a_name_says_that_it_is_edit(
+    name: str, is_marked: bool, wanted: str, is_assumed: bool, tmp_path: Path
+):
+    tensors = {**tensors_of(EDIT.name), **({MARK: torch.zeros(0)} if is_marked else {})}
+    write = write_gguf if name.endswith(".gguf") else write_safetensors
+    path = write(tmp_path / name, tensors, *(["any"] if write is write_gguf else []))
+    found = resolved(f"{path} + {tmp_path / 'folder'}", EDIT.name)
+    assert found.spec.name == wanted
+    assert ("neither tensors nor names tell it from another" in found.assumed) == is_assumed
 
 
 def test_a_model_that_differs_in_defaults_alone_is_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):

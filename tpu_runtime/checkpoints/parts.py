@@ -189,8 +189,10 @@ def resolve(model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = 
     if not fitting:
         raise CheckpointError(_best_problem(model_id, candidates, problems, given))
     best = max(fitting, key=lambda one: _rank(one, given))
-    if best.question:
+    if best.question and needs_all:
         raise CheckpointError(best.question)
+    if best.question:
+        log.warning("%s Until then it runs as ComfyUI runs it.", best.question)
     if not needs_all or not (titles := _titles(best)):
         return best
     notes = [told.distilled_sentence(best.spec, titles)]
@@ -236,10 +238,15 @@ def _experts(one: Parts) -> int:
 
 
 def _misfit(one: Parts) -> int:
-    """In how many values the configs of the denoisers are not the published ones."""
+    """In how many values the configs of the denoisers differ from the published ones, but for what no tensor tells."""
     published = one.spec.component(one.spec.denoiser.experts[0]).config
-    configs = _denoisers(one.spec, one.configs)
-    return sum(config.get(key) != value for config in configs for key, value in published.items())
+    both = zip(_denoisers(one.spec, one.configs), _denoisers(one.spec, one.parts), strict=True)
+    return sum(
+        config.get(key) != value
+        for config, held in both
+        for key, value in published.items()
+        if key not in held.layout.flags
+    )
 
 
 def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: bool) -> "Parts | _Problem":
@@ -250,7 +257,7 @@ def _fit(spec: ModelSpec, given: _Given, folders: Sequence[str], *, needs_all: b
     if isinstance(placed, _Problem):
         return placed
     components = {name: spec.parts_of(name)[0] for name in dict.fromkeys(one.folder for one in spec.components)}
-    said = told.Said(names=(*(one.name for one in given.specs), *filter(None, [given.rest])), asks=needs_all)
+    said = told.Said(names=(*(one.name for one in given.specs), *filter(None, [given.rest])), asks=True)
     try:
         configs, question = _configs(spec, placed, said)
     except CheckpointError as error:

@@ -4,7 +4,6 @@ The user's word counts most, then the file's marks and metadata, then its name. 
 result would be another one; else it is assumed, and the log and the node that loads the model say so.
 """
 
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from ...formats import gguf_file
 from ...formats.contents import Held
 from ...model_spec import Component, ModelSpec
 from . import published
-
-log = logging.getLogger(__name__)
 
 # Words of a file's name that are of its format, and none of a model's.
 _OF_FORMAT = re.compile(
@@ -80,8 +77,6 @@ def flag(held: Held, component: Component, key: str, said: Said) -> bool:
             f"{held.path}: neither its tensors nor its name tell whether it is {one.meaning}. Put one of the two "
             f"numbers into the file's name, or add {one.answers} to model_id."
         )
-    if found is None:
-        log.warning("%s: %s is taken as false, as ComfyUI does; its name could tell it.", held.path, key)
     return bool(found)
 
 
