@@ -66,3 +66,35 @@ def test_the_vocabulary_has_the_states_of_weights():
     )
     states = {word for node in ast.walk(body.body[-1]) for word in words(node)}
     assert states and states <= set(re.findall(r"`(\w+)`", section("Glossary")))
+
+
+# Tables of what runs and of what is refused, by the heads of their columns.
+TABLES = {
+    "docs/core_nodes.md": ["| | | test |", "| node | why | instead | test |"],
+    "docs/files.md": [
+        "| in the file | decoded | marks | test |",
+        "| file | ComfyUI's folder | becomes | on the chips | test |",
+        "| family | what no tensor tells | what tells it | where it stays open | test |",
+        "| known by | networks | test |",
+        "| what | test |",
+    ],
+}
+
+
+def rows(path: str, head: str) -> list[str]:
+    text = (ROOT / path).read_text("utf-8")
+    assert text.count(f"\n{head}\n") == 1, (path, head)
+    lines = text.partition(f"\n{head}\n")[2].splitlines()[1:]
+    return lines[: next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+
+
+@pytest.mark.parametrize(("path", "head"), [(path, head) for path, heads in TABLES.items() for head in heads])
+def test_every_row_of_what_runs_and_of_what_is_refused_names_its_test(path: str, head: str):
+    """By its function's name, which one file of the tests has."""
+    sources = [file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
+    for row in rows(path, head):
+        named = re.findall(r"`(test_\w+)`", row.rsplit(" | ", 1)[-1])
+        assert named, f"{path} names no test: {row}"
+        for name in named:
+            files = [source for source in sources if re.search(rf"^def {name}\(", source, re.MULTILINE)]
+            assert len(files) == 1, f"{path}: {name} is in {len(files)} files"
