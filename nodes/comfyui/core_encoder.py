@@ -1,7 +1,7 @@
 """A text encoder in place of core's, within core's CLIP: its states, its weights by core's names, what nodes change."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,21 @@ class EncoderPlace:
         if one.layer == "last":
             return number
         return one.layer_idx % number + 1
+
+
+class Part:
+    """A module of core's text model by name, which nodes such as LoraSave look up; the patcher has its weights."""
+
+    comfy_cast_weights = False
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+
+    def __getattr__(self, name: str) -> "Part":
+        below = [one.removeprefix(f"{name}.") for one in self._names if one.startswith(f"{name}.")]
+        if not below:
+            raise AttributeError(f"core's text model has no {name} here")
+        return Part(below)
 
 
 class Encoder(torch.nn.Module):
@@ -80,6 +95,14 @@ class Encoder(torch.nn.Module):
                 "or load the text encoder with ComfyUI's own loader."
             )
         return self._changed[1]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "place" not in vars(self):
+                raise
+            return getattr(Part(self.place.names), name)
 
     @functools.cached_property
     def depth(self) -> int:

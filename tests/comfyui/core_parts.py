@@ -85,6 +85,8 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
         assert ours.tokenize(prompt) == theirs.tokenize(prompt)
     if "changes" in job:
         changes.saved(ours, theirs, job["paths"], Path.cwd())
+        if job["changes"]:
+            changes.extracted(ours, theirs, Path.cwd() / "loras")
         return errors | changes.compared(ours, theirs, relative, every=job["changes"])
     return errors
 

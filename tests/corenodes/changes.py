@@ -130,6 +130,26 @@ def _bypassed(clip: Any) -> Iterator[tuple[str, str]]:
         yield "TextGenerate", str(error)
 
 
+def extracted(ours: Any, theirs: Any, folder: Path) -> None:
+    """LoraSave writes the LoRA of a difference of two CLIPs, of ours as of core's."""
+    import folder_paths
+    from comfy.utils import load_torch_file
+    from comfy_extras import nodes_lora_extract, nodes_model_merging
+
+    subtract, files = nodes_model_merging.CLIPSubtract(), []
+    for kind, clip in (("ours", ours), ("theirs", theirs)):
+        folder_paths.set_output_directory(str(folder / kind))
+        (difference,) = subtract.merge(lora(clip), clip, 1.0)
+        nodes_lora_extract.LoraSave.execute("extracted", 4, "full_diff", True, None, difference)
+        (path,) = (folder / kind).glob("extracted*")
+        tensors = load_torch_file(str(path))
+        files.append({name: x.float() for name, x in tensors.items() if x.abs().max() > 1e-3})
+    found, wanted = files
+    assert found.keys() == wanted.keys() and wanted, found.keys() ^ wanted.keys()
+    for name, x in wanted.items():
+        assert (found[name] - x).norm() <= 2e-3 * x.norm(), name
+
+
 def saved(ours: Any, theirs: Any, paths: Sequence[str], folder: Path) -> None:
     """CLIPSave writes the same tensors of both, changed or not; of ours those that the files at `paths` have."""
     from comfy.utils import load_torch_file

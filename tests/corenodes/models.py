@@ -24,6 +24,7 @@ def main(comfyui: str, job: str) -> None:
     with torch.inference_mode():
         models = Models(json.loads(job))
         models.check_saved_models()
+        models.check_extracted()
         models.check_saved_checkpoint()
         models.check_saved_vae()
         models.check_asked()
@@ -120,6 +121,25 @@ class Models:
             check_equal(found, wanted)
         again = comfy.sd.load_diffusion_model(str(self.path))
         check_equal(dict(again.model.diffusion_model.state_dict()), without(wanted, "model.diffusion_model."))
+
+    def check_extracted(self) -> None:
+        """LoraSave writes the LoRA of a difference of two models, of ours as of core's own."""
+        import folder_paths
+        from comfy.utils import load_torch_file
+        from comfy_extras.nodes_lora_extract import LoraSave
+
+        folder = Path.cwd() / "extracted"
+        folder_paths.set_output_directory(str(folder))
+        subtract = self.node("ModelSubtract", 1.0)
+        for kind in ("full_diff", "standard"):
+            files = []
+            for model in (self.ours, self.theirs):
+                LoraSave.execute(kind, 4, kind, True, subtract(self.graphs.with_lora(model), model))
+                files.append(load_torch_file(str(sorted(folder.glob(f"{kind}*"))[-1])))
+            found, wanted = map(changes_of, files)
+            assert found.keys() == wanted.keys() and len(wanted) > 4, found.keys() ^ wanted.keys()
+            size = max(x.norm() for x in wanted.values())
+            assert size > 0.1 and all((found[name] - x).norm() < 2e-3 * size for name, x in wanted.items())
 
     def check_saved_checkpoint(self) -> None:
         """Its three networks are those of their files, and core's loader takes it."""
@@ -223,6 +243,16 @@ def said(use: Callable[[], Any]) -> str:
     except (ValueError, AttributeError) as error:
         return str(error)
     return "done"
+
+
+def changes_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What a LoRA file adds to each weight; zeros are no change, whose matrices core may leave out."""
+    found = {name: x.float() for name, x in tensors.items() if ".diff" in name}
+    for name, up in tensors.items():
+        if name.endswith(".lora_up.weight"):
+            down = tensors[name.replace("lora_up", "lora_down")]
+            found[name] = up.float() @ down.float() if up.ndim == 2 else up.float().flatten(1)
+    return {name: x for name, x in found.items() if x.abs().max() > 1e-3}
 
 
 def without(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:

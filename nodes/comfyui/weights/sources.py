@@ -49,6 +49,19 @@ class Reading:
             for name, value in self.model_state_dict(filter_prefix).items()
         }
 
+    def patch_weight_to_device(
+        self,
+        key: str,
+        device_to: object = None,
+        inplace_update: bool = False,
+        return_weight: bool = False,
+        force_cast: bool = False,
+    ) -> torch.Tensor | None:
+        """A weight with its patches, for nodes such as LoraSave; none is put in its place, for those run on chips."""
+        weight = self.model_state_dict(key).get(key)
+        patches = merged_by_core(self.model, key, self.patches.get(key, ()))
+        return patched(key, patches, weight) if patches and weight is not None else weight
+
     def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> dict[str, torch.Tensor]:
         """With the patches in the weights."""
         found = {}
