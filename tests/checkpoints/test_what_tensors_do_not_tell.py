@@ -57,6 +57,9 @@ ZERO_TIME = [
     ("my_qwen_image_edit.safetensors", False, {}, "", EDITS),
     ("qwen_image_edit_fp8_e4m3fn.safetensors", False, {}, "", EDITS),
     ("qwen-image-edit-2509-2511-merge.gguf", False, {}, "", EDITS),
+    ("qwen_image_edit_step125110.safetensors", False, {}, "", EDITS),
+    ("qwen_image_edit_2511.v2.safetensors", False, {"modelspec.title": "my edit"}, "", True),
+    ("qwenImageEdit2511_fp8.safetensors", False, {}, "", True),
     ("qwen_image_edit_2509_bf16.safetensors", False, {}, "qwen-image-edit-2511", "is another model by its name"),
 ]
 

@@ -75,7 +75,8 @@ def config_of(held: Held, component: Component, known: told.Said = told.NOTHING)
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{held.path}: the sizes of its tensors are not those of a {component.class_name}; it is damaged."
+            f"{held.path}: the sizes of its tensors are not those of a {component.class_name}; it is damaged. "
+            "Download it again."
         ) from error
     flags = {key: told.flag(held, component, key, known) for key in held.layout.flags.keys() - said.keys()}
     # One that has all that tensors say is whole; what it leaves out is upstream's default then.

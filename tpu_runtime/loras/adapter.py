@@ -318,6 +318,9 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
     except ValueError as error:
         raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
     if not isinstance(config, dict):
-        raise LoraError(f"The LoRA {path}: PEFT's config in it is {short(config)}, and no object. Choose another.")
+        raise LoraError(
+            f"The LoRA {path}: PEFT's config in it is {short(config)}, and no object of options. Save it again with "
+            "PEFT, or choose another."
+        )
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return shapes, config

@@ -67,7 +67,10 @@ class PeftConfig:
         """Each module's value with its place among them."""
         patterns = self._config.get(name) or {}
         if not isinstance(patterns, dict):
-            raise LoraError(f"The LoRA {self._path}: {name} is {short(patterns)}, and no object. Choose another.")
+            raise LoraError(
+                f"The LoRA {self._path}: {name} is {short(patterns)}, and no object, which has a number for each "
+                "module. Save it again with PEFT, or choose another."
+            )
         found: dict[str, tuple[int, Any]] = {}
         for order, (key, value) in enumerate(patterns.items()):
             module = key.removesuffix("$").replace("\\.", ".")

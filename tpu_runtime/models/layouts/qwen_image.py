@@ -9,8 +9,8 @@ from ...formats.layout import Config, FileLayout, Flag, Shapes
 # others by their names alone. FireRed's Edit is as 2509.
 _ZERO_TIME = Flag(
     mark="__index_timestep_zero__",
-    true=r"2511",
-    false=r"2509|firered",
+    true=r"(?<!\d)2511(?!\d)",
+    false=r"(?<!\d)2509(?!\d)|firered",
     meaning="2511 of Qwen-Image Edit, whose images have a time of their own, or 2509",
     answers="+ qwen-image-edit-2511 or + Qwen/Qwen-Image-Edit-2509",
 )

@@ -44,7 +44,10 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
         add_generation_prompt=True,
     )
     if not mask[:, : PREFIX + 1].all():
-        raise ValueError("the checkpoint's tokenizer has another chat template; it cannot be used.")
+        raise ValueError(
+            f"{tokenizer.name_or_path} makes fewer than {PREFIX + 1} tokens before a prompt, as the chat template of "
+            "another model does. Use the tokenizer that the model was published with."
+        )
     return ids, mask[:, PREFIX:]
 
 
