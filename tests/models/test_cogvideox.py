@@ -279,7 +279,7 @@ def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     assert (shown.height, shown.width, shown.num_frames) == (768, 1360, 81)
     assert warnings() == warnings(num_frames=161) == warnings(num_frames=17) == []
     sentence = (
-        "CogVideoX 1.5 5B: {} frames runs, but may look worse than what its makers publish: 1360x768, and 16k + 1 "
+        "CogVideoX 1.5 5B: {} frames runs, but may look worse than the published sizes: 1360x768, and 16k + 1 "
         "frames up to 161."
     )
     assert warnings(height=720, width=1280) == [sentence.format("1280x720 with 81")]

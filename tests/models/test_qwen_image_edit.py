@@ -219,7 +219,7 @@ def test_too_many_pictures_for_the_text_encoder_are_said(times: int):
     one = next(x for name, x in many["tensors"].items() if name.startswith("seen_"))
     prompt = PROMPT * (1024 // len(PROMPT) if times == 4 else 1)
     assert (2 * times * one[0, ..., 0].numel() > 1024) == (times == 24)
-    with pytest.raises(ValueError, match=f"the prompt and {2 * times} pictures have .* tokens or more, and the text"):
+    with pytest.raises(ValueError, match=f"the prompt and {2 * times} images have .* tokens or more, and the text"):
         engine(1).run("encode", MODEL, Silent(), prompt=prompt, negative_prompt="", condition=many)
 
 
@@ -233,7 +233,7 @@ def test_what_no_text_encoder_sees_is_a_sentence(shape: tuple[int, ...]):
 
 @pytest.mark.parametrize("size", [(1, 60), (300, 4)])
 def test_a_strip_is_a_sentence(size: tuple[int, int]):
-    with pytest.raises(ValueError, match=f"the picture is {size[1]}x{size[0]}; one side may be 50 times the other"):
+    with pytest.raises(ValueError, match=f"the image is {size[1]}x{size[0]}; one side may be 50 times the other"):
         engine(1).encode_image(MODEL, torch.zeros(1, *size, 3), ODD, Silent())
 
 

@@ -1,6 +1,6 @@
-"""The models there are, one line each; a model is one file. May import `programs` and the leaves.
+"""The supported models, one per line; a model is one file. May import `programs` and the leaves.
 
-ComfyUI imports these files at its start: what is slow to import, JAX and PyTorch too, is imported where it is used.
+ComfyUI imports these files when it starts, so slow imports (JAX, PyTorch) are inside the functions that use them.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from . import (
 )
 from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
 
-# One of each kind, in the README's table: what its examples and predictions are for.
+# One model of each kind: the README's table. Examples and predictions exist for these.
 FLAGSHIPS: tuple[ModelSpec, ...] = (
     wan21.SPEC,
     wan22_i2v.SPEC,
@@ -32,7 +32,7 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
     qwen_image.SPEC,
     cogvideox.SPEC,
 )
-# Of another size or recipe, or with more inputs: run by the nodes of the flagship of their family.
+# Models of another size or recipe, or with more inputs. The nodes of their family's flagship run them.
 SIBLINGS: tuple[ModelSpec, ...] = (
     *wan21.SIBLINGS,
     *wan21_i2v.SIBLINGS,
@@ -44,17 +44,17 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     qwen_image_edit.SPEC,
 )
 SPECS = FLAGSHIPS + SIBLINGS
-# For every command that takes a name.
+# Help text of every command with a model argument.
 NAME_HELP = f"a model's name, such as {FLAGSHIPS[0].name}; `comfyui-tpu --help` lists all"
 
 
 def spec_by_name(name: str) -> ModelSpec:
-    """The spec called `name`; raises `ValueError` that lists the names."""
+    """Return the spec called `name`. Raises ValueError that lists the names, the most similar first."""
     return _find("model", name, {spec.name: spec for spec in SPECS})
 
 
 def spec_for_family(family: str) -> ModelSpec:
-    """The first spec whose nodes start with `family`; raises `ValueError` that lists the families."""
+    """Return the first spec whose nodes start with `family`. Raises ValueError that lists the families."""
     return _find("family", family, {spec.family: spec for spec in reversed(SPECS)})
 
 
@@ -65,9 +65,12 @@ def _find(kind: str, key: str, specs: dict[str, ModelSpec]) -> ModelSpec:
 
 
 def _nearest_first(key: str, names: list[str]) -> list[str]:
-    """The names that start as `key`, those that are like it, and the others. Punctuation counts not."""
+    """Return `names` by similarity to `key`: first those that start with it, then close matches, then the rest.
+
+    Case and punctuation are ignored.
+    """
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in names}
-    own = re.sub(r"[^a-z0-9]", "", key[:100].lower())
-    starts = [name for each, name in plain.items() if own and each.startswith(own)]
-    close = [plain[each] for each in difflib.get_close_matches(own, plain, len(plain))]
+    wanted_key = re.sub(r"[^a-z0-9]", "", key[:100].lower())
+    starts = [name for letters, name in plain.items() if wanted_key and letters.startswith(wanted_key)]
+    close = [plain[letters] for letters in difflib.get_close_matches(wanted_key, plain, len(plain))]
     return list(dict.fromkeys([*starts, *close, *names]))

@@ -5,7 +5,6 @@ diffusers' `CogVideoXTransformer3DModel`.
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ..model_spec import (
     TextEncoding,
     Vae,
 )
+from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders.cogvideox import VAE_DECODER, decode
 from .denoisers import layers
 from .denoisers.cogvideox import MAX_TOKENS, TRANSFORMER
@@ -43,30 +43,41 @@ GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2,
 
 
 def forward(
-    cogvideox: Any,
+    cogvideox: Net,
     run: "DenoiserRun",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
-    """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
+    """Return the velocity of `sample` `[rows, 16, frames, height, width]` at one `timestep` `[1]`.
+
+    cogvideox: diffusers' `CogVideoXTransformer3DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, 226, text_embed_dim]`.
+    """
     return predict_velocity(cogvideox, run, sample, embed_time(cogvideox, sample, timestep), inputs["text"])
 
 
-def embed_time(cogvideox: Any, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
-    """The timestep as a vector, `[rows, dim]`."""
+def embed_time(cogvideox: Net, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
+    """Return the time embedding `[rows, dim]` of `timestep` `[1]` for every row of `sample` `[rows, ...]`.
+
+    cogvideox: diffusers' module.
+    """
     return cogvideox.time_embedding(cogvideox.time_proj(timestep.expand(len(sample))).to(sample.dtype))
 
 
 def predict_velocity(
-    cogvideox: Any, run: "DenoiserRun", latents: "torch.Tensor", temb: "torch.Tensor", text: "torch.Tensor"
+    cogvideox: Net, run: "DenoiserRun", latents: "torch.Tensor", temb: "torch.Tensor", text: "torch.Tensor"
 ) -> "torch.Tensor":
-    """The velocity of `[rows, channels, latent_frames, latent_height, latent_width]`. All tokens of the text count."""
+    """Return the velocity of `latents` `[rows, channels, frames, height, width]`.
+
+    cogvideox: diffusers' module. run: operations on the mesh. temb: time embedding `[rows, dim]`.
+    text: `[rows, 226, text_embed_dim]`; its padding is attended to, as upstream.
+    """
     cosines, sines = (run.tokens(table[None]) for table in rotary_tables(cogvideox.config, latents))
     x = run.tokens(cogvideox.patch_embed.proj(layers.cut_patches(latents, GEOMETRY.patch_thw)))  # [rows, tokens, dim]
     text = run.replicated(cogvideox.patch_embed.text_proj(text))
 
-    def body(block: Any, streams: "Pair") -> "Pair":
+    def body(block: Net, streams: "Pair") -> "Pair":
         return run_block(block, run, *streams, temb, (cosines, sines))
 
     x, _ = run.scan(cogvideox.transformer_blocks, (x, text), body)
@@ -75,11 +86,14 @@ def predict_velocity(
 
 
 def run_block(
-    block: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", temb: "torch.Tensor", rotary: "Pair"
+    block: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", temb: "torch.Tensor", rotary: "Pair"
 ) -> "Pair":
-    """Joint attention, then one feed-forward, all in gated residuals of modulated norms.
+    """Run one `CogVideoXBlock`: joint attention, then a shared feed-forward. Returns both streams.
 
-    Upstream joins latents and text for both: joined, tokens would leave their chips.
+    block: diffusers' module. run: operations on the mesh. x, text: `[rows, tokens, dim]`. temb: `[rows, dim]`.
+    rotary: cosines and sines `[1, tokens, head_dim]` of the video.
+
+    Upstream concatenates video and text for both updates. Here they stay apart, so that tokens stay on their chips.
     """
     norm = partial(run.residual_norm, eps=block.norm1.norm.eps)
     text_norm = partial(norm, placement="replicated")
@@ -94,29 +108,36 @@ def run_block(
     return x, run.add_feed_forward(text, block.ff, text_y, text_mlp.gate, "replicated")
 
 
-def modulate(run: "DenoiserRun", norm: Any, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
-    """`CogVideoXLayerNormZero`: of latents, and of the text."""
-    parts = run.vector(norm.linear(norm.silu(temb))).chunk(6, dim=1)
-    return layers.modulated(*parts[:3], norm=norm.norm), layers.modulated(*parts[3:], norm=norm.norm)
+def modulate(run: "DenoiserRun", norm: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
+    """Return the modulation of the video and of the text, as `CogVideoXLayerNormZero` `norm` does.
+
+    run: operations on the mesh. temb: time embedding `[rows, dim]`.
+    """
+    chunks = run.vector(norm.linear(norm.silu(temb))).chunk(6, dim=1)
+    return layers.modulated(*chunks[:3], norm=norm.norm), layers.modulated(*chunks[3:], norm=norm.norm)
 
 
-def attend(attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", rotary: "Pair") -> "Pair":
-    """Latents and text attend to both. They share projections and norms; the text's tokens have no place."""
+def attend(attn: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", rotary: "Pair") -> "Pair":
+    """Return the joint-attention updates of `x` and `text`, `[rows, tokens, dim]` each.
+
+    attn: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[1, tokens, head_dim]` of the
+    video. Both streams share projections and norms; the text has no positions.
+    """
     prologues = layers.prologue(attn.norm_q, attn.norm_k, rotary), layers.prologue(attn.norm_q, attn.norm_k)
     qkv = attn.to_q, attn.to_k, attn.to_v
     latent_heads = layers.heads(run, attn, x, *qkv)
     text_heads = layers.heads(run, attn, text, *qkv, placement="replicated")
-    found, text_found = run.joint_attention(latent_heads, text_heads, prologues=prologues)
-    (update,) = run.products(found.flatten(2), attn.to_out[0])
-    (text_update,) = run.products(text_found.flatten(2), attn.to_out[0], placement="replicated")
+    attended, text_attended = run.joint_attention(latent_heads, text_heads, prologues=prologues)
+    (update,) = run.products(attended.flatten(2), attn.to_out[0])
+    (text_update,) = run.products(text_attended.flatten(2), attn.to_out[0], placement="replicated")
     return update, text_update
 
 
 def rotary_tables(config: Any, latents: "torch.Tensor") -> "Pair":
-    """Cosines and sines of every latent token, `[tokens, head_dim]`.
+    """Return cosines and sines `[tokens, head_dim]` of the tokens of `latents`.
 
-    Positions count from 0, so a latent larger than `sample_height` and `sample_width`, where upstream's tables end,
-    only continues them.
+    config: the transformer's. latents: `[rows, channels, frames, height, width]`. Positions count from 0. Upstream's
+    tables end at `sample_height` and `sample_width`; larger latents continue them.
     """
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
@@ -138,12 +159,15 @@ PROMPT = (
     "background includes a small, flowing stream and vibrant green foliage, enhancing the peaceful and magical "
     "atmosphere of this unique musical performance."
 )
-# What the makers publish for text to video.
+# The published size for text to video.
 HEIGHT, WIDTH = 768, 1360
 
 
 def noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
-    """Upstream draws frame by frame: its latents are `[1, latent_frames, 16, h, w]`."""
+    """Draw the initial noise `[1, 16, frames, height, width]` in upstream's order: frame by frame.
+
+    latent_shape: of the result. generator: advanced by the draw.
+    """
     import torch
 
     rows, channels, frames, *size = latent_shape
@@ -152,24 +176,26 @@ def noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch
 
 
 def guidance_at(scale: float, timestep: float, num_steps: int) -> float:
-    """Upstream's, between 1 and `scale` + 1: it takes a timestep (999 to 0) as if it counted steps, so what comes out
-    is no smooth curve.
+    """Return the guidance scale of a step, between 1 and `scale` + 1, with upstream's `use_dynamic_cfg` formula.
+
+    timestep: 999 to 0, which upstream's formula uses like a step index. So the schedule is not smooth. num_steps: of
+    the schedule.
     """
     return 1 + scale * ((1 - math.cos(math.pi * ((num_steps - timestep) / num_steps) ** 5.0)) / 2)
 
 
 def advice(settings: Settings) -> str | None:
-    """A sentence for a size that the makers do not publish; None for those they do."""
+    """Return a sentence if the size or the number of frames is not one of the published ones, else None."""
     if (settings.height, settings.width) == (HEIGHT, WIDTH) and settings.num_frames % 16 == 1:
         return None
     return (
-        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than what its "
-        f"makers publish: {WIDTH}x{HEIGHT}, and 16k + 1 frames up to 161."
+        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than the "
+        f"published sizes: {WIDTH}x{HEIGHT}, and 16k + 1 frames up to 161."
     )
 
 
-def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """Latents in the VAE's own scale."""
+def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":
+    """Scale the solver's `sample` `[1, 16, frames, height, width]` to the VAE's own scale."""
     return 1 / vae_config["scaling_factor"] * sample
 
 
@@ -185,7 +211,7 @@ TEXT_ENCODER = t5.encoder(
     trim=t5.move_position_bias,
 )
 
-# As the published checkpoint configures it.
+# The published checkpoint's config.
 SCHEDULER = {
     "_class_name": "CogVideoXDDIMScheduler",
     "beta_end": 0.012,
@@ -201,7 +227,7 @@ SCHEDULER = {
     "timestep_spacing": "trailing",
 }
 
-# What the makers' own script sets in its place: for this model they recommend the second, with `use_dynamic_cfg`.
+# The alternatives of the model authors' script. For this model they recommend the second, with `use_dynamic_cfg`.
 SCHEDULERS = {
     name: {"_class_name": name, "timestep_spacing": "trailing"}
     for name in ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")

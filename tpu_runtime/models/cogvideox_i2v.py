@@ -1,17 +1,18 @@
 """CogVideoX 1.5 image to video: zai-org/CogVideoX1.5-5B-I2V. The oracle is `diffusers.CogVideoXImageToVideoPipeline`.
 
-The denoiser gets the encoded picture beside the first latent frame (one of those that fill up whole patches, where
-there are such, which nobody sees), and zeros beside the others. Upstream draws the picture's latent from the VAE's
-distribution, by the generator that draws the noise after it: so the encoder gives the distribution, and the draw is
-made with the seed, when denoising begins.
+The denoiser gets the encoded image as more channels of the first latent frame, and zeros for the other frames. If
+frames were added to fill a temporal patch, the first latent frame is one of those, which are not shown. Upstream
+samples the image's latent from the VAE's distribution with the generator that then draws the noise. So the encoder
+returns the distribution, and the sample is drawn with the seed when denoising starts.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...sharding.rules import GATHERED, REPLICATED, Rule
 from ..model_spec import Call, Need, Pictures, Published, Report, Settings
+from ..model_spec.upstream import Net, UpstreamConfig
 from . import cogvideox
 from .autoencoders import frames
 from .autoencoders.cogvideox import VAE_DECODER, encode_picture
@@ -24,47 +25,60 @@ if TYPE_CHECKING:
     from ..programs.denoiser_run import DenoiserRun
 
 STRIDE_HW = 8
-# What upstream always gives the embedding that only this model has.
+# The constant input of upstream's `ofs_embedding`, which only this model has.
 OFS = 2.0
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
-    """Of the picture's latent the mean, in its place later the draw; and the standard deviation."""
+    """Return the shapes of `image`, the mean of the image's latent and later the sample, and of `image_std`.
+
+    latent_shape: `(rows, channels, frames, height, width)`.
+    """
     rows, channels, _, *size = latent_shape
     return {name: (rows, channels, 1, *size) for name in ("image", "image_std")}
 
 
 def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
-    """The distribution of the picture's latent, in the denoiser's scale."""
+    """Return mean and standard deviation of the image's latent, `[1, 16, 1, h, w]` each, in the denoiser's scale.
+
+    call: runs a component. image: `[number, height, width, 3]` in 0..1, of which the first is used.
+    settings: of the generation. vae_config: the VAE's config.
+    """
     import numpy as np
     import torch
 
-    # Pixels travel by the cell of 8 x 8 that becomes a latent: so they are split over chips as latents are.
+    # Pixels are passed in cells of 8 x 8, one per latent, so that they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     moments, _ = call("vae_encoder", encode_moments, cells, partition="spatial")
     mean, log_variance = np.split(np.asarray(moments, np.float32), 2, axis=1)
     scale = vae_config["scaling_factor"]
-    # The makers trained it so: upstream calls it awkward but required.
+    # The model was trained with this scale; upstream's comment calls it awkward but required.
     scale = np.float32(1 / scale if vae_config.get("invert_scale_latents", False) else scale)
     return {"image": scale * mean, "image_std": scale * np.exp(0.5 * np.clip(log_variance, -30.0, 20.0))}
 
 
 def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
-    """A picture to the mean of its latent `[1, 16, 1, h, w]`."""
+    """Encode an image `[1, 3, 1, height, width]` in -1..1 to the mean of its latent `[1, 16, 1, h, w]`.
+
+    call: runs a component. pixels: the image. report: unused.
+    """
     return frames.encode_picture(call, pixels, encode_moments, STRIDE_HW).chunk(2, dim=1)[0]
 
 
-def encode_moments(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
-    """An image in -1..1 by the cell, `[1, 3 * 8 * 8, h, w]`, to mean and log variance `[1, 2 * 16, 1, h, w]`."""
+def encode_moments(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
+    """Encode an image in -1..1, as cells `[1, 3 * 8 * 8, h, w]`, to mean and log variance `[1, 2 * 16, 1, h, w]`."""
     import torch
 
     return encode_picture(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
 
 
 def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "dict[str, np.ndarray]":
-    """A draw from the picture's distribution in place of its mean: the generator's first numbers."""
+    """Replace `image` in `inputs` by a sample `[1, 16, 1, h, w]` of the latent's distribution.
+
+    generator: advanced by the draw, before it draws the noise.
+    """
     import torch
 
     std = inputs["image_std"]
@@ -72,13 +86,17 @@ def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator"
 
 
 def forward(
-    transformer: Any,
+    transformer: Net,
     run: "DenoiserRun",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
-    """The velocity of `[rows, 16, latent_frames, latent_height, latent_width]` at one timestep."""
+    """Return the velocity of `sample` `[rows, 16, frames, height, width]` at one `timestep` `[1]`.
+
+    transformer: diffusers' `CogVideoXTransformer3DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, 226, text_embed_dim]` and `image` `[rows, 16, 1, height, width]`.
+    """
     import torch
 
     ofs = torch.full((1,), OFS, dtype=sample.dtype, device=sample.device)
@@ -89,14 +107,14 @@ def forward(
 
 
 def advice(settings: Settings) -> str | None:
-    """A sentence for a size that the makers do not publish; None for those they do."""
+    """Return a sentence if the size or the number of frames is not one of the published ones, else None."""
     shorter, longer = sorted((settings.height, settings.width))
     if shorter == cogvideox.HEIGHT and longer <= cogvideox.WIDTH and settings.num_frames % 16 == 1:
         return None
     return (
-        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than what its "
-        f"makers publish: {cogvideox.HEIGHT} pixels by {cogvideox.HEIGHT} to {cogvideox.WIDTH}, and 16k + 1 frames up "
-        "to 161."
+        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than the "
+        f"published sizes: {cogvideox.HEIGHT} pixels by {cogvideox.HEIGHT} to {cogvideox.WIDTH}, and 16k + 1 frames "
+        "up to 161."
     )
 
 

@@ -1,11 +1,11 @@
-"""FLUX.2 text to image: black-forest-labs/FLUX.2-dev, and what its family shares. The oracle is
+"""FLUX.2 text to image: black-forest-labs/FLUX.2-dev, and the shared parts of its family. The oracle is
 `diffusers.Flux2Pipeline`.
 
 The denoiser is that of https://github.com/black-forest-labs/flux2, `src/flux2/model.py`; its modules have the names of
 diffusers' `Flux2Transformer2DModel`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ..model_spec import (
     Same,
     Vae,
 )
+from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders.flux2 import VAE, decode, denormalize_latents, encode_image, encode_pixels
 from .denoisers import layers
 from .denoisers.flux2 import GUIDANCE_NAMES, TRANSFORMER
@@ -42,10 +43,13 @@ if TYPE_CHECKING:
 
 
 def forward(
-    flux: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    flux: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 128, latent_height, latent_width]` at one timestep. All tokens of the `text`
-    count; the latents of pictures, `reference_0` and so on, are more tokens. There may be no `guidance`.
+    """Return the flow (velocity) of `sample` `[rows, 128, height, width]` at one `timestep` `[1]`.
+
+    flux: diffusers' `Flux2Transformer2DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, tokens, joint_attention_dim]`, all of it valid, and optionally `guidance` `[1]` and reference
+        latents `reference_0`, `reference_1`, ... `[rows, 128, height, width]`, which are more tokens.
     """
     import torch
 
@@ -54,7 +58,7 @@ def forward(
     pictures = [sample, *(inputs[f"reference_{index}"] for index in range(num_references))]
     norm = partial(run.residual_norm, eps=flux.config.eps, spread=True)
 
-    # Upstream's pipeline divides by what its transformer multiplies by, both rounded to the network's format.
+    # Upstream's pipeline divides by 1000 and its transformer multiplies by 1000, both in the network's dtype.
     time = timestep.to(sample.dtype).expand(rows) / 1000 * 1000
     guidance = inputs["guidance"].to(sample.dtype).expand(rows) * 1000 if "guidance" in inputs else None
     temb = flux.time_guidance_embed(time, guidance)  # [rows, dim]
@@ -73,7 +77,7 @@ def forward(
     stream = layers.stagger(run, norm, image, image_modulations[0])
     rotary = (*layers.halve(run, image_rotary), text_rotary)
 
-    def double_body(block: Any, carry: "tuple[torch.Tensor, Staggered]") -> "tuple[torch.Tensor, Staggered]":
+    def double_body(block: Net, carry: "tuple[torch.Tensor, Staggered]") -> "tuple[torch.Tensor, Staggered]":
         return run_double_block(block, run, norm, *carry, text_size, image_modulations, text_modulations, rotary)
 
     text, stream = run.scan(flux.transformer_blocks, (text, stream), double_body)
@@ -81,10 +85,11 @@ def forward(
 
     joint_run = run.of_length(text_size + image_size)
     stream = layers.stagger(joint_run, norm, torch.cat([text[:, :text_size], image], dim=1), modulation)
-    tables = [torch.cat([own[:, :text_size], more], dim=1) for own, more in zip(text_rotary, image_rotary, strict=True)]
+    pairs = zip(text_rotary, image_rotary, strict=True)
+    tables = [torch.cat([words[:, :text_size], pixels], dim=1) for words, pixels in pairs]
     joint_rotary = layers.halve(joint_run, tables)
 
-    def single_body(block: Any, stream: Staggered) -> Staggered:
+    def single_body(block: Net, stream: Staggered) -> Staggered:
         return run_single_block(block, joint_run, norm, stream, modulation, joint_rotary)
 
     merged = ("attn.in_gate", "attn.in_fed", "attn.out")
@@ -96,7 +101,7 @@ def forward(
 
 
 def run_double_block(
-    block: Any,
+    block: Net,
     run: "DenoiserRun",
     norm: "ResidualNorm",
     text: "torch.Tensor",
@@ -106,7 +111,12 @@ def run_double_block(
     text_modulations: "list[Modulation]",
     rotary: "Sequence[Pair]",
 ) -> "tuple[torch.Tensor, Staggered]":
-    """`Flux2TransformerBlock`: joint attention, then a feed-forward each, all in gated residuals of modulated norms."""
+    """Run one `Flux2TransformerBlock`: joint attention, then a feed-forward per stream. Returns text and image.
+
+    block: diffusers' module. run: operations on the mesh. norm: the residual norm. text: `[rows, tokens, dim]`.
+    image: the image tokens in two halves. text_size: valid text tokens. image_modulations, text_modulations: of
+    attention and feed-forward. rotary: cosines and sines `[1, tokens, head_dim]` of both halves and of the text.
+    """
     attn, (msa, mlp), (text_msa, text_mlp) = block.attn, image_modulations, text_modulations
     text_norm, text_product = partial(norm, placement="replicated"), partial(run.summed, placement="replicated")
     norms = (attn.norm_q, attn.norm_k), (attn.norm_q, attn.norm_k), (attn.norm_added_q, attn.norm_added_k)
@@ -116,9 +126,9 @@ def run_double_block(
     text_heads = project_heads(run, attn, y, *added, placement="replicated")
     halves, normed = layers.catch_up(run, norm, image, mlp, msa)
     heads = [project_heads(run, attn, y, attn.to_q, attn.to_k, attn.to_v) for y in normed]
-    *found, text_found = attend(run, [*heads, text_heads], norms, rotary, text_size)
-    text_update = text_product(attn.to_add_out, text_found)
-    sums = [run.partial_sums(attn.to_out[0], half) for half in found]
+    *attended, text_attended = attend(run, [*heads, text_heads], norms, rotary, text_size)
+    text_update = text_product(attn.to_add_out, text_attended)
+    sums = [run.partial_sums(attn.to_out[0], half) for half in attended]
     image = layers.add_update(run, norm, halves, sums, msa, mlp)
 
     text, y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
@@ -129,71 +139,94 @@ def run_double_block(
 
 
 def run_single_block(
-    block: Any,
+    block: Net,
     run: "DenoiserRun",
     norm: "ResidualNorm",
     x: "Staggered",
     modulation: "Modulation",
     rotary: "Sequence[Pair]",
 ) -> "Staggered":
-    """`Flux2SingleTransformerBlock`: attention and feed-forward of one norm, with one output projection."""
+    """Run one `Flux2SingleTransformerBlock`: attention and feed-forward of one norm, with one output projection.
+
+    block: diffusers' module. run: operations on the mesh. norm: the residual norm. x: text and image tokens, in two
+        halves.
+    modulation: of the block's only update. rotary: cosines and sines `[1, tokens, head_dim]` of both halves.
+    """
     attn = block.attn
     halves, normed = layers.catch_up(run, norm, x, modulation, modulation)
     qkv = (attn, "in_query"), (attn, "in_key"), (attn, "in_value")
     heads = [project_heads(run, attn, y, *qkv) for y in normed]
-    found = attend(run, heads, [(attn.norm_q, attn.norm_k)] * 2, rotary)
+    attended = attend(run, heads, [(attn.norm_q, attn.norm_k)] * 2, rotary)
     fed = [swiglu(run, y, (attn, "in_gate"), (attn, "in_fed")) for y in normed]
-    sums = [run.partial_sums((attn, "out"), *parts) for parts in zip(found, fed, strict=True)]
+    sums = [run.partial_sums((attn, "out"), *pair) for pair in zip(attended, fed, strict=True)]
     return layers.add_update(run, norm, halves, sums, modulation, modulation)
 
 
 def project_heads(
-    run: "DenoiserRun", attn: Any, x: "torch.Tensor", *factors: Any, **how: Any
+    run: "DenoiserRun", attn: Net, x: "torch.Tensor", *factors: Any, **how: Any
 ) -> "tuple[torch.Tensor, ...]":
-    """Query, key and value, `[rows, tokens, heads, head_dim]`."""
-    return tuple(each.unflatten(2, (-1, attn.head_dim)) for each in run.products(x, *factors, split="outs", **how))
+    """Return query, key and value `[rows, tokens, heads, head_dim]` of `x` `[rows, tokens, dim]`.
+
+    run: operations on the mesh. attn: diffusers' module. factors, how: as in `DenoiserRun.products`.
+    """
+    products = run.products(x, *factors, split="outs", **how)
+    return tuple(product.unflatten(2, (-1, attn.head_dim)) for product in products)
 
 
 def attend(
     run: "DenoiserRun", heads: "Sequence[Any]", norms: "Sequence[Any]", rotary: "Sequence[Pair]", text_size: int = 0
 ) -> "list[torch.Tensor]":
-    """Attention of both halves, and of a text where one follows, to all: `[rows, tokens, heads * head_dim]` of each.
+    """Return joint attention over both halves and the text, if any: `[rows, tokens, heads * head_dim]` of each.
 
-    Queries and keys of each have norms and rotary tables of their own.
+    run: operations on the mesh. heads: (query, key, value) of each sequence. norms: (query norm, key norm) of each.
+    rotary: cosines and sines `[1, tokens, head_dim]` of each. text_size: valid text tokens.
     """
     prologues = [layers.prologue(query, key, tables) for (query, key), tables in zip(norms, rotary, strict=True)]
     lengths = [*run.layout.lengths_of_halves(heads[0][0].shape[1]), text_size][: len(heads)]
-    found = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
-    return [each.flatten(2) for each in found]
+    attended = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
+    return [sequence.flatten(2) for sequence in attended]
 
 
 def feed_forward(
     run: "DenoiserRun",
-    ff: Any,
+    ff: Net,
     x: "torch.Tensor",
     product: "Callable[..., torch.Tensor]",
     placement: "Placement" = "sharded",
 ) -> "torch.Tensor":
-    """`Flux2FeedForward`; `product(factor, hidden)` says what becomes of the sums over chips."""
+    """Run `Flux2FeedForward` `ff` on `x` `[rows, tokens, dim]`.
+
+    run: operations on the mesh. product: `product(factor, hidden)` applies the output projection and decides how its
+    partial sums are combined over chips. placement: of `x`.
+    """
     return product(ff.linear_out, swiglu(run, x, (ff, "gate"), (ff, "value"), placement))
 
 
 def swiglu(
     run: "DenoiserRun", x: "torch.Tensor", gate: Any, value: Any, placement: "Placement" = "sharded"
 ) -> "torch.Tensor":
-    (found,) = run.products(x, gate, value, activation="silu", placement=placement, split="outs")
-    return found
+    """Return `silu(gate(x)) * value(x)`, `[rows, tokens, hidden]`, of `x` `[rows, tokens, dim]`.
+
+    run: operations on the mesh. gate, value: weights as in `DenoiserRun.products`. placement: of `x`.
+    """
+    (hidden,) = run.products(x, gate, value, activation="silu", placement=placement, split="outs")
+    return hidden
 
 
-def modulate(run: "DenoiserRun", module: Any, temb: "torch.Tensor") -> list[Modulation]:
-    """`Flux2Modulation`: one for each update of a block, the same for all blocks."""
-    parts = run.replicated(module(temb)).chunk(3 * module.mod_param_sets, dim=-1)
-    return [layers.modulated(*each) for each in zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
+def modulate(run: "DenoiserRun", module: Net, temb: "torch.Tensor") -> list[Modulation]:
+    """Return `Flux2Modulation`'s output, one per update of a block and the same for all blocks.
+
+    run: operations on the mesh. module: diffusers'. temb: time embedding `[rows, dim]`.
+    """
+    chunks = run.replicated(module(temb)).chunk(3 * module.mod_param_sets, dim=-1)
+    return [layers.modulated(*triple) for triple in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True)]
 
 
-def rotary_tables(pos_embed: Any, sizes: "Sequence[tuple[int, int, int]]") -> "Pair":
-    """`Flux2PosEmbed`: `[1, tokens, head_dim]` of tokens in grids of (height, width, place in the text), which are ten
-    apart in time.
+def rotary_tables(pos_embed: Net, sizes: "Sequence[tuple[int, int, int]]") -> "Pair":
+    """Return `Flux2PosEmbed`'s cosines and sines `[1, tokens, head_dim]`.
+
+    pos_embed: diffusers' module. sizes: a grid (height, width, text position) per image or text; successive grids are
+    10 apart on the time axis.
     """
     import numpy as np
 
@@ -202,7 +235,7 @@ def rotary_tables(pos_embed: Any, sizes: "Sequence[tuple[int, int, int]]") -> "P
     return layers.rotary_tables(pos_embed.theta, pos_embed.axes_dim, places)
 
 
-# --- what it is made of -----------------------------------------------------------------------------------------------
+# --- recipe and spec --------------------------------------------------------------------------------------------------
 
 HEAD_NORMS = (
     HeadNorms(
@@ -234,13 +267,21 @@ INPUTS = {
 
 
 def heads_first(num_devices: int, branches: int) -> MeshShape:
-    """A short sequence and 60 GiB of weights: these stay split over all chips, and activations are summed instead."""
+    """Return the mesh: heads split over all chips. The sequence is short and the weights are 60 GiB.
+
+    num_devices: chips. branches: unused; there is one. Weights stay split; activations are summed instead.
+    """
     return MeshShape(tp=num_devices)
 
 
 def solver_arguments(
-    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+    config: UpstreamConfig, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
 ) -> dict[str, Any]:
+    """Return upstream's arguments of `set_timesteps`, besides the number of steps.
+
+    config: the scheduler's. latent_shape: `(..., height, width)`. num_steps: of the schedule. shift: unused; upstream
+    computes `mu` from the image's size and the number of steps.
+    """
     import numpy as np
     from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 

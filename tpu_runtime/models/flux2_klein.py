@@ -1,7 +1,8 @@
-"""FLUX.2 klein: black-forest-labs/FLUX.2-klein-4B and -9B, distilled, and the -base- ones, which are not. The oracle is
-`diffusers.Flux2KleinPipeline`. The network is `flux2`, smaller and not told the guidance; the text encoder is Qwen3.
+"""FLUX.2 klein: black-forest-labs/FLUX.2-klein-4B and -9B, distilled, and the -base- checkpoints, which are not.
 
-The published 9B configs are gated: its sizes are those of `Klein9BParams` in Black Forest Labs' repository.
+The oracle is `diffusers.Flux2KleinPipeline`. The network is that of `flux2`, smaller and without a guidance input; the
+text encoder is Qwen3. The published 9B configs are gated; the sizes here are those of `Klein9BParams` in Black Forest
+Labs' repository.
 """
 
 from dataclasses import replace
@@ -12,12 +13,15 @@ from . import flux2
 from .denoisers import flux2 as denoiser
 from .text_encoders import qwen3
 
-# What the makers distilled the models to.
+# The number of steps that the models were distilled for.
 STEPS = 4
 
 
 def guidance_beside_heads(num_devices: int, branches: int) -> MeshShape:
-    """As FLUX.2's, with guidance's two branches side by side where the count is even."""
+    """Return the mesh: heads split over all chips, or over each half of them per guidance branch.
+
+    num_devices: chips. branches: 2 with guidance, else 1. An odd number of chips is not halved.
+    """
     dp = 2 if branches == 2 and num_devices % 2 == 0 else 1
     return MeshShape(dp=dp, tp=num_devices // dp)
 
@@ -49,7 +53,7 @@ LARGER_COMPONENTS = (
 
 MINIATURE = replace(flux2.MINIATURE, id="tiny/flux2klein")
 
-# One branch, and no negative prompt: upstream ignores guidance where a checkpoint says that it is distilled.
+# One branch and no negative prompt: upstream ignores guidance for checkpoints marked as distilled.
 DISTILLED = replace(
     flux2.SPEC,
     name="flux2-klein-4b",
@@ -85,7 +89,7 @@ BASE = replace(
 
 
 def of_9b(spec: ModelSpec) -> ModelSpec:
-    """The larger of two siblings."""
+    """Return the 9B sibling of a 4B spec."""
     return replace(
         spec,
         name=spec.name.replace("4b", "9b"),

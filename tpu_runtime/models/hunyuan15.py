@@ -3,7 +3,7 @@ hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v. The oracle is `diffu
 denoiser's modules have the names of diffusers' `HunyuanVideo15Transformer3DModel`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ..model_spec import (
     Switch,
     Vae,
 )
+from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders import light
 from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
 from .denoisers import layers
@@ -33,16 +34,20 @@ if TYPE_CHECKING:
     from ..programs.denoiser_run import DenoiserRun
     from .denoisers.layers import Modulation, Pair
 
-# Rows of `cond_type_embed`: what kind of text a token is.
+# Rows of `cond_type_embed`, which marks the source of a conditioning token.
 TEXT, GLYPHS, IMAGE = 0, 1, 2
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
 def forward(
-    dit: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 32, latent_frames, latent_height, latent_width]` at one timestep."""
+    """Return the flow (velocity) of `sample` `[rows, 32, frames, height, width]` at one `timestep` `[1]`.
+
+    dit: diffusers' `HunyuanVideo15Transformer3DModel`. run: operations on the mesh. inputs: see `embed_tokens`,
+    `join_texts` and `embed_time`.
+    """
     x, text, text_length = embed_tokens(dit, run, sample, timestep, inputs)
     temb = embed_time(dit.time_embed, sample, timestep, inputs)
     x, _ = run_blocks(dit, run, (x, text), text_length, temb, sample)
@@ -50,29 +55,35 @@ def forward(
 
 
 def embed_tokens(
-    dit: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
-    """Latent tokens and all texts, each `[rows, tokens, dim]`, and how many of a text's tokens are real, `[rows]`.
+    """Embed `sample` and all texts: `[rows, tokens, dim]` each. Also returns the texts' valid tokens `[rows]`.
 
-    A `condition` is more channels: latents that are given, and a mask of them. There may be none.
+    dit: diffusers' module. run: operations on the mesh. sample: `[rows, 32, frames, height, width]`. timestep: `[1]`.
+    inputs: those of `join_texts`, and optionally `condition` `[1, 33, frames, height, width]`, given latents and their
+        mask, which are more channels. Without it they are zeros.
     """
     import torch
 
     text, text_length = join_texts(dit, run, timestep.expand(len(sample)), inputs)
     rows, channels, *size = sample.shape
-    nothing = torch.zeros((rows, channels + 1, *size), dtype=sample.dtype, device=sample.device)
-    latents = torch.cat([sample, inputs.get("condition", nothing)], dim=1)
+    no_condition = torch.zeros((rows, channels + 1, *size), dtype=sample.dtype, device=sample.device)
+    latents = torch.cat([sample, inputs.get("condition", no_condition)], dim=1)
     x = layers.embed_patches(dit.x_embedder.proj, latents)
     return run.tokens(x), run.replicated(text), text_length
 
 
 def join_texts(
-    dit: Any, run: "DenoiserRun", timesteps: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "DenoiserRun", timesteps: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """All texts as one, `[rows, tokens, dim]`, and how many of its tokens are real, `[rows]`: those come first.
+    """Concatenate all texts: `[rows, tokens, dim]` with the valid tokens first, and their number `[rows]`.
 
-    The picture's tokens lead; without a picture upstream masks them all, so there are none. Upstream sorts tokens by
-    their masks, for which it looks at values, as a traced program cannot; here it is a gather by the texts' lengths.
+    dit: diffusers' module. run: operations on the mesh. timesteps: `[rows]`.
+    inputs: `text` `[rows, 1000, text_embed_dim]`, `text_2` `[rows, 256, text_embed_2_dim]`, `text_length` and
+        `text_2_length` `[rows]`, and optionally `image_embeds` `[1, 729, image_embed_dim]`.
+
+    Image tokens come first; without an image upstream masks them all, so they are left out. Upstream sorts tokens by
+    their mask, which depends on values; a traced program gathers by the texts' lengths instead.
     """
     import torch
 
@@ -80,22 +91,26 @@ def join_texts(
 
     kind = dit.cond_type_embed.weight
     lengths = [inputs["text_2_length"], inputs["text_length"]]
-    parts = [
+    texts = [
         dit.context_embedder_2(inputs["text_2"]) + kind[GLYPHS],
         refine_text(dit.context_embedder, run, inputs["text"], inputs["text_length"], timesteps) + kind[TEXT],
     ]
     if "image_embeds" in inputs:
         image = dit.image_embedder(inputs["image_embeds"]) + kind[IMAGE]
         lengths.insert(0, torch.full_like(lengths[0], image.shape[1]))
-        parts.insert(0, image)
-    return torch_bridge.call_jax(layers.valid_first, tuple(parts), tuple(lengths))
+        texts.insert(0, image)
+    return torch_bridge.call_jax(layers.valid_first, tuple(texts), tuple(lengths))
 
 
 def refine_text(
-    embedder: Any, run: "DenoiserRun", text: "torch.Tensor", length: "torch.Tensor", timesteps: "torch.Tensor"
+    embedder: Net, run: "DenoiserRun", text: "torch.Tensor", length: "torch.Tensor", timesteps: "torch.Tensor"
 ) -> "torch.Tensor":
-    """`[rows, tokens, text_dim]` to `[rows, tokens, dim]`: blocks of self-attention, gated by the time and the mean of
-    the text. Padding is masked as keys; upstream masks it as queries too, which leaves rows without any key.
+    """Run the token refiner: `text` `[rows, tokens, text_dim]` to `[rows, tokens, dim]`.
+
+    embedder: diffusers' `context_embedder`. run: operations on the mesh. length: valid tokens `[rows]`.
+    timesteps: `[rows]`; with the mean of the text they gate the blocks.
+
+    Padding is masked as keys. Upstream masks it as queries too, which leaves rows without any key.
     """
     import torch
 
@@ -111,19 +126,26 @@ def refine_text(
     return x
 
 
-def attend_to_text(attn: Any, run: "DenoiserRun", x: "torch.Tensor", is_real: "torch.Tensor") -> "torch.Tensor":
-    """Self-attention of a text, which every chip has, to its real tokens: `is_real` is `[rows, tokens]`."""
+def attend_to_text(attn: Net, run: "DenoiserRun", x: "torch.Tensor", is_real: "torch.Tensor") -> "torch.Tensor":
+    """Return the self-attention of a replicated text `x` `[rows, tokens, dim]` to its valid tokens.
+
+    attn: diffusers' module. run: operations on the mesh. is_real: `[rows, tokens]`, false for padding.
+    """
     from torch.nn.functional import scaled_dot_product_attention
 
-    heads = (each.transpose(1, 2) for each in layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v))
+    heads = (head.transpose(1, 2) for head in layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v))
     keys = is_real[:, None, None].expand(-1, -1, x.shape[1], -1)
     return attn.to_out[0](scaled_dot_product_attention(*heads, attn_mask=keys).transpose(1, 2).flatten(2))
 
 
 def embed_time(
-    time_embed: Any, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    time_embed: Net, sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The timestep as a vector, `[rows, dim]`; a mean flow is told where it is to end, too, where that is known."""
+    """Return the time embedding `[rows, dim]` of `timestep` `[1]`.
+
+    time_embed: diffusers' module. sample: gives the number of rows and the dtype. inputs: `next_timestep` `[1]`, where
+    the step ends, which only mean-flow models embed too.
+    """
     rows = len(sample)
     temb = time_embed.timestep_embedder(time_embed.time_proj(timestep.expand(rows)).to(sample.dtype))
     if not time_embed.use_meanflow or "next_timestep" not in inputs:
@@ -133,7 +155,7 @@ def embed_time(
 
 
 def run_blocks(
-    dit: Any,
+    dit: Net,
     run: "DenoiserRun",
     streams: "Pair",
     text_length: "torch.Tensor",
@@ -141,17 +163,21 @@ def run_blocks(
     sample: "torch.Tensor",
     part: slice | None = None,
 ) -> "Pair":
-    """Latents and text, the two `streams`, after all blocks or some of them."""
+    """Run the transformer blocks on `streams`, video tokens and text tokens `[rows, tokens, dim]`, and return both.
+
+    dit: diffusers' module. run: operations on the mesh. text_length: valid text tokens `[rows]`. temb: `[rows, dim]`.
+    sample: `[rows, 32, frames, height, width]`, whose size the rotary tables have. part: the blocks to run; None: all.
+    """
     cosines, sines = (run.tokens(table[None]) for table in dit.rope(sample))
 
-    def body(block: Any, streams: "Pair") -> "Pair":
+    def body(block: Net, streams: "Pair") -> "Pair":
         return run_block(block, run, *streams, text_length, temb, (cosines, sines))
 
     return run.scan(dit.transformer_blocks, streams, body, layers=part)
 
 
 def run_block(
-    block: Any,
+    block: Net,
     run: "DenoiserRun",
     x: "torch.Tensor",
     text: "torch.Tensor",
@@ -159,7 +185,11 @@ def run_block(
     temb: "torch.Tensor",
     rotary: "Pair",
 ) -> "Pair":
-    """Joint attention, then a feed-forward each, all in gated residuals of modulated norms."""
+    """Run one `HunyuanVideo15TransformerBlock`: joint attention, then a feed-forward per stream. Returns both streams.
+
+    block: diffusers' module. run: operations on the mesh. x, text: `[rows, tokens, dim]`. text_length: valid tokens
+    `[rows]`. temb: time embedding `[rows, dim]`. rotary: cosines and sines `[1, tokens, head_dim]` of the video.
+    """
     norm = partial(run.residual_norm, eps=block.norm2.eps)
     text_norm = partial(norm, placement="replicated")
     (msa, mlp), (text_msa, text_mlp) = modulate(block.norm1, temb), modulate(block.norm1_context, temb)
@@ -173,41 +203,56 @@ def run_block(
     return x, run.add_feed_forward(text, block.ff_context, text_y, text_mlp.gate, "replicated")
 
 
-def modulate(norm: Any, temb: "torch.Tensor") -> "Sequence[Modulation]":
-    """`AdaLayerNormZero`: of attention, and of the feed-forward."""
-    parts = norm.linear(norm.silu(temb)).chunk(6, dim=1)
-    return layers.modulated(*parts[:3]), layers.modulated(*parts[3:])
+def modulate(norm: Net, temb: "torch.Tensor") -> "Sequence[Modulation]":
+    """Return the modulation of the attention and of the feed-forward, as `AdaLayerNormZero` `norm` does.
+
+    temb: time embedding `[rows, dim]`.
+    """
+    chunks = norm.linear(norm.silu(temb)).chunk(6, dim=1)
+    return layers.modulated(*chunks[:3]), layers.modulated(*chunks[3:])
 
 
 def attend(
-    attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", text_length: "torch.Tensor", rotary: "Pair"
+    attn: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", text_length: "torch.Tensor", rotary: "Pair"
 ) -> "Pair":
-    """Latents and text attend to both. Each has projections and norms of its own; the text's tokens have no place."""
+    """Return the joint-attention updates of `x` and `text`, `[rows, tokens, dim]` each.
+
+    attn: diffusers' module. run: operations on the mesh. text_length: valid tokens `[rows]`. rotary: cosines and sines
+    `[1, tokens, head_dim]` of the video. Each stream has its own projections and norms; the text has no positions.
+    """
     prologues = layers.prologue(attn.norm_q, attn.norm_k, rotary), layers.prologue(attn.norm_added_q, attn.norm_added_k)
     latent_heads = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
     added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
     text_heads = layers.heads(run, attn, text, *added, placement="replicated")
-    found, text_found = run.joint_attention(latent_heads, text_heads, text_length, prologues)
-    (update,) = run.products(found.flatten(2), attn.to_out[0])
-    (text_update,) = run.products(text_found.flatten(2), attn.to_add_out, placement="replicated")
+    attended, text_attended = run.joint_attention(latent_heads, text_heads, text_length, prologues)
+    (update,) = run.products(attended.flatten(2), attn.to_out[0])
+    (text_update,) = run.products(text_attended.flatten(2), attn.to_add_out, placement="replicated")
     return update, text_update
 
 
 def predict_flow(
-    dit: Any, run: "DenoiserRun", x: "torch.Tensor", temb: "torch.Tensor", sample: "torch.Tensor"
+    dit: Net, run: "DenoiserRun", x: "torch.Tensor", temb: "torch.Tensor", sample: "torch.Tensor"
 ) -> "torch.Tensor":
-    """The flow that latent tokens say after the last block, in the shape of `sample`. A patch is one latent."""
+    """Return the flow `[rows, 32, frames, height, width]` of the video tokens `x` after the last block.
+
+    dit: diffusers' module. run: operations on the mesh. x: `[rows, tokens, dim]`. temb: `[rows, dim]`. sample: gives
+    the shape. A patch is one latent.
+    """
     flow = run.untiled(dit.proj_out(dit.norm_out(run.unpadded(x), temb)))
     return flow.transpose(1, 2).unflatten(2, sample.shape[2:])
 
 
-# --- steps that start from an earlier one's features (DeepCache, https://arxiv.org/abs/2312.00858) --------------------
+# --- steps that start from an earlier step's features (DeepCache, https://arxiv.org/abs/2312.00858) -------------------
 
 
 def keep(
-    dit: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
-    """`forward`, and what the last block starts from."""
+    """Return the flow as `forward` does, and the input of the last block, for `reuse`.
+
+    dit, run, sample `[rows, 32, frames, height, width]`, timestep `[1]`, inputs: as in `forward`. The features are
+    `hidden` and `text`, `[rows, tokens, dim]` each, and `text_length` `[rows]`.
+    """
     x, text, text_length = embed_tokens(dit, run, sample, timestep, inputs)
     temb = embed_time(dit.time_embed, sample, timestep, inputs)
     x, text = run_blocks(dit, run, (x, text), text_length, temb, sample, slice(None, -1))
@@ -217,14 +262,18 @@ def keep(
 
 
 def reuse(
-    dit: Any,
+    dit: Net,
     run: "DenoiserRun",
     features: "dict[str, torch.Tensor]",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
-    """Only the last block, on what it got before, with this step's time. `sample` is not looked at."""
+    """Return the flow from the last block alone, run on the `features` of an earlier `keep` with this step's time.
+
+    dit, run, timestep `[1]`, inputs: as in `forward`. sample: gives the shape `[rows, 32, frames, height, width]`; its
+    values are unused.
+    """
     temb = embed_time(dit.time_embed, sample, timestep, inputs)
     streams = features["hidden"], features["text"]
     x, _ = run_blocks(dit, run, streams, features["text_length"], temb, sample, slice(-1, None))
@@ -232,14 +281,18 @@ def reuse(
 
 
 def solver_arguments(
-    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+    config: UpstreamConfig, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
 ) -> dict[str, Any]:
+    """Return upstream's arguments of `set_timesteps`, besides the number of steps: evenly spaced sigmas.
+
+    config, latent_shape, shift: unused here; the shift is a key of the scheduler's config. num_steps: of the schedule.
+    """
     import numpy as np
 
     return {"sigmas": np.linspace(1.0, 0.0, num_steps + 1)[:-1]}
 
 
-# As the published 720p checkpoint configures it; 480p has a shift of 5.
+# The published 720p checkpoint's config; for 480p the shift is 5.
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "num_train_timesteps": 1000,
@@ -277,7 +330,7 @@ SPEC = ModelSpec(
         "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
         "fps": IntLimit(default=24, low=1, high=120),
         "step_cache": Switch(default=False),
-        # Reuse is for the middle of 50 steps: the first compose the video, the last draw its details.
+        # Reuse suits the middle of 50 steps: the first steps compose the video, the last add its details.
         "cache_start": IntLimit(default=11, low=0, high=100),
         "cache_end": IntLimit(default=45, low=0, high=100),
         "cache_interval": IntLimit(default=4, low=1, high=100),

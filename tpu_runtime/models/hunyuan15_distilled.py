@@ -1,8 +1,8 @@
 """HunyuanVideo 1.5's other checkpoints: for 480p, CFG-distilled, step-distilled.
 
-Their numbers are those of diffusers' `scripts/convert_hunyuan_video1_5_to_diffusers.py`, which made them. Where the
-guider of a checkpoint has scale 1 (see `guider`) a step is one branch. The step-distilled one is a mean flow: it is
-told at which timestep a step ends too, and gives the mean velocity up to there.
+Their numbers are those of diffusers' `scripts/convert_hunyuan_video1_5_to_diffusers.py`, which converted them. Where a
+checkpoint's guider has scale 1 (see `guider`), a step runs one branch. The step-distilled checkpoint is a mean flow: it
+also takes the timestep at which a step ends, and predicts the mean velocity up to there.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from ..model_spec import Component, ModelSpec, Need
 from . import hunyuan15, hunyuan15_i2v
 
 _BY_TASK = {"t2v": hunyuan15.SPEC, "i2v": hunyuan15_i2v.SPEC}
-# What upstream makes of 16:9 with a `target_size` of 640.
+# Upstream's size for 16:9 with a `target_size` of 640.
 _DEFAULTS_480P = {"height": 480, "width": 848}
 
 
@@ -45,7 +45,10 @@ def _sibling(
     transformer: Component,
     defaults: Mapping[str, Any] = {},
 ) -> ModelSpec:
-    """The model of `checkpoint`, by its makers' name, with other `defaults` than that for 720p."""
+    """Return the spec of a checkpoint, derived from the 720p model of its task.
+
+    checkpoint: the model authors' name. shift: the scheduler's. defaults: of inputs, where they differ.
+    """
     size, task, *recipe = checkpoint.split("_")
     spec, kind = _BY_TASK[task], "-".join([size, *recipe])
     defaults = {**defaults, "guidance_scale": guidance_scale}
@@ -65,7 +68,7 @@ def _sibling(
             },
         ),
         miniature=replace(spec.miniature, id=f"{spec.miniature.id}-{kind}"),
-        components=tuple(transformer if part.name == transformer.name else part for part in spec.components),
+        components=tuple(transformer if item.name == transformer.name else item for item in spec.components),
         inputs={**spec.inputs, **{name: replace(spec.inputs[name], default=defaults[name]) for name in defaults}},
         recipe=replace(spec.recipe, scheduler={**spec.recipe.scheduler, "shift": shift}),
     )
@@ -82,7 +85,7 @@ I2V_480P_STEP_DISTILLED = _sibling(
     "480p_i2v_step_distilled",
     shift=7.0,
     transformer=_as_mean_flow(_I2V),
-    # Its makers: 8 or 12.
+    # The model authors recommend 8 or 12.
     defaults={**_DEFAULTS_480P, "num_inference_steps": 12},
 )
 

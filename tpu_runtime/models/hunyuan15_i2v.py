@@ -1,15 +1,15 @@
 """HunyuanVideo 1.5, image to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v. The oracle is
-`diffusers.HunyuanVideo15ImageToVideoPipeline`. The denoiser gets the encoded picture as its first latent frame, and
-what SigLIP sees in it as text; all else is as in text to video.
+`diffusers.HunyuanVideo15ImageToVideoPipeline`. The denoiser gets the encoded image as its first latent frame, and
+SigLIP's image tokens next to the text. Everything else is as in text to video.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...sharding.rules import REPLICATED, Rule
 from .. import media
 from ..model_spec import Call, Component, Need, Pictures, Published, Report, Same, Settings
+from ..model_spec.upstream import Net, UpstreamConfig
 from . import hunyuan15
 from .autoencoders import frames
 from .autoencoders.hunyuan15 import VAE_DECODER, encode_picture
@@ -20,25 +20,32 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# What SigLIP looks at: pixels of a side, and the tokens that its patches of 14 x 14 give.
+# SigLIP's input: pixels on a side; and its output: a token per patch of 14 x 14 pixels.
 VISION_SIZE, VISION_TOKENS = 384, 27 * 27
 STRIDE_HW = 16
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
-    """The picture's latent and the mask of what is given, channels joined; the picture's tokens."""
+    """Return the shapes of `condition`, the image's latent and the mask as channels, and of `image_embeds`.
+
+    latent_shape: `(rows, channels, frames, height, width)`.
+    """
     _, channels, *size = latent_shape
     return {"condition": (1, channels + 1, *size), "image_embeds": (1, VISION_TOKENS, "image_embed_dim")}
 
 
 def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
-    """The picture as the VAE encodes it, in front of nothing; and its tokens."""
+    """Return `condition`, the image's latent and mask in the first frame and zeros after it, and `image_embeds`.
+
+    call: runs a component. image: `[number, height, width, 3]` in 0..1, of which the first is used.
+    settings: of the generation. vae_config: the VAE's config.
+    """
     import numpy as np
     import torch
 
-    # Pixels travel by the cell of 16 x 16 that becomes a latent: so they are split over chips as latents are.
+    # Pixels are passed in cells of 16 x 16, one per latent, so that they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     latent, _ = call("vae_encoder", encode_latent, cells, partition="spatial")
     frames = (settings.num_frames - 1) // 4
@@ -49,37 +56,41 @@ def encode_image(
 
 
 def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
-    """A picture to the mean of its latent `[1, 32, 1, h, w]`."""
+    """Encode an image `[1, 3, 1, height, width]` in -1..1 to the mean of its latent `[1, 32, 1, h, w]`.
+
+    call: runs a component. pixels: the image. report: unused.
+    """
     return frames.encode_picture(call, pixels, encode_latent, STRIDE_HW)
 
 
-def encode_latent(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
-    """An image in -1..1 by the cell, `[1, 3 * 16 * 16, h, w]`, to the mean of its latent `[1, 32, 1, h, w]`."""
+def encode_latent(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
+    """Encode an image in -1..1, as cells `[1, 3 * 16 * 16, h, w]`, to the mean of its latent `[1, 32, 1, h, w]`."""
     import torch
 
     return encode_picture(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
 
 
 def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
-    """`[pictures, 3, 384, 384]` to tokens `[pictures, 729, dim]`."""
+    """Return SigLIP's tokens `[images, 729, dim]` of `pixels` `[images, 3, 384, 384]`."""
     return call("image_encoder", tokens_of, pixels)[0]
 
 
-def tokens_of(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+def tokens_of(encoder: Net, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Return SigLIP's last hidden state `[images, 729, dim]` of `pixels` `[images, 3, 384, 384]`."""
     from ..programs.modules import scan_states
 
     states = scan_states(encoder.encoder.layers, encoder.embeddings(pixels), attention_mask=None)
     return encoder.post_layernorm(states), None
 
 
-def trim_vision(encoder: Any) -> None:
-    """Drops the head, which pools the tokens."""
+def trim_vision(encoder: Net) -> None:
+    """Remove the pooling head."""
     encoder.use_head = False
     del encoder.head
 
 
 def vision_pixels(image: "torch.Tensor") -> "torch.Tensor":
-    """`[1, height, width, 3]` in 0..1 to `[1, 3, 384, 384]` in -1..1, as SigLIP's own image processor does it."""
+    """Preprocess `[1, height, width, 3]` in 0..1 as SigLIP's image processor does: `[1, 3, 384, 384]` in -1..1."""
     import numpy as np
     import torch
     from PIL import Image

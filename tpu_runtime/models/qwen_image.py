@@ -4,7 +4,7 @@ The denoiser is that of Qwen-Image (https://arxiv.org/abs/2508.02324, section 2.
 diffusers' `QwenImageTransformer2DModel`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from ..model_spec import (
     Vae,
     plain_guidance,
 )
+from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders import light
 from .autoencoders.wan import VAE_DECODER, decode, denormalize_latents
 from .autoencoders.wan_encoder import VAE_ENCODER, encode_video
@@ -45,19 +46,24 @@ EPS = 1e-6
 
 
 def forward(
-    dit: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 16, 1, latent_height, latent_width]` at one timestep. `reference_0` and so on,
-    latents of pictures to look at, are more tokens; for some models their time is 0.
+    """Return the flow (velocity) of `sample` `[rows, 16, 1, height, width]` at one `timestep` `[1]`.
 
-    There are always two sequences of such tokens, so that one's sums are exchanged next to the other's products: the
-    sample and its references, or the two halves of a sample without any.
+    dit: diffusers' `QwenImageTransformer2DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, tokens, joint_attention_dim]`, its valid tokens `text_length` `[rows]`, and reference latents
+        `reference_0`, `reference_1`, ... `[1, 16, 1, height, width]`, which are more tokens. Models with `zero_cond_t`
+        embed them at timestep 0.
+
+    The image tokens are always two sequences: the sample and its references, or the two halves of a sample without any.
+    So the sums of one sequence are exchanged between chips while the other's products are computed.
     """
     import torch
 
     names = sorted((name for name in inputs if name.startswith("reference_")), key=lambda name: int(name[10:]))
     pictures = [sample, *(inputs[name].expand(len(sample), -1, -1, -1, -1) for name in names)]
-    image_tables, text_tables = rotary_tables(dit.pos_embed, [each.shape[3:] for each in pictures], inputs["text"])
+    sizes = [latents.shape[3:] for latents in pictures]
+    image_tables, text_tables = rotary_tables(dit.pos_embed, sizes, inputs["text"])
     tokens = [dit.img_in(layers.cut_patches(picture, PATCH)) for picture in pictures]  # [rows, tokens, dim] each
     size = tokens[0].shape[1]
     run = run.of_length(size)
@@ -66,8 +72,8 @@ def forward(
     times = [embed_time(dit, sample, timestep)] * 2  # [rows, dim], of the two sequences
     if names:
         sequences = [tokens[0], torch.cat(tokens[1:], dim=1)]
-        tables = [[x[:, at] for x in image_tables] for at in (slice(size), slice(size, None))]
-        lengths = [each.shape[1] for each in sequences]
+        tables = [[table[:, rows] for table in image_tables] for rows in (slice(size), slice(size, None))]
+        lengths = [sequence.shape[1] for sequence in sequences]
         if dit.zero_cond_t:
             times[1] = embed_time(dit, sample, timestep * 0)
     else:
@@ -75,7 +81,7 @@ def forward(
         lengths = run.layout.lengths_of_halves(sequences[0].shape[1])
     rotary = [[*map(run.padded, pair)] for pair in (*tables, text_tables)]
 
-    def body(block: Any, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":
+    def body(block: Net, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":
         return run_block(block, run, streams, [*lengths, inputs["text_length"]], times, rotary)
 
     first, second, _ = run.scan(dit.transformer_blocks, [*map(run.spread, sequences), text], body)
@@ -84,27 +90,35 @@ def forward(
     return layers.join_patches(flow, sample, PATCH)
 
 
-def embed_time(dit: Any, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
-    """`[rows, dim]`. Upstream's pipeline divides by what its embedding multiplies by, both in the network's format."""
+def embed_time(dit: Net, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
+    """Return the time embedding `[rows, dim]` of `timestep` `[1]` for every row of `sample` `[rows, ...]`.
+
+    `dit` embeds 1000 times its input. Upstream's pipeline divides by 1000 first, both in the network's dtype.
+    """
     return dit.time_text_embed(timestep.to(sample.dtype).expand(len(sample)) / 1000, sample)
 
 
 def run_block(
-    block: Any,
+    block: Net,
     run: "DenoiserRun",
     streams: "list[torch.Tensor]",
     lengths: "list[Any]",
     times: "list[torch.Tensor]",
     rotary: "list[list[torch.Tensor]]",
 ) -> "list[torch.Tensor]":
-    """Joint attention, then a feed-forward each, all in gated residuals of modulated norms. The text, last of the
-    `streams`, has weights of its own.
+    """Run one `QwenImageTransformerBlock`: joint attention, then a feed-forward per stream. Returns the streams.
+
+    block: diffusers' module. run: operations on the mesh.
+    streams: two image sequences and the text, `[rows, tokens, dim]` each; the text has weights of its own.
+    lengths: valid tokens of each stream, a number or `[rows]`. times: time embeddings `[rows, dim]` of the two
+        sequences.
+    rotary: cosines and sines `[1, tokens, head_dim]` of each stream.
     """
     attn = block.attn
     norm: ResidualNorm = partial(run.residual_norm, eps=EPS, spread=True)
-    of_image = modulate(run, block.img_mod, times[0])
-    of_second = of_image if times[1] is times[0] else modulate(run, block.img_mod, times[1])
-    modulations = of_image, of_second, modulate(run, block.txt_mod, times[0])
+    first = modulate(run, block.img_mod, times[0])
+    second = first if times[1] is times[0] else modulate(run, block.img_mod, times[1])
+    modulations = first, second, modulate(run, block.txt_mod, times[0])
     image_norms, text_norms = (attn.norm_q, attn.norm_k), (attn.norm_added_q, attn.norm_added_k)
 
     normed = [
@@ -117,64 +131,78 @@ def run_block(
         layers.heads(run, attn, normed[2], *added, placement="replicated", split="outs"),
     ]
     norms = image_norms, image_norms, text_norms
-    prologues = [layers.prologue(*each, tables) for each, tables in zip(norms, rotary, strict=True)]
+    prologues = [layers.prologue(*pair, tables) for pair, tables in zip(norms, rotary, strict=True)]
     attended = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
 
-    found = []
+    updated = []
     outs, feeds = [attn.to_out[0]] * 2 + [attn.to_add_out], [block.img_mlp] * 2 + [block.txt_mlp]
     for x, y, (msa, mlp), place, out, ff in zip(streams, attended, modulations, PLACES, outs, feeds, strict=True):
         x, y = norm(x, project(run, out, y.flatten(2), place), msa.gate, mlp.scale, mlp.shift, placement=place)
         (hidden,) = run.products(y, ff.net[0].proj, activation="gelu", placement=place, split="outs")
-        found.append(run.add_gated(x, project(run, ff.net[2], hidden, place), mlp.gate))
-    return found
+        updated.append(run.add_gated(x, project(run, ff.net[2], hidden, place), mlp.gate))
+    return updated
 
 
-# Where the tokens of a block's streams lie.
+# Placement of the tokens of each stream of a block.
 PLACES: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
 
 
-def modulate(run: "DenoiserRun", module: Any, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
-    """Of attention, and of the feed-forward."""
-    parts = run.vector(module(temb)).chunk(6, dim=1)
-    return layers.modulated(*parts[:3]), layers.modulated(*parts[3:])
+def modulate(run: "DenoiserRun", module: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
+    """Return the modulation of the attention and of the feed-forward.
+
+    module: diffusers' `img_mod` or `txt_mod`. temb: time embedding `[rows, dim]`.
+    """
+    chunks = run.vector(module(temb)).chunk(6, dim=1)
+    return layers.modulated(*chunks[:3]), layers.modulated(*chunks[3:])
 
 
-def project(run: "DenoiserRun", linear: Any, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
-    """A product whose sums lie over the chips, summed and spread over them by tokens."""
+def project(run: "DenoiserRun", linear: Net, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
+    """Apply `linear` to `x` `[rows, tokens, in]`, whose features are split over chips; sums are scattered by tokens."""
     return run.summed(linear, x, placement=placement) + linear.bias
 
 
-def rotary_tables(rope: Any, sizes: "Sequence[Sequence[int]]", text: "torch.Tensor") -> "tuple[Pair, Pair]":
-    """`QwenEmbedRope`: cosines and sines `[1, tokens, head_dim]` of pictures' tokens, of latents of `sizes`, and of a
-    text's. Pictures follow each other on the first axis, rows and columns count from the middle; the text goes on along
-    the diagonal from where the largest picture ends.
+def rotary_tables(rope: Net, sizes: "Sequence[Sequence[int]]", text: "torch.Tensor") -> "tuple[Pair, Pair]":
+    """Return `QwenEmbedRope`'s cosines and sines `[1, tokens, head_dim]`, of all image tokens and of the text.
+
+    rope: diffusers' module. sizes: (height, width) of each image's latents. text: `[rows, tokens, dim]`.
+
+    The first axis counts images; rows and columns count from the image's middle. The text continues along the diagonal
+    from the end of the largest image.
     """
     import numpy as np
 
     grids = [(height // PATCH[1], width // PATCH[2]) for height, width in sizes]
     middles = [[number, -(-height // 2), -(-width // 2)] for number, (height, width) in enumerate(grids)]
     cells = [np.indices((1, *grid)).reshape(3, -1) for grid in grids]
-    places = [each + [[n], [-row], [-column]] for each, (n, row, column) in zip(cells, middles, strict=True)]
+    places = [indices + [[n], [-row], [-column]] for indices, (n, row, column) in zip(cells, middles, strict=True)]
     start = max(size // 2 for grid in grids for size in grid)
-    of_text = np.tile(start + np.arange(text.shape[1]), (3, 1))
-    image, words = (layers.rotary_tables(rope.theta, rope.axes_dim, at) for at in (np.hstack(places), of_text))
-    return image, words
+    text_places = np.tile(start + np.arange(text.shape[1]), (3, 1))
+    positions = np.hstack(places), text_places
+    image_tables, text_tables = (layers.rotary_tables(rope.theta, rope.axes_dim, axes) for axes in positions)
+    return image_tables, text_tables
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
 def guide(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
-    """Guidance that leaves every token as long as the prompt's own flow is."""
+    """Return classifier-free guidance with each token rescaled to the norm of `prompt`'s, as upstream does.
+
+    prompt, negative: predicted flows `[1, 16, 1, height, width]`, float32. scale: guidance scale, a scalar.
+    """
     guided = layers.cut_patches(plain_guidance(prompt, negative, scale), PATCH)
     length = layers.cut_patches(prompt, PATCH).norm(dim=-1, keepdim=True)
     return layers.join_patches(guided * (length / guided.norm(dim=-1, keepdim=True)), prompt, PATCH)
 
 
 def solver_arguments(
-    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+    config: UpstreamConfig, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
 ) -> dict[str, Any]:
-    """The schedule's shift grows with the picture, unless the user has one."""
+    """Return upstream's arguments of `set_timesteps`, besides the number of steps.
+
+    config: the scheduler's. latent_shape: `(..., height, width)`. num_steps: of the schedule.
+    shift: the user's; None or 0: the shift grows with the image, as the config says.
+    """
     import numpy as np
     from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
@@ -197,15 +225,17 @@ SCHEDULER = {
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
 }
-# Those that are chosen in its place have the shift of `flow_shift`, and end where they end: as Lightning was trained.
+# Other schedulers use the fixed shift `flow_shift` and no terminal shift, as the Lightning LoRAs were trained.
 _FIXED = {"shift_terminal": None, "use_dynamic_shifting": False}
 
-# --- what it is made of -----------------------------------------------------------------------------------------------
+# --- the spec ---------------------------------------------------------------------------------------------------------
 
 
 def heads_by_twos(num_devices: int, branches: int) -> MeshShape:
-    """A short sequence and 38 GiB of weights: these stay split over all chips. Of eight or more each half has all of
-    them, and a branch of guidance, or half of the sequence where there is one branch.
+    """Return the mesh: heads split over `tp`, over all chips or, from 8 chips on, over each half of them.
+
+    num_devices: chips. branches: 2 with guidance, else 1. The sequence is short and the weights are 38 GiB, so weights
+    stay split. With two groups, each holds all weights and takes one guidance branch, or half of the sequence.
     """
     pair = 2 if num_devices >= 8 and num_devices % 2 == 0 else 1
     return MeshShape(dp=pair if branches == 2 else 1, sp=pair if branches == 1 else 1, tp=num_devices // pair)
@@ -231,7 +261,7 @@ SPEC = ModelSpec(
         "num_inference_steps": IntLimit(default=50, low=1, high=100),
         "guidance_scale": FloatLimit(default=4.0, low=1.0, high=20.0),
         "seed": IntLimit(default=42, low=0, high=2**64 - 1),
-        # 0: what the checkpoint says of a picture of that size.
+        # 0: the checkpoint's shift for an image of that size.
         "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},

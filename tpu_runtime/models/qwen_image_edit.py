@@ -1,15 +1,15 @@
-"""Qwen-Image Edit, a picture made from others: Qwen/Qwen-Image-Edit-2511, and -2509. The oracle is
+"""Qwen-Image Edit, image editing: Qwen/Qwen-Image-Edit-2511, and -2509. The oracle is
 `diffusers.QwenImageEditPlusPipeline`.
 
-The pictures are seen twice: by the text encoder, in few tokens, and by the denoiser, as latents.
+Images enter twice: through the text encoder, as few tokens, and through the denoiser, as latents.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import media
 from ..model_spec import Call, IntLimit, Need, Pictures, Published, Settings
+from ..model_spec.upstream import UpstreamConfig
 from . import qwen_image
 from .autoencoders import wan, wan_encoder
 from .text_encoders import qwen25_vision
@@ -20,40 +20,48 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-# The processor of upstream's text encoder refuses 200, of sides that are rounded before.
+# Upstream's image processor refuses aspect ratios above 200; sides are rounded before that.
 MOST_RATIO = 50
 
 
 def encode_pictures(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
-    """Of each picture, brought to about a megapixel, the latents `[1, 16, 1, h, w]`; and, of a smaller one, what the
-    text encoder sees, `[1, rows, columns, dim]`.
+    """Encode every image at about one megapixel for the denoiser, and at a smaller size for the text encoder.
+
+    call: runs a component. image: `[number, height, width, 3]` in 0..1. settings: of the generation.
+    vae_config: the VAE's config. Returns `reference_<index>`, normalized latents `[1, 16, 1, h, w]`, and
+    `seen_<index>`, vision tokens `[1, rows, columns, dim]`.
     """
     import torch
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 
     mean, std = wan.latent_stats(vae_config)
-    found: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
     for number, pixels in enumerate(image):
         picture = media.as_bytes(pixels)
         large, small = (resized(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE))
         cells = wan_encoder.cells_of(pixels_of(large), wan_encoder.STRIDE_HW)
         latents, _ = call("vae_encoder", wan_encoder.encode_first, cells, partition="spatial")
-        found[f"reference_{number}"] = ((torch.from_numpy(latents.copy()) - mean) * (1.0 / std)).numpy()
-        found[f"seen_{number}"] = look(call, *qwen25_vision.patches_of(small))
-    return found
+        arrays[f"reference_{number}"] = ((torch.from_numpy(latents.copy()) - mean) * (1.0 / std)).numpy()
+        arrays[f"seen_{number}"] = look(call, *qwen25_vision.patches_of(small))
+    return arrays
 
 
 def look(call: Call, patches: "np.ndarray", grid: tuple[int, int]) -> "np.ndarray":
-    """Patches of so many rows and columns, as `qwen25_vision.patches_of` orders them, to `[1, rows, columns, dim]`."""
-    seen, _ = call("image_encoder", qwen25_vision.look, patches, qwen25_vision.places_of(grid))
-    return seen.reshape(1, *(side // qwen25_vision.MERGED for side in grid), -1)
+    """Return the vision tokens `[1, rows, columns, dim]` of `patches` `[patches, 3 * 2 * 14 * 14]`.
+
+    call: runs a component. patches, grid: as returned by `qwen25_vision.patches_of`; grid is (rows, columns) of
+        patches.
+    """
+    tokens, _ = call("image_encoder", qwen25_vision.look, patches, qwen25_vision.places_of(grid))
+    return tokens.reshape(1, *(side // qwen25_vision.MERGED for side in grid), -1)
 
 
 def resized(picture: "Image.Image", area: int) -> "Image.Image":
-    """Of the same shape, with about so many pixels, sides of multiples of 32: as upstream chooses them. `ValueError`
-    for a strip, of which a side would have none.
+    """Scale an image to about `area` pixels and sides that are multiples of 32, with upstream's arithmetic.
+
+    Raises ValueError for an aspect ratio above `MOST_RATIO`, whose shorter side would round to 0.
     """
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
     from PIL import Image
@@ -61,13 +69,13 @@ def resized(picture: "Image.Image", area: int) -> "Image.Image":
     width, height = picture.size
     if max(width, height) > MOST_RATIO * min(width, height):
         raise ValueError(
-            f"Qwen-Image Edit: the picture is {width}x{height}; one side may be {MOST_RATIO} times the other. Crop it."
+            f"Qwen-Image Edit: the image is {width}x{height}; one side may be {MOST_RATIO} times the other. Crop it."
         )
     return picture.resize(calculate_dimensions(area, width / height), Image.Resampling.LANCZOS)
 
 
 def pixels_of(picture: "Image.Image") -> "torch.Tensor":
-    """`[1, 3, 1, height, width]` in -1..1."""
+    """Convert an image to pixels `[1, 3, 1, height, width]` in -1..1."""
     import numpy as np
     import torch
 
@@ -77,7 +85,7 @@ def pixels_of(picture: "Image.Image") -> "torch.Tensor":
 _TRANSFORMER = qwen_image.TRANSFORMER.extended(
     config={"zero_cond_t": True},
     tiny={"zero_cond_t": True},
-    # 2509 has no time of its own for pictures.
+    # 2509 embeds reference latents at the sample's timestep.
     needs={"zero_cond_t": Need((False, True))},
 )
 
@@ -101,7 +109,7 @@ SPEC = replace(
         "num_inference_steps": IntLimit(default=40, low=1, high=100),
     },
     texts={"prompt": EDIT_PROMPT, "negative_prompt": ""},
-    # A square picture's.
+    # The shapes for a square image.
     pictures=Pictures(
         encode=encode_pictures, look=look, are_references=True, usual={"reference_0": (1, 16, 1, 128, 128)}
     ),

@@ -5,7 +5,6 @@ The denoiser is that of Z-Image (https://arxiv.org/abs/2511.22699, section 4); i
 `ZImageTransformer2DModel`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from ..model_spec import (
     Vae,
     distilled,
 )
+from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders import kl
 from .denoisers import layers
 from .denoisers.z_image import STACKS, TRANSFORMER
@@ -36,21 +36,24 @@ if TYPE_CHECKING:
     from ..programs.denoiser_run import DenoiserRun
     from .denoisers.layers import Pair
 
-# Sequences are padded to a multiple of this by tokens that are learnt, and attended to as any other.
+# Sequences are padded to a multiple of this with learnt tokens, which are attended to like any other.
 MULTIPLE = 32
 PATCH = 2
-# What the makers distilled Turbo to.
+# The number of steps that Turbo was distilled for.
 STEPS = 8
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
 def forward(
-    dit: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 16, latent_height, latent_width]` at one timestep.
+    """Return the flow (velocity) of `sample` `[rows, 16, height, width]` at one `timestep` `[1]`.
 
-    Upstream's time runs the other way, from noise at 0 to the picture at 1, and so does its flow.
+    dit: diffusers' `ZImageTransformer2DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, tokens, cap_feat_dim]`, and `text_length` `[rows]`, its number of valid tokens.
+
+    Upstream's time runs the other way, from noise at 0 to the image at 1, and so does its flow.
     """
     import torch
 
@@ -71,8 +74,12 @@ def forward(
     return -join_patches(patches, grid)
 
 
-def embed_text(dit: Any, states: "torch.Tensor", length: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """`[rows, tokens, dim]` of the prompts, and how many of each count, `[rows]`: padding to a multiple does."""
+def embed_text(dit: Net, states: "torch.Tensor", length: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """Embed the prompts: tokens `[rows, tokens, dim]`, and how many of each row are attended to, `[rows]`.
+
+    dit: diffusers' module. states: `[rows, tokens, cap_feat_dim]`. length: valid tokens `[rows]`. Learnt padding up to
+    a multiple of `MULTIPLE` is attended to.
+    """
     import torch
 
     is_real = torch.arange(states.shape[1], device=states.device)[None] < length[:, None]
@@ -80,8 +87,11 @@ def embed_text(dit: Any, states: "torch.Tensor", length: "torch.Tensor") -> "tup
     return text, (length + MULTIPLE - 1) // MULTIPLE * MULTIPLE
 
 
-def embed_image(dit: Any, sample: "torch.Tensor") -> "tuple[torch.Tensor, int]":
-    """`[rows, tokens, dim]` of the patches, padded to a multiple, and the number of patches."""
+def embed_image(dit: Net, sample: "torch.Tensor") -> "tuple[torch.Tensor, int]":
+    """Embed the patches of `sample` `[rows, 16, height, width]`. Returns tokens and the number of patches.
+
+    Tokens `[rows, tokens, dim]` are padded to a multiple of `MULTIPLE` with the learnt token of `dit`.
+    """
     import torch
 
     rows, channels, height, width = sample.shape
@@ -92,37 +102,48 @@ def embed_image(dit: Any, sample: "torch.Tensor") -> "tuple[torch.Tensor, int]":
 
 
 def join_patches(patches: "torch.Tensor", grid: tuple[int, int]) -> "torch.Tensor":
-    """`[rows, tokens, 2 * 2 * channels]` to `[rows, channels, 2 * height, 2 * width]`, of a `grid` of patches."""
-    parts = patches.unflatten(1, grid).unflatten(3, (PATCH, PATCH, -1))
-    return parts.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+    """Unpatchify `[rows, tokens, 2 * 2 * channels]` to `[rows, channels, 2 * height, 2 * width]`.
+
+    grid: (height, width) in patches.
+    """
+    cells = patches.unflatten(1, grid).unflatten(3, (PATCH, PATCH, -1))
+    return cells.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
 def run_stack(
-    blocks: Any,
+    blocks: Net,
     run: "DenoiserRun",
     x: "torch.Tensor",
     tables: "Pair | list[torch.Tensor]",
     length: "torch.Tensor | None",
     time: "torch.Tensor | None",
 ) -> "torch.Tensor":
-    """`[rows, tokens, dim]` after all `blocks`; of each row the first `length` tokens count, by default all."""
+    """Run a stack of `blocks` on `x` `[rows, tokens, dim]`, and return it in the same shape.
+
+    run: operations on the mesh. tables: cosines and sines `[rows, tokens, head_dim]`.
+    length: valid tokens `[rows]`; None: all. time: time embedding `[rows, 256]`; None: blocks without modulation.
+    """
     rotary = tuple(run.tokens(table) for table in tables)
 
-    def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
         return run_block(block, run, x, rotary, length, time)
 
     return run.unpadded(run.scan(blocks, run.tokens(x), body))
 
 
 def run_block(
-    block: Any,
+    block: Net,
     run: "DenoiserRun",
     x: "torch.Tensor",
     rotary: "tuple[torch.Tensor, ...]",
     length: "torch.Tensor | None",
     time: "torch.Tensor | None",
 ) -> "torch.Tensor":
-    """Attention and feed-forward, each between two norms; without a `time` nothing is modulated."""
+    """Run one `ZImageTransformerBlock` on `x` `[rows, tokens, dim]`: attention, then feed-forward.
+
+    block: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[rows, tokens, head_dim]`.
+    length: valid tokens `[rows]`; None: all. time: time embedding `[rows, 256]`; None: no modulation.
+    """
     scale, gate, ffn_scale, ffn_gate = (1, 1, 1, 1) if time is None else modulate(block, time)
     update = attend(block.attention, run, block.attention_norm1(x) * scale, rotary, length)
     x = x + gate * block.attention_norm2(update)
@@ -130,35 +151,45 @@ def run_block(
     return x + ffn_gate * block.ffn_norm2(update)
 
 
-def modulate(block: Any, time: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
-    """What the norms before the two updates are multiplied by, and the gates: scale, gate, and those of the
-    feed-forward, `[rows, 1, dim]`.
+def modulate(block: Net, time: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
+    """Return scale and gate of the attention, then of the feed-forward, `[rows, 1, dim]` each.
+
+    block: diffusers' module. time: time embedding `[rows, 256]`.
     """
     scale, gate, ffn_scale, ffn_gate = block.adaLN_modulation(time)[:, None].chunk(4, dim=2)
     return 1 + scale, gate.tanh(), 1 + ffn_scale, ffn_gate.tanh()
 
 
 def attend(
-    attn: Any, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, ...]", length: "torch.Tensor | None"
+    attn: Net, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, ...]", length: "torch.Tensor | None"
 ) -> "torch.Tensor":
+    """Return the self-attention update of `x` `[rows, tokens, dim]`.
+
+    attn: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[rows, tokens, head_dim]`.
+    length: valid tokens `[rows]`; None: all.
+    """
     query, key, value = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
-    found = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary), length)
-    return next(run.products(found.flatten(2), attn.to_out[0]))
+    attended = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary), length)
+    return next(run.products(attended.flatten(2), attn.to_out[0]))
 
 
-def feed_forward(ff: Any, run: "DenoiserRun", x: "torch.Tensor") -> "torch.Tensor":
+def feed_forward(ff: Net, run: "DenoiserRun", x: "torch.Tensor") -> "torch.Tensor":
+    """Return the SwiGLU feed-forward `ff` of `x` `[rows, tokens, dim]`."""
     (hidden,) = run.products(x, ff.w1, ff.w3, activation="silu")
     return next(run.products(hidden, ff.w2))
 
 
 def rotary_tables(
-    embedder: Any, grid: tuple[int, int], image_size: int, text_size: int, text_length: "torch.Tensor"
+    embedder: Net, grid: tuple[int, int], image_size: int, text_size: int, text_length: "torch.Tensor"
 ) -> "tuple[Pair, Pair]":
-    """`RopeEmbedder`: cosines and sines `[rows, tokens, head_dim]` of an image's tokens and of a text's.
+    """Return `RopeEmbedder`'s cosines and sines `[rows, tokens, head_dim]` of the image's tokens and of the text's.
 
-    Upstream has the image's padding at place 0 of the first axis, the text from 1 on, and the image after the text,
-    which is as long as `text_length` `[rows]` says. Only differences of places count, so all are given from the image:
-    its own places, nearly all there are, are the same for every text.
+    embedder: diffusers' `RopeEmbedder`. grid: (height, width) in patches. image_size, text_size: numbers of tokens,
+    padding included. text_length: tokens of each text that are attended to, `[rows]`.
+
+    Upstream places the image's padding at 0 on the first axis, the text from 1 on, and the image after the text.
+    Attention depends only on differences of positions, so all are given relative to the image here. The positions of
+    the image itself, which are most of them, are then the same for every text.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -169,38 +200,45 @@ def rotary_tables(
     is_image = np.arange(image_size) < image.shape[1]
     image = np.pad(image, ((0, 0), (0, image_size - image.shape[1])))
 
-    def tables(length: "jax.Array") -> Any:
-        behind = length[:, None] + 1  # from the image back to its padding
-        image_places = (jnp.where(is_image, 0, behind), image[1], image[2])
-        text_places = (jnp.clip(behind - 1 - np.arange(text_size), 0), *np.zeros((2, text_size), int))
+    def tables(length: "jax.Array") -> "tuple[tuple[jax.Array, ...], ...]":
+        distance = length[:, None] + 1  # from the image back to its padding
+        image_places = (jnp.where(is_image, 0, distance), image[1], image[2])
+        text_places = (jnp.clip(distance - 1 - np.arange(text_size), 0), *np.zeros((2, text_size), int))
         return tuple(axis_tables(embedder, places, text_size) for places in (image_places, text_places))
 
     return torch_bridge.call_jax(tables, text_length)
 
 
-def axis_tables(embedder: Any, places: "tuple[jax.Array | np.ndarray, ...]", longest: int) -> "tuple[jax.Array, ...]":
-    """Cosines and sines `[rows, tokens, head_dim]` at `places` of the three axes; those of the first, `[rows, tokens]`
-    and up to `longest + 1`, count backwards. Angles are rounded to float32, as upstream's.
+def axis_tables(embedder: Net, places: "tuple[jax.Array | np.ndarray, ...]", longest: int) -> "tuple[jax.Array, ...]":
+    """Return cosines and sines `[rows, tokens, head_dim]` at `places` on the three axes.
+
+    embedder: diffusers' `RopeEmbedder`. places: `[rows, tokens]` or `[tokens]` per axis. Those of the first axis count
+    backwards and are at most `longest + 1`. Angles are rounded to float32, as upstream's.
     """
     import jax.numpy as jnp
     import numpy as np
 
-    rows, found = len(places[0]), ([], [])
-    for axis, (dim, at) in enumerate(zip(embedder.axes_dims, places, strict=True)):
-        numbers = -np.arange(longest + 2) if axis == 0 else np.arange(np.max(at) + 1)
+    rows, tables = len(places[0]), ([], [])
+    for axis, (dim, position) in enumerate(zip(embedder.axes_dims, places, strict=True)):
+        numbers = -np.arange(longest + 2) if axis == 0 else np.arange(np.max(position) + 1)
         angles = layers.rotary_angles(embedder.theta, dim, numbers).astype(np.float32).astype(np.float64)
-        for table, function in zip(found, (np.cos, np.sin), strict=True):
-            each = jnp.asarray(function(angles), jnp.float32)[jnp.asarray(at, jnp.int32)]
-            table.append(jnp.broadcast_to(each, (rows, *each.shape[-2:])))
-    return tuple(jnp.concatenate(table, axis=-1) for table in found)
+        for table, function in zip(tables, (np.cos, np.sin), strict=True):
+            values = jnp.asarray(function(angles), jnp.float32)[jnp.asarray(position, jnp.int32)]
+            table.append(jnp.broadcast_to(values, (rows, *values.shape[-2:])))
+    return tuple(jnp.concatenate(table, axis=-1) for table in tables)
 
 
-# --- what it is made of -----------------------------------------------------------------------------------------------
+# --- recipe and spec --------------------------------------------------------------------------------------------------
 
 
 def solver_arguments(
-    config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+    config: UpstreamConfig, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
 ) -> dict[str, Any]:
+    """Return upstream's arguments of `set_timesteps`, besides the number of steps.
+
+    config: the scheduler's. latent_shape: `(..., height, width)`. num_steps: of the schedule.
+    shift: unused here; it is a key of the scheduler's config.
+    """
     import numpy as np
     from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift
 
@@ -251,7 +289,7 @@ SPEC = ModelSpec(
         "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
         "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
         "num_inference_steps": IntLimit(default=STEPS, low=1, high=100),
-        # 1 is off, as in ComfyUI: upstream's scale is one less.
+        # 1 disables guidance, as in ComfyUI; upstream's scale is one less.
         "guidance_scale": FloatLimit(default=1.0, low=1.0, high=20.0),
         "seed": IntLimit(default=42, low=0, high=2**64 - 1),
         # 0: the checkpoint's own shift.
@@ -279,7 +317,7 @@ BASE = replace(
     inputs={
         **SPEC.inputs,
         "num_inference_steps": IntLimit(default=50, low=1, high=100),
-        # The card's 4, which upstream adds to the prompt's own.
+        # The model card's 4, to which upstream adds 1.
         "guidance_scale": FloatLimit(default=5.0, low=1.0, high=20.0),
     },
     recipe=replace(RECIPE, scheduler={**SCHEDULER, "shift": 6.0}),

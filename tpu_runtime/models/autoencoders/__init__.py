@@ -1,1 +1,1 @@
-"""Autoencoders of the families: latents to frames and pictures to latents, split over chips. May import `layers`."""
+"""Autoencoders of the families, split over chips: latents to frames and images to latents. May import `programs`."""

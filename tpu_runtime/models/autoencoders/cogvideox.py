@@ -1,37 +1,41 @@
-"""CogVideoX's VAE: decoding two latent frames at a time, as upstream does; encoding one picture.
+"""CogVideoX's VAE: decodes two latent frames per call, as upstream does, and encodes one image.
 
-Upstream also cuts large convolutions in pieces for CuDNN's sake, and carries caches of pointwise convolutions, which
-need none: full videos of 16 channels.
+Upstream also splits large convolutions for CuDNN, and caches inputs of pointwise convolutions. Neither is needed here;
+the caches would be full videos of 16 channels.
 """
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec.upstream import Net
 from .frames import pixels
 from .layers import convolved, enlarged, group_moments, in_turn, normed
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     import torch
 
 FRAMES_A_CALL = 2
 
 
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    """Two latent frames a call, an odd one with the first two, the causal caches carried from one call to the next.
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield frames of `latents` `[1, 16, T, h, w]`: two latent frames per call, an odd one with the first two.
 
-    Norms are over all frames of a call, so that none may be left out. One program serves all: it has room for the odd
-    one, which the first call alone means. That costs the others an eighth more, and spares minutes of compiling.
+    call: runs a component. report: progress in latent frames. Causal caches are carried from call to call. Norms are
+    over all frames of a call, so no frame may be left out. One program serves every call, and can take the odd frame
+    too, which only the first call uses. That costs the other calls an eighth more time, but saves minutes of
+    compilation.
     """
     import torch
 
     total, odd = latents.shape[2], latents.shape[2] % FRAMES_A_CALL
     alone, memory = latents[:, :, :1], None
     for start in range(odd, max(total, FRAMES_A_CALL), FRAMES_A_CALL):
-        # The chunk before is still on its way while this one is launched.
+        # The previous chunk is still being fetched when this one is launched.
         report(max(start - FRAMES_A_CALL, 0), total)
         pair, is_first = latents[:, :, start : start + FRAMES_A_CALL], start == odd
         meant = torch.tensor([is_first, is_first and odd, len(pair[0, 0])], dtype=latents.dtype).view(1, 3, 1, 1, 1)
@@ -45,8 +49,11 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
         yield frames[0 if is_first and odd else 1 : None if len(pair[0, 0]) else 1]
 
 
-def before_first(vae: Any, latents: "torch.Tensor", meant: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """Room for the caches; of its result nothing is used."""
+def before_first(vae: Net, latents: "torch.Tensor", meant: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Return zero caches for `decode_next`; the first result is unused.
+
+    vae: diffusers' `AutoencoderKLCogVideoX`. latents: `[1, 16, 3, h, w]`. meant: `[1, 3, 1, h, w]`.
+    """
     import torch
 
     from ...programs import torch_bridge
@@ -56,38 +63,40 @@ def before_first(vae: Any, latents: "torch.Tensor", meant: "torch.Tensor") -> "t
 
 
 def decode_next(
-    vae: Any, latents: "torch.Tensor", meant: "torch.Tensor", memory: "list[torch.Tensor]"
+    vae: Net, latents: "torch.Tensor", meant: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """Three latent frames `[1, 16, 3, h, w]` to frames `[9, 8h, 8w, 3]` in 0..1, one for the first and four for each
-    other, and the last two inputs of each causal convolution, in the order of use.
+    """Decode three latent frames `[1, 16, 3, h, w]` to frames `[9, 8h, 8w, 3]` in 0..1: one, then four for each other.
 
-    `meant` are three images of ones or zeros: whether nothing came before, whether the first frame is meant, and
-    whether the others are. What is not meant counts in no norm, and nothing that is looks back at it.
+    vae: diffusers' `AutoencoderKLCogVideoX`. memory: the last two inputs of each causal convolution, in the order of
+        use.
+    meant: `[1, 3, 1, h, w]`, images of ones or zeros: whether this call is the first, whether its first latent frame is
+        valid, and whether the others are. Invalid frames are left out of all norms, and no valid frame depends on them.
+    Also returns the memory for the next call.
     """
     import torch
 
     is_first, has_alone, has_pair = (meant[0, index].amax() > 0 for index in range(3))
-    given, kept = iter(memory), []
+    caches, new_caches = iter(memory), []
 
-    def convolve(conv: Any, x: "torch.Tensor", onto: "torch.Tensor | None" = None) -> "torch.Tensor":
-        """`CogVideoXCausalConv3d`, before the first frame of which that frame stands twice."""
+    def convolve(conv: Net, x: "torch.Tensor", onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+        """Apply `CogVideoXCausalConv3d` to `x` `[1, channels, frames, h, w]`, after its first frame twice."""
         opening = torch.where(has_alone, x[:, :, :1], x[:, :, 1:2])
-        past = [torch.where(is_first, opening, next(given, opening)) for _ in range(2)]
+        past = [torch.where(is_first, opening, next(caches, opening)) for _ in range(2)]
         # Between the first frame and the others.
         out = convolved(conv.conv, x, past=past, past_at=1, kernel=True, onto=onto)
-        # What is kept is taken behind the convolution, for it takes the place of the past, and before all else: the
-        # compiler would do it last, and keep all inputs until then.
+        # Update the cache after the convolution, because it replaces the past, but before anything else: the compiler
+        # would do it last, and keep all inputs until then.
         out, x = in_turn(out, x)
-        out, *last = in_turn(out, *x[:, :, -2:].split(1, dim=2))
-        kept.extend(last)
+        out, *cached = in_turn(out, *x[:, :, -2:].split(1, dim=2))
+        new_caches.extend(cached)
         return out
 
-    def normalize(norm: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def normalize(norm: Net, x: "torch.Tensor") -> "torch.Tensor":
         counted = torch.stack([has_alone, *[has_pair] * (x.shape[2] - 1)])
         return modulated_norm(norm, x, latents, counted)
 
-    def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-        """`CogVideoXResnetBlock3D`; its activations are in the norms."""
+    def residual(block: Net, x: "torch.Tensor") -> "torch.Tensor":
+        """Run `CogVideoXResnetBlock3D` on `x` `[1, channels, frames, h, w]`; its activations are in the norms."""
         out = convolve(block.conv1, normalize(block.norm1, x))
         shortcut = x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x, kernel=True)
         return convolve(block.conv2, normalize(block.norm2, out), shortcut)
@@ -102,21 +111,22 @@ def decode_next(
         for upsampler in getattr(block, "upsamplers", None) or ():
             x = upsample(upsampler, x)
     frames = convolve(decoder.conv_out, normalize(decoder.norm_out, x))
-    return pixels(frames[0].permute(1, 2, 3, 0)), kept
+    return pixels(frames[0].permute(1, 2, 3, 0)), new_caches
 
 
-def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
-    """A picture `[1, 3, height, width]` in -1..1, as a video of one frame, to mean and log variance of its latent
-    `[1, 2 * 16, 1, h, w]`.
+def encode_picture(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
+    """Encode an image `[1, 3, height, width]` in -1..1, as a video of one frame, to `[1, 2 * 16, 1, h, w]`.
+
+    vae: diffusers' `AutoencoderKLCogVideoX`. Returns mean and log variance of the latent.
     """
     import torch
     from torch.nn.functional import pad, silu
 
-    def convolve(conv: Any, x: "torch.Tensor") -> "torch.Tensor":
-        """`CogVideoXCausalConv3d`: before the only frame it stands twice."""
+    def convolve(conv: Net, x: "torch.Tensor") -> "torch.Tensor":
+        """Apply `CogVideoXCausalConv3d` to the only frame `x` `[1, channels, 1, h, w]`, after two copies of it."""
         return convolved(conv.conv, torch.cat([x, x, x], dim=2))
 
-    def residual(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def residual(block: Net, x: "torch.Tensor") -> "torch.Tensor":
         out = convolve(block.conv1, silu(normed(block.norm1, x)))
         out = convolve(block.conv2, silu(normed(block.norm2, out)))
         return out + (x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x))
@@ -127,18 +137,22 @@ def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
         for resnet in block.resnets:
             x = residual(resnet, x)
         for downsampler in getattr(block, "downsamplers", None) or ():
-            # Of one frame time does not become less.
+            # A single frame is not downsampled in time.
             x = downsampler.conv(pad(x[:, :, 0], (0, 1, 0, 1)))[:, :, None]
     moments = convolve(encoder.conv_out, silu(normed(encoder.norm_out, x)))
     return moments if vae.quant_conv is None else vae.quant_conv(moments)
 
 
 def modulated_norm(
-    norm: Any, hidden: "torch.Tensor", latents: "torch.Tensor", counted: "torch.Tensor"
+    norm: Net, hidden: "torch.Tensor", latents: "torch.Tensor", counted: "torch.Tensor"
 ) -> "torch.Tensor":
-    """`CogVideoXSpatialNorm3D` and the activation after it. Scale and offset are of latent pixels, and are enlarged in
-    frames and columns; the rows that share them become a dimension, where all is one pass. Frames that are not
-    `counted` `[frames]` are left out of the norm's sums.
+    """Apply `CogVideoXSpatialNorm3D` and SiLU to `hidden` `[1, channels, frames, height, width]`.
+
+    norm: diffusers' module. latents: `[1, 16, T, h, w]`, which give scale and offset.
+    counted: `[frames]`, true for frames that count in the norm's sums.
+
+    Scale and offset have the latents' resolution, and are repeated in frames and columns. The rows that share them
+    become a dimension, so that everything is one pass.
     """
     from ...programs import torch_bridge
 
@@ -164,7 +178,11 @@ def modulated(
     groups: int,
     eps: float,
 ) -> "jax.Array":
-    """SiLU of the group norm of `[1, channels, frames, height, width]`, scaled and offset by what has fewer rows."""
+    """Return SiLU of the group norm of `x` `[1, channels, frames, height, width]`, scaled and shifted.
+
+    counted: `[frames]`, true for frames that count. weight, bias: `[channels]`, of the norm. scale, offset:
+    `[1, channels, frames, h, width]`, with fewer rows than `x`. groups, eps: of the norm.
+    """
     from ....kernels import choice, modulation
 
     middle, factor = group_moments(x, counted, groups=groups, eps=eps)
@@ -173,8 +191,11 @@ def modulated(
     return run(x, factor, bias - middle * factor, scale, offset)
 
 
-def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`CogVideoXUpsample3D`. Frames are repeated last: of equal ones its convolution makes equal ones."""
+def upsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Run `CogVideoXUpsample3D` on `x` `[1, channels, frames, h, w]`.
+
+    Frames are repeated after the convolution, because equal frames stay equal in it.
+    """
     from ...programs import torch_bridge
 
     hidden = convolved(sampler.conv, x, doubled=True, kernel=True)
@@ -204,7 +225,7 @@ VAE_DECODER = Component(
         "latent_channels": 16,
         "layers_per_block": 1,
         "norm_num_groups": 3,
-        # Above any size that tests and `--tiny` decode.
+        # Larger than any size that tests and `--tiny` decode.
         "sample_height": 480,
         "sample_width": 720,
         "scaling_factor": 0.7,

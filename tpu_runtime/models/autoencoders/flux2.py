@@ -1,9 +1,10 @@
-"""FLUX.2's VAE: references to latents, latents to an image. Its networks are those of `kl`."""
+"""FLUX.2's VAE: reference images to latents, latents to an image. Its networks are those of `kl`."""
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ...model_spec import Call, Need, Report, Settings
+from ...model_spec.upstream import Net, UpstreamConfig
 from .frames import decode_picture, encode_picture, pixels
 from .kl import run_decoder, run_encoder, vae
 
@@ -11,24 +12,28 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Pixels of a token's side, and the most that a reference keeps.
+# Pixels on a side of a token, and the most pixels of a reference image.
 STRIDE = 16
 MAX_REFERENCE_AREA = 1024 * 1024
 
 
-def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """LATENT holds what the denoiser works on; the decoder knows the scale."""
+def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":
+    """Return `sample` `[1, 128, h, w]` unchanged: LATENT has the denoiser's scale, and the decoder rescales it."""
     return sample
 
 
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
     return decode_picture(call, latents, report, decode_image)
 
 
 def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
-    """The latents of references, each at its own size: at most a megapixel, cut to multiples of 16, as upstream."""
+    """Return the normalized latents `reference_<index>` `[1, 128, h, w]` of each image, at its own size.
+
+    call: runs a component. image: `[number, height, width, 3]` in 0..1, scaled down to one megapixel and cropped to
+    multiples of 16, as upstream. settings: of the generation. vae_config: the VAE's config.
+    """
     import numpy as np
     import torch
     from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
@@ -41,19 +46,22 @@ def encode_image(
         picture = processor._resize_if_exceeds_area(picture, MAX_REFERENCE_AREA)
         width, height = (size // stride * stride for size in picture.size)
         pixels = processor.preprocess(picture, height=height, width=width, resize_mode="crop")
-        # Pixels travel by the cell that becomes a token: so they are split over chips as latents are.
+        # Pixels are passed in cells, one per token, so that they are split over chips as latents are.
         cells = torch.nn.functional.pixel_unshuffle(pixels, stride)
         latents[f"reference_{index}"] = call("vae_encoder", encode_reference, cells, partition="spatial")[0]
     return latents
 
 
 def encode_pixels(call: Call, frames: "torch.Tensor", report: Report) -> "torch.Tensor":
-    """A picture in its own size to normalised latents `[1, 128, h, w]`."""
+    """Encode an image `frames` `[1, 3, 1, height, width]` in -1..1 to normalized latents `[1, 128, h, w]`.
+
+    call: runs a component. report: unused.
+    """
     return encode_picture(call, frames, encode_reference, STRIDE)
 
 
-def encode_reference(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """A picture in -1..1, `[1, 3 * 16 * 16, h, w]`, to normalised latents `[1, 128, h, w]`."""
+def encode_reference(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Encode an image in -1..1, as cells `[1, 3 * 16 * 16, h, w]`, to normalized latents `[1, 128, h, w]`."""
     import torch
 
     moments = run_encoder(vae.encoder, torch.nn.functional.pixel_shuffle(cells, STRIDE))
@@ -63,8 +71,8 @@ def encode_reference(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, No
     return (latents - vae.bn.running_mean.view(1, -1, 1, 1)) / std, None
 
 
-def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[1, 128, h, w]` to a picture `[1, 16h, 16w, 3]` in 0..1."""
+def decode_image(vae: Net, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Decode latents `[1, 128, h, w]` to an image `[1, 16h, 16w, 3]` in 0..1."""
     import torch
 
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
@@ -73,7 +81,7 @@ def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
     return pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
 
 
-# The parts of the checkpoint's `vae`.
+# Decoder and encoder of the checkpoint's `vae`.
 VAE = vae(
     {"latent_channels": 32}, class_name="AutoencoderKLFlux2", needs={"patch_size": Need(((2, 2),))}, more=("bn.",)
 )

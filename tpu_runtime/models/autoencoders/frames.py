@@ -1,4 +1,4 @@
-"""The loop around decoders that take one latent frame a call, and the pixels that all decoders return."""
+"""The loop around decoders that take one latent frame per call, and the conversion of their output to pixels."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...model_spec import Call, Report
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -18,17 +19,20 @@ def decode_by_frame(
     decode_next: Callable[..., tuple[Any, Any]],
     given: "tuple[torch.Tensor, ...]" = (),
     only: slice = slice(1),
-) -> Iterator[Any]:
-    """Frames `[n, height, width, 3]` of latents `[1, channels, T, h, w]`: 1, then as many as a latent frame stands for.
+) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield frames `[n, height, width, 3]` of `latents` `[1, channels, T, h, w]`, one chunk per latent frame.
 
-    `before_first(vae, latent, *given)` makes the memory that `decode_next(vae, latent, memory)` carries from one latent
-    frame to the next. One program serves the first too, of whose frames `only` one is meant: that costs it the time of
-    the others and spares minutes of compiling.
+    call: runs a component. report: progress in latent frames.
+    before_first: `before_first(vae, latent, *given)` returns the initial memory.
+    decode_next: `decode_next(vae, latent, memory)` returns frames and the memory for the next latent frame.
+    given: further tensors of `before_first`. only: the frames of the first chunk that are shown, by default one.
+
+    One program decodes the first latent frame too. Its other frames cost some time, but save minutes of compilation.
     """
     total = latents.shape[2]
     _, memory = call("vae_decoder", before_first, latents[:, :, :1], *given, partition="spatial")
     for index in range(total):
-        # The chunk before is still on its way while this one is launched.
+        # The previous chunk is still being fetched when this one is launched.
         report(max(index - 1, 0), total)
         latent = latents[:, :, index : index + 1]
         frames, memory = call(
@@ -39,8 +43,11 @@ def decode_by_frame(
 
 def decode_picture(
     call: Call, latents: "torch.Tensor", report: Report, decode: Callable[..., tuple[Any, Any]]
-) -> Iterator[Any]:
-    """The one chunk of a picture, which `decode(vae, latents)` makes."""
+) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield the only chunk of an image, `[1, height, width, 3]`, the result of `decode(vae, latents)`.
+
+    call: runs a component. latents: `[1, channels, ...]`. report: progress in latent frames.
+    """
     report(0, 1)
     yield call("vae_decoder", decode, latents, partition="spatial", defers=True)[0]
 
@@ -48,26 +55,28 @@ def decode_picture(
 def encode_picture(
     call: Call, pixels: "torch.Tensor", encode: Callable[..., tuple[Any, Any]], stride: int
 ) -> "torch.Tensor":
-    """What `encode(vae, cells)` makes of a video's only frame `[1, 3, 1, height, width]` in -1..1, by the cell of
-    `stride` pixels on a side: so pixels are split over chips as latents are.
+    """Return `encode(vae, cells)` of an image `pixels` `[1, 3, 1, height, width]` in -1..1, as a tensor.
+
+    call: runs a component. Cells are `stride` pixels on a side, so that pixels are split over chips as latents are.
+    Raises ValueError for more than one frame.
     """
     import numpy as np
     import torch
 
     if pixels.shape[2] != 1:
         raise ValueError(
-            f"There are {pixels.shape[2]} frames to encode, and on the TPU this VAE encodes one picture. Encode one, "
+            f"There are {pixels.shape[2]} frames to encode, and on the TPU this VAE encodes one image. Encode one, "
             "or load the VAE with ComfyUI's own loader."
         )
     cells = torch.nn.functional.pixel_unshuffle(pixels[:, :, 0], stride)
-    found, _ = call("vae_encoder", encode, cells, partition="spatial")
-    return torch.from_numpy(np.array(found))
+    latents, _ = call("vae_encoder", encode, cells, partition="spatial")
+    return torch.from_numpy(np.array(latents))
 
 
 def pixels(decoded: "torch.Tensor") -> "torch.Tensor":
-    """What a decoder returns, around -1..1, as float32 pixels in 0..1.
+    """Convert a decoder's output `[...]`, around -1..1, to float32 pixels in 0..1.
 
-    Infinite ones become NaN: clamped they would pass for black and white, and nobody would be told (see `finite`).
+    Infinite values become NaN. Clamped they would look like black and white, and go unnoticed (see `finite`).
     """
     import torch
 

@@ -1,26 +1,28 @@
-"""HunyuanVideo 1.5's VAE: decoding one latent frame at a time, with its attention in pieces that fit."""
+"""HunyuanVideo 1.5's VAE: decodes one latent frame per call; its attention is computed in pieces that fit."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec.upstream import Net, UpstreamConfig
 from .frames import decode_by_frame, pixels
 from .layers import attend_to_picture, convolved, in_turn
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     import torch
 
-# What a module computes: `(module, x, ...) -> x`.
-Layer = Callable[..., Any]
+# Applies a module: `(module, x, ...) -> x`.
+Layer = Callable[..., "torch.Tensor"]
 
 
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    """One latent frame a call, what later frames look back at carried from one to the next: 1 frame, then 4 each.
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield frames of `latents` `[1, 32, T, h, w]`, 1 and then 4 per call; each call carries its memory to the next.
 
-    Upstream decodes the full video at once. No frame sees later ones, neither by convolution nor by attention, so this
-    is the same.
+    call: runs a component. report: progress in latent frames. Upstream decodes the full video at once. No frame depends
+    on later ones, neither by convolution nor by attention, so the result is the same.
     """
     import torch
 
@@ -28,52 +30,60 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any
     return decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next, given=(unseen,))
 
 
-def before_first(vae: Any, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The memory before the first latent frame. `unseen`: zeros `[1, 1, T, h, w]` for a video of T."""
-    import torch
+def before_first(vae: Net, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Return the memory before the first latent frame `[1, 32, 1, h, w]`.
 
-    from ...programs import torch_bridge
-
-    shapes = torch_bridge.shapes(lambda *given: decode_next(vae, given[0], [given[1]])[1], latent, unseen)
-    return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
-
-
-def decode_next(
-    vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
-) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The next latent frame `[1, 32, 1, h, w]` to frames `[4, 16h, 16w, 3]` in 0..1, and the memory after it.
-
-    `memory` is which of the last T frames there were, and, in the order of use, the last inputs of each convolution and
-    the last T keys and values of the attention. Of the first latent frame, whose time upstream does not double, only
-    the first of the four frames is meant, and it alone is remembered.
+    vae: diffusers' `AutoencoderKLHunyuanVideo15`. latent: its first result, unused, has this size.
+    unseen: zeros `[1, 1, T, h, w]` for a video of T latent frames.
     """
     import torch
 
     from ...programs import torch_bridge
 
-    seen, *past_inputs = memory
-    given, is_first = iter(past_inputs), seen.amax() == 0
-    seen = torch.cat([seen[:, :, 1:], torch.ones_like(seen[:, :, :1])], dim=2)
-    kept = [seen]
+    shapes = torch_bridge.shapes(lambda first, mask: decode_next(vae, first, [mask])[1], latent, unseen)
+    return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
 
-    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+
+def decode_next(
+    vae: Net, latent: "torch.Tensor", memory: "list[torch.Tensor]"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Decode the next latent frame `[1, 32, 1, h, w]` to frames `[4, 16h, 16w, 3]` in 0..1.
+
+    vae: diffusers' `AutoencoderKLHunyuanVideo15`. memory: a mask `[1, 1, T, h, w]` of the last T frames that exist;
+        then, in the order of use, the last inputs of each convolution, and the last T keys and values of the attention.
+        Also returns the memory for the next latent frame.
+
+    Upstream does not double the time of the first latent frame. Only the first of its four frames is valid, and only
+    that one is cached.
+    """
+    import torch
+
+    from ...programs import torch_bridge
+
+    visible, *past_inputs = memory
+    caches, is_first = iter(past_inputs), visible.amax() == 0
+    visible = torch.cat([visible[:, :, 1:], torch.ones_like(visible[:, :, :1])], dim=2)
+    new_memory = [visible]
+
+    def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         alone = x[:, :, :1]
-        past = [torch.where(is_first, alone, next(given, alone)) for _ in range(frames_before(conv))]
+        past = [torch.where(is_first, alone, next(caches, alone)) for _ in range(frames_before(conv))]
         out = convolve_all(conv, x, past, norm, onto)
-        # What is kept is taken behind the convolution, for it takes the place of the past, and before all else: the
-        # compiler would do it last, and keep all inputs until then.
+        # Update the cache after the convolution, because it replaces the past, but before anything else: the compiler
+        # would do it last, and keep all inputs until then.
         out, x, *past = in_turn(out, x, *past)
         last = [*past, *x.split(1, dim=2)][-len(past) :]
-        out, *now = in_turn(out, *(torch.where(is_first, x[:, :, :1], one) for one in last))
-        kept.extend(now)
+        out, *cached = in_turn(out, *(torch.where(is_first, x[:, :, :1], frame) for frame in last))
+        new_memory.extend(cached)
         return out
 
-    def attend(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def attend(attention: Net, x: "torch.Tensor") -> "torch.Tensor":
         normed = attention.norm(x)
         for new in (attention.to_k(normed), attention.to_v(normed)):
-            past = next(given, torch.zeros_like(new).repeat_interleave(seen.shape[2], dim=2))
-            kept.append(torch.cat([past[:, :, 1:], new], dim=2))
-        return attention.proj_out(torch_bridge.call_jax(attend_to_seen, attention.to_q(normed), *kept[-2:], seen)) + x
+            past = next(caches, torch.zeros_like(new).repeat_interleave(visible.shape[2], dim=2))
+            new_memory.append(torch.cat([past[:, :, 1:], new], dim=2))
+        query, keys_and_values = attention.to_q(normed), new_memory[-2:]
+        return attention.proj_out(torch_bridge.call_jax(attend_to_seen, query, *keys_and_values, visible)) + x
 
     decoder = vae.decoder
     x = convolve(decoder.conv_in, latent) + latent.repeat_interleave(decoder.repeat, dim=1)
@@ -84,15 +94,16 @@ def decode_next(
         for sampler in block.upsamplers or ():
             x = upsampled(sampler, x, convolve(sampler.conv, x), is_first)
     frames = convolve(decoder.conv_out, x, decoder.norm_out)
-    return pixels(frames[0].permute(1, 2, 3, 0)), kept
+    return pixels(frames[0].permute(1, 2, 3, 0)), new_memory
 
 
-def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
-    """A picture `[1, 3, height, width]` in -1..1, as a video of one frame, to the mean of its latent
-    `[1, 32, 1, h, w]`.
+def encode_picture(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
+    """Encode an image `[1, 3, height, width]` in -1..1, as a video of one frame, to the mean of its latent.
+
+    vae: diffusers' `AutoencoderKLHunyuanVideo15`. Returns `[1, 32, 1, h, w]`.
     """
 
-    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         return convolve_all(conv, x, [x[:, :, :1]] * frames_before(conv), norm, onto)
 
     encoder = vae.encoder
@@ -107,8 +118,11 @@ def encode_picture(vae: Any, picture: "torch.Tensor") -> "torch.Tensor":
     return convolve(encoder.conv_out, x, encoder.norm_out, shortcut).chunk(2, dim=1)[0]
 
 
-def middle(block: Any, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "torch.Tensor":
-    """`HunyuanVideo15MidBlock`."""
+def middle(block: Net, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "torch.Tensor":
+    """Run `HunyuanVideo15MidBlock` on `x` `[1, channels, frames, h, w]`.
+
+    block: diffusers' module. convolve: a causal convolution. attend: applies an attention.
+    """
     first, *others = block.resnets
     x = residual(first, x, convolve)
     for attention, resnet in zip(block.attentions, others, strict=True):
@@ -116,29 +130,36 @@ def middle(block: Any, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "to
     return x
 
 
-def residual(block: Any, x: "torch.Tensor", convolve: Layer) -> "torch.Tensor":
-    """`HunyuanVideo15ResnetBlock`."""
+def residual(block: Net, x: "torch.Tensor", convolve: Layer) -> "torch.Tensor":
+    """Run `HunyuanVideo15ResnetBlock` on `x` `[1, channels, frames, h, w]`.
+
+    block: diffusers' module. convolve: a causal convolution.
+    """
     out = convolve(block.conv1, x, block.norm1)
     return convolve(block.conv2, out, block.norm2, x if block.conv_shortcut is None else block.conv_shortcut(x))
 
 
-def frames_before(conv: Any) -> int:
-    """How many a causal convolution sees before the first; there that frame stands for them."""
+def frames_before(conv: Net) -> int:
+    """Return how many frames a causal convolution needs before the first; copies of the first frame replace them."""
     return conv.time_causal_padding[4]
 
 
 def convolve_all(
-    conv: Any, x: "torch.Tensor", past: "list[torch.Tensor]", norm: Any = None, onto: "torch.Tensor | None" = None
+    conv: Net, x: "torch.Tensor", past: "list[torch.Tensor]", norm: Net = None, onto: "torch.Tensor | None" = None
 ) -> "torch.Tensor":
-    """`HunyuanVideo15CausalConv3d` of `[1, dim, frames, h, w]` behind the frames of the past."""
+    """Apply `HunyuanVideo15CausalConv3d` to `x` `[1, channels, frames, h, w]`, preceded by the frames `past`.
+
+    conv: diffusers' module. past: `[1, channels, 1, h, w]` each. norm, onto: as in `layers.convolved`.
+    """
     assert (conv.time_causal_padding[:4], conv.pad_mode) == ((1, 1, 1, 1), "replicate")
     return convolved(conv.conv, x, edges="replicate", past=past, kernel=True, norm=norm, onto=onto)
 
 
-def upsampled(sampler: Any, x: "torch.Tensor", out: "torch.Tensor", is_first: "torch.Tensor") -> "torch.Tensor":
-    """`HunyuanVideo15Upsample` in space and, some, in time, of `x` and its convolution `out`; the video's first frame
-    alone is not doubled in time, here repeated. What skips the convolution is added while frames are small: upstream
-    moves both to the large ones.
+def upsampled(sampler: Net, x: "torch.Tensor", out: "torch.Tensor", is_first: "torch.Tensor") -> "torch.Tensor":
+    """Run `HunyuanVideo15Upsample` on `x` `[1, channels, frames, h, w]` and its convolution `out`.
+
+    sampler: diffusers' module. is_first: a boolean scalar; the video's first frame is not doubled in time, but
+    repeated. The residual is added before upsampling, while frames are small; upstream upsamples both first.
     """
     import torch
 
@@ -147,39 +168,40 @@ def upsampled(sampler: Any, x: "torch.Tensor", out: "torch.Tensor", is_first: "t
     if not sampler.add_temporal_upsample:
         return enlarge(both, r1=1, r2=2, r3=2)
     later = enlarge(both, r1=2, r2=2, r3=2)
-    # Of four pixels' channels, those of the first of two frames.
+    # Select the channels of the first of two frames.
     first = out[:, :, :1].unflatten(1, (4, 2, -1))[:, :, 0].flatten(1, 2)
     alone = enlarge(first + x[:, :, :1].repeat_interleave(repeats // 2, dim=1), r1=1, r2=2, r3=2)
     return torch.where(is_first, alone, later)
 
 
-def downsampled(sampler: Any, x: "torch.Tensor", out: "torch.Tensor") -> "torch.Tensor":
-    """`HunyuanVideo15Downsample` of a video's first frame `x` and its convolution `out`: time does not become less,
-    and where that of later frames would, the frame stands for two.
+def downsampled(sampler: Net, x: "torch.Tensor", out: "torch.Tensor") -> "torch.Tensor":
+    """Run `HunyuanVideo15Downsample` on a video's first frame `x` `[1, channels, 1, h, w]` and its convolution `out`.
+
+    sampler: diffusers' module. Time is not halved; where it would be for later frames, the frame counts as two.
     """
     import torch
 
-    out, x = (sampler._dcae_downsample_rearrange(one, r1=1, r2=2, r3=2) for one in (out, x))
+    out, x = (sampler._dcae_downsample_rearrange(frame, r1=1, r2=2, r3=2) for frame in (out, x))
     out = torch.cat([out, out], dim=1) if sampler.add_temporal_downsample else out
     return out + x.unflatten(1, (out.shape[1], -1)).mean(dim=2)
 
 
-def attend_to_image(attention: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """Upstream's attention of one frame `[1, dim, 1, h, w]`, without its mask of pixels by pixels."""
+def attend_to_image(attention: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Apply upstream's attention to one frame `x` `[1, dim, 1, h, w]`, without its mask of pixels by pixels."""
     from ...programs import torch_bridge
 
     normed = attention.norm(x)
     heads = (project(normed)[:, :, 0].movedim(1, -1) for project in (attention.to_q, attention.to_k, attention.to_v))
-    found = torch_bridge.call_jax(attend_to_picture, *heads)
-    return attention.proj_out(found.movedim(-1, 1)[:, :, None]) + x
+    attended = torch_bridge.call_jax(attend_to_picture, *heads)
+    return attention.proj_out(attended.movedim(-1, 1)[:, :, None]) + x
 
 
 def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":
-    """Exact attention of one frame `[batch, dim, 1, h, w]` to all pixels of those frames `[batch, dim, T, h, w]` for
-    which `seen` `[batch, 1, T, h, w]` is not zero.
+    """Return exact attention of one frame to all pixels of the frames that exist.
 
-    There is one head of 1024, too wide for the attention kernel; the scores of a 720p frame to 31 are 0.2 GiB on each
-    of 8 chips.
+    q: `[batch, dim, 1, h, w]`. k, v: `[batch, dim, T, h, w]`. seen: `[batch, 1, T, h, w]`, not zero for frames that
+    exist. The one head of 1024 is too wide for the attention kernel; the scores of a 720p frame to 31 frames are 0.2
+    GiB on each of 8 chips.
     """
     import jax
     import jax.numpy as jnp
@@ -191,8 +213,8 @@ def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Ar
     return jnp.einsum("bhws,bcs->bchw", weights.astype(v.dtype), values)[:, :, None]
 
 
-def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """Latents in the VAE's own scale."""
+def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":
+    """Scale the solver's `sample` `[1, 32, frames, h, w]` to the VAE's own scale."""
     return sample / vae_config["scaling_factor"]
 
 

@@ -1,31 +1,34 @@
-"""diffusers' `AutoencoderKL`, and what shares its networks: a picture to latents of an eighth of its sides, and back,
-split over chips by rows and columns.
+"""diffusers' `AutoencoderKL` and variants that share its networks, split over chips by rows and columns.
+
+An image is encoded to latents of an eighth of its height and width.
 """
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec.upstream import Net, UpstreamConfig
 from .frames import decode_picture, encode_picture, pixels
 from .layers import attend_to_picture, convolved, normed
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 convolve = partial(convolved, kernel=True)
 
-# Pixels of a latent's side.
+# Pixels on a side of a latent.
 STRIDE = 8
 
 # --- the networks -----------------------------------------------------------------------------------------------------
 
 
-def run_encoder(encoder: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """diffusers' `Encoder`: a picture `[1, channels, height, width]` to moments, of an eighth of its height and width.
+def run_encoder(encoder: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Run diffusers' `Encoder`: an image `[1, channels, height, width]` to moments of an eighth of its size.
 
-    Here and in `run_decoder` each chip keeps its part of the picture.
+    Here and in `run_decoder` each chip keeps its part of the image.
     """
     x = convolve(encoder.conv_in, x)
     for block in encoder.down_blocks:
@@ -37,8 +40,8 @@ def run_encoder(encoder: Any, x: "torch.Tensor") -> "torch.Tensor":
     return convolve(encoder.conv_out, x, norm=encoder.conv_norm_out)
 
 
-def run_decoder(decoder: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """diffusers' `Decoder`: latents `[1, channels, height, width]` to a picture, of 8 times their height and width."""
+def run_decoder(decoder: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Run diffusers' `Decoder`: latents `[1, channels, h, w]` to an image `[1, 3, 8h, 8w]`."""
     x = run_mid_block(decoder.mid_block, convolve(decoder.conv_in, x))
     for block in decoder.up_blocks:
         for resnet in block.resnets:
@@ -48,53 +51,59 @@ def run_decoder(decoder: Any, x: "torch.Tensor") -> "torch.Tensor":
     return convolve(decoder.conv_out, x, norm=decoder.conv_norm_out)
 
 
-def run_mid_block(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`UNetMidBlock2D` with one attention."""
+def run_mid_block(block: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Run `UNetMidBlock2D` with one attention on `x` `[1, channels, h, w]`."""
     first, last = block.resnets
     return run_resnet(last, attend(block.attentions[0], run_resnet(first, x)))
 
 
-def run_resnet(resnet: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`ResnetBlock2D` without time. Convolutions take norms and SiLU with them, and the last one the sum."""
+def run_resnet(resnet: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Run `ResnetBlock2D` without time embedding on `x` `[1, channels, h, w]`.
+
+    Convolutions are fused with norm and SiLU before them, and the last one with the residual sum.
+    """
     update = convolve(resnet.conv1, x, norm=resnet.norm1)
     shortcut = x if resnet.conv_shortcut is None else convolve(resnet.conv_shortcut, x)
     return convolve(resnet.conv2, update, norm=resnet.norm2, onto=shortcut)
 
 
-def attend(attn: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`Attention` of one head over a picture that stays one, so that rows and columns stay on their chips."""
+def attend(attn: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Run `Attention` with one head on `x` `[1, channels, h, w]`; rows and columns stay on their chips."""
     from ...programs import torch_bridge
 
     y = normed(attn.group_norm, x).permute(0, 2, 3, 1)
-    found = torch_bridge.call_jax(attend_to_picture, attn.to_q(y), attn.to_k(y), attn.to_v(y))
-    return x + attn.to_out[0](found).permute(0, 3, 1, 2)
+    attended = torch_bridge.call_jax(attend_to_picture, attn.to_q(y), attn.to_k(y), attn.to_v(y))
+    return x + attn.to_out[0](attended).permute(0, 3, 1, 2)
 
 
-# --- a picture --------------------------------------------------------------------------------------------------------
+# --- an image ---------------------------------------------------------------------------------------------------------
 
 
-def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """ComfyUI's LATENT is in the VAE's own scale."""
+def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":
+    """Scale the solver's `sample` `[1, channels, h, w]` to the VAE's own scale, which LATENT has."""
     return sample / vae_config["scaling_factor"] + (vae_config.get("shift_factor") or 0.0)
 
 
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
     return decode_picture(call, latents, report, decode_image)
 
 
-def decode_image(vae: Any, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[1, channels, h, w]` to a picture `[1, 8h, 8w, 3]` in 0..1."""
+def decode_image(vae: Net, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Decode latents `[1, channels, h, w]` to an image `[1, 8h, 8w, 3]` in 0..1."""
     latents = latents if vae.post_quant_conv is None else vae.post_quant_conv(latents)
     return pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
 
 
 def encode_pixels(call: Call, frames: "torch.Tensor", report: Report) -> "torch.Tensor":
-    """A picture in its own size to the mean of its latents, `[1, channels, h, w]`."""
+    """Encode an image `frames` `[1, 3, 1, height, width]` in -1..1 to the mean of its latents `[1, channels, h, w]`.
+
+    call: runs a component. report: unused.
+    """
     return encode_picture(call, frames, encode_mean, STRIDE)
 
 
-def encode_mean(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """A picture in -1..1, `[1, 3 * 8 * 8, h, w]`, to `[1, channels, h, w]`."""
+def encode_mean(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Encode an image in -1..1, as cells `[1, 3 * 8 * 8, h, w]`, to the mean of its latents `[1, channels, h, w]`."""
     import torch
 
     moments = run_encoder(vae.encoder, torch.nn.functional.pixel_shuffle(cells, STRIDE))
@@ -102,9 +111,9 @@ def encode_mean(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     return moments.chunk(2, dim=1)[0], None
 
 
-# --- what it is made of -----------------------------------------------------------------------------------------------
+# --- components -------------------------------------------------------------------------------------------------------
 
-# diffusers' names of attention's weights before 0.13.
+# diffusers' names of the attention's weights before version 0.13.
 OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
@@ -128,14 +137,17 @@ _NEEDS = {
 
 
 def vae(
-    config: Mapping[str, Any],
+    config: UpstreamConfig,
     *,
     class_name: str = "AutoencoderKL",
     needs: Mapping[str, Need] | None = None,
     more: tuple[str, ...] = (),
 ) -> tuple[Component, Component]:
-    """Decoder and encoder of a checkpoint's `vae`, whose config has the entries `config` beside the usual ones and must
-    have its `latent_channels`; `more` are names of parameters that both use.
+    """Return decoder and encoder of a checkpoint's `vae`.
+
+    config: entries besides the usual ones; the checkpoint must have its `latent_channels`. class_name: diffusers'
+        class.
+    needs: further requirements of the config. more: prefixes of parameters that both components use.
     """
 
     def part(name: str) -> Component:

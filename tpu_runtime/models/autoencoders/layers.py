@@ -1,27 +1,29 @@
-"""Layers of autoencoders in the forms that a TPU computes with little moving, each chip its part of the picture.
+"""Layers of autoencoders for images that are split over chips, in forms that move little data on a TPU.
 
-Dimensions are `[1, channels, frames, height, width]`; a picture has no frames.
+Dimensions are `[1, channels, frames, height, width]`; an image has no frames.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from ...model_spec.upstream import Net
 
 if TYPE_CHECKING:
     import jax
     import torch
 
-# What is beyond a picture: nothing, or its outermost pixels again.
+# Padding around an image: zeros, or its outermost pixels.
 Edges = Literal["zero", "replicate"]
-# Of attention's scores in float32 that exist at once, on all chips together.
+# The most bytes of float32 attention scores that exist at once, summed over all chips.
 SCORES_BYTES = 2**28
 
 
-# Both stand for a module's `forward`, and name their input as torch does.
+# `convolved` and `normed` replace a module's `forward`, and name their input as torch does.
 
 
 def convolved(
-    conv: Any,
+    conv: Net,
     input: "torch.Tensor",
     edges: Edges = "zero",
     doubled: bool = False,
@@ -29,21 +31,25 @@ def convolved(
     past: "Sequence[torch.Tensor]" = (),
     past_at: int = 0,
     kernel: bool = False,
-    norm: Any = None,
+    norm: Net = None,
     onto: "torch.Tensor | None" = None,
 ) -> "torch.Tensor":
-    """An upstream convolution applied to a video or picture, without upstream's padding: height and width stay, of
-    frames as many are lost as its kernel has, less one. `doubled`: of each pixel as two rows and two columns. `halved`:
-    every second row and column of the result, the first left out. Frames of the `past` stand before frame `past_at`.
-    `kernel`: by our kernel where it can. `norm`: an upstream group norm, or RMS norm over channels; what is convolved
-    is SiLU of what it makes of all frames. The result is added `onto` what has its shape.
+    """Apply an upstream convolution to a video or image, with our padding instead of upstream's.
+
+    conv: the module, or an object with its `weight` and `bias`. input: `[1, channels, (frames,) height, width]`.
+    edges: padding of rows and columns, which keeps height and width. Frames are not padded.
+    doubled: repeat each pixel as two rows and two columns first. halved: stride 2, with zero padding after the last row
+        and column only.
+    past, past_at: frames `[1, channels, 1, height, width]` inserted before frame `past_at`.
+    kernel: use our kernel where it supports the shape. norm: an upstream group norm, or an RMS norm over channels; it
+        is applied with SiLU to all frames before the convolution. onto: added to the result, of its shape.
     """
     from ...programs import torch_bridge
 
     gain = shift = None
     if hasattr(norm, "num_groups"):
-        of = partial(group_affine, groups=norm.num_groups, eps=norm.eps)
-        gain, shift = torch_bridge.call_jax(of, input, norm.weight, norm.bias)
+        affine = partial(group_affine, groups=norm.num_groups, eps=norm.eps)
+        gain, shift = torch_bridge.call_jax(affine, input, norm.weight, norm.bias)
     elif norm is not None:
         gain = norm.gamma.flatten() * norm.scale
     weight = conv.weight if conv.weight.ndim == 5 else conv.weight[:, :, None]
@@ -55,7 +61,7 @@ def convolved(
 
 
 def in_turn(*values: "torch.Tensor") -> "list[torch.Tensor]":
-    """The same, but what is computed of them is computed after all of them."""
+    """Return `values` `[...]` unchanged, but compute everything that uses them only after all of them."""
     import jax
 
     from ...programs import torch_bridge
@@ -63,8 +69,8 @@ def in_turn(*values: "torch.Tensor") -> "list[torch.Tensor]":
     return torch_bridge.call_jax(lambda *all: jax.lax.optimization_barrier(list(all)), *values)
 
 
-def normed(norm: Any, input: "torch.Tensor") -> "torch.Tensor":
-    """An upstream group norm."""
+def normed(norm: Net, input: "torch.Tensor") -> "torch.Tensor":
+    """Apply an upstream group norm to `input` `[1, channels, ..., height, width]`."""
     from ...programs import torch_bridge
 
     return torch_bridge.call_jax(
@@ -87,14 +93,19 @@ def convolution(
     past_at: int = 0,
     kernel: bool = False,
 ) -> "jax.Array":
-    """`[1, in, frames, height, width]` by `[out, in, time, rows, columns]`, stride 1, odd rows and columns.
+    """Convolve `x` with `weight` `[out, in, time, rows, columns]`: stride 1, odd rows and columns.
 
-    A TPU wants a batch of at least 8, which one video is not; XLA then cuts its width in 8 and moves every pixel twice.
-    So columns are the batch, and what a kernel's columns see are shifted copies, side by side as channels: the same
-    sums. Where width is split over chips, only the outer columns move.
+    x: `[1, in, frames, height, width]`. bias: `[out]`. past: frames `[1, in, 1, height, width]` inserted before frame
+        `past_at`. gain, shift: `[in]`, of the norm that is applied with SiLU first; gain None: no norm, shift None: RMS
+        norm.
+    onto: added to the result. edges, doubled, halved, kernel: as in `convolved`.
 
-    With `kernel` our own computes it instead, unless it refuses (see `kernels.convolution`), and of one place it is a
-    product.
+    A TPU needs a batch of at least 8, but a video is a batch of 1: XLA splits its width in 8 and moves every pixel
+    twice. So columns are the batch here, and the columns that a kernel spans are shifted copies, concatenated as
+    channels. The sums are the same. Where width is split over chips, only the outer columns move.
+
+    With `kernel` our own kernel computes it, if it supports the shape (see `kernels.convolution`); a pointwise
+    convolution is a matrix product.
     """
     import jax
     import jax.numpy as jnp
@@ -127,7 +138,7 @@ def convolution(
         return added(jax.lax.conv_general_dilated(x, weight, (1, 2, 2), [(0, 0), (0, 1), (0, 1)]))
     above, reach = rows // 2, columns // 2
     if edges == "replicate" and above:
-        # Before columns are shifted: padding what was stacked takes the convolution more than twice as long.
+        # Pad before shifting columns: with padding of the stacked copies the convolution takes twice as long.
         x, above = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (above, above), (0, 0)), mode="edge"), 0
     shifted = [_shift(x[0], -by, edges) for by in range(-reach, reach + 1)]
     stacked = jnp.concatenate(shifted, axis=0)
@@ -140,7 +151,7 @@ def convolution(
 
 
 def _shift(x: "jax.Array", by: int, edges: Edges) -> "jax.Array":
-    """Columns `[..., width]` moved `by` to the right, one at most; what comes in is what `edges` says."""
+    """Shift the columns of `x` `[..., width]` right by `by`, which is -1, 0 or 1, and pad as `edges` says."""
     import jax
     import jax.numpy as jnp
 
@@ -155,18 +166,24 @@ def _shift(x: "jax.Array", by: int, edges: Edges) -> "jax.Array":
 
 
 def group_norm(x: "jax.Array", weight: "jax.Array", bias: "jax.Array", *, groups: int, eps: float) -> "jax.Array":
-    """Group norm with its sums in float32."""
+    """Apply group norm to `x` `[1, channels, ..., height, width]`, with sums in float32.
+
+    weight, bias: `[channels]`. groups: number of groups. eps: added to the variance.
+    """
     import jax.numpy as jnp
 
     beyond = (...,) + (None,) * (x.ndim - 2)
-    factor, shift = (each[beyond] for each in group_affine(x, weight, bias, groups=groups, eps=eps))
+    factor, shift = (vector[beyond] for vector in group_affine(x, weight, bias, groups=groups, eps=eps))
     return (x.astype(jnp.float32) * factor + shift).astype(x.dtype)
 
 
 def group_affine(
     x: "jax.Array", weight: "jax.Array", bias: "jax.Array", *, groups: int, eps: float
 ) -> "tuple[jax.Array, jax.Array]":
-    """What group norm multiplies each channel of `x` by, and what it then adds, in float32."""
+    """Return group norm as a factor and an offset per channel, `[channels]` float32 each.
+
+    x: `[1, channels, ..., height, width]`. weight, bias: `[channels]`. groups, eps: as in `group_norm`.
+    """
     import jax.numpy as jnp
 
     middle, factor = group_moments(x, groups=groups, eps=eps)
@@ -177,13 +194,14 @@ def group_affine(
 def group_moments(
     x: "jax.Array", counted: "jax.Array | None" = None, *, groups: int, eps: float
 ) -> "tuple[jax.Array, jax.Array]":
-    """What group norm takes off each channel, and what it multiplies it by; of a video perhaps without the frames that
-    are not `counted` `[frames]`.
+    """Return mean and reciprocal standard deviation of each channel's group, `[channels]` float32 each.
 
-    Sums of pixels and of their squares are one pass; both are of what pixels differ by from the mean of one row, lest a
-    mean far above the deviation take their digits. One pixel in its place may be as far away, and a row of another
-    chip would move half of the picture. Channels are never reshaped into groups, which would move them: sums over
-    pixels come first.
+    x: `[1, channels, (frames,) height, width]`. counted: `[frames]`, true for frames that count; None: all.
+    groups, eps: as in `group_norm`.
+
+    The sums of pixels and of squares are one pass. Both are of differences from the mean of one row: otherwise a mean
+    far above the deviation would cost digits. A single pixel could be just as far away, and a row of another chip would
+    move half of the image. Channels are never reshaped into groups, which would move them: sums over pixels come first.
     """
     import jax
     import jax.numpy as jnp
@@ -199,16 +217,18 @@ def group_moments(
     def of_groups(x: "jax.Array") -> "jax.Array":
         return jnp.repeat(x.reshape(groups, -1).mean(1), channels // groups)
 
-    away = x.astype(jnp.float32) - near[beyond]
-    first, second = of_channels(away), of_channels(jnp.square(away))
-    own = near + first
-    middle = of_groups(own)
-    return middle, jax.lax.rsqrt(of_groups(second - jnp.square(first) + jnp.square(own - middle)) + eps)
+    difference = x.astype(jnp.float32) - near[beyond]
+    first, second = of_channels(difference), of_channels(jnp.square(difference))
+    means = near + first
+    middle = of_groups(means)
+    return middle, jax.lax.rsqrt(of_groups(second - jnp.square(first) + jnp.square(means - middle)) + eps)
 
 
 def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
-    """Exact attention of `[batch, height, width, dim]` to itself, in one head, which is too wide for the attention
-    kernel. The softmax is carried over some rows of keys at a time, so that scores are never complete.
+    """Return exact self-attention of the pixels of `q`, `k`, `v` `[batch, height, width, dim]`, in one head.
+
+    The head is too wide for the attention kernel. The softmax is carried over some rows of keys at a time, so all
+    scores never exist at once.
     """
     import jax
     import jax.numpy as jnp
@@ -222,9 +242,9 @@ def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Ar
         key, value = keys
         scores = jnp.einsum("bhwd,bnd->bhwn", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         higher = jnp.maximum(top, scores.max(axis=-1))
-        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-        part = jnp.einsum("bhwn,bnd->bhwd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32)
-        return (higher, total * kept + weights.sum(axis=-1), out * kept[..., None] + part), None
+        weights, decay = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+        update = jnp.einsum("bhwn,bnd->bhwd", weights.astype(v.dtype), value, preferred_element_type=jnp.float32)
+        return (higher, total * decay + weights.sum(axis=-1), out * decay[..., None] + update), None
 
     shape = q.shape[:-1]
     start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
@@ -234,9 +254,9 @@ def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Ar
 
 
 def enlarged(x: "jax.Array", *, size: tuple[int, ...]) -> "jax.Array":
-    """`[1, channels, frames, height, width]` with each element repeated up to `size` (frames, height, width).
+    """Repeat the elements of `x` `[1, channels, frames, height, width]` up to `size` (frames, height, width).
 
-    The first of an odd number of frames stands for one frame, not for several, and is not repeated in time.
+    The first of an odd number of frames corresponds to one frame of the result, so it is not repeated in time.
     """
     import jax.numpy as jnp
 

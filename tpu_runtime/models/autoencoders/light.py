@@ -1,8 +1,8 @@
-"""TAEHV, a light decoder that may be in a VAE's place: Ollin Boer Bohan's (taew2_1, taew2_2, taehv1_5) and what
-LightX2V trained of it (lighttaew2_1, lighttaew2_2, lighttaehy1_5).
+"""TAEHV, a small decoder that can replace a VAE's decoder.
 
-Theirs differ in nothing that a file's tensors tell. Ollin's take latents as the denoiser has them, LightX2V's as the
-VAE does; LightX2V's for HunyuanVideo has another activation, and pixels in -1..1.
+There are Ollin Boer Bohan's weights (taew2_1, taew2_2, taehv1_5) and LightX2V's (lighttaew2_1, lighttaew2_2,
+lighttaehy1_5). The tensors of a file do not tell them apart. Ollin's take latents in the denoiser's scale, LightX2V's
+in the VAE's; LightX2V's for HunyuanVideo has another activation, and pixels in -1..1.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,28 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, LightVae, Need, Report
+from ...model_spec.upstream import Net
 from . import hunyuan15, wan, wan22
 from .frames import decode_by_frame, pixels
 from .layers import convolved
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     import torch
 
 HUNYUAN_CHANNELS = hunyuan15.VAE_DECODER.config["latent_channels"]
-# Where the three blocks of each level are among the decoder's layers.
+# Index of the first of each level's three blocks in the decoder's layers.
 _LEVELS = (3, 9, 15)
 _FRAMES = 4
 
 
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    """One latent frame a call, the frames before it carried: 1 frame, then 4 each."""
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield frames, 1 and then 4 per call; each call decodes a latent frame and carries the memory to the next.
+
+    call: runs a component. latents: `[1, channels, T, h, w]`. report: progress in latent frames.
+    """
     only = slice(_FRAMES - 1, None)  # of the first latent frame
     return decode_by_frame(call, latents, report, before_first=before_light, decode_next=decode_light, only=only)
 
 
-def before_light(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The memory before the first latent frame: zeros. Of its result nothing is used."""
+def before_light(vae: Net, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Return the memory before the first latent frame `[1, channels, 1, h, w]`: zeros. The first result is unused."""
     import torch
 
     from ...programs import torch_bridge
@@ -43,10 +48,11 @@ def before_light(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[
 
 
 def decode_light(
-    vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
+    vae: Net, latent: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The next latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1, and the memory after
-    it: the last input of each block, in the order of use.
+    """Decode the next latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1.
+
+    vae: a TAEHV. memory: the last input of each block, in the order of use. Also returns the memory for the next frame.
     """
     import torch
     from torch.nn.functional import leaky_relu
@@ -56,13 +62,13 @@ def decode_light(
     config, layers = vae.config, vae.decoder
     is_hunyuans = config.is_lightx2v and config.latent_channels == HUNYUAN_CHANNELS
     activated = partial(leaky_relu, negative_slope=0.2 if is_hunyuans else 0.0)
-    given, kept = iter(memory), []
+    caches, new_caches = iter(memory), []
 
-    def remember(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-        past = next(given, torch.zeros_like(x[:, :, :1]))
-        kept.append(x[:, :, -1:])
+    def remember(block: Net, x: "torch.Tensor") -> "torch.Tensor":
+        past = next(caches, torch.zeros_like(x[:, :, :1]))
+        new_caches.append(x[:, :, -1:])
         first, second, third = block.conv[0], block.conv[2], block.conv[4]
-        # Upstream's has a frame and the one before it side by side as channels: a kernel of two frames.
+        # Upstream concatenates a frame and the previous one as channels. This is a kernel of two frames.
         now, before = first.weight.chunk(2, dim=1)
         over_time = SimpleNamespace(weight=torch.stack([before, now], dim=2), bias=first.bias)
         out = activated(convolved(over_time, x, past=(past,), kernel=True))
@@ -72,15 +78,15 @@ def decode_light(
     for start in _LEVELS:
         for block in layers[start : start + 3]:
             x = remember(block, x)
-        # Upstream makes frames of pixels that it doubled before, each of them alone: the same, of fewer.
+        # Upstream doubles rows and columns before it splits frames; each pixel by itself, so the order does not matter.
         x = grown(convolved(layers[start + 4].conv, x, kernel=True), x.shape[1])
         x = convolved(layers[start + 5], x, doubled=True, kernel=True)
     frames = unshuffled(convolved(layers[-1], activated(x))[0], config.patch_size)
-    return pixels(frames if is_hunyuans else frames.float() * 2.0 - 1.0), kept
+    return pixels(frames if is_hunyuans else frames.float() * 2.0 - 1.0), new_caches
 
 
 def clamped(latent: "jax.Array", *, config: Any) -> "jax.Array":
-    """Latents of the VAE's scale in the decoder's own, within -3..3."""
+    """Scale latents `[1, channels, frames, h, w]` from the VAE's scale to the decoder's, softly limited to -3..3."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -94,12 +100,12 @@ def clamped(latent: "jax.Array", *, config: Any) -> "jax.Array":
 
 
 def grown(x: "torch.Tensor", channels: int) -> "torch.Tensor":
-    """`[1, several * channels, frames, h, w]`, of each frame several, to `[1, channels, several * frames, h, w]`."""
+    """Split channels into frames: `[1, n * channels, frames, h, w]` to `[1, channels, n * frames, h, w]`."""
     return x.unflatten(1, (-1, channels)).movedim(1, 3).flatten(2, 3)
 
 
 def unshuffled(patches: "torch.Tensor", size: int) -> "torch.Tensor":
-    """`[3 * size * size, frames, h, w]`, a patch's rows before its columns, to `[frames, height, width, 3]`."""
+    """Unpatchify `[3 * size * size, frames, h, w]`, a patch's rows before its columns: `[frames, height, width, 3]`."""
     cells = patches.unflatten(0, (3, size, size)).permute(3, 4, 1, 5, 2, 0)
     return cells.flatten(3, 4).flatten(1, 2)
 
@@ -111,7 +117,7 @@ def _taehv() -> type:
 
 
 def _light(channels: int, patch_size: int, scale: Mapping[str, Any]) -> LightVae:
-    """For latents of so many channels, whose scale a VAE's config says so."""
+    """Return the small decoder for latents of `channels` channels; `scale` are the entries of a VAE's config for it."""
     config = {"latent_channels": channels, "patch_size": patch_size, "is_lightx2v": False, **scale}
     component = Component(
         name="vae_decoder",

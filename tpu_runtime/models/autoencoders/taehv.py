@@ -1,4 +1,4 @@
-"""TAEHV's decoder as a torch module, which no library has: its parameters' names are those of its published files."""
+"""TAEHV's decoder as a torch module, as no library has one. Parameters are named as in its published files."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import nn
 
-# Channels of the levels, and how many frames each level makes of one; each doubles rows and columns.
+# Channels of the levels, and the number of frames that each level returns per frame; each doubles rows and columns.
 WIDTHS, GROWTH = (256, 128, 64, 64), (1, 2, 2)
 
 
 class MemBlock(nn.Module):
-    """Three convolutions of a frame beside the frame before it."""
+    """Three convolutions of a frame, concatenated with the previous frame as channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class MemBlock(nn.Module):
 
 
 class TGrow(nn.Module):
-    """A frame as several."""
+    """A pointwise convolution that turns a frame into several."""
 
     def __init__(self, width: int, frames: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class TGrow(nn.Module):
 
 
 class TAEHV(nn.Module, ConfigMixin):
-    """Parameters and config alone: `light` computes with them. `nn.Identity` stands where the files have no weights."""
+    """Parameters and config only: `light` computes with them. `nn.Identity` fills indices without weights."""
 
     config_name = "config.json"
 

@@ -1,44 +1,49 @@
-"""Wan's VAE, one latent frame at a time. Wan 2.2's of 48 channels has shortcuts and patches too."""
+"""Wan's VAE, one latent frame per call. Wan 2.2's VAE of 48 channels also has shortcuts and patches."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec.upstream import Net, UpstreamConfig
 from .frames import decode_by_frame, decode_picture, pixels
 from .layers import attend_to_picture, convolved, enlarged, in_turn
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
-def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[Any]":
-    """One latent frame a call, what later ones look back at carried from one to the next: 1 frame, then 4 each."""
+def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield frames of `latents` `[1, channels, T, h, w]`, 1 and then 4 per call; each call carries causal caches on.
+
+    call: runs a component. report: progress in latent frames.
+    """
     if latents.shape[2] == 1:
         return decode_picture(call, latents, report, decode_alone)
     return decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next)
 
 
-def decode_alone(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """The only latent frame `[1, channels, 1, h, w]` to the frame `[1, height, width, 3]` in 0..1.
+def decode_alone(vae: Net, latent: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Decode the only latent frame `[1, channels, 1, h, w]` to the frame `[1, height, width, 3]` in 0..1.
 
-    Nothing was before it: of a causal convolution only the last of its frames' weights meet more than zeros.
+    Only zeros precede it, so only the weights for the last frame of a causal convolution are used.
     """
     from types import SimpleNamespace
 
-    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         return convolved(
             SimpleNamespace(weight=conv.weight[:, :, -1:], bias=conv.bias), x, kernel=True, norm=norm, onto=onto
         )
 
-    def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def upsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
         return convolved(sampler.resample[1], x, doubled=True, kernel=True)
 
     return run_decoder(vae, latent, convolve, upsample, factor_t=1), None
 
 
-def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The memory before the first latent frame; of its result nothing is used."""
+def before_first(vae: Net, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Return the memory before the first latent frame `[1, channels, 1, h, w]`; the first result is unused."""
     import torch
 
     from ...programs import torch_bridge
@@ -49,53 +54,57 @@ def before_first(vae: Any, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[
 
 
 def decode_next(
-    vae: Any, latent: "torch.Tensor", memory: "list[torch.Tensor]"
+    vae: Net, latent: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """A latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1, and the memory after it.
+    """Decode a latent frame `[1, channels, 1, h, w]` to frames `[4, height, width, 3]` in 0..1.
 
-    `memory` is an image of ones before the first frame and of zeros later, then the last two inputs of each causal
-    convolution, each in the order of use. Of the first latent frame, whose time upstream does not double, only the
-    first of the four frames is meant, and it alone is remembered.
+    vae: diffusers' `AutoencoderKLWan`. memory: an image of ones before the first frame and of zeros later, then the
+        last two inputs of each causal convolution, in the order of use. Also returns the memory for the next latent
+        frame.
+
+    Upstream does not double the time of the first latent frame. Only the first of its four frames is valid, and only
+    that one is cached.
     """
     import torch
 
-    given = iter(memory[1:])
+    caches = iter(memory[1:])
     is_first = memory[0].amax() > 0 if memory else torch.ones((), dtype=torch.bool, device=latent.device)
-    kept = [torch.zeros_like(latent[:, :1])]
+    new_caches = [torch.zeros_like(latent[:, :1])]
 
-    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         blank = torch.zeros_like(x[:, :, :1])
-        past = next(given, blank), next(given, blank)
+        past = next(caches, blank), next(caches, blank)
         out = convolved(conv, x, past=past, kernel=True, norm=norm, onto=onto)
-        # What is kept is taken behind the convolution, for it takes the place of the past, and before all else: the
-        # compiler would do it last, and keep all inputs until then.
+        # Update the cache after the convolution, because it replaces the past, but before anything else: the compiler
+        # would do it last, and keep all inputs until then.
         out, x, *past = in_turn(out, x, *past)
         before, last = [*past, *x.split(1, dim=2)][-2:]
-        out, *seen = in_turn(out, torch.where(is_first, blank, before), torch.where(is_first, x[:, :, :1], last))
-        kept.extend(seen)
+        out, *cached = in_turn(out, torch.where(is_first, blank, before), torch.where(is_first, x[:, :, :1], last))
+        new_caches.extend(cached)
         return out
 
-    def upsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def upsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
         if sampler.mode == "upsample3d":
             doubled = convolve(sampler.time_conv, x).unflatten(1, (2, -1)).movedim(1, 3).flatten(2, 3)
-            # Nor is the first frame remembered here.
-            kept[-1] = torch.where(is_first, torch.zeros_like(kept[-1]), kept[-1])
+            # The first frame is not cached here either.
+            new_caches[-1] = torch.where(is_first, torch.zeros_like(new_caches[-1]), new_caches[-1])
             x = torch.where(is_first, x.repeat_interleave(2, dim=2), doubled)
         return convolved(sampler.resample[1], x, doubled=True, kernel=True)
 
-    return run_decoder(vae, latent, convolve, upsample), kept
+    return run_decoder(vae, latent, convolve, upsample), new_caches
 
 
 def run_decoder(
-    vae: Any,
+    vae: Net,
     latent: "torch.Tensor",
     convolve: "Callable[..., torch.Tensor]",
-    upsample: "Callable[[Any, torch.Tensor], torch.Tensor]",
+    upsample: "Callable[[Net, torch.Tensor], torch.Tensor]",
     factor_t: int | None = None,
 ) -> "torch.Tensor":
-    """A latent frame to frames `[frames, height, width, 3]` in 0..1: `convolve(conv, x, norm, onto)` is a causal
-    convolution, `upsample(sampler, x)` the next size. Shortcuts make `factor_t` frames of one, by default as many as
-    upstream's.
+    """Decode `latent` `[1, channels, 1, h, w]` to frames `[frames, height, width, 3]` in 0..1.
+
+    vae: diffusers' `AutoencoderKLWan`. convolve: `convolve(conv, x, norm, onto)`, a causal convolution.
+    upsample: `upsample(sampler, x)`, to the next size. factor_t: frames per frame of the shortcuts; None: as upstream.
     """
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
@@ -113,9 +122,11 @@ def run_decoder(
     return pixels(unpatched(patches[0], vae.config.patch_size or 1))
 
 
-def duplicated(shortcut: Any, x: "torch.Tensor", factor_t: int | None = None) -> "torch.Tensor":
-    """`DupUp3D`: each element as `factor_t` frames, by default as upstream, and two rows and columns; of twice the
-    channels two are two rows. The video's first frame comes out several times too, as in `decode_next`.
+def duplicated(shortcut: Net, x: "torch.Tensor", factor_t: int | None = None) -> "torch.Tensor":
+    """Run `DupUp3D` on `x` `[1, channels, frames, h, w]`: repeat each element as frames, rows and columns.
+
+    shortcut: diffusers' module. factor_t: frames per frame; None: as upstream. With twice the output's channels, two
+    channels are two rows. The video's first frame is repeated too, as in `decode_next`.
     """
     from functools import partial
 
@@ -131,7 +142,7 @@ def duplicated(shortcut: Any, x: "torch.Tensor", factor_t: int | None = None) ->
 
 
 def unpatched(patches: "torch.Tensor", size: int) -> "torch.Tensor":
-    """`[3 * size * size, frames, h, w]`, a patch's columns before its rows, to `[frames, height, width, 3]`."""
+    """Unpatchify `[3 * size * size, frames, h, w]`, a patch's columns before its rows: `[frames, height, width, 3]`."""
     if size == 1:
         return patches.permute(1, 2, 3, 0)
     pixels = patches.unflatten(0, (3, size, size)).permute(3, 4, 2, 5, 1, 0)
@@ -139,32 +150,32 @@ def unpatched(patches: "torch.Tensor", size: int) -> "torch.Tensor":
 
 
 def encode_next(
-    vae: Any, frames: "torch.Tensor", memory: "Sequence[torch.Tensor]" = ()
+    vae: Net, frames: "torch.Tensor", memory: "Sequence[torch.Tensor]" = ()
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The next frames `[1, channels, frames, height, width]` in -1..1, the video's first alone and later ones by four,
-    to the mean of their latent frame, and the memory after them.
+    """Encode the next `frames` `[1, channels, frames, height, width]` in -1..1 to the mean of their latent frame.
 
-    `memory` is, each in the order of use, the last two inputs of each causal convolution, and the last one of those
-    that halve time; nothing before the first frame.
+    vae: diffusers' `AutoencoderKLWan`. frames: the video's first alone, later ones by four.
+    memory: the last two inputs of each causal convolution, and the last one of those that halve time, in the order of
+        use; empty before the first frame. Also returns the memory for the next frames.
     """
     import torch
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
 
-    given, kept = iter(memory), []
+    caches, new_caches = iter(memory), []
 
-    def convolve(conv: Any, x: "torch.Tensor", norm: Any = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         blank = torch.zeros_like(x[:, :, :1])
-        past = next(given, blank), next(given, blank)
-        kept.extend([*past, *x.split(1, dim=2)][-2:])
+        past = next(caches, blank), next(caches, blank)
+        new_caches.extend([*past, *x.split(1, dim=2)][-2:])
         return convolved(conv, x, past=past, kernel=True, norm=norm, onto=onto)
 
-    def downsample(sampler: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def downsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
         x = convolved(sampler.resample[1], x, halved=True, kernel=True)
         if sampler.mode == "downsample2d":
             return x
-        kept.append(x[:, :, -1:])
+        new_caches.append(x[:, :, -1:])
         # The video's first frame is a latent frame by itself.
-        return convolved(sampler.time_conv, x, past=(next(given),), kernel=True)[:, :, ::2] if memory else x
+        return convolved(sampler.time_conv, x, past=(next(caches),), kernel=True)[:, :, ::2] if memory else x
 
     encoder = vae.encoder
     x = convolve(encoder.conv_in, frames)
@@ -180,11 +191,14 @@ def encode_next(
     (before, after), (attention,) = encoder.mid_block.resnets, encoder.mid_block.attentions
     x = residual(after, attend(attention, residual(before, x, convolve)), convolve)
     moments = vae.quant_conv(convolve(encoder.conv_out, x, encoder.norm_out))
-    return moments.chunk(2, dim=1)[0], kept
+    return moments.chunk(2, dim=1)[0], new_caches
 
 
-def residual(block: Any, x: "torch.Tensor", convolve: "Callable[..., torch.Tensor]") -> "torch.Tensor":
-    """`WanResidualBlock`; `convolve(conv, x, norm, onto)` is a causal convolution that remembers what came before."""
+def residual(block: Net, x: "torch.Tensor", convolve: "Callable[..., torch.Tensor]") -> "torch.Tensor":
+    """Run `WanResidualBlock` on `x` `[1, channels, frames, h, w]`.
+
+    block: diffusers' module. convolve: `convolve(conv, x, norm, onto)`, a causal convolution with a cache.
+    """
     import torch
 
     out = convolve(block.conv1, x, block.norm1)
@@ -193,30 +207,33 @@ def residual(block: Any, x: "torch.Tensor", convolve: "Callable[..., torch.Tenso
     return convolve(block.conv2, out, block.norm2, shortcut)
 
 
-def attend(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-    """`WanAttentionBlock`: each frame's pixels attend to its own."""
+def attend(block: Net, x: "torch.Tensor") -> "torch.Tensor":
+    """Run `WanAttentionBlock` on `x` `[1, channels, frames, h, w]`: self-attention within each frame."""
     from ...programs import torch_bridge
 
     qkv = block.to_qkv(block.norm(x[0].movedim(1, 0))).movedim(1, -1)
-    found = torch_bridge.call_jax(attend_to_picture, *qkv.chunk(3, dim=-1))
-    return x + block.proj(found.movedim(-1, 1)).movedim(0, 1)[None]
+    attended = torch_bridge.call_jax(attend_to_picture, *qkv.chunk(3, dim=-1))
+    return x + block.proj(attended.movedim(-1, 1)).movedim(0, 1)[None]
 
 
-def denormalize_latents(sample: "torch.Tensor", vae_config: Mapping[str, Any]) -> "torch.Tensor":
-    """Normalised latents in the VAE's own scale; upstream's own arithmetic, to the bit."""
+def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":
+    """Scale normalized latents `[1, channels, frames, h, w]` to the VAE's own scale.
+
+    The arithmetic is upstream's, so that results are equal to the bit.
+    """
     mean, std = latent_stats(vae_config)
     return sample / (1.0 / std) + mean
 
 
-def latent_stats(config: Mapping[str, Any]) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Mean and standard deviation of the latent channels, `[1, channels, 1, 1, 1]` each, from the VAE's config."""
+def latent_stats(config: UpstreamConfig) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return mean and standard deviation of the latents, `[1, channels, 1, 1, 1]` each, from the VAE's config."""
     import torch
 
     mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
     return mean, std
 
 
-# The published VAE's, which are upstream's defaults too.
+# Those of the published VAE, which are also upstream's defaults.
 LATENTS_MEAN = (
     -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
     0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
@@ -232,11 +249,11 @@ VAE_DECODER = Component(
     folder="vae",
     library="diffusers",
     class_name="AutoencoderKLWan",
-    # Qwen-Image's: the same network by another name.
+    # Qwen-Image's class: the same network with another name.
     class_aliases=("AutoencoderKLQwenImage",),
     config={"base_dim": 96, "z_dim": 16, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD},
     tiny={"base_dim": 8, "num_res_blocks": 1},
-    # Wan 2.2's 5B model has a VAE of another form by the same name, see `wan22`.
+    # Wan 2.2's 5B model has another VAE of the same class, see `wan22`.
     needs={
         "is_residual": Need((False,)),
         "latents_mean": Need(fits=has_length(16), wording="16 numbers"),

@@ -1,11 +1,12 @@
-"""The VAE of Wan 2.2's 5B model, of 48 channels: a picture to a latent frame. Wan's other VAE decodes for both."""
+"""The VAE of Wan 2.2's 5B model, of 48 channels: encoding. `wan` decodes for both VAEs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Need, Report, Settings, has_length
+from ...model_spec.upstream import Net, UpstreamConfig
 from . import wan, wan_encoder
 from .wan_encoder import frames_of
 
@@ -18,13 +19,17 @@ STRIDE_HW = 16
 
 
 def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
-    """The image as the first latent frame, normalised, and that there is one."""
+    """Return `first_frame`, the image as a normalized latent frame `[1, 48, 1, h, w]`, and `is_given` `[1]`: 1.
+
+    call: runs a component. image: `[number, height, width, 3]` in 0..1, of which the first is used.
+    settings: of the generation. vae_config: the VAE's config.
+    """
     import numpy as np
     import torch
 
-    # Pixels travel by the cell of 16 x 16 that becomes a latent: so they are split over chips as latents are.
+    # Pixels are passed in cells of 16 x 16, one per latent, so that they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     latent, _ = call("vae_encoder", encode_first, cells.unsqueeze(2), partition="spatial")
     mean, std = wan.latent_stats(vae_config)
@@ -32,22 +37,28 @@ def encode_image(
     return {"first_frame": first_frame.numpy(), "is_given": np.ones(1, np.float32)}
 
 
-def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """The image, by the cell, `[1, 3 * 16 * 16, 1, h, w]`, to the mean of a video's first latent `[1, 48, 1, h, w]`."""
+def encode_first(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Encode an image, as cells `[1, 3 * 16 * 16, 1, h, w]`, to the mean of the first latent `[1, 48, 1, h, w]`."""
     return encode_frames(vae, cells)[0], None
 
 
 def encode_frames(
-    vae: Any, cells: "torch.Tensor", memory: "Sequence[torch.Tensor]" = ()
+    vae: Net, cells: "torch.Tensor", memory: "Sequence[torch.Tensor]" = ()
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The next frames of a video, by the cell, and the memory after them (see `wan.encode_next`)."""
+    """Encode the next frames of a video, as cells `[1, 3 * 16 * 16, frames, h, w]`, to a latent `[1, 48, 1, h, w]`.
+
+    vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`; it is returned too.
+    """
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
     return wan.encode_next(vae, patchify(frames_of(cells, STRIDE_HW), vae.config.patch_size), memory)
 
 
 def encode_video(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
-    """See `wan_encoder.encode_video`."""
+    """Encode `pixels` `[1, 3, frames, height, width]` in -1..1 to `[1, 48, T, h, w]`; see `wan_encoder.encode_video`.
+
+    call: runs a component. report: progress in latent frames.
+    """
     return wan_encoder.encode_video(call, pixels, report, stride=STRIDE_HW, first=encode_frames, later=encode_frames)
 
 
@@ -86,7 +97,7 @@ VAE_DECODER = replace(
     },
     tiny={"base_dim": 6, "decoder_base_dim": 10, "num_res_blocks": 1},
     needs={
-        # What skips the upsampling is told apart by them.
+        # The shortcuts' shapes depend on these.
         "dim_mult": Need(((1, 2, 4, 4),)),
         "in_channels": Need((12,), required=True),
         "is_residual": Need((True,), required=True),

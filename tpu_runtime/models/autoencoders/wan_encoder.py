@@ -1,38 +1,44 @@
-"""Wan's VAE, encoding: pictures as frames of a grey video, which are more channels of a denoiser's sample."""
+"""Wan's VAE encoder. For image to video, images are frames of a grey video, encoded as more channels of the sample."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Report, Settings
+from ...model_spec.upstream import Net, UpstreamConfig
 from . import wan
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Pixels on a side of a latent; frames in a latent after the first, which is also how many channels the mask has.
+# Pixels on a side of a latent; frames per latent frame after the first, which is also the mask's number of channels.
 STRIDE_HW, STRIDE_T = 8, 4
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Mask and encoded video, channels joined."""
+    """Return the shape of `condition`, mask and encoded video as channels.
+
+    latent_shape: `(rows, channels, frames, height, width)`.
+    """
     return {"condition": (1, STRIDE_T + latent_shape[1], *latent_shape[2:])}
 
 
 def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
-    """The picture as the first frame of a video that is grey after it, encoded; and the mask of what is given. A second
-    picture is the last frame.
+    """Return `condition` `[1, 4 + channels, frames, h, w]`: the mask of given frames, and the encoded video.
 
-    One latent frame a call, what later ones look back at carried from one to the next: from 1 frame, then from 4 each.
+    call: runs a component. image: `[number, height, width, 3]` in 0..1: the first frame, and optionally the last. All
+    other frames are grey. settings: of the generation. vae_config: the VAE's config.
+
+    Each call encodes a latent frame, from 1 frame and then from 4, and carries the causal caches to the next.
     """
     import numpy as np
     import torch
 
-    # Pixels travel by the cell of 8 x 8 that becomes a latent: so they are split over chips as latents are.
+    # Pixels are passed in cells of 8 x 8, one per latent, so that they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image.movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     first, *last = cells.unsqueeze(2).split(1)
     latent, memory = call("vae_encoder", encode_first, first, partition="spatial")
@@ -58,12 +64,14 @@ def encode_video(
     report: Report,
     *,
     stride: int = STRIDE_HW,
-    first: "Callable[..., Any] | None" = None,
-    later: "Callable[..., Any] | None" = None,
+    first: "Callable[..., tuple[torch.Tensor, object]] | None" = None,
+    later: "Callable[..., tuple[torch.Tensor, object]] | None" = None,
 ) -> "torch.Tensor":
-    """The mean of the latents of 1 frame and then of 4 each; frames beyond the last four are left out, as upstream.
+    """Encode `pixels` `[1, 3, frames, height, width]` in -1..1 to the mean of the latents `[1, channels, T, h, w]`.
 
-    `first(vae, cells)` and `later(vae, cells, memory)` encode them, by the cell of `stride` pixels on a side.
+    call: runs a component. report: progress in latent frames. stride: pixels on a side of a latent.
+    first: `first(vae, cells)` encodes the first frame. later: `later(vae, cells, memory)` encodes the next four. None:
+        those of this module. Frames beyond the last group of four are dropped, as upstream does.
     """
     import numpy as np
     import torch
@@ -83,35 +91,44 @@ def encode_video(
 
 
 def cells_of(frames: "torch.Tensor", stride: int) -> "torch.Tensor":
-    """`[1, 3, frames, height, width]` by the cell: `[1, 3 * stride * stride, frames, h, w]`."""
+    """Convert `frames` `[1, 3, frames, height, width]` to cells `[1, 3 * stride * stride, frames, h, w]`."""
     import torch
 
     return torch.nn.functional.pixel_unshuffle(frames[0].movedim(1, 0), stride).movedim(0, 1)[None]
 
 
 def frames_of(cells: "torch.Tensor", stride: int) -> "torch.Tensor":
-    """The frames of `cells_of`."""
+    """Convert `cells` `[1, 3 * stride * stride, frames, h, w]` back to frames `[1, 3, frames, height, width]`."""
     import torch
 
     return torch.nn.functional.pixel_shuffle(cells[0].movedim(1, 0), stride).movedim(0, 1)[None]
 
 
 def encode_frames(
-    vae: Any, cells: "torch.Tensor", memory: "list[torch.Tensor]"
+    vae: Net, cells: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """Four frames, by the cell."""
+    """Encode four frames, as cells `[1, 3 * 8 * 8, 4, h, w]`, to a latent frame `[1, channels, 1, h, w]`.
+
+    vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`.
+    """
     return wan.encode_next(vae, frames_of(cells, STRIDE_HW), memory)
 
 
-def encode_grey(vae: Any, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """Four frames of zeros, which is what follows the image."""
+def encode_grey(vae: Net, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Encode four grey frames, zeros, to a latent frame `[1, channels, 1, h, w]`.
+
+    memory: see `wan.encode_next`.
+    """
     return wan.encode_next(vae, grey(STRIDE_T, memory), memory)
 
 
 def encode_last(
-    vae: Any, cells: "torch.Tensor", memory: "list[torch.Tensor]"
+    vae: Net, cells: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """Three frames of zeros and the last image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`."""
+    """Encode three grey frames and the last image, as cells `[1, 3 * 8 * 8, 1, h, w]`, to `[1, channels, 1, h, w]`.
+
+    vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`.
+    """
     import torch
 
     image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
@@ -119,15 +136,16 @@ def encode_last(
 
 
 def grey(number: int, memory: "list[torch.Tensor]") -> "torch.Tensor":
-    """Frames of zeros, of the size of those that were seen."""
+    """Return `number` frames of zeros `[1, 3, number, height, width]`, of the size of those in `memory`."""
     import torch
 
-    seen = memory[0]
-    return torch.zeros((*seen.shape[:2], number, *seen.shape[3:]), dtype=seen.dtype, device=seen.device)
+    previous = memory[0]
+    shape = *previous.shape[:2], number, *previous.shape[3:]
+    return torch.zeros(shape, dtype=previous.dtype, device=previous.device)
 
 
-def encode_first(vae: Any, cells: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
-    """The image, by the cell: `[1, 3 * 8 * 8, 1, h, w]`."""
+def encode_first(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+    """Encode the first image, as cells `[1, 3 * 8 * 8, 1, h, w]`, to a latent frame `[1, channels, 1, h, w]`."""
     import torch
 
     image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW)

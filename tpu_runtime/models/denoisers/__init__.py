@@ -1,3 +1,4 @@
-"""Denoisers as data: sizes, how weights are cut, placed and called by their makers; `layers` is what several share. May
-import `programs`.
+"""Denoisers as data: sizes, sharding rules, and the key names of original checkpoints. May import `programs`.
+
+`layers` holds the functions that several denoisers share.
 """

@@ -1,11 +1,11 @@
-"""The denoiser of CogVideoX 1.5 as data: its sizes, how weights are placed on chips and called by others."""
+"""The denoiser of CogVideoX 1.5 as data: its sizes, sharding rules, and the key names of other formats."""
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import Component, Need, Same
 
-# Of a text: all count, padding too.
+# Tokens of a text, padding included: all are attended to.
 MAX_TOKENS = 226
-# ComfyUI's; adapters for this model have those or diffusers'.
+# ComfyUI's keys; adapters for this model have these or diffusers'.
 MAKERS_NAMES = {
     "time_embedding_linear_1": "time_embedding.linear_1",
     "time_embedding_linear_2": "time_embedding.linear_2",
@@ -58,7 +58,7 @@ TRANSFORMER = Component(
         "ofs_embed_dim": Need((None,)),
         "out_channels": Need((16,)),
         "patch_size": Need((2,)),
-        # CogVideoX 1.0 has none.
+        # Absent in CogVideoX 1.0.
         "patch_size_t": Need((2,), required=True),
         "text_embed_dim": Same("text_encoder", "d_model"),
         "use_learned_positional_embeddings": Need((False,)),
@@ -70,7 +70,7 @@ TRANSFORMER = Component(
         Rule("transformer_blocks.**.bias", REPLICATED),
         Rule("transformer_blocks.*.attn1.norm_*.weight", REPLICATED),
         Rule("transformer_blocks.*.*.norm.weight", REPLICATED),
-        # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
+        # Modulation applies to one vector: it is computed on the chips that hold its weights, then gathered.
         Rule("transformer_blocks.*.*.linear.weight", (None, "all_embed", None)),
         Rule("transformer_blocks.*.attn1.**.weight", *BLOCK_PRODUCT),
         Rule("transformer_blocks.*.ff.net.**.weight", *BLOCK_PRODUCT),

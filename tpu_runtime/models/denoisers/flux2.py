@@ -1,24 +1,23 @@
-"""The denoiser of FLUX.2 as data: its sizes, and how weights are cut, placed on chips and called by their makers."""
-
-from typing import Any
+"""The denoiser of FLUX.2 as data: sizes, sharding rules, splits of fused weights, key names of other formats."""
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, Need, Rows, split, swapped
+from ...model_spec.upstream import Net
 
 
-def cut_transformer(module: Any) -> None:
-    """Cuts the fused projections into one for each product, so that each is split over chips as heads are.
+def cut_transformer(module: Net) -> None:
+    """Split the fused projections into one weight per product, so that each is sharded over chips by heads.
 
-    The single blocks' feed-forward is in groups as wide as the heads, and their output projection as `[in, out]`: so
-    a chip's rows of it are one piece, those of its heads and then of its part of each group.
+    The feed-forward of single blocks is in groups as wide as all heads, and its output projection is stored as `[in,
+    out]`. So a chip's rows of it are contiguous: those of its heads, then its share of each group.
     """
     from ...programs.modules import cut
 
     for block in module.transformer_blocks:
-        for part in (block.ff, block.ff_context):
+        for ff in (block.ff, block.ff_context):
             for group, name in enumerate(("gate", "value")):
-                setattr(part, name, cut(part.linear_in.weight, "linear_in.weight", 0, 2, group))
-            del part.linear_in
+                setattr(ff, name, cut(ff.linear_in.weight, "linear_in.weight", 0, 2, group))
+            del ff.linear_in
     for block in module.single_transformer_blocks:
         attn = block.attn
         wide = attn.mlp_hidden_dim // attn.inner_dim
@@ -30,7 +29,8 @@ def cut_transformer(module: Any) -> None:
         del attn.to_qkv_mlp_proj, attn.to_out
 
 
-def is_whole(ratio: Any) -> bool:
+def is_whole(ratio: object) -> bool:
+    """Return whether `ratio` is a whole number of at least 1."""
     return isinstance(ratio, int | float) and ratio >= 1 and float(ratio).is_integer()
 
 
@@ -46,7 +46,7 @@ TRANSFORMER_RULES = (
     Rule("single_transformer_blocks.*.attn.in_fed", (None, None, "heads", "fsdp_beside_tp"), over=(3,)),
     Rule("single_transformer_blocks.*.attn.in_*", (None, "heads", "fsdp_beside_tp"), over=(2,)),
     Rule("single_transformer_blocks.*.attn.out", (None, None, "heads", "fsdp_beside_tp"), over=(1, 2)),
-    # Used once a step, on a row or on the text: their outputs are gathered, not they.
+    # Used once per step, on one vector or on the text: outputs are gathered instead of weights.
     Rule("*_modulation_*.linear.weight", ("all_mlp", None)),
     Rule("single_stream_modulation.linear.weight", ("all_mlp", None)),
     Rule("time_guidance_embed.*.linear_1.weight", REPLICATED),
@@ -59,8 +59,8 @@ TRANSFORMER_RULES = (
 
 _QKV = split("transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v")
 _ADDED_QKV = split(*(f"transformer_blocks.*.attn.add_{name}_proj" for name in "qkv"))
-# Black Forest Labs'; as in `diffusers.loaders.single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers`.
-# The makers have the norms' weights as `scale`; ComfyUI calls them `weight`, as any module's.
+# Black Forest Labs' keys; see `diffusers.loaders.single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers`.
+# They call the norms' weights `scale`; ComfyUI calls them `weight`.
 _NORMS = {
     "double_blocks.*.img_attn.norm.query_norm": "transformer_blocks.*.attn.norm_q",
     "double_blocks.*.img_attn.norm.key_norm": "transformer_blocks.*.attn.norm_k",
@@ -77,7 +77,7 @@ MAKERS_NAMES = {
     "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
     "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
     "single_stream_modulation.lin": "single_stream_modulation.linear",
-    # Diffusers' own, fused, as LyCORIS trains them.
+    # Diffusers' fused projections, as LyCORIS trains them.
     "transformer_blocks.*.attn.to_qkv": _QKV,
     "transformer_blocks.*.attn.to_added_qkv": _ADDED_QKV,
     "double_blocks.*.img_attn.qkv": _QKV,
@@ -92,12 +92,12 @@ MAKERS_NAMES = {
     "single_blocks.*.linear1_qkv": (Rows("single_transformer_blocks.*.attn.to_qkv_mlp_proj", squares=3),),
     "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
     "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
-    **{f"{theirs}{ending}": own for theirs, own in _NORMS.items() for ending in (".scale", ".weight", "")},
+    **{f"{theirs}{ending}": key for theirs, key in _NORMS.items() for ending in (".scale", ".weight", "")},
     "final_layer.adaLN_modulation.1": swapped("norm_out.linear"),
     "final_layer.linear": "proj_out",
 }
 
-# Of models that are told the guidance.
+# Of models with a guidance input.
 GUIDANCE_NAMES = {
     "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
     "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",

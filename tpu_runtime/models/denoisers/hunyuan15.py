@@ -1,11 +1,11 @@
-"""The denoiser of HunyuanVideo 1.5 as data: its sizes, how weights are placed on chips and called by their makers."""
+"""The denoiser of HunyuanVideo 1.5 as data: its sizes, sharding rules, and the key names of other formats."""
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import Component, Need, Same, Table, split, swapped
 
-# Where a block of the text's refiner lies.
+# The path of a block of the token refiner.
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
-# Tencent's names; and ComfyUI's, which has some of its own.
+# Tencent's keys, and those that only ComfyUI has.
 MAKERS_NAMES: Table = {
     "img_in.proj": "x_embedder.proj",
     "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
@@ -131,7 +131,7 @@ TRANSFORMER = Component(
         "text_embed_dim": 60,
     },
     needs={
-        # Latents, a picture's latents and the mask of what is given.
+        # Noisy latents, the image's latents and the mask of given frames.
         "in_channels": Need((2 * 32 + 1,)),
         "out_channels": Need((32,)),
         "patch_size": Need((1,)),
@@ -139,7 +139,7 @@ TRANSFORMER = Component(
         "qk_norm": Need(("rms_norm",)),
         "text_embed_2_dim": Same("text_encoder_2", "d_model"),
         "text_embed_dim": Same("text_encoder", "hidden_size"),
-        # Step-distilled checkpoints are told the next timestep too.
+        # True in step-distilled checkpoints, which also embed the next timestep.
         "use_meanflow": Need((False,)),
     },
     blocks=("transformer_blocks",),
@@ -147,7 +147,7 @@ TRANSFORMER = Component(
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
         Rule("transformer_blocks.*.attn.norm_*.weight", REPLICATED),
-        # Modulation is of one vector: where its weights lie, it is computed, and the vector is gathered.
+        # Modulation applies to one vector: it is computed on the chips that hold its weights, then gathered.
         Rule("transformer_blocks.*.norm1.linear.weight", (None, "all_embed", None)),
         Rule("transformer_blocks.*.norm1_context.linear.weight", (None, "all_embed", None)),
         Rule("transformer_blocks.*.attn.to_out.0.weight", *BLOCK_PRODUCT),

@@ -1,9 +1,10 @@
-"""What several denoisers share: heads and the way into attention, patches, modulation, a sequence in two halves."""
+"""Functions that several denoisers share: heads and attention prologues, patches, modulation, overlapped halves."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....sharding.rules import REPLICATED, Rule
+from ...model_spec.upstream import Net
 
 if TYPE_CHECKING:
     import jax
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
     from ....attention.prologue import Prologue
     from ...programs.denoiser_run import DenoiserRun
 
-    Pair = tuple[torch.Tensor, torch.Tensor]  # of latents and text, of halves of a sequence, or cosines and sines
+    Pair = tuple[torch.Tensor, torch.Tensor]  # latents and text, two halves of a sequence, or cosines and sines
     ResidualNorm = Callable[..., Pair]  # `DenoiserRun.residual_norm` of tokens that are spread over `tp`
 
-# Of the towers of transformers that look at a picture: heads and feed-forward columns lie over all chips.
+# For the vision towers of transformers: heads and feed-forward columns are split over all chips.
 VISION_RULES = (
     Rule("embeddings.*.weight", REPLICATED),
     Rule("encoder.layers.*.self_attn.out_proj.weight", (None, None, "all_heads")),
@@ -26,15 +27,17 @@ VISION_RULES = (
 )
 
 
-def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
-    """What upstream's norm modules and rotary `tables` do before attention. Tables are cosines and sines, `[rows, ...,
-    head_dim]` of a row's tokens, of each row or, where there is one, of all.
+def prologue(query_norm: Net, key_norm: Net, tables: Any = None) -> "Prologue":
+    """Return what happens to queries and keys before attention: norms, then rotation.
+
+    query_norm, key_norm: upstream's modules. tables: cosines and sines `[rows, ..., head_dim]` of all tokens, where
+    rows is 1 or that of the queries; None: no rotation.
     """
     from ....attention.prologue import Prologue
     from ....kernels.prologue import Norm
     from ...programs import torch_bridge
 
-    def norm(module: Any) -> Norm:
+    def norm(module: Net) -> Norm:
         weight, bias = torch_bridge.to_jax((module.weight, getattr(module, "bias", None)))
         return Norm(weight=weight, bias=bias, eps=module.eps)
 
@@ -44,7 +47,10 @@ def prologue(query_norm: Any, key_norm: Any, tables: Any = None) -> "Prologue":
 
 
 def rotary_angles(theta: float, dim: int, places: "np.ndarray") -> "np.ndarray":
-    """`[places, dim]` in float64: how far each of a head's `dim` lanes is turned, those of a pair alike."""
+    """Return the rotation angles `[places, dim]`, float64, of a head's lanes; those of a pair are equal.
+
+    theta: base of the frequencies. dim: number of lanes. places: positions `[places]`.
+    """
     import numpy as np
 
     frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -52,8 +58,10 @@ def rotary_angles(theta: float, dim: int, places: "np.ndarray") -> "np.ndarray":
 
 
 def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> "Pair":
-    """Cosines and sines `[1, tokens, head_dim]` of tokens at `places` `[axes, tokens]`, of which an axis has so many of
-    a head's lanes as `dims` say. Angles are in float64; a table has a row for each number there is.
+    """Return cosines and sines `[1, tokens, head_dim]` of tokens at `places` `[axes, tokens]`.
+
+    theta: base of the frequencies. dims: a head's lanes per axis. Angles are computed in float64, once per distinct
+    position.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -61,8 +69,8 @@ def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> 
     from ...programs import torch_bridge
 
     tables: list[list[jax.Array]] = [[], []]
-    for dim, at in zip(dims, places, strict=True):
-        numbers, index = np.unique(at, return_inverse=True)
+    for dim, axis_places in zip(dims, places, strict=True):
+        numbers, index = np.unique(axis_places, return_inverse=True)
         angles = rotary_angles(theta, dim, numbers)
         for table, function in zip(tables, (np.cos, np.sin), strict=True):
             table.append(jnp.asarray(function(angles), jnp.float32)[jnp.asarray(index, jnp.int32)])
@@ -70,16 +78,17 @@ def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> 
 
 
 def heads(
-    run: "DenoiserRun", attn: Any, x: "torch.Tensor", *projections: Any, **how: Any
+    run: "DenoiserRun", attn: Net, x: "torch.Tensor", *projections: Any, **how: Any
 ) -> "tuple[torch.Tensor, ...]":
-    """What each of `projections` makes of `[rows, tokens, dim]`, head by head: `[rows, tokens, heads, head_dim]`. `how`
-    is that of `DenoiserRun.products`.
+    """Project `x` `[rows, tokens, dim]` with each of `projections`: `[rows, tokens, heads, head_dim]` each.
+
+    run: operations on the mesh. attn: upstream's module. how: keywords of `DenoiserRun.products`.
     """
-    return tuple(each.unflatten(2, (attn.heads, -1)) for each in run.products(x, *projections, **how))
+    return tuple(product.unflatten(2, (attn.heads, -1)) for product in run.products(x, *projections, **how))
 
 
 def cut_patches(latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
-    """`[rows, channels, frames, height, width]` to `[rows, tokens, channels * patch_size]`."""
+    """Patchify `latents` `[rows, channels, frames, height, width]` to `[rows, tokens, channels * patch_size]`."""
     pt, ph, pw = patch_size
     rows, channels, frames, height, width = latents.shape
     patches = latents.reshape(rows, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
@@ -87,38 +96,45 @@ def cut_patches(latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "t
 
 
 def join_patches(patches: "torch.Tensor", latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
-    """The other way, to frames of the number and size of `latents`."""
-    sizes = [size // part for size, part in zip(latents.shape[2:], patch_size, strict=True)]
-    parts = patches.reshape(len(patches), *sizes, -1, *patch_size)
-    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    """Undo `cut_patches`: `[rows, tokens, channels * patch_size]` to `[rows, channels, frames, height, width]`.
+
+    latents: `[rows, channels, frames, height, width]` whose size the result has. patch_size: (frames, height, width).
+    """
+    sizes = [size // patch for size, patch in zip(latents.shape[2:], patch_size, strict=True)]
+    cells = patches.reshape(len(patches), *sizes, -1, *patch_size)
+    return cells.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
-def embed_patches(embedding: Any, latents: "torch.Tensor") -> "torch.Tensor":
-    """The patch convolution as one matrix product over patches: `[rows, tokens, dim]`.
+def embed_patches(embedding: Net, latents: "torch.Tensor") -> "torch.Tensor":
+    """Apply the patch `embedding`, a convolution, as one matrix product over patches: `[rows, tokens, dim]`.
 
-    A convolution's output cannot be split by tokens; the patches can, and are 80 times smaller.
+    latents: `[rows, channels, frames, height, width]`. A convolution's output cannot be split by tokens; the patches
+    can, and are 80 times smaller.
     """
     patches = cut_patches(latents, embedding.kernel_size)
     return patches.to(embedding.weight.dtype) @ embedding.weight.flatten(1).T + embedding.bias
 
 
 def unrounded(forward: "Callable[..., torch.Tensor]") -> "Callable[..., torch.Tensor]":
-    """`forward` of a module that stays in float32 when the rest is bfloat16, as which a TPU would multiply it too."""
+    """Wrap a module's `forward`, `[...] -> [...]`, so that it multiplies in float32, also on a TPU in bfloat16."""
     import jax
 
     return jax.default_matmul_precision("highest")(forward)
 
 
 class Modulation(NamedTuple):
-    """Of an update: what its norm is multiplied by, what is added to the norm, and the gate. float32, `[rows, dim]`."""
+    """Modulation of one update: its norm's scale and shift, and the gate. float32 `[rows, dim]` each."""
 
     scale: "torch.Tensor"
     shift: "torch.Tensor"
     gate: "torch.Tensor"
 
 
-def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Any = None) -> Modulation:
-    """What a norm is multiplied by and what is added to it, with its own weight and bias if it has them; the gate."""
+def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Net = None) -> Modulation:
+    """Return the modulation of adaLN's `shift`, `scale` and `gate` `[rows, dim]`.
+
+    norm: a module whose weight and bias are folded into scale and shift; None: a norm without them.
+    """
     factor, shift = 1 + scale.float(), shift.float()
     if norm is not None:
         factor, shift = factor * norm.weight, factor * norm.bias + shift
@@ -126,9 +142,10 @@ def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor"
 
 
 def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]") -> "tuple[jax.Array, jax.Array]":
-    """Joins sequences `[rows, size, dim]` so that the first `lengths` tokens of each come first, in order.
+    """Concatenate sequences so that the valid tokens of all come first, in order.
 
-    What follows them is not defined. Gives the total lengths too, `[rows]`.
+    parts: `[rows, size, dim]` each. lengths: valid tokens `[rows]` of each. Returns the joined tokens and the total
+    lengths `[rows]`. Tokens after these are undefined.
     """
     import jax.numpy as jnp
 
@@ -136,7 +153,7 @@ def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]"
     source = jnp.zeros_like(position)
     start, offset = jnp.zeros_like(lengths[0]), 0
     for part, length in zip(parts, lengths, strict=True):
-        # The later part overrides from where it starts on.
+        # A later sequence overrides all positions from its start.
         source = jnp.where(position >= start[:, None], offset + position - start[:, None], source)
         start, offset = start + length, offset + part.shape[1]
     joined = jnp.concatenate(parts, axis=1)
@@ -145,16 +162,16 @@ def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]"
 
 
 class Staggered(NamedTuple):
-    """A sequence in two halves, so that what chips exchange of one half runs next to products of the other:
-    intra-sequence overlap, https://arxiv.org/abs/2409.11155.
+    """A sequence in two halves, so that the exchange of one half overlaps the products of the other.
 
-    It is for blocks of updates `x + gate * update(norm(x))` whose weights stay split over the chips of `tp`. Each chip
-    has some of the heads and of the feed-forward's columns, so an update is a sum over chips; between updates each has
-    some of the tokens (see `token_layout`). `stagger` begins a stack of blocks, `join` ends it. In a block an update is
-    `catch_up`, then the products that make its sums, then `add_update`.
+    This is intra-sequence overlap (https://arxiv.org/abs/2409.11155). It suits blocks of updates `x + gate *
+    update(norm(x))` whose weights stay split over the chips of `tp`. Each chip has some of the heads and feed-forward
+    columns, so an update is a sum over chips; between updates each chip has some of the tokens (see `token_layout`).
+    `stagger` begins a stack of blocks, `join` ends it. In a block an update is `catch_up`, then the products that make
+    its sums, then `add_update`.
 
-    The last update is added to the first half, whose norm for the next is there. Of the second half's last update there
-    are only the sums of each chip, which are exchanged next to the first half's next products.
+    The first half has its last update added, and its next norm computed. The second half has only each chip's partial
+    sums of its last update; they are exchanged during the first half's next products.
     """
 
     first: "torch.Tensor"  # [rows, tokens / 2, dim], spread over `tp`
@@ -164,12 +181,15 @@ class Staggered(NamedTuple):
 
 
 def halve(run: "DenoiserRun", tables: "Sequence[torch.Tensor]") -> "list[Pair]":
-    """Cosines and sines `[1, tokens, head_dim]` of each half."""
+    """Split `tables`, cosines and sines `[1, tokens, head_dim]`, into those of each half."""
     return [*zip(*map(run.halves, tables), strict=True)]
 
 
 def stagger(run: "DenoiserRun", norm: "ResidualNorm", x: "torch.Tensor", after: Modulation) -> Staggered:
-    """`[rows, tokens, dim]` before its first update, whose modulation is `after`: there are no sums yet."""
+    """Start overlapping: split `x` `[rows, tokens, dim]` before its first update.
+
+    run: operations on the mesh. norm: the residual norm. after: modulation of the first update.
+    """
     first, second = map(run.spread, run.halves(x))
     _, normed = norm(first, None, None, after.scale, after.shift)
     return Staggered(first, normed, second, run.no_sums(second))
@@ -178,7 +198,11 @@ def stagger(run: "DenoiserRun", norm: "ResidualNorm", x: "torch.Tensor", after: 
 def catch_up(
     run: "DenoiserRun", norm: "ResidualNorm", x: Staggered, before: Modulation, now: Modulation
 ) -> "tuple[Pair, Pair]":
-    """Adds the update `before` to the second half. Returns both halves, and both norms for the update `now`."""
+    """Add the second half's pending update. Returns both halves and their norms, `[rows, tokens / 2, dim]` each.
+
+    run: operations on the mesh. norm: the residual norm. x: both halves. before: modulation of the pending update.
+    now: modulation of the next update.
+    """
     second, normed = norm(x.second, run.scatter(x.sums), before.gate, now.scale, now.shift)
     return (x.first, second), (x.normed, normed)
 
@@ -191,13 +215,21 @@ def add_update(
     now: Modulation,
     after: Modulation,
 ) -> Staggered:
-    """Adds the update `now` to the first half, and norms it for the one after. `sums` are those of both halves."""
+    """Add an update to the first half and norm it for the next one; the second half's update stays pending.
+
+    run: operations on the mesh. norm: the residual norm. halves: `[rows, tokens / 2, dim]` each.
+    sums: each chip's partial sums of both halves, `[tp, rows, tokens / 2, dim]`. now: modulation of this update.
+    after: modulation of the next one.
+    """
     first, normed = norm(halves[0], run.scatter(sums[0]), now.gate, after.scale, after.shift)
     return Staggered(first, normed, halves[1], sums[1])
 
 
 def join(run: "DenoiserRun", x: Staggered, before: Modulation) -> "torch.Tensor":
-    """`[rows, padded tokens, dim]`: the last update, whose modulation is `before`, is added to the second half too."""
+    """End overlapping: add the pending update and return `[rows, padded tokens, dim]`.
+
+    run: operations on the mesh. x: both halves. before: modulation of the pending update.
+    """
     import torch
 
     return torch.cat([x.first, run.add_gated(x.second, run.scatter(x.sums), before.gate)], dim=1)

@@ -1,10 +1,10 @@
-"""The denoiser of Qwen-Image as data: its sizes, and how its weights are placed on chips."""
+"""The denoiser of Qwen-Image as data: its sizes and sharding rules."""
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, Need, Same
 
-# Whole on each group of `tp`, of which eight chips are two (see `heads_by_twos`): gathered from the other group a step
-# takes half as long again.
+# Each group of `tp` holds all weights; eight chips are two groups (see `heads_by_twos`). A step would take 1.5 times as
+# long if weights were gathered from the other group.
 _RULES = (
     Rule("transformer_blocks.**.bias", REPLICATED),
     Rule("transformer_blocks.*.attn.to_out.0.weight", (None, None, "heads"), over=(2,)),
@@ -13,7 +13,7 @@ _RULES = (
     Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", None), over=(2,)),
     Rule("transformer_blocks.*.*.net.0.proj.weight", (None, "mlp", None), over=(2,)),
     Rule("transformer_blocks.*.*.net.2.weight", (None, None, "mlp"), over=(2,)),
-    # Used on a row or, outside the blocks, on the text: their outputs are gathered, not they.
+    # Used on one vector or, outside the blocks, on the text: outputs are gathered instead of weights.
     Rule("transformer_blocks.*.*_mod.1.weight", (None, "all_mlp", None)),
     Rule("time_text_embed.*.linear_1.weight", REPLICATED),
     Rule("time_text_embed.*.linear_2.weight", ("all_mlp", None)),
@@ -49,10 +49,10 @@ TRANSFORMER = Component(
         "joint_attention_dim": Same("text_encoder", "hidden_size"),
         "out_channels": Need((16,)),
         "patch_size": Need((2,)),
-        # Qwen-Image-Layered's.
+        # True in Qwen-Image-Layered.
         "use_additional_t_cond": Need((False,)),
         "use_layer3d_rope": Need((False,)),
-        # The Edit models' from 2511 on: tokens of pictures have a time of their own.
+        # True in Edit models from 2511 on, which embed reference latents at timestep 0.
         "zero_cond_t": Need((False,)),
     },
     blocks=("transformer_blocks",),

@@ -1,12 +1,12 @@
-"""The denoiser of Z-Image as data: its sizes, and how weights are placed on chips and called by their makers."""
+"""The denoiser of Z-Image as data: its sizes, sharding rules, and the key names of the original checkpoint."""
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, Need, Same, split
 
 STACKS = ("noise_refiner", "context_refiner", "layers")
 
-# All on every chip, where they fit: 12.3 GB in bfloat16. Of a step eight chips have 576 tokens each, 15 ms of work, and
-# gathering the weights of its blocks takes four times that.
+# All weights are replicated where they fit: 12.3 GB in bfloat16. In a step each of eight chips has 576 tokens, 15 ms of
+# work; gathering the blocks' weights would take four times that.
 _RULES = (
     Rule("*.*.attention.to_*.weight", REPLICATED, over=(2,)),
     Rule("*.*.attention.to_out.0.weight", REPLICATED, over=(2,)),
@@ -14,15 +14,15 @@ _RULES = (
     Rule("**", REPLICATED),
 )
 
-# Tongyi-MAI's; as in `diffusers.loaders.single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers`.
+# Tongyi-MAI's keys; see `diffusers.loaders.single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers`.
 MAKERS_NAMES = {
     "x_embedder": "all_x_embedder.2-1",
     "final_layer.linear": "all_final_layer.2-1.linear",
     "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
 } | {
-    f"{stack}.*.attention.{theirs}": own
+    f"{stack}.*.attention.{theirs}": keys
     for stack in STACKS
-    for theirs, own in {
+    for theirs, keys in {
         "qkv": split(*(f"{stack}.*.attention.to_{name}" for name in "qkv")),
         "out": f"{stack}.*.attention.to_out.0",
         "q_norm": f"{stack}.*.attention.norm_q",
@@ -58,7 +58,7 @@ TRANSFORMER = Component(
         "cap_feat_dim": Same("text_encoder", "hidden_size"),
         "in_channels": Need((16,)),
         "qk_norm": Need((True,)),
-        # Set in Z-Image Omni, which looks at pictures.
+        # Set in Z-Image Omni, which takes images.
         "siglip_feat_dim": Need((None,)),
     },
     blocks=STACKS,

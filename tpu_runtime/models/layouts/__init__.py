@@ -1,5 +1,6 @@
-"""Single files of the models: what tells each network, the makers' names of those that no component has, and which
-config its tensors ask for. May import `formats` and the leaves.
+"""Single-file layouts: how a network's file is recognized, its original keys, and its config from shapes.
+
+Key names are here only where no component has them. May import `formats` and the leaves.
 """
 
 from ...formats.layout import FileLayout

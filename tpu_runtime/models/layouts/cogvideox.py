@@ -1,16 +1,18 @@
-"""CogVideoX' files, as ComfyUI names them: the denoiser has names of its own, the VAE diffusers'."""
-
-from collections.abc import Mapping
-from typing import Any
+"""CogVideoX's single files: the denoiser with ComfyUI's keys, the VAE with diffusers'."""
 
 from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes
+from ...model_spec.upstream import UpstreamConfig
 
-# Networks with more inputs beside the sample's channels, by the channels that go in.
+# Networks with further input channels, by the number of input channels.
 _OF_CHANNELS = {33: "CogVideoX Fun", 48: "a CogVideoX that inpaints, such as VOID"}
 
 
-def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of the transformer from its tensors' shapes. Raises CheckpointError for other networks.
+
+    shapes: of the file's tensors. base: the published config.
+    """
     if len(shapes["patch_embed.proj.weight"]) != 2:
         raise CheckpointError(
             "The file is of CogVideoX 1.0, whose patches are of single frames; only CogVideoX 1.5 runs here. Use one "
@@ -38,8 +40,8 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     return config
 
 
-def vae_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
-    """HunyuanVideo 1.5's tensors say the same of its VAE."""
+def vae_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the VAE's config from its tensors' shapes, for CogVideoX and HunyuanVideo 1.5."""
     levels = shapes.count("encoder.down_blocks")
     widths = (shapes.of(f"encoder.down_blocks.{n}.resnets.0.conv1.conv.weight", 5)[0] for n in range(levels))
     return {

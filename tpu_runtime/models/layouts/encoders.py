@@ -1,19 +1,21 @@
-"""Files of text and image encoders, by transformers' names (ComfyUI's `comfy/sd.py`, `detect_te_model`), and T5's by
-llama.cpp's.
+"""Single files of text and image encoders with transformers' keys, and of language models with llama.cpp's.
+
+Recognition follows ComfyUI's `comfy/sd.py`, `detect_te_model`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from ...formats.layout import Config, FileLayout, Shapes
 from ...model_spec import Table
+from ...model_spec.upstream import UpstreamConfig
 from ..text_encoders import mistral3, qwen3, qwen25
 
 _ATTENTION = "encoder.block.0.layer.0.SelfAttention"
 
 
-def t5_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def t5_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of a T5 from its tensors' shapes. `base`, the published config, is not needed."""
     embedding = "shared.weight" if "shared.weight" in shapes else "encoder.embed_tokens.weight"
     vocabulary, dim = shapes.of(embedding, 2)
     heads = shapes.of(f"{_ATTENTION}.relative_attention_bias.weight", 2)[1]
@@ -27,8 +29,13 @@ def t5_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
     }
 
 
-def _causal(shapes: Shapes, base: Mapping[str, Any], prefix: str = "") -> Config:
-    """What the language models have in common. Tensors tell how wide a head is where queries are normalised."""
+def _causal(shapes: Shapes, base: UpstreamConfig, prefix: str = "") -> Config:
+    """Return the config entries that causal language models share.
+
+    shapes: of the file's tensors. base: the published config, from which the head size is taken unless queries are
+        normed.
+    prefix: of the model's keys.
+    """
     vocabulary, dim = shapes.of(f"{prefix}embed_tokens.weight", 2)
     attention = f"{prefix}layers.0.self_attn"
     published = base.get("head_dim") or base["hidden_size"] // base["num_attention_heads"]
@@ -44,12 +51,14 @@ def _causal(shapes: Shapes, base: Mapping[str, Any], prefix: str = "") -> Config
     } | ({"head_dim": head_dim} if "head_dim" in base else {})
 
 
-def qwen3_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def qwen3_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of a Qwen3 from its tensors' shapes; `base` is the published config."""
     config = _causal(shapes, base, "model.")
     return {**config, "max_window_layers": config["num_hidden_layers"]}
 
 
-def mistral_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def mistral_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of a Mistral 3 from its tensors' shapes; `base` is the published config."""
     text = base["text_config"]
     return {"text_config": {**text, **_causal(shapes, text, "model.language_model.")}}
 
@@ -68,8 +77,11 @@ _LLAMA = (
 
 
 def _in_model(own: str, names: Iterable[str]) -> Table:
-    """A language model that is called `model` in its file, or nothing, or as llama.cpp does; here with `own` before."""
-    table: dict[str, Any] = {}
+    """Return the key table of a language model to keys that start with `own`.
+
+    In the file it is called `model` or nothing, or is named as in llama.cpp.
+    """
+    table: dict[str, str] = {}
     for before in ("model.language_model.", "language_model.model.", "model.", ""):
         table |= {f"{before}layers.*.{name}": f"{own}layers.*.{name}" for name in _OF_LAYERS}
         table |= {f"{before}{name}": f"{own}{name}" for name in ("embed_tokens", "norm")}
@@ -89,11 +101,16 @@ _T5 = {
 
 
 def t5_llama_table(names: Iterable[str]) -> Table:
-    blocks = {f"enc.blk.*.{theirs}": f"encoder.block.*.{own}" for theirs, own in _T5.items()}
+    """Return the key table from llama.cpp's names to transformers'. `names` are not needed."""
+    blocks = {f"enc.blk.*.{theirs}": f"encoder.block.*.{name}" for theirs, name in _T5.items()}
     return {**blocks, "token_embd": "shared", "enc.output_norm": "encoder.final_layer_norm"}
 
 
-def vision_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def vision_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of a CLIP or SigLIP vision model from its tensors' shapes.
+
+    shapes: of the file's tensors. base: the published config, from which the head size is taken.
+    """
     dim, _, patch, _ = shapes.of("embeddings.patch_embedding.weight", 4)
     places = shapes.of("embeddings.position_embedding.weight", 2)[0] - ("embeddings.class_embedding" in shapes)
     head_dim = base["hidden_size"] // base["num_attention_heads"]
@@ -108,7 +125,7 @@ def vision_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
 
 
 def vision_table(names: Iterable[str]) -> Table:
-    """Names with `vision_model.` before them, as transformers 4 wrote them."""
+    """Return the key table that removes the prefix `vision_model.`, as transformers 4 wrote it."""
     layer = "encoder.layers.*"
     modules = (
         *(f"{layer}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")),
@@ -123,7 +140,7 @@ _VISION = "encoder.layers.0.self_attn.q_proj.weight"
 
 
 def _named(*names: str) -> tuple[tuple[str, ...], ...]:
-    """The marks of a language model's first layer, whatever is before its name."""
+    """Return the signature keys of a language model's first layer, with every known prefix."""
     befores = ("model.", "model.language_model.", "language_model.model.", "")
     return tuple(
         tuple(("!" if name.startswith("!") else "") + f"{before}layers.0.{name.removeprefix('!')}" for name in names)
@@ -135,7 +152,7 @@ _Q, _QK_NORM, _BIAS = "self_attn.q_proj.weight", "self_attn.q_norm.weight", "sel
 LAYOUTS = (
     FileLayout(
         class_name="UMT5EncoderModel",
-        # It has a table of relative positions in every block; T5 has one.
+        # UMT5 has a table of relative positions in every block; T5 has one.
         marks=((f"{_ATTENTION}.q.weight", f"{_ATTENTION.replace('.0.', '.1.', 1)}.relative_attention_bias.weight"),),
         config=t5_config,
         ignored=("spiece_model", "decoder.", "lm_head.", "logit_scale"),
@@ -174,7 +191,7 @@ LAYOUTS = (
         table=partial(_in_model, ""),
         config=_causal,
         chat_template=qwen25.CHAT_TEMPLATE,
-        # What it sees with, `visual.`, is Qwen-Image Edit's image encoder.
+        # The vision tower, `visual.`, is kept: it is Qwen-Image Edit's image encoder.
         ignored=("lm_head.", "output."),
     ),
     FileLayout(

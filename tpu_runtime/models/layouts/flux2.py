@@ -1,12 +1,11 @@
-"""FLUX.2's files: the denoiser by Black Forest Labs' names. Its VAE is one of `kl`."""
-
-from collections.abc import Mapping
-from typing import Any
+"""FLUX.2's single files: the denoiser with Black Forest Labs' keys. Its VAE is in `kl`."""
 
 from ...formats.layout import Config, FileLayout, Shapes
+from ...model_spec.upstream import UpstreamConfig
 
 
-def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
     dim, in_channels = shapes.of("x_embedder.weight", 2)
     (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
     time = "time_guidance_embed"

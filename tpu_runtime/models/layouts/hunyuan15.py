@@ -1,18 +1,23 @@
-"""HunyuanVideo 1.5's files: the denoiser and the VAE by Tencent's names, which ComfyUI keeps."""
+"""HunyuanVideo 1.5's single files: the denoiser and the VAE with Tencent's keys, which ComfyUI keeps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes, under
 from ...model_spec import Table
+from ...model_spec.upstream import UpstreamConfig
 from .cogvideox import vae_config
 
-# The channels that go into it.
+# The upscaler's number of input channels.
 _UPSCALER = 98
 
 
-def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of the transformer from its tensors' shapes. Raises CheckpointError for the upscaler.
+
+    shapes: of the file's tensors. base: the published config.
+    """
     dim, in_channels, *_ = shapes.of("x_embedder.proj.weight", 5)
     (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
     if in_channels == _UPSCALER:
@@ -41,13 +46,14 @@ _ATTENTION = {"norm": "norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out":
 
 
 def vae_table(names: Iterable[str]) -> Table:
+    """Return the key table from Tencent's names of the VAE to diffusers'. `names` are not needed."""
     table: dict[str, Any] = {}
-    for part, theirs, own in (("encoder", "down", "down_blocks"), ("decoder", "up", "up_blocks")):
-        table |= under(f"{part}.mid.block_1", f"{part}.mid_block.resnets.0", _RESNET)
-        table |= under(f"{part}.mid.block_2", f"{part}.mid_block.resnets.1", _RESNET)
-        table |= under(f"{part}.mid.attn_1", f"{part}.mid_block.attentions.0", _ATTENTION)
-        table |= under(f"{part}.{theirs}.*.block.*", f"{part}.{own}.*.resnets.*", _RESNET)
-        table[f"{part}.{theirs}.*.{theirs}sample.conv.conv"] = f"{part}.{own}.*.{theirs}samplers.0.conv.conv"
+    for network, side, blocks in (("encoder", "down", "down_blocks"), ("decoder", "up", "up_blocks")):
+        table |= under(f"{network}.mid.block_1", f"{network}.mid_block.resnets.0", _RESNET)
+        table |= under(f"{network}.mid.block_2", f"{network}.mid_block.resnets.1", _RESNET)
+        table |= under(f"{network}.mid.attn_1", f"{network}.mid_block.attentions.0", _ATTENTION)
+        table |= under(f"{network}.{side}.*.block.*", f"{network}.{blocks}.*.resnets.*", _RESNET)
+        table[f"{network}.{side}.*.{side}sample.conv.conv"] = f"{network}.{blocks}.*.{side}samplers.0.conv.conv"
     return table
 
 

@@ -1,36 +1,40 @@
-"""Files of `AutoencoderKL`, and of what shares its networks: by the names of latent diffusion, or diffusers'."""
+"""Single files of `AutoencoderKL` and of VAEs that share its networks, with latent diffusion's keys or diffusers'."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ...formats.layout import Config, FileLayout, Shapes, count, under
 from ...model_spec import Table
+from ...model_spec.upstream import UpstreamConfig
 
 _RESNET = {name: name for name in ("norm1", "conv1", "norm2", "conv2")} | {"nin_shortcut": "conv_shortcut"}
 _ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 
 
 def vae_table(names: Iterable[str]) -> Table:
-    """The makers' names, for `names` of theirs or of diffusers; their decoder's levels count from the last."""
+    """Return the key table from the original names to diffusers'. The original decoder counts levels from the last.
+
+    names: keys of the file, original or diffusers'.
+    """
     names = list(names)
     table: dict[str, Any] = {"encoder.quant_conv": "quant_conv", "decoder.post_quant_conv": "post_quant_conv"}
-    for part in ("encoder", "decoder"):
-        table[f"{part}.norm_out"] = f"{part}.conv_norm_out"
-        table |= under(f"{part}.mid.block_1", f"{part}.mid_block.resnets.0", _RESNET)
-        table |= under(f"{part}.mid.block_2", f"{part}.mid_block.resnets.1", _RESNET)
-        table |= under(f"{part}.mid.attn_1", f"{part}.mid_block.attentions.0", _ATTENTION)
+    for network in ("encoder", "decoder"):
+        table[f"{network}.norm_out"] = f"{network}.conv_norm_out"
+        table |= under(f"{network}.mid.block_1", f"{network}.mid_block.resnets.0", _RESNET)
+        table |= under(f"{network}.mid.block_2", f"{network}.mid_block.resnets.1", _RESNET)
+        table |= under(f"{network}.mid.attn_1", f"{network}.mid_block.attentions.0", _ATTENTION)
     table |= under("encoder.down.*.block.*", "encoder.down_blocks.*.resnets.*", _RESNET)
     table["encoder.down.*.downsample.conv"] = "encoder.down_blocks.*.downsamplers.0.conv"
     levels = min(count(names, "decoder.up") or count(names, "decoder.up_blocks"), 16)
     for level in range(levels):
-        own = f"decoder.up_blocks.{levels - 1 - level}"
-        table |= under(f"decoder.up.{level}.block.*", f"{own}.resnets.*", _RESNET)
-        table[f"decoder.up.{level}.upsample.conv"] = f"{own}.upsamplers.0.conv"
+        block = f"decoder.up_blocks.{levels - 1 - level}"
+        table |= under(f"decoder.up.{level}.block.*", f"{block}.resnets.*", _RESNET)
+        table[f"decoder.up.{level}.upsample.conv"] = f"{block}.upsamplers.0.conv"
     return table
 
 
-def vae_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
-    """A decoder of other widths than the encoder's says so."""
+def vae_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the VAE's config from its tensors' shapes, with the decoder's widths if they differ from the encoder's."""
     levels = shapes.count("encoder.down_blocks")
     widths = [shapes.of(f"encoder.down_blocks.{n}.resnets.0.conv1.weight", 4)[0] for n in range(levels)]
     decoder = [shapes.of(f"decoder.up_blocks.{n}.resnets.0.conv1.weight", 4)[0] for n in range(levels)][::-1]
@@ -45,7 +49,7 @@ def vae_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
 
 
 def _layouts(class_name: str, *more: str) -> tuple[FileLayout, ...]:
-    """Of a class, whose files also have, or have not, the tensors `more`."""
+    """Return the layouts of a class, whose files also have (or, with `!`, do not have) the tensors `more`."""
     return (
         FileLayout(
             class_name=class_name,

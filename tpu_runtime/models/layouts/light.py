@@ -1,18 +1,18 @@
-"""Files of TAEHV, a light decoder: under one set of names, by two makers, for the latents of several models."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Single files of TAEHV, a small decoder: one set of keys, two authors, and the latents of several models."""
 
 from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes
+from ...model_spec.upstream import UpstreamConfig
 
-# Of models that are not run here, with as many channels as Wan's: by how the makers' files begin.
+# Models that are not supported here and have as many channels as Wan's, by the prefix of the published files.
 _OTHERS = {"taehv.": "HunyuanVideo 1", "taehv_": "HunyuanVideo 1", "taecvx": "CogVideoX", "taeos": "Open-Sora"}
 
 
-def config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
-    """Whose file it is, its name says, or else the format of its numbers, as in ComfyUI's `sd.py`: Ollin Boer Bohan's
-    are float16.
+def config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of a TAEHV. The file's name decides whose weights they are, or else the dtype.
+
+    As in ComfyUI's `sd.py`, Ollin Boer Bohan's weights are float16. Raises CheckpointError for unsupported models.
+    shapes: of the file's tensors. base: unused.
     """
     name = shapes.path.name.lower()
     if other := next((model for start, model in _OTHERS.items() if name.startswith(start)), None):

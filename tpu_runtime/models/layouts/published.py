@@ -1,4 +1,4 @@
-"""Single files as ComfyUI's templates name them: where they are published, and the folder each goes to."""
+"""Single files named as in ComfyUI's templates: the repository that publishes each, and the folder it belongs to."""
 
 import functools
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ _KLEIN_9B, _BFL, _COG = "Comfy-Org/flux2-klein-9B", "black-forest-labs/FLUX.2-",
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A file of a repository on the Hub, ComfyUI's folder for it, and about how many GB it has."""
+    """A published file of a model."""
 
-    repository: str
-    path: str
-    folder: str
-    size_gb: float
+    repository: str  # on the Hub
+    path: str  # within the repository
+    folder: str  # ComfyUI's folder for it, within `models`
+    size_gb: float  # approximate
 
     @property
     def name(self) -> str:
@@ -39,16 +39,16 @@ _ENDINGS = {"fp8": "fp8_scaled", "fp16": "fp16"}
 
 
 def _in_formats(repository: str, name: str, **sizes_gb: float) -> dict[str, _Files]:
-    """A denoiser by format, whose name ends with it; two experts have `{}` for which."""
+    """Return a denoiser's files by format, which is the ending of the name; `{}` in `name` is filled per expert."""
     experts = [name.format(noise) for noise in ("high", "low")] if "{}" in name else [name]
     return {
-        kind: _denoisers(repository, size, *(f"{one}_{_ENDINGS[kind]}" for one in experts))
+        kind: _denoisers(repository, size, *(f"{expert}_{_ENDINGS[kind]}" for expert in experts))
         for kind, size in sizes_gb.items()
     }
 
 
 def _at_top(repository: str, folder: str, name: str, size_gb: float) -> SingleFile:
-    """A file that is in no folder of its repository."""
+    """Return a file at the root of its repository."""
     return SingleFile(repository, f"{name}.safetensors", folder, size_gb)
 
 
@@ -82,10 +82,10 @@ _COG_PARTS = (
 
 
 def _with(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]) -> dict[str, _Files]:
-    """All files of a model by format: its denoisers first, then parts, in that format where they have several."""
+    """Return all files of a model by format: denoisers, then `parts`, in the same format where they have several."""
     return {
-        kind: sum((part[kind] if isinstance(part, Mapping) else part for part in parts), files)
-        for kind, files in denoisers.items()
+        kind: sum((files[kind] if isinstance(files, Mapping) else files for files in parts), network)
+        for kind, network in denoisers.items()
     }
 
 
@@ -95,18 +95,18 @@ def _hunyuan(name: str, *parts: _Files, **sizes_gb: float) -> dict[str, _Files]:
 
 def _z_image(repository: str, name: str) -> dict[str, _Files]:
     formats = {"bf16": ("bf16", 12.31), "int8": ("int8_convrot", 6.2)}
-    found = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
-    return _with(found, _ZIMAGE_PARTS)
+    denoisers = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
+    return _with(denoisers, _ZIMAGE_PARTS)
 
 
 def _qwen_image(repository: str, name: str, **formats: tuple[str, float]) -> dict[str, _Files]:
-    """By format how the denoiser's name ends, and its size; the other parts are the same for all."""
-    found = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
-    return _with(found, _QWEN_VL["fp8"], (_file(_QWEN, "vae", "qwen_image_vae", 0.25),))
+    """Return all files by format. `formats` has the ending of the denoiser's name and its size."""
+    denoisers = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
+    return _with(denoisers, _QWEN_VL["fp8"], (_file(_QWEN, "vae", "qwen_image_vae", 0.25),))
 
 
 def _cogvideox(name: str) -> dict[str, _Files]:
-    """Under diffusers' names, in the one format in which it is shared."""
+    """Return all files, which exist in one format, with diffusers' keys."""
     return {"bf16": (_at_top(_COG, "diffusion_models", f"CogVideoX_1_5_5b_{name}_bf16", 10.92), *_COG_PARTS)}
 
 
@@ -165,13 +165,13 @@ SETS: Mapping[str, Mapping[str, _Files]] = {
 
 
 def sizes(model: str) -> str:
-    """About how many GB the files of a model have, by format; empty for one without."""
+    """Return the approximate size of a model's files by format, such as "fp8 29 GB"; "" without files."""
     totals = {kind: sum(file.size_gb for file in files) for kind, files in SETS.get(model, {}).items()}
     return ", ".join(f"{kind} {total:.0f} GB" for kind, total in sorted(totals.items(), key=lambda item: item[1]))
 
 
 def files(model: str, kind: str) -> _Files:
-    """The files of a model in a format; ValueError that says which formats there are."""
+    """Return the files of a model in a format. Raises ValueError that lists the formats."""
     if model not in SETS:
         raise ValueError(f"{model} is not known as single files; known are {', '.join(SETS)}.")
     if kind not in SETS[model]:
@@ -180,22 +180,22 @@ def files(model: str, kind: str) -> _Files:
 
 
 def part(model: str, folder: str) -> SingleFile | None:
-    """The file of a model that goes into one of ComfyUI's folders, the most exact one."""
+    """Return the most exact file of a model for one of ComfyUI's folders, or None."""
     known = SETS.get(model, {})
     exact = known.get("fp16") or next(iter(known.values()), ())
     return next((file for file in exact if file.folder == folder), None)
 
 
 def _all(name: str, *endings: str) -> tuple[str, ...]:
-    """Names of one denoiser's files in several formats; `{}` stands for which of two experts."""
+    """Return the names of a denoiser's files in several formats; `{}` in `name` is filled per expert."""
     experts = [name.format(noise) for noise in ("high", "low")] if "{}" in name else [name]
-    return tuple(f"{one}_{ending}.safetensors" for one in experts for ending in endings)
+    return tuple(f"{expert}_{ending}.safetensors" for expert in experts for ending in endings)
 
 
 _WAN21_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_scaled")
-# Other files of the same networks, as ComfyUI's templates and Comfy-Org's repositories name them: in further formats,
-# of versions before the one in `SETS`, repacked by others. Whatever computes otherwise is not here, however alike its
-# name: fun, vace, s2v, animate, layered, kv, super-resolution.
+# Further files of the same networks, as ComfyUI's templates and Comfy-Org's repositories name them: other formats,
+# versions before the one in `SETS`, and repackaged files. Networks with similar names that compute something else are
+# not listed: fun, vace, s2v, animate, layered, kv, super-resolution.
 _MORE_DENOISERS: Mapping[str, tuple[str, ...]] = {
     "wan2.1-t2v-14b": _all("wan2.1_t2v_14B", *_WAN21_FORMATS),
     "wan2.1-t2v-1.3b": _all("wan2.1_t2v_1.3B", "bf16"),
@@ -225,16 +225,16 @@ _MORE_PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def denoisers(model: str) -> tuple[str, ...]:
-    """Names of files that hold a denoiser of this model; of two experts in `SETS` the first."""
+    """Return the names of files that hold a denoiser of this model; with two experts in `SETS`, the first one's."""
     return (*(files[0].name for files in SETS.get(model, {}).values()), *_MORE_DENOISERS.get(model, ()))
 
 
 @functools.cache
 def models() -> Mapping[str, str]:
-    """By the name of each known file the model that it is of: of several that share it the first."""
-    found: dict[str, str] = {}
+    """Return the model of each known file, by file name; for a file that several models share, the first of them."""
+    model_of_file: dict[str, str] = {}
     for model, formats in SETS.items():
-        own = (file.name for files in formats.values() for file in files)
-        for name in (*own, *_MORE_DENOISERS.get(model, ()), *_MORE_PARTS.get(model, ())):
-            found.setdefault(name, model)
-    return found
+        known = (file.name for files in formats.values() for file in files)
+        for name in (*known, *_MORE_DENOISERS.get(model, ()), *_MORE_PARTS.get(model, ())):
+            model_of_file.setdefault(name, model)
+    return model_of_file

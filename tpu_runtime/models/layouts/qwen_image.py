@@ -1,12 +1,10 @@
-"""Qwen-Image's files: the denoiser, whose names are the makers' and diffusers' alike. Its VAE is Wan's."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Qwen-Image's single files: the denoiser, whose original keys are those of diffusers. Its VAE is Wan's."""
 
 from ...formats.layout import Config, FileLayout, Flag, Shapes
+from ...model_spec.upstream import UpstreamConfig
 
-# Pictures have a time of their own in Edit from 2511 on, which some of ComfyUI's files say by an empty tensor, and
-# others by their names alone. FireRed's Edit is as 2509.
+# Edit models from 2511 on embed reference latents at timestep 0. Some of ComfyUI's files mark that with an empty
+# tensor, others only with their name. FireRed's Edit is like 2509.
 _ZERO_TIME = Flag(
     mark="__index_timestep_zero__",
     true=r"(?<!\d)2511(?!\d)",
@@ -16,7 +14,8 @@ _ZERO_TIME = Flag(
 )
 
 
-def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
     dim, in_channels = shapes.of("img_in.weight", 2)
     (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
     return {

@@ -1,15 +1,15 @@
-"""Wan's files: the denoiser (ComfyUI's `comfy/model_detection.py`) and both VAEs, by Wan-Video's names."""
+"""Wan's single files: the denoiser (ComfyUI's `comfy/model_detection.py`) and both VAEs, with Wan-Video's keys."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from ...files import CheckpointError
 from ...formats.layout import Config, FileLayout, Shapes, count, under
 from ...model_spec import Table
+from ...model_spec.upstream import UpstreamConfig
 
-# Networks with more inputs beside the sample's channels, by the channels that go in and come out.
+# Networks with further input channels, by the numbers of input and output channels.
 _OF_CHANNELS = {
     (48, 16): "Wan 2.1 Fun Control, or another that is given a video",
     (52, 16): "Wan 2.2 Fun Control",
@@ -17,12 +17,16 @@ _OF_CHANNELS = {
     (100, 48): "Wan 2.2 Fun Inpaint 5B",
     (148, 48): "Wan 2.2 Fun Control 5B",
 }
-# Of ComfyUI's `model_type` in a file's config, those of the network that runs here.
+# The values of ComfyUI's `model_type` in a file's config that are supported here.
 _TYPES = ("t2v", "i2v", "flf2v", "ti2v")
 
 
-def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
-    """Heads are as wide as the published ones: tensors do not tell."""
+def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of the transformer from its tensors' shapes. Raises CheckpointError for unsupported variants.
+
+    shapes: of the file's tensors. base: the published config, from which the head size is taken: tensors do not show
+        it.
+    """
     dim, in_channels, *patch = shapes.of("patch_embedding.weight", 5)
     out_channels = shapes.of("proj_out.weight", 2)[0] // math.prod(patch)
     kind = "a Wan of causal blocks" if base.get("causal_ar") else base.get("model_type", "t2v")
@@ -42,11 +46,11 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
         "patch_size": tuple(patch),
         "text_dim": shapes.of(f"{embedder}.text_embedder.linear_1.weight", 2)[1],
     }
-    # Without their tensors there are none, whatever the published config says.
+    # None if the file lacks their tensors, even if the published config has them.
     norm, places = f"{embedder}.image_embedder.norm1.weight", f"{embedder}.image_embedder.pos_embed"
     config["added_kv_proj_dim"] = dim if norm in shapes else None
     config["image_dim"] = shapes.of(norm, 1)[0] if norm in shapes else None
-    # GGUF's writers leave the first dimension out, which is 1.
+    # GGUF writers omit the first dimension, which is 1.
     config["pos_embed_seq_len"] = shapes[places][-2] if places in shapes else None
     return config
 
@@ -57,10 +61,10 @@ _SAMPLER = {"resample.1": "resample.1", "time_conv": "time_conv"}
 
 
 def vae_table(names: Iterable[str]) -> Table:
-    """The makers' names of both VAEs, for `names` of theirs or of diffusers.
+    """Return the key table of both VAEs, from Wan-Video's names to diffusers'.
 
-    Wan 2.1's decoder is one row of layers, which diffusers has by level; Wan 2.2's has levels in both. The last layer
-    of a level changes the size.
+    names: keys of the file, original or diffusers'. Wan 2.1's decoder is one list of layers, which diffusers splits
+    into levels; Wan 2.2's has levels in both. The last layer of a level changes the size.
     """
     names = list(names)
     table = _shared()
@@ -68,48 +72,52 @@ def vae_table(names: Iterable[str]) -> Table:
         length = _length(names, "decoder.upsamples", "decoder.up_blocks.0.resnets")
         for level in range(4):
             for index in range(length - 1):
-                own = f"decoder.up_blocks.{level}.resnets.{index}"
-                table |= under(f"decoder.upsamples.{level * length + index}", own, _BLOCK)
-            own = f"decoder.up_blocks.{level}.upsamplers.0"
-            table |= under(f"decoder.upsamples.{level * length + length - 1}", own, _SAMPLER)
+                resnet = f"decoder.up_blocks.{level}.resnets.{index}"
+                table |= under(f"decoder.upsamples.{level * length + index}", resnet, _BLOCK)
+            upsampler = f"decoder.up_blocks.{level}.upsamplers.0"
+            table |= under(f"decoder.upsamples.{level * length + length - 1}", upsampler, _SAMPLER)
         return table | under("encoder.downsamples.*", "encoder.down_blocks.*", {**_BLOCK, **_SAMPLER})
-    for part, theirs, own, sampler in (
+    for network, theirs, blocks, sampler in (
         ("encoder", "downsamples", "down_blocks", "downsampler"),
         ("decoder", "upsamples", "up_blocks", "upsampler"),
     ):
-        inner = f"{part}.{theirs}.*.{theirs}"
-        length = _length(names, f"{part}.{theirs}.0.{theirs}", f"{part}.{own}.0.resnets")
+        inner = f"{network}.{theirs}.*.{theirs}"
+        length = _length(names, f"{network}.{theirs}.0.{theirs}", f"{network}.{blocks}.0.resnets")
         for index in range(length - 1):
-            table |= under(f"{inner}.{index}", f"{part}.{own}.*.resnets.{index}", _BLOCK)
-        table |= under(f"{inner}.{length - 1}", f"{part}.{own}.*.{sampler}", _SAMPLER)
+            table |= under(f"{inner}.{index}", f"{network}.{blocks}.*.resnets.{index}", _BLOCK)
+        table |= under(f"{inner}.{length - 1}", f"{network}.{blocks}.*.{sampler}", _SAMPLER)
     return table
 
 
-# What only a VAE with levels in its encoder has, by its makers' names and diffusers'.
+# Prefixes that only a VAE with levels in its encoder has: the original one, and diffusers'.
 _OF_LEVELS = ("decoder.upsamples.0.upsamples.", "encoder.down_blocks.0.resnets.")
 
 
 def _length(names: Iterable[str], theirs: str, own: str) -> int:
-    """How many layers a level has, with the one that changes the size, which is the first such in the makers' list."""
-    found = (re.fullmatch(rf"{re.escape(theirs)}\.(\d{{1,2}})\.resample\.1\.weight", name) for name in names)
-    samplers = [int(match[1]) for match in found if match]
+    """Return the number of layers of a level, with the one that changes the size.
+
+    names: keys of the file. theirs: the original list of layers. own: diffusers' list.
+    """
+    matches = (re.fullmatch(rf"{re.escape(theirs)}\.(\d{{1,2}})\.resample\.1\.weight", name) for name in names)
+    samplers = [int(match[1]) for match in matches if match]
     return min(1 + (min(samplers) if samplers else count(names, own) or 3), 16)
 
 
-def _shared() -> dict[str, Any]:
-    table: dict[str, Any] = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
-    for part in ("encoder", "decoder"):
-        table |= {f"{part}.conv1": f"{part}.conv_in", f"{part}.head.2": f"{part}.conv_out"}
-        table[f"{part}.head.0"] = f"{part}.norm_out"
-        table |= under(f"{part}.middle.0", f"{part}.mid_block.resnets.0", _BLOCK)
-        table |= under(f"{part}.middle.2", f"{part}.mid_block.resnets.1", _BLOCK)
+def _shared() -> dict[str, str]:
+    """Return the key table that both VAEs share."""
+    table: dict[str, str] = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
+    for network in ("encoder", "decoder"):
+        table |= {f"{network}.conv1": f"{network}.conv_in", f"{network}.head.2": f"{network}.conv_out"}
+        table[f"{network}.head.0"] = f"{network}.norm_out"
+        table |= under(f"{network}.middle.0", f"{network}.mid_block.resnets.0", _BLOCK)
+        table |= under(f"{network}.middle.2", f"{network}.mid_block.resnets.1", _BLOCK)
         attention = {name: name for name in ("norm", "to_qkv", "proj")}
-        table |= under(f"{part}.middle.1", f"{part}.mid_block.attentions.0", attention)
+        table |= under(f"{network}.middle.1", f"{network}.mid_block.attentions.0", attention)
     return table
 
 
-def vae_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
-    """Of both VAEs; the decoder of the second has a width of its own."""
+def vae_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of either VAE from its tensors' shapes; the second's decoder has its own width."""
     resnets = shapes.count("decoder.up_blocks.0.resnets")
     config: Config = {"z_dim": shapes.of("post_quant_conv.weight", 5)[0], "num_res_blocks": max(resnets - 1, 0)}
     width, channels = shapes.of("encoder.conv_in.weight", 5)[:2]
@@ -166,12 +174,11 @@ LAYOUTS = (
             "LQ_proj_in": "FlashVSR",
             "add_conv_in": "a Wan that is given more latents",
         },
-        # They have the tensors of text or image to video: what they are given beside the sample, or which tokens look
-        # at which, is not in a file.
+        # These have the tensors of text or image to video. Their further inputs or attention masks are not in a file.
         relatives={
-            r"bernini": "Bernini-R, whose source videos and images are tokens beside the sample's",
-            r"phantom": "Phantom, whose subjects are frames behind the sample's",
-            r"mocha": "MoCha, whose video, mask and subject are tokens beside the sample's",
+            r"bernini": "Bernini-R, whose source videos and images are further tokens",
+            r"phantom": "Phantom, whose subjects are further frames",
+            r"mocha": "MoCha, whose video, mask and subject are further tokens",
             r"bind-?weave": "BindWeave, whose subjects are read by a language model",
             r"sky-?reels-?(a2|v3)": "SkyReels A2 or V3, which are given subjects, videos or sound",
             r"sky-?reels-?v2-df\b|diffusion-?forcing": "SkyReels V2 with a noise of its own for each frame",

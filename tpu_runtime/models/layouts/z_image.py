@@ -1,12 +1,11 @@
-"""Z-Image's files: the denoiser by Tongyi-MAI's names, as ComfyUI repackages it. Its VAE is one of `kl`."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Z-Image's single files: the denoiser with Tongyi-MAI's keys, as ComfyUI repackages it. Its VAE is in `kl`."""
 
 from ...formats.layout import Config, FileLayout, Shapes
+from ...model_spec.upstream import UpstreamConfig
 
 
-def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
+def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+    """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
     dim, patch = shapes.of("all_x_embedder.2-1.weight", 2)
     (head_dim,) = shapes.of("layers.0.attention.norm_q.weight", 1)
     return {
@@ -23,7 +22,7 @@ def denoiser_config(shapes: Shapes, base: Mapping[str, Any]) -> Config:
 LAYOUTS = (
     FileLayout(
         class_name="ZImageTransformer2DModel",
-        # Lumina 2, whose network it is but for these tokens, has no such padding.
+        # Lumina 2 is the same network without these learnt padding tokens.
         marks=(
             ("x_pad_token", "noise_refiner.0.attention.qkv.weight"),
             ("x_pad_token", "noise_refiner.0.attention.to_q.weight"),
@@ -36,7 +35,7 @@ LAYOUTS = (
             "control_": "a Z-Image with a ControlNet",
         },
         config=denoiser_config,
-        # In the makers' code, and not used there.
+        # Present in the original code, but unused.
         ignored=("norm_final.",),
     ),
 )

@@ -1,6 +1,6 @@
-"""Text encoders of the families: conversation, tokens, states. May import nothing of `models`."""
+"""Text encoders of the families: conversation, tokens, states. May import `programs`, but no other part of `models`."""
 
-# The default of models that begin with a picture, which the examples' picture shows.
+# The default prompt of image-to-video models; it describes the examples' image.
 PICTURE_PROMPT = (
     "A small sailing boat glides over a calm sea at sunset. The sail sways gently, sunlight glitters on the waves, "
     "clouds drift slowly behind the hills. The camera stays still."

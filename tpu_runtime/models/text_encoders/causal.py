@@ -1,4 +1,4 @@
-"""What language models have in common as text encoders: states of some of their layers; Qwen's kind of tokenizer."""
+"""Functions that causal language models share as text encoders: hidden states of some layers; Qwen's tokenizer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import Rule
 from ...model_spec import Need
+from ...model_spec.upstream import Net
 
 if TYPE_CHECKING:
     import torch
 
 
 def rules(before: str = "") -> tuple[Rule, ...]:
-    """Heads and feed-forward columns lie over all chips, of a model whose weights' names have `before` before them."""
+    """Return the sharding rules: heads and feed-forward columns are split over all chips.
+
+    before: prefix of the model's keys.
+    """
     return (
         Rule(f"{before}embed_tokens.weight", (None, "all_embed")),
         Rule(f"{before}layers.*.self_attn.o_proj.weight", (None, None, "all_heads")),
@@ -23,15 +27,16 @@ def rules(before: str = "") -> tuple[Rule, ...]:
 
 
 def layers_for(states: Sequence[int]) -> Need:
-    """A config has all layers after which `states` are taken."""
+    """Return the requirement that a config has all layers after which `states` are taken."""
     least = max(states)
     return Need(fits=lambda layers: isinstance(layers, int) and layers >= least, wording=f"{least} or more")
 
 
-def layer_states(model: Any, ids: "torch.Tensor", mask: "torch.Tensor", layers: Sequence[int]) -> "torch.Tensor":
-    """`[rows, length]` tokens to `[rows, length, dim]` after each of `layers`, side by side; padding's are given too.
+def layer_states(model: Net, ids: "torch.Tensor", mask: "torch.Tensor", layers: Sequence[int]) -> "torch.Tensor":
+    """Return the hidden states after each of `layers`, concatenated: `[rows, length, len(layers) * dim]`.
 
-    `model` is a Mistral or Qwen3 without its head. Positions count from the first token, padding or not, as upstream's.
+    model: a Mistral or Qwen3 without its head. ids, mask: `[rows, length]`; mask is 0 for padding, whose states are
+    returned too. Positions count from the first token, padding or not, as upstream's.
     """
     import types
 
@@ -43,25 +48,29 @@ def layer_states(model: Any, ids: "torch.Tensor", mask: "torch.Tensor", layers: 
     attn.forward = types.MethodType(attend_causally, attn)
     embeds = model.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    seen = mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T)
+    allowed = mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T)
     rotary = model.rotary_emb(embeds, position_ids=positions)
 
-    def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
-        return block(x, attention_mask=seen, position_embeddings=rotary)
+    def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
+        return block(x, attention_mask=allowed, position_embeddings=rotary)
 
     _, states = scan_layers(model.layers, embeds, body, collect=True)
     return torch.cat([states[layer - 1] for layer in layers], dim=-1)
 
 
 def attend_causally(
-    attn: Any,
+    attn: Net,
     hidden_states: "torch.Tensor",
     position_embeddings: "tuple[torch.Tensor, torch.Tensor]",
     attention_mask: "torch.Tensor",
     **_: Any,
 ) -> "tuple[torch.Tensor, None]":
-    """`MistralAttention.forward`, and Qwen3's, which norms queries and keys head by head; with torch's meaning of a row
-    that sees nothing, as padding before a text: zeros.
+    """Run `MistralAttention.forward`, or Qwen3's, which norms queries and keys per head.
+
+    attn: the module. hidden_states: `[rows, length, dim]`. position_embeddings: cosines and sines `[1, length,
+        head_dim]`.
+    attention_mask: `[rows, 1, length, length]`, true where attended to. A row without any key, as padding before a
+    text, gives zeros, as in torch.
     """
     import torch
     from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb, repeat_kv
@@ -83,7 +92,10 @@ def attend_causally(
 def write_qwen_tokenizer(
     folder: Path, *, texts: Sequence[str], vocab_size: int, special: Sequence[str], chat_template: str
 ) -> None:
-    """A real Qwen2 tokenizer whose merges are learnt from `texts`; `special` tokens follow the padding's."""
+    """Write a real Qwen2 tokenizer into `folder`, with merges learnt from `texts`.
+
+    vocab_size: of the learnt merges. special: tokens after that of padding. chat_template: of the tokenizer.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 

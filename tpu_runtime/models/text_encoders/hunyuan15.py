@@ -1,26 +1,28 @@
-"""HunyuanVideo 1.5's two texts: the prompt by Qwen2.5-VL, and what it has in quotes by ByT5."""
+"""HunyuanVideo 1.5's two text encodings: the prompt by Qwen2.5-VL, and its quoted text by ByT5."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...model_spec import Need, TextEncoding
+from ...model_spec.upstream import Net
 from . import qwen25, t5
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT = 'A girl holds up a paper that says "Hello" in a sunny garden, a cat sleeps beside her.'
 NEGATIVE_PROMPT = ""
-# Tokens of the two texts, and of the system message before the first, which upstream cuts off the states.
+# Tokens of the two texts, and of the system message before the first; upstream removes the states of that prefix.
 MAX_TOKENS, MAX_GLYPHS, PREFIX = 1000, 256, 108
 # Upstream takes the states before the last layers and before the final norm.
 LAYERS_SKIPPED = 2
 
 
 def system_message() -> str:
-    """What upstream tells the language model before the prompt."""
+    """Return upstream's system message for the language model."""
     import inspect
 
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import HunyuanVideo15Pipeline
@@ -28,8 +30,14 @@ def system_message() -> str:
     return inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"].default
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids `[rows, 108 + length]` of a conversation with the prompt; the mask `[rows, length]` of what follows 108."""
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int = MAX_TOKENS
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return ids `[rows, 108 + length]` of conversations, and the mask `[rows, length]` after the prefix.
+
+    tokenizer: Qwen2's. prompts: a conversation each. length: tokens that a prompt is padded or truncated to. Raises
+    ValueError if the conversations are shorter than the prefix.
+    """
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
     from ... import tokens
@@ -52,9 +60,12 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
 
 
 def tokenize_glyphs(
-    tokenizer: Any, prompts: Sequence[str], length: int = MAX_GLYPHS
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int = MAX_GLYPHS
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask `[rows, length]` of what a prompt has in quotes; zeros where it has nothing."""
+    """Return ids and mask `[rows, length]` of the quoted text of each prompt; zeros without quotes.
+
+    tokenizer: ByT5's. prompts: with text in quotation marks. length: tokens that a text is padded or truncated to.
+    """
     import numpy as np
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
@@ -66,15 +77,18 @@ def tokenize_glyphs(
     return ids, mask
 
 
-def trim_text(encoder: Any) -> None:
-    """Drops the final norm: what is read comes before it."""
+def trim_text(encoder: Net) -> None:
+    """Remove the final norm: the states before it are used."""
     import torch
 
     encoder.norm = torch.nn.Identity()
 
 
-def encode_glyphs(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """Tokens `[rows, 256]` to states; zeros for a row without any."""
+def encode_glyphs(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Encode `ids` `[rows, 256]` to states `[rows, 256, dim]`; zeros for a row without text.
+
+    encoder: transformers' `T5EncoderModel`. mask: `[rows, 256]`, 0 for padding.
+    """
     import torch
 
     states = encoder(ids, mask).last_hidden_state

@@ -3,22 +3,23 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...files import read_json
 from ...model_spec import Component, TextEncoding
 from . import causal
 
 MAX_TOKENS = 512
-# The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
+# The prompt embedding is the concatenated states after these numbers of layers; later layers are not needed.
 STATES = (10, 20, 30)
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 
-# What upstream's template makes of a system message and a prompt, in the form of the tokenizer's own.
+# Upstream's template for a system message and a prompt, in the syntax of the tokenizer's own template.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% set text = message['content'] | map(attribute='text') | join('') %}"
@@ -28,8 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer with the real one's special tokens and template, whose config says what the real one's
-    does: the class `LlamaTokenizerFast`, and no side of padding.
+    """Write a byte-level tokenizer with the real one's special tokens and template into `folder`.
+
+    As in the real one, its config names the class `LlamaTokenizerFast` and no padding side.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -54,10 +56,14 @@ def write_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2), "utf-8")
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask of the prompts in upstream's conversation, `[rows, length]` int32, padded on the left.
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int = MAX_TOKENS
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return ids and mask of the prompts in upstream's conversation, `[rows, length]` int32 each, padded on the left.
 
-    The makers published with transformers 4, which pads a `LlamaTokenizerFast` on the left; so does ComfyUI
+    tokenizer: Mistral's. prompts: a conversation each. length: tokens that a conversation is padded or truncated to.
+
+    The model authors used transformers 4, which pads a `LlamaTokenizerFast` on the left, as ComfyUI does
     (`comfy/text_encoders/flux.py`).
     """
     from diffusers.pipelines.flux2.pipeline_flux2 import format_input
@@ -72,12 +78,15 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -
 
 
 def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[rows, 512]` tokens to `[rows, 512, 3 * dim]`: three layers' states, those of padding included."""
+    """Return the states `[rows, 512, 3 * dim]` of three layers for `ids` `[rows, 512]`, those of padding included.
+
+    module: transformers' `Mistral3ForConditionalGeneration`. mask: `[rows, 512]`, 0 for padding.
+    """
     return causal.layer_states(module.get_submodule("model.language_model"), ids, mask, STATES), None
 
 
-# Where checkpoints have the language model beside the vision tower: as transformers 4 wrote it (and so as it is
-# published), as the model without its head writes it, and as adapters for it were merged.
+# Prefixes of the language model in checkpoints with a vision tower: as transformers 4 wrote it (and as published), as
+# the model without its head writes it, and as in checkpoints with merged adapters.
 TEXT_NAMES = {
     name: "model.language_model."
     for name in (

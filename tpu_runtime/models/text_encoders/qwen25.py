@@ -1,10 +1,12 @@
 """The language model of Qwen2.5-VL as a text encoder: conversation, tokens, states without those of a prefix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...model_spec import Component, Need
+from ...model_spec.upstream import Net
 from . import causal
 
 if TYPE_CHECKING:
@@ -17,18 +19,21 @@ CHAT_TEMPLATE = (
 
 
 def encode_text(
-    encoder: Any,
+    encoder: Net,
     ids: "torch.Tensor",
     mask: "torch.Tensor",
     positions: "torch.Tensor | None" = None,
     places: "torch.Tensor | None" = None,
     seen: "torch.Tensor | None" = None,
 ) -> "tuple[torch.Tensor, None]":
-    """Tokens `[rows, prefix + length]` to states `[rows, length, dim]` after the last layer, or after the final norm
-    where the encoder has it. `mask` `[rows, length]` says which tokens behind the prefix are real.
+    """Encode `ids` `[rows, prefix + length]` to states `[rows, length, dim]`, without those of the prefix.
 
-    `places` `[rows, prefix + length]` are those of tokens of pictures in `seen` `[1, number, dim]`, below 0 of words;
-    `positions` are then `[3, rows, prefix + length]`.
+    encoder: transformers' `Qwen2_5_VLTextModel`; the states are after its norm if it has one, else after its last
+        layer.
+    mask: `[rows, length]`, 0 for padding after the prefix.
+    positions: `[3, rows, prefix + length]`, for prompts with images; None: 0, 1, 2, ...
+    places: `[rows, prefix + length]`, index into `seen` of image tokens, below 0 for words; None: no images.
+    seen: the images' tokens `[1, number, dim]`.
     """
     import torch
 
@@ -36,9 +41,9 @@ def encode_text(
 
     rows, length = ids.shape
     prefix = length - mask.shape[1]
-    real = torch.cat([torch.ones_like(ids[:, :prefix]), mask], dim=1).bool()
+    valid = torch.cat([torch.ones_like(ids[:, :prefix]), mask], dim=1).bool()
     position = torch.arange(length, device=ids.device)
-    allowed = (position[:, None] >= position[None, :])[None, None] & real[:, None, None, :]
+    allowed = (position[:, None] >= position[None, :])[None, None] & valid[:, None, None, :]
     words = encoder.embed_tokens(ids)
     if seen is not None and places is not None:
         pictures = torch.nn.functional.embedding(places.clamp(min=0), seen.flatten(0, 1)).type_as(words)
@@ -48,8 +53,8 @@ def encode_text(
     return states[:, prefix:], None
 
 
-def tokenizer_writer(*texts: str, special: Sequence[str] = ()) -> Any:
-    """See `causal.write_qwen_tokenizer`; with merges of the words that it will see first."""
+def tokenizer_writer(*texts: str, special: Sequence[str] = ()) -> "Callable[[Path], None]":
+    """Return a function that writes a tokenizer with merges learnt from `texts`; see `causal.write_qwen_tokenizer`."""
     return partial(
         causal.write_qwen_tokenizer,
         texts=texts,
@@ -62,12 +67,15 @@ def tokenizer_writer(*texts: str, special: Sequence[str] = ()) -> Any:
 def encoder(
     *, layers: slice | None = None, only: Sequence[str] = ("embed_tokens.", "layers.", "norm."), **more: Any
 ) -> Component:
-    """Qwen2.5-VL 7B without what it sees with, or `layers` of it; `more` are `Component`'s."""
+    """Return the language model of Qwen2.5-VL 7B, or some `layers` of it. `more` are arguments of `Component`.
+
+    only: prefixes of the keys that are loaded.
+    """
     return Component(
         name="text_encoder",
         library="transformers",
         class_name="Qwen2_5_VLTextModel",
-        # The whole model, in the folder of which this is a part.
+        # The full model, of which this is a part.
         class_aliases=("Qwen2_5_VLForConditionalGeneration",),
         config_part="text_config",
         config={
@@ -96,14 +104,14 @@ def encoder(
             "vocab_size": 703,
             "bos_token_id": None,
             "eos_token_id": 700,
-            # Large enough that a prompt's words matter.
+            # Large enough that a prompt affects the result.
             "initializer_range": 0.2,
         },
         needs={"use_sliding_window": Need((False,)), **more.pop("needs", {})},
         blocks=("layers",),
         layers=layers,
         only=tuple(only),
-        # The whole model's names: before and since transformers 4.52, and its part without the head.
+        # Prefixes in the full model: before and since transformers 4.52, and in the model without its head.
         aliases={"model.": "", "model.language_model.": "", "language_model.": ""},
         rules=causal.rules(),
         **more,

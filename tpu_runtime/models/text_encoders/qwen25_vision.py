@@ -1,32 +1,34 @@
-"""What Qwen2.5-VL sees with: pictures to tokens of its language model (https://arxiv.org/abs/2502.13923)."""
+"""The vision tower of Qwen2.5-VL: images to tokens of its language model (https://arxiv.org/abs/2502.13923)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, Need, Same
+from ...model_spec.upstream import Net
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL import Image
 
-# Pixels on a side of a patch; patches on a side of what becomes one token.
+# Pixels on a side of a patch; patches on a side of a token (upstream's `spatial_merge_size`).
 PATCH, MERGED = 14, 2
 
 
 def patches_of(picture: "Image.Image") -> "tuple[np.ndarray, tuple[int, int]]":
-    """`[patches, 3 * 2 * 14 * 14]` as upstream's processor cuts them, those of a token together, and how many rows and
-    columns of patches there are. A picture is a film of two equal frames.
+    """Cut an image into patches `[patches, 3 * 2 * 14 * 14]`, as upstream's processor; also returns (rows, columns).
+
+    Patches of one token are adjacent. An image is a video of two equal frames.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    found = Qwen2VLImageProcessorPil()(images=[picture], return_tensors="np")
-    _, rows, columns = found["image_grid_thw"][0].tolist()
-    return found["pixel_values"], (rows, columns)
+    features = Qwen2VLImageProcessorPil()(images=[picture], return_tensors="np")
+    _, rows, columns = features["image_grid_thw"][0].tolist()
+    return features["pixel_values"], (rows, columns)
 
 
 def places_of(grid: tuple[int, int]) -> "np.ndarray":
-    """Row and column of each patch, `[patches, 2]`, in the order of `patches_of`."""
+    """Return row and column of each patch, `[patches, 2]`, in the order of `patches_of`."""
     import numpy as np
 
     rows, columns = grid
@@ -34,10 +36,11 @@ def places_of(grid: tuple[int, int]) -> "np.ndarray":
     return cells.transpose(1, 3, 2, 4, 0).reshape(-1, 2).astype(np.int32)
 
 
-def look(encoder: Any, patches: "torch.Tensor", places: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """The tokens `[1, patches / 4, dim]` of a picture. Patches attend to those of their window, in some layers to all.
+def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Return the tokens `[1, patches / 4, dim]` of an image.
 
-    Upstream puts the patches of a window together; here a mask says which these are.
+    encoder: transformers' vision tower. patches, places: see `patches_of` and `places_of`. Patches attend to those of
+    their window, and in some layers to all. Upstream reorders patches by window; here windows are a mask.
     """
     import torch
 
@@ -51,7 +54,7 @@ def look(encoder: Any, patches: "torch.Tensor", places: "torch.Tensor") -> "tupl
     rotary = angles.cos(), angles.sin()
 
     def run(x: "torch.Tensor", layers: range, seen: "torch.Tensor") -> "torch.Tensor":
-        def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+        def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
             x = x + attend(block.attn, block.norm1(x), rotary, seen)
             return x + block.mlp(block.norm2(x))
 
@@ -67,21 +70,25 @@ def look(encoder: Any, patches: "torch.Tensor", places: "torch.Tensor") -> "tupl
 
 
 def attend(
-    attn: Any, x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]", seen: "torch.Tensor"
+    attn: Net, x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]", seen: "torch.Tensor"
 ) -> "torch.Tensor":
-    """Self-attention of `[patches, dim]`, of each patch to those that `seen` `[patches, patches]` says."""
+    """Return the self-attention update of `x` `[patches, dim]`.
+
+    attn: transformers' module. rotary: cosines and sines `[patches, head_dim]`. seen: `[patches, patches]`, true where
+    attended to.
+    """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
     query, key, value = attn.qkv(x).unflatten(1, (3, attn.num_heads, -1)).unbind(1)
     query, key = apply_rotary_pos_emb_vision(query, key, *rotary)
-    heads = (each.transpose(0, 1)[None] for each in (query, key, value))
-    found = scaled_dot_product_attention(*heads, attn_mask=seen[None, None])
-    return attn.proj(found[0].transpose(0, 1).flatten(1))
+    heads = (head.transpose(0, 1)[None] for head in (query, key, value))
+    attended = scaled_dot_product_attention(*heads, attn_mask=seen[None, None])
+    return attn.proj(attended[0].transpose(0, 1).flatten(1))
 
 
 def tower_class() -> type:
-    """Upstream's class, in its model's module: transformers names it at its top since 5.18 alone."""
+    """Return upstream's class from its model's module: transformers exports it at top level only from 5.18 on."""
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
     return Qwen2_5_VisionTransformerPretrainedModel
@@ -93,7 +100,7 @@ IMAGE_ENCODER = Component(
     library="transformers",
     class_name="Qwen2_5_VisionTransformerPretrainedModel",
     own_class=tower_class,
-    # The whole model, in the folder of which this is a part.
+    # The full model, of which this is a part.
     class_aliases=("Qwen2_5_VLForConditionalGeneration",),
     config_part="vision_config",
     config={
@@ -113,7 +120,7 @@ IMAGE_ENCODER = Component(
         "depth": 5,
         "fullatt_block_indexes": (1, 3),
         "hidden_size": 40,
-        # Large enough that a picture matters.
+        # Large enough that an image affects the result.
         "initializer_range": 0.2,
         "intermediate_size": 52,
         "num_heads": 5,

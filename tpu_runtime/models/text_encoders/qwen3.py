@@ -3,22 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...model_spec import Component, Need, TextEncoding
+from ...model_spec.upstream import Net
 from . import causal
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 512
-# The states after this many layers of the text encoder, side by side, are the prompt; later layers are not needed.
+# The prompt embedding is the concatenated states after these numbers of layers; later layers are not needed.
 STATES = (9, 18, 27)
-# Of the 36 layers the one whose states are Z-Image's prompt: upstream's `hidden_states[-2]`.
+# Z-Image's prompt embedding is the states after this many of 36 layers: upstream's `hidden_states[-2]`.
 LATE_STATE = 35
 
-# What Qwen3's template makes of a prompt whose answer is not to be thought about first.
+# Qwen3's template for a prompt, with and without thinking.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -28,11 +30,12 @@ PROMPT = "A cat holding a sign that says hello world"
 
 
 def tokenize(
-    tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS, *, thinks: bool = False
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int = MAX_TOKENS, *, thinks: bool = False
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask of a conversation with each prompt, `[rows, length]` int32, padded on the right.
+    """Return ids and mask of a conversation with each prompt, `[rows, length]` int32 each, padded on the right.
 
-    Where the answer is not one that `thinks`, the template begins it with an empty thought.
+    tokenizer: Qwen2's. prompts: a conversation each. length: tokens that a conversation is padded or truncated to.
+    thinks: without it the template starts the answer with an empty thought.
     """
     from ... import tokens
 
@@ -48,13 +51,19 @@ def tokenize(
     )
 
 
-def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[rows, 512]` tokens to `[rows, 512, 3 * dim]`: three layers' states, those of padding included."""
+def encode_text(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Return the states `[rows, 512, 3 * dim]` of three layers for `ids` `[rows, 512]`, those of padding included.
+
+    encoder: transformers' `Qwen3ForCausalLM`. mask: `[rows, 512]`, 0 for padding.
+    """
     return causal.layer_states(encoder.model, ids, mask, STATES), None
 
 
-def encode_late(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[rows, 512]` tokens to `[rows, 512, dim]`: the states before the last layer."""
+def encode_late(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Return the states `[rows, 512, dim]` before the last layer for `ids` `[rows, 512]`.
+
+    encoder: transformers' `Qwen3ForCausalLM`. mask: `[rows, 512]`, 0 for padding.
+    """
     return causal.layer_states(encoder.model, ids, mask, (LATE_STATE,)), None
 
 
@@ -80,7 +89,7 @@ TEXT_ENCODER = Component(
     tiny={
         "head_dim": 12,
         "hidden_size": 40,
-        # Large enough that a prompt's words matter.
+        # Large enough that a prompt affects the result.
         "initializer_range": 0.2,
         "intermediate_size": 72,
         "max_position_embeddings": 1024,

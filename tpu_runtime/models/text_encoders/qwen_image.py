@@ -1,8 +1,8 @@
-"""The text of Qwen-Image: a prompt in a description's place, by Qwen2.5-VL; of Edit with pictures that it is about."""
+"""The text encoding of Qwen-Image: a prompt within a description, by Qwen2.5-VL. Edit adds the input images."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...model_spec import TextEncoding
 from . import qwen25
@@ -10,14 +10,15 @@ from . import qwen25
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT = "A cat holding a sign that says hello world"
-# The makers' own.
+# The model authors' negative prompt.
 NEGATIVE_PROMPT = (
     "低分辨率，低画质，肢体畸形，手指畸形，画面过饱和，蜡像感，"
     "人脸无细节，过度光滑，画面具有AI感。构图混乱。文字模糊，扭曲"
 )
-# Tokens of a prompt, and of what is before it, which upstream cuts off the states.
+# Tokens of a prompt, and of the template's prefix, whose states upstream removes.
 MAX_TOKENS, PREFIX = 1024, 34
 # `QwenImagePipeline.prompt_template_encode`.
 TEMPLATE = (
@@ -26,16 +27,21 @@ TEMPLATE = (
 )
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids `[rows, 34 + length]` of the template with each prompt; the mask `[rows, length]` of what follows 34."""
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int = MAX_TOKENS
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return ids `[rows, 34 + length]` of the filled template, and the mask `[rows, length]` after its prefix.
+
+    tokenizer: Qwen2's. prompts: one per row. length: tokens that a prompt is padded or truncated to.
+    """
     return _tokenized(tokenizer, [TEMPLATE.format(prompt) for prompt in prompts], PREFIX, length)
 
 
-# --- with pictures ----------------------------------------------------------------------------------------------------
+# --- with images ------------------------------------------------------------------------------------------------------
 
 EDIT_PROMPT = "Make it night, with a full moon over the water"
 EDIT_PREFIX = 64
-# `QwenImageEditPlusPipeline.prompt_template_encode`, and what it writes for a picture.
+# `QwenImageEditPlusPipeline.prompt_template_encode`, and its text for an image.
 EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
@@ -46,67 +52,84 @@ SEEN = "<|image_pad|>"
 PICTURE = "Picture {}: <|vision_start|>{}<|vision_end|>"
 
 
-def tokenize_edit(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids `[rows, 64 + length]` of the template with each prompt; the mask `[rows, length]` of what follows 64."""
+def tokenize_edit(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int = MAX_TOKENS
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return ids `[rows, 64 + length]` of the filled template, and the mask `[rows, length]` after its prefix.
+
+    tokenizer: Qwen2's. prompts: one per row. length: tokens that a prompt is padded or truncated to.
+    """
     return _tokenized(tokenizer, [EDIT_TEMPLATE.format(prompt) for prompt in prompts], EDIT_PREFIX, length)
 
 
-def tokenize_beside(tokenizer: Any, prompts: Sequence[str], seen: "Sequence[torch.Tensor]") -> "tuple[np.ndarray, ...]":
-    """Ids and mask as `tokenize_edit` gives them, of prompts behind pictures, and what `qwen25.encode_text` takes more:
-    `seen` are the pictures' tokens, `[1, rows, columns, dim]` each. `ValueError` where all that is too long.
+def tokenize_beside(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], seen: "Sequence[torch.Tensor]"
+) -> "tuple[np.ndarray, ...]":
+    """Return ids and mask as `tokenize_edit` does, and the arguments of `qwen25.encode_text` for images.
+
+    tokenizer: Qwen2's. prompts: one per row. seen: the images' tokens `[1, rows, columns, dim]` each, which precede
+    every prompt. Raises ValueError if prompt and images have more than `MAX_TOKENS` tokens.
     """
-    grids, texts = [each.shape[1:3] for each in seen], []
+    grids, texts = [image.shape[1:3] for image in seen], []
     longest = sum(rows * columns for rows, columns in grids)
     if longest <= MAX_TOKENS:
         pictures = "".join(PICTURE.format(n + 1, SEEN * rows * columns) for n, (rows, columns) in enumerate(grids))
         texts = [EDIT_TEMPLATE.format(pictures + prompt) for prompt in prompts]
         longest = max(len(tokenizer(text)["input_ids"]) for text in texts) - EDIT_PREFIX
     if longest > MAX_TOKENS:
-        number = f"{len(grids)} pictures" if len(grids) > 1 else "a picture"
+        number = f"{len(grids)} images" if len(grids) > 1 else "an image"
         raise ValueError(
             f"Qwen-Image Edit: the prompt and {number} have {longest} tokens or more, and the text encoder takes "
-            f"{MAX_TOKENS}. Shorten the prompt, or take fewer pictures."
+            f"{MAX_TOKENS}. Shorten the prompt, or use fewer images."
         )
     ids, mask = _tokenized(tokenizer, texts, EDIT_PREFIX, MAX_TOKENS)
     return ids, mask, *place_beside(ids == tokenizer.convert_tokens_to_ids(SEEN), seen)
 
 
 def place_beside(is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]") -> "tuple[np.ndarray, ...]":
-    """Positions `[3, rows, length]`, places `[rows, length]` in the pictures' tokens, and these, `[1, number, dim]`."""
+    """Return positions `[3, rows, length]`, indices of image tokens `[rows, length]`, and these tokens.
+
+    is_seen: `[rows, length]`, true for image tokens; indices elsewhere are -1. seen: the images' tokens
+    `[1, rows, columns, dim]` each, which are concatenated to `[1, number, dim]`.
+    """
     import numpy as np
 
-    grids = [each.shape[1:3] for each in seen]
+    grids = [image.shape[1:3] for image in seen]
     places = np.where(is_seen, np.cumsum(is_seen, axis=1) - 1, -1).astype(np.int32)
     positions = np.stack([positions_of(row, grids) for row in is_seen], axis=1)
-    tokens = np.concatenate([each.flatten(1, 2).numpy() for each in seen], axis=1)
+    tokens = np.concatenate([image.flatten(1, 2).numpy() for image in seen], axis=1)
     return positions, places, tokens
 
 
 def positions_of(is_seen: "np.ndarray", grids: "Sequence[Sequence[int]]") -> "np.ndarray":
-    """`Qwen2_5_VLModel.get_rope_index`: `[3, tokens]`, time, row and column. A word is one further on than what is
-    before it on all three; a picture is at one time, and as long as its longer side.
+    """Return `Qwen2_5_VLModel.get_rope_index`'s positions `[3, tokens]`: time, row and column.
+
+    is_seen: `[tokens]`, true for image tokens. grids: (rows, columns) of each image's tokens. A word is one further
+    than its predecessor on all axes. An image has one time, and spans as many positions as its longer side.
     """
     import numpy as np
 
-    found, at, start, rest = [], 0, 0, list(grids)
-    while at < len(is_seen):
-        if is_seen[at]:
+    positions, index, start, rest = [], 0, 0, list(grids)
+    while index < len(is_seen):
+        if is_seen[index]:
             rows, columns = rest.pop(0)
             cells = np.indices((1, rows, columns)).reshape(3, -1)
-            found.append(start + cells)
-            start, at = start + max(rows, columns), at + rows * columns
+            positions.append(start + cells)
+            start, index = start + max(rows, columns), index + rows * columns
         else:
-            length = int(np.argmax(is_seen[at:])) or len(is_seen) - at
-            found.append(np.tile(start + np.arange(length), (3, 1)))
-            start, at = start + length, at + length
-    return np.concatenate(found, axis=1).astype(np.int32)
+            length = int(np.argmax(is_seen[index:])) or len(is_seen) - index
+            positions.append(np.tile(start + np.arange(length), (3, 1)))
+            start, index = start + length, index + length
+    return np.concatenate(positions, axis=1).astype(np.int32)
 
 
-def _tokenized(tokenizer: Any, texts: Sequence[str], prefix: int, length: int) -> "tuple[np.ndarray, np.ndarray]":
+def _tokenized(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], prefix: int, length: int
+) -> "tuple[np.ndarray, np.ndarray]":
     import numpy as np
 
-    found = tokenizer(texts, max_length=prefix + length, padding="max_length", padding_side="right", truncation=True)
-    ids, mask = (np.array(found[name], np.int32) for name in ("input_ids", "attention_mask"))
+    encoding = tokenizer(texts, max_length=prefix + length, padding="max_length", padding_side="right", truncation=True)
+    ids, mask = (np.array(encoding[name], np.int32) for name in ("input_ids", "attention_mask"))
     return ids, mask[:, prefix:]
 
 

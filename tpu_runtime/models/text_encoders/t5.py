@@ -1,4 +1,4 @@
-"""T5 and UMT5 encoders: component, tokens, and tokenizers for tiny checkpoints."""
+"""T5 and UMT5 encoders: the component, tokenization, and tokenizers for tiny checkpoints."""
 
 import json
 import string
@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, Need
+from ...model_spec.upstream import Net, UpstreamConfig
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedTokenizerBase
 
-# What every T5 of these families has; `dropout_rate` is for tests that run upstream's module.
+# Common to every T5 of these families. Tiny ones have no dropout, for tests that run upstream's module.
 _CONFIG = {
     "feed_forward_proj": "gated-gelu",
     "relative_attention_max_distance": 128,
     "relative_attention_num_buckets": 32,
 }
 
-# Of scanned blocks: one dimension more, the layers'.
+# For scanned blocks, whose weights have a further dimension: the layers.
 SCANNED_RULES = (
     Rule("shared.weight", (None, "all_embed")),
     Rule("encoder.block.*.layer.0.SelfAttention.o.weight", (None, None, "all_heads")),
@@ -40,7 +42,7 @@ SINGLE_RULES = (
 
 def encoder(
     *,
-    config: Mapping[str, Any],
+    config: UpstreamConfig,
     tiny: Mapping[str, Any],
     name: str = "text_encoder",
     class_name: str = "T5EncoderModel",
@@ -48,7 +50,12 @@ def encoder(
     aliases: Mapping[str, str] | None = None,
     trim: Callable[[Any], None] | None = None,
 ) -> Component:
-    """A T5 encoder in the folder `name`. `blocks` is `("encoder.block",)` where its blocks are equal, to be scanned."""
+    """Return a T5 encoder in the folder `name`.
+
+    config: sizes. tiny: those of the miniature. class_name: transformers' class.
+    blocks: `("encoder.block",)` if all blocks are equal and are scanned. aliases: further key prefixes and their
+        replacements. trim: changes the module before its weights are loaded.
+    """
     return Component(
         name=name,
         folder=name,
@@ -58,31 +65,36 @@ def encoder(
         tiny={"dropout_rate": 0.0, **tiny},
         needs={"feed_forward_proj": Need(("gated-gelu",), required=True)},
         blocks=blocks,
-        # Checkpoints hold the one embedding under either name; T5 with a head has all of it under `transformer`.
+        # Checkpoints have the embedding under either name; T5 with a head has all keys under `transformer`.
         aliases={"encoder.embed_tokens.weight": "shared.weight", "transformer.": "", **(aliases or {})},
         trim=trim,
         rules=SCANNED_RULES if blocks else SINGLE_RULES,
     )
 
 
-def tokens(tokenizer: Any, prompts: Sequence[str], length: int) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask of prompts, `[rows, length]` int32 each, padded and truncated."""
+def tokens(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return ids and mask of `prompts`, `[rows, length]` int32 each, padded and truncated by `tokenizer`."""
     import numpy as np
 
-    found = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np")
-    return found["input_ids"].astype(np.int32), found["attention_mask"].astype(np.int32)
+    encoding = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np")
+    return encoding["input_ids"].astype(np.int32), encoding["attention_mask"].astype(np.int32)
 
 
-def move_position_bias(encoder: Any) -> None:
-    """Takes the one table of relative positions out of T5's first block: then all blocks are equal."""
+def move_position_bias(encoder: Net) -> None:
+    """Move the table of relative positions out of T5's first block, so that all blocks are equal."""
     attention = encoder.encoder.block[0].layer[0].SelfAttention
     encoder.encoder.relative_attention_bias = attention.relative_attention_bias
     del attention.relative_attention_bias
     attention.has_relative_attention_bias = False
 
 
-def encode_unmasked(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[rows, length]` tokens to `[rows, length, dim]` states. Upstream masks nothing, here or in the denoiser."""
+def encode_unmasked(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Encode `ids` `[rows, length]` to states `[rows, length, dim]`, without masking padding, as upstream.
+
+    mask: unused.
+    """
     import torch
 
     from ...programs.modules import scan_states
@@ -99,7 +111,7 @@ def encode_unmasked(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> 
 
 
 def write_t5_tokenizer(folder: Path, texts: Iterable[str]) -> None:
-    """A real T5 tokenizer whose vocabulary is the words of `texts` and single characters."""
+    """Write a real T5 tokenizer into `folder`; its vocabulary is the words of `texts` and single characters."""
     from transformers import T5Tokenizer
 
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
@@ -107,7 +119,10 @@ def write_t5_tokenizer(folder: Path, texts: Iterable[str]) -> None:
 
 
 def write_umt5_tokenizer(folder: Path, texts: Iterable[str]) -> None:
-    """The same in the form in which UMT5's is published: by transformers 4, its unknown token at 3."""
+    """Write a UMT5 tokenizer into `folder`, as published: by transformers 4, with id 3 as the unknown token.
+
+    texts: their words and single characters are the vocabulary.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     special = ["<pad>", "</s>", "<s>", "<unk>"]
@@ -130,7 +145,7 @@ def write_umt5_tokenizer(folder: Path, texts: Iterable[str]) -> None:
 
 
 def _pieces(texts: Iterable[str]) -> list[tuple[str, float]]:
-    """The words of `texts` and single characters, with their weights for a T5 tokenizer."""
+    """Return the words of `texts` and single characters, with their log probabilities in the vocabulary."""
     words = sorted({word.strip(string.punctuation) for text in texts for word in text.split()} - {""})
     characters = string.ascii_letters + string.digits + string.punctuation
     return [("▁", -6.0), *((f"▁{word}", -4.0) for word in words), *((character, -8.0) for character in characters)]

@@ -1,21 +1,23 @@
-"""The text of the Wan family: UMT5 over cleaned prompts."""
+"""The text encoding of the Wan family: UMT5 on cleaned prompts."""
 
 import html
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...model_spec import TextEncoding
+from ...model_spec.upstream import Net
 from . import t5
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT = "A cat and a dog baking a cake together in a kitchen."
 MAX_TOKENS = 512
-# The makers' own, as they publish it (`sample_neg_prompt`).
+# The model authors' published negative prompt (`sample_neg_prompt`).
 NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，"
     "JPEG压缩残留，丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，"
@@ -24,29 +26,37 @@ NEGATIVE_PROMPT = (
 
 
 def clean_prompt(prompt: str) -> str:
-    """Fixed encoding, resolved HTML entities, single spaces: as upstream does it."""
+    """Fix the prompt's encoding, resolve HTML entities and collapse whitespace, as upstream does."""
     import ftfy
 
     text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()
     return re.sub(r"\s+", " ", text).strip()
 
 
-def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask, `[rows, length]` int32."""
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int = MAX_TOKENS
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return ids and mask of the cleaned `prompts`, `[rows, length]` int32 each.
+
+    tokenizer: UMT5's. length: tokens that a prompt is padded or truncated to.
+    """
     return t5.tokens(tokenizer, [clean_prompt(prompt) for prompt in prompts], length)
 
 
-def encode_text(encoder: Any, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """`[rows, length]` tokens to `[rows, length, dim]` states, zero after each prompt's end."""
+def encode_text(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Encode `ids` `[rows, length]` to states `[rows, length, dim]`, zero after each prompt's end.
+
+    encoder: transformers' `UMT5EncoderModel`. mask: `[rows, length]`, 0 for padding.
+    """
     import torch
 
     from ...programs.modules import scan_states
 
     stack, states = encoder.encoder, encoder.shared(ids)
-    unseen = (torch.finfo(states.dtype).min * ~mask.bool()).to(states.dtype)[:, None, None, :]
-    # A row for each query: with one for all the compiler's schedule of the encoder takes 8 % longer.
-    unseen = unseen.expand(-1, -1, ids.shape[1], -1)
-    states = scan_states(stack.block, states, attention_mask=unseen)
+    bias = (torch.finfo(states.dtype).min * ~mask.bool()).to(states.dtype)[:, None, None, :]
+    # One row per query: with one row for all, the compiler predicts 8 % more time for the encoder.
+    bias = bias.expand(-1, -1, ids.shape[1], -1)
+    states = scan_states(stack.block, states, attention_mask=bias)
     states = stack.final_layer_norm(states)
     return states * mask.unsqueeze(-1).to(states.dtype), None
 

@@ -1,1 +1,1 @@
-"""The models of the Wan family: what they share, then one file each. May import `programs` and the leaves."""
+"""The Wan family: shared parts in `wan`, then one file per model. May import `programs` and the leaves."""

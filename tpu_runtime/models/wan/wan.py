@@ -1,4 +1,4 @@
-"""What the models of the Wan family share, from the denoiser's forward to the scheduler.
+"""Shared parts of the Wan models: the denoiser's forward pass, components, inputs and scheduler.
 
 The denoiser is that of Wan (https://arxiv.org/abs/2503.20314, section 4.2); its modules have the names of diffusers'
 `WanTransformer3DModel`.
@@ -6,7 +6,7 @@ The denoiser is that of Wan (https://arxiv.org/abs/2503.20314, section 4.2); its
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import (
@@ -22,6 +22,7 @@ from ...model_spec import (
     Same,
     Vae,
 )
+from ...model_spec.upstream import Net
 from ..autoencoders import light
 from ..autoencoders.wan import decode, denormalize_latents
 from ..denoisers import layers
@@ -35,10 +36,13 @@ if TYPE_CHECKING:
 
 
 def forward(
-    wan: Any, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    wan: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, channels, frames, height, width]` at one timestep. A `condition` among the inputs
-    is more channels; `image_embeds` are what CLIP sees in pictures, attended to next to the text.
+    """Return the flow (velocity) of `sample` `[rows, channels, frames, height, width]` at one `timestep` `[1]`.
+
+    wan: diffusers' `WanTransformer3DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, 512, text_dim]`; for image to video also `condition` `[1, channels, frames, height, width]`,
+        concatenated as more channels, and `image_embeds` `[1, tokens, image_dim]`, CLIP's image tokens.
     """
     import torch
 
@@ -47,15 +51,18 @@ def forward(
 
 
 def predict_flow(
-    wan: Any,
+    wan: Net,
     run: "DenoiserRun",
     latents: "torch.Tensor",
     timesteps: "torch.Tensor",
     text: "torch.Tensor",
     pictures: "torch.Tensor | None" = None,
 ) -> "torch.Tensor":
-    """The flow of `[rows, channels, frames, height, width]`. `timesteps` are `[rows]`, or `[rows, 2]`: of the first
-    frame's tokens, and of all others.
+    """Return the flow (velocity) of `latents` `[rows, channels, frames, height, width]`.
+
+    wan: diffusers' `WanTransformer3DModel`. run: operations on the mesh.
+    timesteps: `[rows]`, or `[rows, 2]`: for the first frame's tokens and for all others.
+    text: `[rows, tokens, text_dim]`. pictures: CLIP's image tokens `[rows, tokens, image_dim]`, or None.
     """
     cosines, sines = map(run.tokens, wan.rope(latents))
     x = run.tokens(layers.embed_patches(wan.patch_embedding, latents))  # [rows, tokens, dim]
@@ -67,13 +74,13 @@ def predict_flow(
     if pictures is not None:
         pictures = embed_pictures(embedder.image_embedder, pictures)
     elif embedder.image_embedder is not None:
-        pictures = text  # as ComfyUI, without them
+        pictures = text  # as ComfyUI does without image tokens
 
-    def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
+    def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
         return run_block(block, run, x, modulation, (cosines, sines), text, pictures)
 
     x = run.unpadded(run.scan(wan.blocks, x, body))
-    # Of two timesteps the others': what is said of a first frame that is given nobody uses.
+    # With two timesteps, use the second: the prediction for the given first frame is discarded.
     time = time.reshape(len(time), -1, time.shape[-1])[:, -1:]
     shift, scale = (wan.scale_shift_table + time).chunk(2, dim=1)
     x = (wan.norm_out(x.float()) * (1 + scale) + shift).type_as(x)
@@ -81,7 +88,7 @@ def predict_flow(
 
 
 def run_block(
-    block: Any,
+    block: Net,
     run: "DenoiserRun",
     x: "torch.Tensor",
     modulation: "torch.Tensor",
@@ -89,8 +96,12 @@ def run_block(
     text: "torch.Tensor",
     pictures: "torch.Tensor | None",
 ) -> "torch.Tensor":
-    """Self-attention over all tokens, cross-attention to the text, feed-forward: each with a residual, which is one
-    with the norm after it. `modulation` is `[rows, 6, dim]`, or of pairs `[rows, 2, 6, dim]`.
+    """Run one `WanTransformerBlock`: self-attention, cross-attention to the text, feed-forward. Returns `x`, updated.
+
+    block: diffusers' module. run: operations on the mesh. Each residual is fused with the norm after it.
+    x: video tokens `[rows, tokens, dim]`. modulation: `[rows, 6, dim]`, or `[rows, 2, 6, dim]` with two timesteps.
+    rotary: cosines and sines `[1, tokens, 1, head_dim]` each.
+    text, pictures: embedded tokens `[rows, tokens, dim]`; pictures may be None.
     """
     norm = partial(run.residual_norm, eps=block.norm1.eps)
     vectors = (block.scale_shift_table + modulation.float()).chunk(6, dim=-2)
@@ -102,55 +113,71 @@ def run_block(
 
 
 def attend_to_video(
-    attn: Any, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]"
+    attn: Net, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]"
 ) -> "torch.Tensor":
-    """Self-attention. Queries and keys are normed over all heads at once, then rotated by their place."""
+    """Return the self-attention update of `x` `[rows, tokens, dim]`.
+
+    attn: diffusers' module. run: operations on the mesh. Queries and keys are RMS-normed across heads, then rotated by
+    rotary, cosines and sines `[1, tokens, 1, head_dim]` each.
+    """
     query, key, value = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
-    found = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary))
-    (update,) = run.products(found.flatten(2), attn.to_out[0])
+    attended = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary))
+    (update,) = run.products(attended.flatten(2), attn.to_out[0])
     return update
 
 
 def attend_to_text(
-    attn: Any, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
+    attn: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
 ) -> "torch.Tensor":
-    """Cross-attention to all of the text, its padding too; and added to it that to the pictures' tokens."""
-    of_text = partial(layers.heads, run, attn, placement="replicated")
-    (query,), (key, value) = layers.heads(run, attn, x, attn.to_q), of_text(text, attn.to_k, attn.to_v)
+    """Return the cross-attention update of `x` `[rows, tokens, dim]`.
+
+    attn: diffusers' module. run: operations on the mesh.
+    text: `[rows, tokens, dim]`, attended with its padding. pictures: `[rows, tokens, dim]`, attended separately and
+        added;
+        None: text alone.
+    """
+    project_replicated = partial(layers.heads, run, attn, placement="replicated")
+    (query,), (key, value) = layers.heads(run, attn, x, attn.to_q), project_replicated(text, attn.to_k, attn.to_v)
     prologue = layers.prologue(attn.norm_q, attn.norm_k)
-    found = run.cross_attention(query, key, value, prologue=prologue).flatten(2)
+    attended = run.cross_attention(query, key, value, prologue=prologue).flatten(2)
     if pictures is not None:
-        key, value = of_text(pictures, attn.add_k_proj, attn.add_v_proj)
+        key, value = project_replicated(pictures, attn.add_k_proj, attn.add_v_proj)
         prologue = layers.prologue(attn.norm_q, attn.norm_added_k)
-        found = found + run.cross_attention(query, key, value, prologue=prologue).flatten(2)
-    (update,) = run.products(found, attn.to_out[0])
+        attended = attended + run.cross_attention(query, key, value, prologue=prologue).flatten(2)
+    (update,) = run.products(attended, attn.to_out[0])
     return update
 
 
-def embed_time(embedder: Any, timesteps: "torch.Tensor") -> "torch.Tensor":
-    """`[...]` to `[..., dim]`, in float32 as upstream keeps it."""
+def embed_time(embedder: Net, timesteps: "torch.Tensor") -> "torch.Tensor":
+    """Return the time embedding `[..., dim]` of `timesteps` `[...]`, computed in float32 as upstream does."""
     waves = embedder.timesteps_proj(timesteps.flatten()).unflatten(0, timesteps.shape)
     return layers.unrounded(embedder.time_embedder)(waves)
 
 
-def embed_pictures(embedder: Any, pictures: "torch.Tensor") -> "torch.Tensor":
-    """CLIP's tokens of all pictures, `[rows, tokens, image_dim]` to `[rows, tokens, dim]`; two have places."""
+def embed_pictures(embedder: Net, pictures: "torch.Tensor") -> "torch.Tensor":
+    """Project CLIP's image tokens, `[rows, tokens, image_dim]` to `[rows, tokens, dim]`.
+
+    `embedder` has position embeddings in FLF2V, which takes two images.
+    """
     if embedder.pos_embed is not None:
         pictures = pictures + embedder.pos_embed[:, : pictures.shape[1]]
     return embedder.norm2(embedder.ff(embedder.norm1(pictures)))
 
 
 def join_patches(patches: "torch.Tensor", latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
-    """`[rows, tokens, patch_size * channels]` to a sample of the frames and size of `latents`."""
-    sizes = [size // part for size, part in zip(latents.shape[2:], patch_size, strict=True)]
-    parts = patches.reshape(len(patches), *sizes, *patch_size, -1)
-    return parts.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    """Unpatchify `[rows, tokens, patch_size * channels]` to a sample `[rows, channels, frames, height, width]`.
+
+    latents: `[rows, channels, frames, height, width]` whose size the result has. patch_size: (frames, height, width).
+    """
+    sizes = [size // patch for size, patch in zip(latents.shape[2:], patch_size, strict=True)]
+    cells = patches.reshape(len(patches), *sizes, *patch_size, -1)
+    return cells.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
-# --- what it is made of -----------------------------------------------------------------------------------------------
+# --- components -------------------------------------------------------------------------------------------------------
 
 TRANSFORMER_RULES = (
-    # Biases, norms and modulation tables of a block are rows of `[layers, dim]`: at most 2.4 MB in bfloat16.
+    # Biases, norms and modulation tables of the blocks are `[layers, dim]`: at most 2.4 MB in bfloat16.
     Rule("blocks.**.bias", REPLICATED),
     Rule("blocks.*.*.norm_q.weight", REPLICATED),
     Rule("blocks.*.*.norm_k.weight", REPLICATED),
@@ -162,12 +189,12 @@ TRANSFORMER_RULES = (
     Rule("blocks.*.ffn.net.2.weight", *BLOCK_PRODUCT),
     Rule("condition_embedder.time_proj.weight", *GATHERED),
     Rule("condition_embedder.*.*.weight", *GATHERED),
-    # 5120 wide: over the limit of what needs no rule in float32, or of more channels.
+    # 5120 wide: in float32, or with more channels, above the size that needs no rule.
     Rule("patch_embedding.weight", REPLICATED),
     Rule("proj_out.weight", REPLICATED),
 )
 
-# Those of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
+# Keys of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
 MAKERS_NAMES = {
     "blocks.*.self_attn.q": "blocks.*.attn1.to_q",
     "blocks.*.self_attn.k": "blocks.*.attn1.to_k",
@@ -223,12 +250,12 @@ TRANSFORMER = Component(
         "text_dim": 40,
     },
     needs={
-        # Set where pictures are attended to, as in Wan 2.1's image to video.
+        # Set in models with cross-attention to image tokens, such as Wan 2.1's image to video.
         "added_kv_proj_dim": Need((None,)),
         "cross_attn_norm": Need((True,)),
         "image_dim": Need((None,)),
         "in_channels": Need((16,)),
-        # SkyReels V2's: the frame rate as an input, and frames that see earlier ones alone.
+        # SkyReels V2's: the frame rate as an input, and causal attention between frames.
         "inject_sample_info": Need((False,)),
         "num_frame_per_block": Need((1,)),
         "out_channels": Need((16,)),
@@ -242,7 +269,7 @@ TRANSFORMER = Component(
     makers_names=MAKERS_NAMES,
 )
 
-# Of models that begin with a picture: mask and encoded video are more channels.
+# For image to video: mask and encoded video are more channels.
 PICTURE_TRANSFORMER = TRANSFORMER.extended(
     config={"in_channels": 36},
     tiny={"in_channels": 36, "num_layers": 2},
@@ -251,11 +278,11 @@ PICTURE_TRANSFORMER = TRANSFORMER.extended(
 
 
 def experts(first: Component) -> tuple[Component, Component]:
-    """Two networks, each for its part of the timesteps."""
+    """Return two experts, the transformers for high and for low noise, with the configuration of `first`."""
     return first, replace(first, name="transformer_2", folder="transformer_2")
 
 
-# As the published checkpoint configures it; `flow_shift` is overridden by the sampler's widget.
+# The published checkpoint's config. The sampler's widget overrides `flow_shift`.
 SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",
     "final_sigmas_type": "zero",
@@ -278,7 +305,7 @@ INPUTS = {
     "guidance_scale": FloatLimit(default=5.0, low=0.0, high=20.0),
     "seed": IntLimit(default=2025, low=0, high=2**64 - 1),
     "fps": IntLimit(default=16, low=1, high=120),
-    # Of two experts. 0: the same as the first's; where the checkpoint says.
+    # For the second of two experts. 0: guidance as for the first; switch at the checkpoint's `boundary_ratio`.
     "guidance_scale_2": FloatLimit(default=0.0, low=0.0, high=20.0),
     "high_noise_steps": IntLimit(default=0, low=0, high=100),
     **MAG_CACHE,

@@ -45,7 +45,7 @@ SMALL = replace(
     components=(TEXT_ENCODER, _SMALL, VAE_DECODER),
     inputs={
         **SPEC.inputs,
-        # As its makers run it.
+        # The model authors' defaults.
         "height": replace(SPEC.whole_numbers("height"), default=480),
         "width": replace(SPEC.whole_numbers("width"), default=832),
         "guidance_scale": FloatLimit(default=6.0, low=0.0, high=20.0),
@@ -68,7 +68,7 @@ TWO_EXPERTS = replace(
         "num_inference_steps": IntLimit(default=40, low=1, high=100),
         "guidance_scale": FloatLimit(default=4.0, low=0.0, high=20.0),
         "guidance_scale_2": FloatLimit(default=3.0, low=0.0, high=20.0),
-        # The makers'; the checkpoint's scheduler says 3.
+        # The model authors' value; the checkpoint's scheduler config has 3.
         "flow_shift": FloatLimit(default=12.0, low=0.1, high=20.0, step=0.5),
     },
     denoiser=replace(wan.DENOISER, experts=tuple(expert.name for expert in EXPERTS)),

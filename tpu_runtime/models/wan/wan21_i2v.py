@@ -1,16 +1,16 @@
-"""Wan 2.1 image to video, and from a first to a last frame: Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, -720P-Diffusers and
-Wan2.1-FLF2V-14B-720P-diffusers. The oracle is `diffusers.WanImageToVideoPipeline`. One denoiser that takes the encoded
-video as more channels, and attends to what CLIP sees in the pictures as well as to the text.
+"""Wan 2.1 image to video and first-last-frame to video: Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, -720P-Diffusers and
+Wan2.1-FLF2V-14B-720P-diffusers. The oracle is `diffusers.WanImageToVideoPipeline`. The one denoiser takes the encoded
+video as more channels, and attends to CLIP's image tokens as well as to the text.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....sharding.rules import GATHERED, REPLICATED, Rule
 from ... import media
 from ...model_spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need, Pictures, Published, Same, Settings
+from ...model_spec.upstream import Net, UpstreamConfig
 from ..autoencoders import wan_encoder
 from ..autoencoders.wan import VAE_DECODER
 from ..denoisers import layers
@@ -23,50 +23,61 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# What CLIP looks at: pixels of a side, and the tokens that its patches of 14 x 14 give, and one for the whole.
+# CLIP's input: pixels on a side; and its output: a token per patch of 14 x 14 pixels, and the class token.
 VISION_SIZE, VISION_TOKENS = 224, 16 * 16 + 1
-# Of pixels in 0..1: mean and deviation of each colour, by which CLIP was trained.
+# CLIP's normalization: mean and standard deviation of each colour channel, for pixels in 0..1.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def condition_shapes(latent_shape: tuple[int, ...], pictures: int = 1) -> dict[str, tuple[int | str, ...]]:
-    """Mask and encoded video, channels joined; the tokens of all pictures."""
+    """Return the shapes of `condition`, mask and encoded video as channels, and of `image_embeds`, all images' tokens.
+
+    latent_shape: `(rows, channels, frames, height, width)`. pictures: number of images.
+    """
     tokens = (1, pictures * VISION_TOKENS, "image_dim")
     return {**wan_encoder.condition_shapes(latent_shape), "image_embeds": tokens}
 
 
 def encode_image(
-    call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any]
+    call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
-    """The encoded video; and the pictures' tokens, one picture after the other."""
+    """Return `condition` and `image_embeds` (see `condition_shapes`); images' tokens are concatenated in order.
+
+    call: runs a component. image: one or two images `[number, height, width, 3]` in 0..1.
+    settings: of the generation. vae_config: the VAE's config.
+    """
     tokens = look(call, vision_pixels(image))
     condition = wan_encoder.encode_image(call, image, settings, vae_config)
     return {**condition, "image_embeds": tokens.reshape(1, -1, tokens.shape[-1])}
 
 
 def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
-    """`[pictures, 3, 224, 224]` to tokens `[pictures, 257, dim]`."""
+    """Return CLIP's tokens `[images, 257, dim]` of `pixels` `[images, 3, 224, 224]`."""
     return call("image_encoder", tokens_of, pixels)[0]
 
 
-def tokens_of(encoder: Any, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """Upstream's `hidden_states[-2]`: the last layer is not built."""
+def tokens_of(encoder: Net, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+    """Return upstream's `hidden_states[-2]` `[images, 257, dim]` of `pixels` `[images, 3, 224, 224]`.
+
+    `encoder` is built without its last layer.
+    """
     from ...programs.modules import scan_states
 
     x = encoder.pre_layrnorm(encoder.embeddings(pixels))
     return scan_states(encoder.encoder.layers, x, attention_mask=None), None
 
 
-def trim_vision(encoder: Any) -> None:
-    """Drops the norm of the pooled token."""
+def trim_vision(encoder: Net) -> None:
+    """Remove the norm of the pooled token, which is not used."""
     import torch
 
     encoder.post_layernorm = torch.nn.Identity()
 
 
 def vision_pixels(images: "torch.Tensor") -> "torch.Tensor":
-    """`[pictures, height, width, 3]` in 0..1 to `[pictures, 3, 224, 224]` as CLIP's own image processor does it: the
-    middle square, around which the longer side is cut.
+    """Preprocess `images` `[number, height, width, 3]` in 0..1 as CLIP's image processor: `[number, 3, 224, 224]`.
+
+    The shorter side is scaled to 224 pixels, and the longer side is center-cropped.
     """
     import numpy as np
     import torch
@@ -88,7 +99,7 @@ IMAGE_ENCODER = Component(
     name="image_encoder",
     library="transformers",
     class_name="CLIPVisionModel",
-    # What it is published as; the projection is not used.
+    # The published class; its projection is not used.
     class_aliases=("CLIPVisionModelWithProjection",),
     config={
         "hidden_act": "gelu",
@@ -110,7 +121,7 @@ IMAGE_ENCODER = Component(
     blocks=("encoder.layers",),
     layers=slice(None, -1),
     only=("embeddings.", "pre_layrnorm.", "encoder."),
-    # As transformers 4 wrote it, and so as it is published.
+    # The prefix that transformers 4 wrote, as published.
     aliases={"vision_model.": ""},
     trim=trim_vision,
     rules=layers.VISION_RULES,
@@ -147,7 +158,7 @@ _INPUTS = {
     "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
 }
 
-# The makers' (`sample_neg_prompt`): what a picture that is given makes likely, shaking, and from one to another a cut.
+# The model authors' `sample_neg_prompt`, against the faults of each task: shaking with one image, a cut between two.
 NEGATIVE_PROMPT = "镜头晃动，" + wan_text.NEGATIVE_PROMPT
 NEGATIVE_PROMPT_BETWEEN = "镜头切换，" + NEGATIVE_PROMPT
 
@@ -215,7 +226,7 @@ FLF2V = replace(
     components=tuple(_BETWEEN if component is TRANSFORMER else component for component in _COMPONENTS),
     inputs={
         **_INPUTS,
-        # The two frames are not in one latent.
+        # First and last frame must be in different latent frames.
         "num_frames": replace(I2V_720P.whole_numbers("num_frames"), low=5),
         "num_inference_steps": wan.INPUTS["num_inference_steps"],
         "shift": FloatLimit(default=16.0, low=0.1, high=20.0, step=0.5),

@@ -1,13 +1,14 @@
-"""Wan 2.2's 5B model, text or a picture to video: Wan-AI/Wan2.2-TI2V-5B-Diffusers.
+"""Wan 2.2's 5B model, text or image to video: Wan-AI/Wan2.2-TI2V-5B-Diffusers.
 
-The oracles are `diffusers.WanPipeline` and, with a picture, `diffusers.WanImageToVideoPipeline`, both with
-`expand_timesteps`. A given picture is the first latent frame, already without noise: its tokens' timestep is 0.
+The oracles are `diffusers.WanPipeline` and, with an image, `diffusers.WanImageToVideoPipeline`, both with
+`expand_timesteps`. The encoded image is the first latent frame, without noise: the timestep of its tokens is 0.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...model_spec import MAG_CACHE, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
+from ...model_spec.upstream import Net
 from ..autoencoders import light
 from ..autoencoders import wan22 as wan22_vae
 from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
@@ -18,17 +19,23 @@ if TYPE_CHECKING:
 
     from ...programs.denoiser_run import DenoiserRun
 
-# The makers' own.
+# The model authors' example.
 PROMPT = "Two anthropomorphic cats in comfy boxing gear and bright gloves fight intensely on a spotlighted stage."
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The encoded picture, and 1 where there is one."""
+    """Return the shapes of `first_frame`, the encoded image, and of `is_given`: 1 with an image, 0 without.
+
+    latent_shape: `(rows, channels, frames, height, width)`.
+    """
     return {"first_frame": (1, latent_shape[1], 1, *latent_shape[3:]), "is_given": (1,)}
 
 
 def put_given(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]") -> "torch.Tensor":
-    """The encoded picture in place of the first latent frame, where there is one."""
+    """Replace the first latent frame of `sample` by the encoded image, if there is one.
+
+    sample: `[rows, 48, frames, height, width]`. inputs: see `condition_shapes`.
+    """
     import torch
 
     frame = torch.arange(sample.shape[2], device=sample.device)[:, None, None]
@@ -36,15 +43,18 @@ def put_given(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]") -> "tor
 
 
 def forward(
-    transformer: Any,
+    transformer: Net,
     run: "DenoiserRun",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
-    """The flow (velocity) of `[rows, 48, frames, height, width]` at one timestep.
+    """Return the flow (velocity) of `sample` `[rows, 48, frames, height, width]` at one `timestep` `[1]`.
 
-    Upstream has a timestep for each token. There are two: that of the first frame's tokens, and all others'. The
+    transformer: diffusers' `WanTransformer3DModel`. run: operations on the mesh. inputs: `text`, and those of
+    `condition_shapes`.
+
+    Upstream has a timestep per token; here there are two, one for the first frame's tokens and one for all others. The
     prediction for a given first frame differs from upstream's and is never used.
     """
     import torch
@@ -87,7 +97,7 @@ SPEC = ModelSpec(
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
-    # Tokens of the first frame have a timestep of their own, and must lie first.
+    # The first frame's tokens have a timestep of their own and must come first, so tokens are not tiled.
     denoiser=replace(wan.DENOISER, forward=forward, tile=None),
     vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video, light=light.WAN22),
     pictures=Pictures(encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=put_given),
