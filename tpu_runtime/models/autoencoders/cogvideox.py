@@ -25,10 +25,11 @@ FRAMES_A_CALL = 2
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
     """Yield frames of `latents` `[1, 16, T, h, w]`: two latent frames per call, an odd one with the first two.
 
-    call: runs a component. report: progress in latent frames. Causal caches are carried from call to call. Norms are
-    over all frames of a call, so no frame may be left out. One program serves every call, and can take the odd frame
-    too, which only the first call uses. That costs the other calls an eighth more time, but saves minutes of
-    compilation.
+    call: runs a component. report: progress in latent frames.
+
+    Causal caches are carried from call to call. Norms are over all frames of a call, so no frame may be left out. One
+    program serves every call, and can take the odd frame too, which only the first call uses. That costs the other
+    calls an eighth more time, but saves minutes of compilation.
     """
     import torch
 

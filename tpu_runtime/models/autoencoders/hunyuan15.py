@@ -21,8 +21,9 @@ Layer = Callable[..., "torch.Tensor"]
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
     """Yield frames of `latents` `[1, 32, T, h, w]`, 1 and then 4 per call; each call carries its memory to the next.
 
-    call: runs a component. report: progress in latent frames. Upstream decodes the full video at once. No frame depends
-    on later ones, neither by convolution nor by attention, so the result is the same.
+    call: runs a component. report: progress in latent frames.
+
+    Upstream decodes the full video at once. No frame depends on later ones, so the result is the same.
     """
     import torch
 

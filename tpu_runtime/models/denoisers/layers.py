@@ -164,11 +164,11 @@ def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]"
 class Staggered(NamedTuple):
     """A sequence in two halves, so that the exchange of one half overlaps the products of the other.
 
-    This is intra-sequence overlap (https://arxiv.org/abs/2409.11155). It suits blocks of updates `x + gate *
-    update(norm(x))` whose weights stay split over the chips of `tp`. Each chip has some of the heads and feed-forward
-    columns, so an update is a sum over chips; between updates each chip has some of the tokens (see `token_layout`).
-    `stagger` begins a stack of blocks, `join` ends it. In a block an update is `catch_up`, then the products that make
-    its sums, then `add_update`.
+    This is intra-sequence overlap (https://arxiv.org/abs/2409.11155). It suits blocks whose updates are
+    `x + gate * update(norm(x))`, with weights that stay split over the chips of `tp`. Each chip has some of the heads
+    and feed-forward columns, so an update is a sum over chips; between updates each chip has some of the tokens (see
+    `token_layout`). `stagger` begins a stack of blocks, `join` ends it. In a block an update is `catch_up`, then the
+    products that make its sums, then `add_update`.
 
     The first half has its last update added, and its next norm computed. The second half has only each chip's partial
     sums of its last update; they are exchanged during the first half's next products.

@@ -36,7 +36,7 @@ _DISTILLED = re.compile(
 
 @dataclass(frozen=True)
 class Said:
-    """What the user chose in addition to the files."""
+    """The user's choice, in addition to the files."""
 
     names: tuple[str, ...] = ()  # of models and repositories
     asks: bool = False  # whether the user may be asked
