@@ -302,7 +302,7 @@ def test_modules_are_not_served_stale_after_an_update(server: Server):
 
 
 def test_it_is_readable_in_both_themes_in_a_narrow_sidebar(tab: Tab):
-    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
+    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu returned 7 values for 8 chips."]))
     tab.open()
     tab.page.get_by_text("8 x TPU v6e").wait_for()
     for theme in ("light", "dark"):
@@ -394,12 +394,12 @@ def test_loading_and_downloads_are_in_bytes_and_memory_is_used_or_reserved(tab: 
 
 
 def test_256_chips_fit_and_notes_are_shown(tab: Tab):
-    tab.answer_with(fake(256, notes=["tensorcore_util is not known: libtpu says RuntimeError: no chips"]))
+    tab.answer_with(fake(256, notes=["tensorcore_util is not known: libtpu raised RuntimeError: no chips"]))
     tab.open()
     playwright.expect(tab.section("Chips").locator("[role=progressbar]")).to_have_count(256)
     assert tab.page.evaluate(WIDER) == []
     assert tab.section("Chips").bounding_box()["height"] < 600
-    assert tab.page.get_by_text("libtpu says RuntimeError: no chips").is_visible()
+    assert tab.page.get_by_text("libtpu raised RuntimeError: no chips").is_visible()
     last = tab.section("Chips").locator("[role=progressbar]").last
     assert last.get_attribute("aria-label") == "Chip 255"
     assert re.match(r"Chip 255: TPU v6e at \(1, 127, 0\), .* of 31.0 GiB", last.get_attribute("aria-valuetext"))
@@ -421,7 +421,7 @@ def test_chips_are_shown_before_the_first_run(tab: Tab, tmp_path: Path):
         assert tab.section("Chips").locator("[role=progressbar]").count() == 8
         assert ("8.00 of 31.0 GiB" if is_held else "– of 32.0 GiB") in tab.text("Chips")
         assert tab.section("Last two minutes").is_visible() == is_held
-        assert tab.page.get_by_text("a run here can begin when that has ended").is_visible() == is_held
+        assert tab.page.get_by_text("a run here can start after that process has ended").is_visible() == is_held
         assert tab.page.evaluate(WIDER) == tab.page.evaluate(OVERLAPS) == []
         tab.screenshot(f"monitor-{'held' if is_held else 'not-started'}")
 

@@ -16,7 +16,7 @@ pytestmark = [needs_comfyui, pytest.mark.skipif(test_monitor.CHROMIUM is None, r
 
 def test_nothing_moves_as_the_tab_opens(tab: Tab):
     """For the first time in its page, which loads what it is made of: no other test may come before."""
-    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
+    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu returned 7 values for 8 chips."]))
     tab.page.evaluate(WATCH)
     tab.open()
     tab.page.get_by_text("8 x TPU v6e").wait_for()
@@ -43,7 +43,7 @@ def test_a_screen_reader_finds_names_and_values(tab: Tab):
 
 
 def test_it_fits_a_page_of_320_pixels_and_the_keyboard_reaches_all_of_it(tab: Tab):
-    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu gave 7 values for 8 chips."]))
+    tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu returned 7 values for 8 chips."]))
     tab.open()
     tab.page.get_by_text("8 x TPU v6e").wait_for()
     tab.page.set_viewport_size({"width": 320, "height": 800})

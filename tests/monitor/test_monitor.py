@@ -96,11 +96,11 @@ def missing(metric: str) -> Sequence[str]:
         (missing, "Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu)."),
         (
             libtpu(tensorcore_util=RuntimeError("no chips"), duty_cycle_pct=["5"] * 8),
-            "tensorcore_util is not known: libtpu says RuntimeError: no chips",
+            "tensorcore_util is not known: libtpu raised RuntimeError: no chips",
         ),
         (
             libtpu(tensorcore_util=["5"] * 7, duty_cycle_pct=["5"] * 8),
-            "tensorcore_util is not known: libtpu gave 7 values for 8 chips.",
+            "tensorcore_util is not known: libtpu returned 7 values for 8 chips.",
         ),
         (
             libtpu(tensorcore_util=["5"] * 6 + ["nan", "?"], duty_cycle_pct=["5"] * 8),
@@ -281,7 +281,7 @@ def test_a_runtime_that_raises_is_noted():
         raise KeyError("coords")
 
     answer = json.loads(asyncio.run(Feed(broken, patience_s=PATIENCE_S).answer()))
-    assert answer["notes"] == ["The runtime cannot say: KeyError: 'coords'"]
+    assert answer["notes"] == ["The runtime has no statistics: KeyError: 'coords'"]
     assert answer["resident"] == []
 
 

@@ -110,7 +110,7 @@ def test_the_memory_of_another_process_comes_from_its_metrics_service(tmp_path: 
         said = stats(root, port)
     assert said["message"] == f"{num_chips} x {kind}, held by another process"
     assert said["notes"] == [
-        "Held by another process (python3 main.py, process 4711): a run here can begin when that has ended."
+        "Held by another process (python3 main.py, process 4711): a run here can start after that process has ended."
     ]
     each = num_devices // num_chips
     assert [(chip["hbm_used"], chip["hbm_limit"], chip["duty_cycle"]) for chip in said["chips"]] == [
@@ -134,7 +134,7 @@ def test_while_the_first_run_starts_them_nobody_else_is_blamed(tmp_path: Path):
 def test_a_service_that_knows_fewer_devices_is_noted(tmp_path: Path):
     with serving(4) as port:
         said = stats(plug(tmp_path, "v6e", 8), port)
-    assert said["notes"][1] == "Memory is known of 4 of 8 devices."
+    assert said["notes"][1] == "Memory is known for 4 of 8 devices."
     assert [chip["hbm_used"] for chip in said["chips"]] == [GIB, 2 * GIB, 3 * GIB, 4 * GIB, None, None, None, None]
 
 

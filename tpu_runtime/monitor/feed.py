@@ -1,4 +1,4 @@
-"""The statistics as JSON for whoever asks, sampled at most twice a second and never on the caller's event loop."""
+"""The statistics as JSON for all clients, sampled at most twice a second and never on the caller's event loop."""
 
 import asyncio
 import json
@@ -14,13 +14,13 @@ from .readings import READER, Sampler, Stats
 
 log = logging.getLogger(__name__)
 
-# How long a sample is good for.
+# Maximum age of a sample, in seconds.
 FRESH_S = 0.5
-# Whoever asks waits so long for a new sample where there is an earlier one: a page that waits looks dead.
+# How long a client waits for a new sample if there is an earlier one: a page that waits seems to hang.
 PROMPT_S = 0.1
-# A device call in the runtime may hang; whoever asks then still gets the last sample, and a note.
+# A device call in the runtime may hang; after this many seconds clients get the last sample and a note.
 PATIENCE_S = 2.0
-# What the page and the terminal need to stay useful when there is no sample at all.
+# The statistics without any sample, with every key that the page and the terminal read.
 NOTHING: Stats = {
     **snapshot.nothing("The runtime does not answer."),
     "host": dict.fromkeys(("cpu_percent", "ram_used", "ram_total", "process_ram")),
@@ -29,7 +29,7 @@ NOTHING: Stats = {
 
 
 class Feed:
-    """One sample for all clients. `answer` belongs to one event loop; making a Feed starts nothing."""
+    """One sample for all clients. `answer` belongs to one event loop; creating a Feed starts nothing."""
 
     def __init__(
         self,
@@ -48,8 +48,10 @@ class Feed:
         self._body_s = -FRESH_S
 
     async def answer(self) -> bytes:
-        """The newest statistics as a JSON object: at most `FRESH_S` old where a sample takes no longer than `PROMPT_S`,
-        else those before while this one is taken, and after `PATIENCE_S` with a note that says how old.
+        """Return the newest statistics as a JSON object.
+
+        They are at most `FRESH_S` old if a sample takes no longer than `PROMPT_S`. Otherwise the previous sample is returned
+        while a new one is taken, after `PATIENCE_S` with a note of its age.
         """
         if self._body and time.monotonic() - self._body_s < FRESH_S:
             return self._body
@@ -78,24 +80,24 @@ class Feed:
         try:
             stats = self._sampler.complete(self._stats())
             return stats, _encoded(stats)
-        except Exception as error:  # a monitor that fails helps nobody: it shows what it has and says what is wrong
+        except Exception as error:  # of any kind: the monitor goes on with the last sample and the error
             log.warning("The monitor has no statistics", exc_info=True)
-            return self._last, self._stale(f"The runtime cannot say: {type(error).__name__}: {error}")
+            return self._last, self._stale(f"The runtime has no statistics: {type(error).__name__}: {error}")
 
     def _stale(self, note: str) -> bytes:
         return _encoded({**self._last, "notes": [*self._last["notes"], note]})
 
 
 def _encoded(stats: Stats) -> bytes:
-    """JSON that a browser can parse: it has no NaN."""
+    """Encode statistics as JSON without NaN, so that a browser can parse it."""
     return json.dumps(_finite(stats), allow_nan=False, default=str).encode()
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _finite(one) for name, one in value.items()}
+        return {str(name): _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float) and not (float("-inf") < value < float("inf")):
         return None
     return value

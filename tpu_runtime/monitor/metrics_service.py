@@ -1,7 +1,7 @@
-"""What libtpu says, in the process that holds the chips, to others on the machine: memory and duty cycle by gRPC.
+"""A client of libtpu's metrics service: memory and duty cycle by gRPC from the process that holds the chips.
 
-The messages are tpu-info's. Its own client (0.14.2) has no deadline, asks one port, goes through a proxy that is set
-for the network, and fails where a metric is known of some devices only.
+The messages are tpu-info's. Its own client (0.14.2) has no deadline, asks one port, uses the network's proxy, and fails
+if a metric is known for some devices only.
 """
 
 import os
@@ -20,44 +20,45 @@ METRICS = {
     "hbm_limit": "tpu.runtime.hbm.memory.total.bytes",
     "duty_cycle": "tpu.runtime.tensorcore.dutycycle.percent",
 }
-# A proxy is for the network, not for this machine.
+# Do not connect to this machine through the network's proxy.
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
 class NoAnswer(RuntimeError):
-    """Somebody listens and says nothing in time, or nothing that we understand; the message says which."""
+    """A service listens but does not answer in time, or in an unknown format; the message says which."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What is known of one of JAX's devices: bytes, bytes, percent."""
+    """The usage of one JAX device; None where unknown."""
 
-    hbm_used: int | None
-    hbm_limit: int | None
-    duty_cycle: float | None
+    hbm_used: int | None  # bytes
+    hbm_limit: int | None  # bytes
+    duty_cycle: float | None  # percent
 
 
 def ports(environ: Mapping[str, str] = os.environ) -> list[int]:
-    """Where to ask."""
-    given = [int(word) for word in environ.get(PORTS, "").split(",") if word.strip().isdigit()]
-    return given or [PORT]
+    """Return the ports of the metrics services on this machine."""
+    numbers = [int(word) for word in environ.get(PORTS, "").split(",") if word.strip().isdigit()]
+    return numbers or [PORT]
 
 
 def usage(asked: Iterable[int], deadline_s: float = DEADLINE_S) -> list[Usage]:
-    """Every device that the services at these ports know, by libtpu's ids, which may begin anywhere. Empty where nobody
-    listens: as a rule no process holds the chips. Raises `NoAnswer`, and ImportError without tpu-info. Takes
-    `deadline_s` in all.
+    """Return the usage of every device of the services at the ports `asked`, sorted by libtpu's ids.
+
+    The ids may start anywhere. Empty if nothing listens, which usually means that no process holds the chips. Raises
+    NoAnswer, and ImportError without tpu-info. Takes at most `deadline_s` seconds in total.
     """
     until = time.monotonic() + deadline_s
-    found = {}
+    usages = {}
     for port in asked:
         if _is_served(port, until):
-            found |= _of(port, until)
-    return [found[one] for one in sorted(found)]
+            usages |= _of(port, until)
+    return [usages[device] for device in sorted(usages)]
 
 
 def _is_served(port: int, until: float) -> bool:
-    """Whether anybody listens: before gRPC is imported, which most processes never need."""
+    """Return whether anything listens at `port`, without importing gRPC, which most processes never need."""
     try:
         socket.create_connection(("localhost", port), timeout=_left(until)).close()
     except TimeoutError:
@@ -68,32 +69,32 @@ def _is_served(port: int, until: float) -> bool:
 
 
 def _of(port: int, until: float) -> dict[tuple[int, int], Usage]:
-    """The devices of one service, by their ids and its port."""
+    """Return the devices of one service, by id and port."""
     import grpc
     from tpu_info.proto import tpu_metric_service_pb2 as messages
     from tpu_info.proto import tpu_metric_service_pb2_grpc as services
 
     with grpc.secure_channel(f"localhost:{port}", grpc.local_channel_credentials(), _OPTIONS) as channel:
         ask = services.RuntimeMetricServiceStub(channel).GetRuntimeMetric
-        asked = [
+        replies = [
             ask.future(messages.MetricRequest(metric_name=name), timeout=_left(until)) for name in METRICS.values()
         ]
         try:
-            used, limit, duty = (_by_device(future.result()) for future in asked)
+            used, limit, duty = (_by_device(future.result()) for future in replies)
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
-            said = "does not answer" if code == grpc.StatusCode.DEADLINE_EXCEEDED else f"answers {code}"
-            raise NoAnswer(f"the metrics service at localhost:{port} {said}") from None
+            problem = "does not answer" if code == grpc.StatusCode.DEADLINE_EXCEEDED else f"answers {code}"
+            raise NoAnswer(f"the metrics service at localhost:{port} {problem}") from None
     ids = sorted({*used, *limit})
-    # Memory is told for every device, duty cycle for every chip: that of a chip of two devices counts for both. Of idle
-    # chips no duty cycle is told.
-    cycles = [duty[one] for one in sorted(duty)] or [0.0] * len(ids)
-    each = len(ids) // len(cycles) if cycles and len(ids) % len(cycles) == 0 else 0
+    # Memory is reported per device, duty cycle per chip: a chip's value counts for each of its devices. Idle chips
+    # report no duty cycle.
+    cycles = [duty[chip] for chip in sorted(duty)] or [0.0] * len(ids)
+    per_chip = len(ids) // len(cycles) if cycles and len(ids) % len(cycles) == 0 else 0
     return {
-        (one, port): Usage(
-            hbm_used=used.get(one), hbm_limit=limit.get(one), duty_cycle=cycles[place // each] if each else None
+        (id, port): Usage(
+            hbm_used=used.get(id), hbm_limit=limit.get(id), duty_cycle=cycles[place // per_chip] if per_chip else None
         )
-        for place, one in enumerate(ids)
+        for place, id in enumerate(ids)
     }
 
 
@@ -102,7 +103,7 @@ def _left(until: float) -> float:
 
 
 def _by_device(answer: Any) -> dict[int, Any]:
-    """The numbers of one metric by the device they are of."""
+    """Return the values of one metric by device id."""
     numbers = {}
     for metric in answer.metric.metrics:
         value = metric.gauge.WhichOneof("value")

@@ -1,7 +1,7 @@
-"""Readings that the runtime does not have itself: the host's load, and what libtpu measures about its chips.
+"""Statistics that the runtime does not have itself: the host's load, and libtpu's measurements of the chips.
 
-Nothing here starts a device: libtpu is asked only once the runtime says that it runs on a TPU, the bus until then.
-Nothing is sampled unless somebody asks.
+Nothing here starts a device: libtpu is queried only after the runtime reports that it runs on a TPU, the PCI bus until
+then. Nothing is sampled without a client.
 """
 
 import importlib
@@ -10,20 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from typing import Any
 
 import psutil
 
 from ..progress import in_daemon
-from .unstarted import Unstarted
+from .unstarted import Stats, Unstarted
 
 log = logging.getLogger(__name__)
 
-Stats = dict[str, Any]
-
 # libtpu's own names (`libtpu.sdk.tpumonitoring.list_supported_metrics()`), by the field of a chip that each fills.
 UTILISATION = {"tensorcore_utilization": "tensorcore_util", "duty_cycle": "duty_cycle_pct"}
-# Asked only where the runtime could not tell.
+# Queried only if the runtime does not know them.
 MEMORY = {"hbm_used": "hbm_capacity_usage", "hbm_limit": "hbm_capacity_total"}
 # libtpu answers in well under a millisecond; after this long something is wrong with a chip.
 DEADLINE_S = 1.0
@@ -34,12 +31,12 @@ MAX_LOGGED = 50
 
 
 def read_libtpu(metric: str) -> Sequence[str]:
-    """One number a chip or core, as libtpu writes them. Raises ImportError without libtpu's monitoring module."""
+    """Return one number per chip or core of a metric, as strings. Raises ImportError without tpumonitoring."""
     return importlib.import_module("libtpu.sdk").tpumonitoring.get_metric(metric).data()
 
 
 class Sampler:
-    """Completes the runtime's statistics. `complete` is for one thread at a time."""
+    """Completes the runtime's statistics. Call `complete` from one thread at a time."""
 
     def __init__(
         self,
@@ -56,7 +53,7 @@ class Sampler:
         self._process: psutil.Process | None = None
 
     def complete(self, stats: Stats) -> Stats:
-        """`stats` with `host`, with what libtpu knows of the chips; to its `notes`, what is not known and why."""
+        """Return `stats` with `host` and libtpu's numbers of the chips; `notes` says which are unknown, and why."""
         notes = [str(note) for note in stats.get("notes") or ()]
         host = stats.get("host") or self._host()
         if stats.get("platform") is None and not stats.get("chips"):
@@ -64,7 +61,7 @@ class Sampler:
         chips = [dict(chip) for chip in stats.get("chips") or ()]
         if stats.get("platform") == "tpu" and chips:
             self._fill(chips, notes, is_idle=not stats.get("running"))
-        chips += stats.get("elsewhere") or ()  # of other hosts, which filled them, as of their last answer
+        chips += stats.get("elsewhere") or ()  # of other hosts, complete, as of their last answer
         for note in notes:
             if note not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(note)
@@ -85,27 +82,29 @@ class Sampler:
         }
 
     def _fill(self, chips: list[Stats], notes: list[str], *, is_idle: bool) -> None:
-        """Puts libtpu's numbers where the runtime has none. Of chips that are idle libtpu says nothing: an empty answer
-        is no utilisation then, and not known while something runs.
+        """Set libtpu's numbers where the runtime has no value.
+
+        libtpu reports no values for idle chips: then an empty answer means no utilisation. While something runs it
+        means that the utilisation is unknown.
         """
-        wanted = {
+        missing = {
             field: metric
             for field, metric in {**UTILISATION, **MEMORY}.items()
             if any(chip.get(field) is None for chip in chips)
         }
-        for field, answer in self._ask(wanted, notes).items() if wanted else ():
+        for field, answer in self._ask(missing, notes).items() if missing else ():
             nothing = 0.0 if is_idle and field in UTILISATION else None
-            numbers = _per_chip(wanted[field], answer, len(chips), nothing, notes)
+            numbers = _per_chip(missing[field], answer, len(chips), nothing, notes)
             for chip, number in zip(chips, numbers, strict=False):
                 if chip.get(field) is None:
                     chip[field] = number
 
-    def _ask(self, wanted: dict[str, str], notes: list[str]) -> dict[str, Sequence[str] | Exception]:
-        """libtpu's answers by field, within the deadline. One question at a time: an open one forbids the next."""
+    def _ask(self, metrics: dict[str, str], notes: list[str]) -> dict[str, Sequence[str] | Exception]:
+        """Return libtpu's answers by field, within the deadline. While a query is pending, no other is started."""
         if self._late is not None and not self._late.done():
             notes.append("libtpu does not answer: a chip may hang. Utilisation is not known.")
             return {}
-        self._late = in_daemon(lambda: {field: self._answer(metric) for field, metric in wanted.items()}, READER)
+        self._late = in_daemon(lambda: {field: self._answer(metric) for field, metric in metrics.items()}, READER)
         try:
             return self._late.result(self._deadline_s)
         except NotInTime:
@@ -115,26 +114,29 @@ class Sampler:
     def _answer(self, metric: str) -> Sequence[str] | Exception:
         try:
             return list(self._read(metric))
-        except Exception as error:  # libtpu documents no types; whatever it raises, the other readings stay useful
+        except Exception as error:  # libtpu documents no exceptions; the other readings stay useful
             return error
 
 
 def _per_chip(
     metric: str, answer: Sequence[str] | Exception, num_chips: int, nothing: float | None, notes: list[str]
 ) -> list[float | None]:
-    """A number a chip, the mean where a chip has several cores, None where one is not known; `nothing` for each where
-    the answer is empty; no number, and a note, where the answer is none."""
+    """Return one number per chip, averaged over its cores; None where it is unknown.
+
+    metric, answer: libtpu's. nothing: the value of each chip if the answer is empty. Returns [] and adds to `notes` if
+    the answer is an error or has another number of values.
+    """
     if isinstance(answer, ImportError):
         if metric == UTILISATION["tensorcore_utilization"]:  # once is enough
             notes.append("Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu).")
         return []
     if isinstance(answer, Exception):
-        notes.append(f"{metric} is not known: libtpu says {type(answer).__name__}: {answer}")
+        notes.append(f"{metric} is not known: libtpu raised {type(answer).__name__}: {answer}")
         return []
     if not answer:
         return [nothing] * num_chips
     if len(answer) % num_chips:
-        notes.append(f"{metric} is not known: libtpu gave {len(answer)} values for {num_chips} chips.")
+        notes.append(f"{metric} is not known: libtpu returned {len(answer)} values for {num_chips} chips.")
         return []
     numbers = [_number(text) for text in answer]
     if unknown := sum(math.isnan(number) for number in numbers):
@@ -145,7 +147,7 @@ def _per_chip(
 
 
 def _number(text: str) -> float:
-    """NaN for what is no number, or none that can be measured."""
+    """Parse a measurement; NaN if it is not a number, or is negative or infinite."""
     try:
         number = float(text)
     except (TypeError, ValueError):

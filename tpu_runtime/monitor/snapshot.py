@@ -1,10 +1,11 @@
-"""The monitor's numbers. Reading them never starts a device, and never waits for a running stage."""
+"""The runtime's own statistics. Reading them never starts a device, and never waits for a running stage."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import device_memory
 from ..cache import store
 from ..engine.current import current
+from .unstarted import Stats
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -12,8 +13,11 @@ if TYPE_CHECKING:
 NOT_STARTED = "No run yet: the TPU is started by the first run."
 
 
-def stats() -> dict[str, Any]:
-    """What is on the chips, running, resident, cached; `readings.Sampler` adds the host's load and libtpu's own."""
+def stats() -> Stats:
+    """Return the state of the chips, the running stage, and the contents of the caches.
+
+    `readings.Sampler` adds the host's load and libtpu's numbers.
+    """
     engine = current()
     if engine is None:
         counts = dict.fromkeys(("load", "merge", "encode", "compile"), 0)
@@ -34,47 +38,47 @@ def stats() -> dict[str, Any]:
     }
 
 
-def nothing(message: str) -> dict[str, Any]:
-    """The statistics of a runtime that has none to tell."""
-    lists: dict[str, Any] = {name: [] for name in ("chips", "resident", "behind", "caches", "notes")}
+def nothing(message: str) -> Stats:
+    """Return the statistics of a runtime without any, with `message` for the user."""
+    lists: Stats = {name: [] for name in ("chips", "resident", "behind", "caches", "notes")}
     return {"platform": None, "message": message, **lists, "running": None, "last_run": None, "counts": {}}
 
 
 def chips_of(engine: "Engine") -> str:
-    """How many chips it runs on, and of which kind."""
+    """Return number and kind of an engine's chips, in words."""
     count, first = len(engine.devices), engine.devices[0]
     if first.platform == "tpu":
         return f"{count} x {first.device_kind}"
     return f"no TPU, running on CPU with {count} simulated chip{'s' if count > 1 else ''}"
 
 
-def own_chips(engine: "Engine") -> list[dict[str, Any]]:
-    """The chips of this host."""
-    held = engine.note_peak()
-    return [_chip(engine, index, held[index]) for index in range(len(engine.own))]
+def own_chips(engine: "Engine") -> list[Stats]:
+    """Return the statistics of this host's chips."""
+    used_bytes = engine.note_peak()
+    return [_chip(engine, index, used_bytes[index]) for index in range(len(engine.own))]
 
 
-def _chip(engine: "Engine", index: int, held: int) -> dict[str, Any]:
+def _chip(engine: "Engine", index: int, used_bytes: int) -> Stats:
     from ..engine.device_cache import budget_bytes
 
     device = engine.own[index]
-    said = device_memory.of(device)
+    memory = device_memory.of(device)
     return {
         "index": engine.devices.index(device),
         "host": device.process_index,
         "kind": device.device_kind,
         "coords": list(device.coords) if device.platform == "tpu" else None,
-        "hbm_used": held,
-        "hbm_peak": engine.peak_bytes[index] if said.peak_in_use_bytes is None else said.peak_in_use_bytes,
-        "hbm_reserved": said.reserved_bytes,
-        "hbm_reserved_peak": said.peak_reserved_bytes,
-        "hbm_limit": said.limit_bytes or budget_bytes(device),
+        "hbm_used": used_bytes,
+        "hbm_peak": engine.peak_bytes[index] if memory.peak_in_use_bytes is None else memory.peak_in_use_bytes,
+        "hbm_reserved": memory.reserved_bytes,
+        "hbm_reserved_peak": memory.peak_reserved_bytes,
+        "hbm_limit": memory.limit_bytes or budget_bytes(device),
         "tensorcore_utilization": None,
         "duty_cycle": None,
     }
 
 
-def _resident(engine: "Engine") -> list[dict[str, Any]]:
+def _resident(engine: "Engine") -> list[Stats]:
     return [
         {
             "id": resident.id,

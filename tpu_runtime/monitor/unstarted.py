@@ -1,4 +1,4 @@
-"""The statistics of a process that runs nothing: the chips on the bus, and what another process does with them."""
+"""The statistics of a process that runs nothing: the chips on the PCI bus, and their use by another process."""
 
 import functools
 import os
@@ -10,15 +10,19 @@ from typing import Any
 from ..machine import bus
 from . import metrics_service
 
-# Looking through the open files of every process takes some hundredths of a second; a service that once did not answer
-# in time would cost its deadline again.
+Stats = dict[str, Any]  # the statistics of the runtime, or of a chip, by name
+# Seconds between two scans of all processes' open files, which take some hundredths of a second, and between two
+# queries of a service that did not answer in time.
 AGAIN_S = 5.0
-NO_TPU = "No TPU in this machine: what runs here runs on the CPU."
+NO_TPU = "No TPU in this machine: models run on the CPU."
 MISSING = "The chips are not known: tpu-info is not installed (pip install tpu-info)."
 
 
 class Unstarted:
-    """Without starting the chips. `complete` is for one thread at a time, and takes a second at most."""
+    """Reads the statistics without starting the chips.
+
+    Call `complete` from one thread at a time; it takes up to a second.
+    """
 
     def __init__(
         self, root: Path = bus.ROOT, ports: list[int] | None = None, *, deadline_s: float = metrics_service.DEADLINE_S
@@ -34,8 +38,8 @@ class Unstarted:
     def _chips(self) -> bus.Chips | None:
         return bus.chips(self._root)
 
-    def complete(self, stats: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-        """`stats` with `message` and `chips` of what is plugged in, or that nothing is."""
+    def complete(self, stats: Stats, notes: list[str]) -> Stats:
+        """Return `stats` with `message` and `chips` of the plugged-in hardware, or the message that it has no TPU."""
         has_files = bool(bus.device_files(self._root))
         try:
             chips = self._chips
@@ -46,16 +50,16 @@ class Unstarted:
             return stats if has_files else {**stats, "message": NO_TPU}
         usages = self._usages(notes)
         holders = self._look(again=bool(usages))
-        if any(one.pid == os.getpid() for one in holders):
-            state = "held by this process"  # a first run that starts them, or another pack
+        if any(holder.pid == os.getpid() for holder in holders):
+            state = "held by this process"  # a first run that starts them, or another node pack
         elif holders or usages:
             state = "held by another process"
-            who = ", ".join(f"{one.program}, process {one.pid}" for one in holders) or "of another user"
-            notes.append(f"Held by another process ({who}): a run here can begin when that has ended.")
+            who = ", ".join(f"{holder.program}, process {holder.pid}" for holder in holders) or "of another user"
+            notes.append(f"Held by another process ({who}): a run here can start after that process has ended.")
         else:
             state = "not started"
         if usages and len(usages) != chips.num_devices:
-            notes.append(f"Memory is known of {len(usages)} of {chips.num_devices} devices.")
+            notes.append(f"Memory is known for {len(usages)} of {chips.num_devices} devices.")
         rows = [_row(chips, index) for index in range(chips.num_devices)]
         for row, usage in zip(rows, usages, strict=False):
             row |= {name: value for name, value in asdict(usage).items() if value is not None}
@@ -71,14 +75,14 @@ class Unstarted:
         return []
 
     def _look(self, *, again: bool) -> list[bus.Holder]:
-        """The holders as of some seconds ago; `again` if there must be one by now."""
+        """Return the holders as of some seconds ago; with `again` scan anew if none were found."""
         if time.monotonic() - self._looked_s >= AGAIN_S or (again and not self._holders):
             self._holders = bus.holders(self._root)
             self._looked_s = time.monotonic()
         return self._holders
 
 
-def _row(chips: bus.Chips, index: int) -> dict[str, Any]:
+def _row(chips: bus.Chips, index: int) -> Stats:
     memory = ("hbm_used", "hbm_peak", "hbm_reserved", "hbm_reserved_peak")
     unknown = dict.fromkeys(("coords", *memory, "tensorcore_utilization", "duty_cycle"))
     limit = chips.hbm_bytes_per_chip // chips.devices_per_chip
