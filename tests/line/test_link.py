@@ -244,7 +244,7 @@ def test_with_certificates_a_link_is_encrypted_and_a_stranger_in_its_place_is_no
             with pytest.raises(OSError):
                 echo.connect()
         monkeypatch.setenv(trust.KEY, str(tmp_path / "other.key"))
-        with pytest.raises(trust.TrustError, match="name no certificate and its key"):
+        with pytest.raises(trust.TrustError, match="are not a certificate and its key"):
             Echo()
     finally:
         one.close()

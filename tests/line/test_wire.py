@@ -106,5 +106,5 @@ def test_a_threshold_that_is_no_number_is_refused(threshold: Any):
 
 
 def test_a_message_that_is_too_long_is_not_sent():
-    with pytest.raises(wire.WireError, match="letters"):
+    with pytest.raises(wire.WireError, match="characters"):
         wire.pack(Text("x" * wire.MOST_HEAD))

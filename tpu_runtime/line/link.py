@@ -1,7 +1,7 @@
-"""A link to another machine: a WebSocket that carries messages, and knows within seconds when the other end is gone.
+"""A connection to another machine: a WebSocket that carries messages, and detects within seconds that a peer is lost.
 
-All links of a process live on one thread with an asyncio loop. Before a stranger has shown the secret it costs a
-connection, a few KB and ten seconds; after that each piece is bounded by what is expected next.
+All connections of a process share one thread with an asyncio loop. An unauthenticated peer can hold at most one
+connection, a few KB and ten seconds. After authentication each message is limited to the size expected next.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import aiohttp
@@ -25,31 +25,33 @@ from . import trust, wire
 
 log = logging.getLogger(__name__)
 
-# Between two pings of a silent link: without an answer it is taken for gone after half as long again.
+# Seconds between two pings of a silent connection; without an answer it counts as lost after 1.5 times as long.
 HEARTBEAT_S = 20.0
-# Deadline to connect and authenticate; most unauthenticated connections; delay after a wrong token.
+# Deadline to connect and authenticate, in seconds; most unauthenticated connections; delay after a wrong token.
 LATE_S, MOST_STRANGERS, WRONG_S = 10.0, 64, 1.0
 _PATH, _HELLO, _REFUSED = "/line", "X-Hello", "X-Refused"
 _PIECE, _AHEAD, _LOOK_S = 2**20, 16, 0.1
 _CLOSED = "it closed the connection"
-# What aiohttp raises where the other end is gone.
+# The exceptions of aiohttp for a lost connection.
 _ERRORS = (OSError, RuntimeError, aiohttp.ClientError)
 _HEAD: dict[str, Any] = {"max_line_size": 1024, "max_field_size": 4096, "max_headers": 32}
 
 
 class Gone(ConnectionError):
-    """The other end is not there, or not any more."""
+    """The peer cannot be reached, or the connection to it was lost."""
 
 
 class Refused(Gone):
-    """The other end does not take this one in, and says why."""
+    """The peer rejected the handshake; the message is its reason."""
 
 
+Result = TypeVar("Result")
+Hello = Mapping[str, Any]  # a handshake: what a peer reports about itself
 _starting, _loop = threading.Lock(), None
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """The loop of all links, in a thread of its own."""
+    """Return the event loop of all connections, which runs in a thread of its own."""
     global _loop
     with _starting:
         if _loop is None:
@@ -58,11 +60,14 @@ def loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-def run(work: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None) -> Any:
-    """What `work` gives, done on the loop, for another thread; `look` is called meanwhile, and may raise."""
+def run(work: "Coroutine[Any, Any, Result]", look: Callable[[], None] = lambda: None) -> "Result":
+    """Run `work` on the event loop from another thread, and return its result.
+
+    look: called meanwhile, ten times a second; its exception cancels `work`.
+    """
     future = asyncio.run_coroutine_threadsafe(work, loop())
     try:
-        look()  # also where each of many is done at once
+        look()  # at least once, even if each of many calls is done at once
         while not wait([future], _LOOK_S).done:
             look()
         return future.result()
@@ -71,12 +76,12 @@ def run(work: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None)
 
 
 class MachineLink:
-    """Messages may be sent by several threads. `close` ends it at once."""
+    """A connection over which several threads may send messages. `close` ends it at once."""
 
     def __init__(self, line: Any, end: Callable[[], Awaitable[Any]], heartbeat_s: float) -> None:
         self._line, self._end, self._silence_s = line, end, 1.5 * heartbeat_s
         self._sending = asyncio.Lock()
-        # Read ahead, so that pings are answered while nobody waits for a message.
+        # Frames are read in advance, so that pings are answered while no message is awaited.
         self._frames: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(_AHEAD)
         self._reading = loop().create_task(self._read())
 
@@ -87,25 +92,25 @@ class MachineLink:
             is_open = frame.type in (WSMsgType.TEXT, WSMsgType.BINARY)
             await self._frames.put(frame)
 
-    def send(self, message: Any, look: Callable[[], None] = lambda: None) -> None:
-        """Raises `Gone`."""
+    def send(self, message: object, look: Callable[[], None] = lambda: None) -> None:
+        """Send a message from another thread. Raises Gone. look: see `run`."""
         run(self.put(*wire.pack(message)), look)
 
-    def tell(self, message: Any) -> None:
-        """`send`, where nothing follows from an end that is gone."""
+    def tell(self, message: object) -> None:
+        """Send a message, and ignore a lost connection."""
         with contextlib.suppress(Gone):
             self.send(message)
 
-    def post(self, message: Any) -> None:
-        """Without waiting; what cannot be sent is dropped."""
+    def post(self, message: object) -> None:
+        """Send a message without waiting; it is dropped if it cannot be sent."""
         asyncio.run_coroutine_threadsafe(self.put(*wire.pack(message)), loop())
 
-    async def say(self, message: Any) -> None:
-        """`send`, on the loop."""
+    async def say(self, message: object) -> None:
+        """Send a message, on the event loop."""
         await self.put(*await asyncio.to_thread(wire.pack, message))
 
     async def put(self, head: str, body: bytes) -> None:
-        """A packed message, or without a head a part of a file that was announced."""
+        """Write a packed message; with an empty `head`, write a chunk of an announced file."""
         try:
             async with self._sending:
                 if head:
@@ -116,7 +121,10 @@ class MachineLink:
             raise Gone(_CLOSED) from None
 
     async def get(self, messages: Sequence[type], values: Sequence[type] = wire.SETTINGS, most_bytes: int = 0) -> Any:
-        """The next message, one of `messages`; raises `Gone`, also for what is none of them."""
+        """Return the next message, which must be one of `messages`. Raises Gone, also for an invalid message.
+
+        values: records that it may contain. most_bytes: limit of its tensors.
+        """
         try:
             size, packed = wire.read_head(await self._frame(WSMsgType.TEXT), most_bytes)
             body = bytearray()
@@ -129,12 +137,12 @@ class MachineLink:
             raise Gone(f"{error}") from None
 
     async def pieces(self, size: int) -> AsyncIterator[bytes]:
-        """The parts of `size` bytes, as they come."""
+        """Yield the chunks of `size` bytes as they arrive."""
         while size:
             piece = await self._frame(WSMsgType.BINARY)
             size -= len(piece)
             if size < 0 or not piece:
-                raise wire.WireError("more bytes came than were announced, or none")
+                raise wire.WireError("more bytes were received than announced, or an empty frame")
             yield piece
 
     async def _frame(self, kind: WSMsgType) -> Any:
@@ -143,39 +151,39 @@ class MachineLink:
             if frame.type == kind:
                 return frame.data
             if frame.type in (WSMsgType.TEXT, WSMsgType.BINARY):
-                raise wire.WireError("what came is not what is expected next")
+                raise wire.WireError("a message of another type was expected")
         if isinstance(self._line.exception(), TimeoutError):
-            raise Gone(f"nothing was heard of it for {self._silence_s:.0f} s")
+            raise Gone(f"nothing was received from it for {self._silence_s:.0f} s")
         raise Gone(_CLOSED)
 
     def receive(self, messages: Sequence[type], look: Callable[[], None] = lambda: None, **limits: Any) -> Any:
-        """`get`, for another thread."""
+        """Return the next message, from another thread. limits: see `get`; look: see `run`."""
         return run(self.get(messages, **limits), look)
 
     async def end(self) -> None:
-        """At once. What came and was not asked for is dropped, so that who reads ahead does not wait for room."""
+        """Close the connection at once. Unread frames are dropped, so that the reader task does not block."""
         self._reading.cancel()
         while not self._frames.empty():
             self._frames.get_nowait()
-        self._frames.put_nowait(aiohttp.WSMessage(WSMsgType.CLOSED, None, None))  # for who waits
+        self._frames.put_nowait(aiohttp.WSMessage(WSMsgType.CLOSED, None, None))  # wakes a waiting reader
         await self._end()
 
     def close(self) -> None:
-        """`end`, for another thread."""
+        """Close the connection at once, from another thread."""
         asyncio.run_coroutine_threadsafe(self.end(), loop())
 
 
-def connect(
-    where: trust.Address, hello: Mapping[str, Any], look: Callable[[], None] = lambda: None, **options: Any
-) -> MachineLink:
-    """A link to a machine that listens. Raises `Refused` with its sentence, `TimeoutError` where it does not answer,
-    `ConnectionRefusedError` where nothing listens, and `Gone`.
+def connect(where: trust.Address, hello: Hello, look: Callable[[], None] = lambda: None, **options: Any) -> MachineLink:
+    """Return a connection to a machine that listens.
+
+    where: its address. hello: the handshake. look: see `run`. Raises Refused with the peer's reason, TimeoutError if it
+    does not answer, ConnectionRefusedError if nothing listens, and Gone.
     """
     try:
         return run(_connect(where, hello, trust.token(), trust.client_tls(), **options), look)
     except aiohttp.WSServerHandshakeError as error:
-        said = unquote((error.headers or {}).get(_REFUSED, ""))
-        raise Refused(redact(said)[:1000] or f"{error.status} {error.message}") from None
+        reason = unquote((error.headers or {}).get(_REFUSED, ""))
+        raise Refused(redact(reason)[:1000] or f"{error.status} {error.message}") from None
     except aiohttp.ClientConnectorError as error:
         raise (error.os_error if isinstance(error.os_error, OSError) else Gone(str(error))) from None
     except aiohttp.ClientError as error:
@@ -183,7 +191,7 @@ def connect(
 
 
 async def _connect(
-    where: trust.Address, hello: Mapping[str, Any], token: str, tls: Any, heartbeat_s: float = HEARTBEAT_S
+    where: trust.Address, hello: Hello, token: str, tls: Any, heartbeat_s: float = HEARTBEAT_S
 ) -> MachineLink:
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -197,14 +205,17 @@ async def _connect(
 
 
 class Door(web.Server):
-    """Listens at one port. `welcome` gets a hello and its address, and returns why it is refused; `speak` has a link
-    until it returns. `pages` are what else may be read there, by path; without the secret those that end in `health`.
+    """A server that listens at one port, and authenticates peers.
+
+    welcome: `welcome(hello, address)` returns why a peer is rejected, or None. speak: has the connection until it
+        returns.
+    pages: further pages by path; those ending in `health` need no token.
     """
 
     def __init__(
         self,
-        welcome: Callable[[dict[str, Any], str], str | None],
-        speak: Callable[[MachineLink, dict[str, Any], str], Awaitable[None]],
+        welcome: Callable[[Hello, str], str | None],
+        speak: Callable[[MachineLink, Hello, str], Awaitable[None]],
         pages: Mapping[str, Callable[[], str]] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -217,7 +228,7 @@ class Door(web.Server):
         self._listening: asyncio.Server | None = None
 
     def listen(self, host: str, port: int) -> int:
-        """Begins; the port. On all addresses where `host` is empty. Raises OSError."""
+        """Start listening, and return the port. An empty `host` means all addresses. Raises OSError."""
         both = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=both)
@@ -236,7 +247,7 @@ class Door(web.Server):
     def connection_made(self, handler: Any, transport: Any) -> None:
         super().connection_made(handler, transport)
         if len(self._strangers) >= MOST_STRANGERS:
-            loop().call_soon(transport.abort)  # aiohttp begins its work with it before that
+            loop().call_soon(transport.abort)  # after aiohttp has set the connection up
         else:
             self._strangers.add(handler)
             loop().call_later(LATE_S, lambda: transport.abort() if handler in self._strangers else None)
@@ -249,22 +260,24 @@ class Door(web.Server):
         address = str(request.remote).removeprefix("::ffff:")
         page = self._pages.get(request.path)
         if page is not None and request.path.endswith("health"):
-            return _said(200, page())
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
-            await asyncio.sleep(WRONG_S)  # still one of few strangers: so many may guess, so often
-            return _said(401, f"the token is wrong or missing: set {trust.VARIABLE} to the one of the other machine.")
+            return _respond(200, page())
+        header = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(header, b"Bearer " + self._token):
+            await asyncio.sleep(WRONG_S)  # it still counts as unauthenticated, which limits the rate of guesses
+            return _respond(
+                401, f"the token is wrong or missing: set {trust.VARIABLE} to the one of the other machine."
+            )
         if page is not None:
-            return _said(200, page())
-        if request.path != _PATH or "Origin" in request.headers:  # a page in a browser names where it is from
-            return _said(404, f"there is nothing at {request.path} for you.")
+            return _respond(200, page())
+        if request.path != _PATH or "Origin" in request.headers:  # browsers send the origin of a page
+            return _respond(404, f"there is nothing at {request.path} for you.")
         try:
             hello = json.loads(unquote(request.headers[_HELLO]))
             problem = self._welcome(hello, address)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             problem = f"its handshake cannot be read ({type(error).__name__})."
         if problem is not None:
-            return _said(409, problem)
+            return _respond(409, problem)
         self._strangers.discard(request.protocol)
         line = web.WebSocketResponse(
             heartbeat=self._heartbeat_s, max_msg_size=2 * _PIECE, compress=False, autoclose=False, timeout=1.0
@@ -280,16 +293,16 @@ class Door(web.Server):
             link = MachineLink(line, end, self._heartbeat_s)
             await self._speak(link, hello, address)
         except (OSError, wire.WireError) as error:  # `Gone` among them
-            log.info("%s is gone: %s", address, error)
-        except Exception:  # whatever it is, the others stay
+            log.info("%s disconnected: %s", address, error)
+        except Exception:  # of any kind: other connections are not affected
             log.exception("the link with %s failed", address)
         finally:
             await (link.end() if link else end())
         return line
 
 
-def _said(status: int, text: str) -> web.Response:
-    """A page, or why there is none, also where `connect` finds it."""
+def _respond(status: int, text: str) -> web.Response:
+    """Return a page, or an error that is also in a header, for `connect`."""
     headers = {} if status == 200 else {_REFUSED: quote(text[:1000])}
     response = web.Response(status=status, text=text, headers=headers)
     response.force_close()

@@ -1,112 +1,125 @@
-"""What is said on the line. An end names those that it expects (see `MachineLink.get`); any other ends the link."""
+"""The messages of the protocol. A receiver names those it expects; any other ends the connection.
+
+See `MachineLink.get`.
+"""
 
 from typing import Any, NamedTuple
 
 
 class Text(NamedTuple):
-    """A line of status."""
+    """A line for the status."""
 
     text: str
 
 
 class Ask(NamedTuple):
-    """A stage, or what else is to be run there, with its arguments."""
+    """A call of a stage or of another method, with its arguments."""
 
     name: str
     arguments: dict
 
 
-# --- by `serve`, to who asks
+# --- from `serve` to a client
 
 
 class Load(NamedTuple):
-    """Its first word: how many requests run and wait, and the model that ran last."""
+    """The server's first message."""
 
-    requests: int
-    model: str
+    requests: int  # running and queued
+    model: str  # the last one that ran; "" before any
 
 
 class NeedFile(NamedTuple):
-    """It lacks the file with this SHA-256, which is to be sent: `File`, and then its bytes."""
+    """A request for the file with this SHA-256. The client sends `File`, then its bytes."""
 
     digest: str
 
 
 class File(NamedTuple):
-    size: int
+    """The header of a file."""
+
+    size: int  # bytes that follow
 
 
 class Step(NamedTuple):
-    """See `Progress.step`; `latents` are those of a preview, or None."""
+    """Progress of a stage, see `Progress.step`."""
 
     done: int
     total: int
     unit: str
-    latent_format: str = ""
-    latents: Any = None
+    latent_format: str = ""  # of the preview
+    latents: Any = None  # a tensor of the preview; None without one
 
 
 class Result(NamedTuple):
+    """The result of a call."""
+
     value: Any
 
 
 class Failed(NamedTuple):
-    """`kind` is that of the error where the asker is to raise the same."""
+    """An error of a call."""
 
-    kind: str
+    kind: str  # class of the error that the client raises; "" for others
     text: str
 
 
-# --- by the leader of several hosts
+# --- from the leader to its followers
 
 
 class Begin(NamedTuple):
-    """All are here; `environment` holds for all (see `terms`)."""
+    """All hosts are connected."""
 
-    environment: dict
+    environment: dict  # variables that all hosts use (see `terms`)
 
 
 class Answer(NamedTuple):
-    """To what a follower waits for: whether to `go`, what was `decided`, the `verdict` on an attempt."""
+    """The leader's answer to a waiting follower."""
 
-    to: str
+    to: str  # "go" after a barrier, "decided" for a value, "verdict" for an attempt
     value: Any
 
 
 class Stop(NamedTuple):
-    """This attempt ends."""
+    """Abort this attempt."""
 
 
 class AskRows(NamedTuple):
+    """A request for `ChipRows`."""
+
     pass
 
 
 class Bye(NamedTuple):
+    """The leader ends."""
+
     why: str
 
 
-# --- by a follower
+# --- from a follower to the leader
 
 
 class At(NamedTuple):
-    """It is about to do `what`."""
+    """The follower has reached a barrier."""
 
-    what: str
-    state: Any
+    what: str  # it is about to do
+    state: Any  # compared with that of the other hosts
 
 
 class Ended(NamedTuple):
-    """Its attempt is over; `ending` is None where nothing failed there."""
+    """The follower's attempt has ended."""
 
-    ending: Any
+    ending: Any  # an `Ending`, or None after success
     error: str
 
 
 class Log(NamedTuple):
+    """A line of the follower's log."""
+
     text: str
 
 
 class ChipRows(NamedTuple):
-    """Its chips, as the monitor shows them."""
+    """Statistics of the follower's chips, as the monitor shows them."""
 
     rows: list

@@ -1,4 +1,4 @@
-"""Who may be on the line: the secret that both ends know, the machines that an owner lists, and certificates."""
+"""Authentication: the shared secret, the machines that an owner has listed, and TLS certificates."""
 
 import os
 import re
@@ -11,42 +11,42 @@ from pathlib import Path
 from ..redact import redact
 
 VARIABLE, LISTED = "COMFYUI_TPU_TOKEN", "COMFYUI_TPU_REMOTES"
-# Files in PEM: what a server shows, its key, and who signed what a client accepts.
+# PEM files: a server's certificate, its key, and the authority that a client accepts.
 CERTIFICATE, KEY, AUTHORITY = "COMFYUI_TPU_TLS_CERT", "COMFYUI_TPU_TLS_KEY", "COMFYUI_TPU_TLS_CA"
 DEFAULT_PORT = 8190
 _OTHERS = 0o077
 
 
 class TrustError(ValueError):
-    """A secret, an address or a certificate that is missing or cannot be used; a sentence for the user."""
+    """A secret, an address or a certificate is missing or invalid; the message is a sentence for the user."""
 
 
 def folder() -> Path:
-    """The owner's settings of this machine: the files `token` and `remotes`."""
+    """Return the folder of this machine's settings, with the files `token` and `remotes`."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "comfyui-tpu"
 
 
 def token() -> str:
-    """The secret of this machine's links: `COMFYUI_TPU_TOKEN`, or the file `token`. TrustError where there is none."""
-    if given := os.environ.get(VARIABLE, "").strip():
-        return given
+    """Return the shared secret: `COMFYUI_TPU_TOKEN`, or the file `token`. Raises TrustError if there is neither."""
+    if secret := os.environ.get(VARIABLE, "").strip():
+        return secret
     path = folder() / "token"
     try:
         if path.stat().st_mode & _OTHERS:
             raise TrustError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
-        found = path.read_text().strip()
+        secret = path.read_text().strip()
     except (OSError, UnicodeDecodeError):
-        found = ""
-    if not found:
+        secret = ""
+    if not secret:
         raise TrustError(
-            f"There is no token, which both ends of a link must have: set {VARIABLE} to that of the other machine, "
-            f"which printed it when it made it, or copy its file {path}."
+            f"There is no token, which both machines must have: set {VARIABLE} to that of the other machine, "
+            f"which printed it when it was created, or copy its file {path}."
         )
-    return found
+    return secret
 
 
 def make_token(say: Callable[[str], object]) -> str:
-    """`token`; made, and said as the command for the other side, where there is none yet."""
+    """Return the shared secret, or create it and pass the command for other machines to `say`."""
     try:
         return token()
     except TrustError:
@@ -65,7 +65,7 @@ def make_token(say: Callable[[str], object]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a machine listens."""
+    """The address at which a machine listens."""
 
     host: str
     port: int
@@ -75,19 +75,19 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """HOST or HOST:PORT, also with http:// before it; ValueError for anything else."""
-    found = re.fullmatch(r"(?:http://)?(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::(\d{1,5}))?/?", text.strip())
-    port = int(found[3] or DEFAULT_PORT) if found else 0
-    if found is None or not 0 < port < 65536:
+    """Parse HOST or HOST:PORT, optionally with http://. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(?:http://)?(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::(\d{1,5}))?/?", text.strip())
+    port = int(match[3] or DEFAULT_PORT) if match else 0
+    if match is None or not 0 < port < 65536:
         raise ValueError(
             f"address is {text!r}; it must be HOST or HOST:PORT of a machine that runs `comfyui-tpu serve`, such as "
             f"127.0.0.1:{DEFAULT_PORT}."
         )
-    return Address(host=found[1] or found[2], port=port)
+    return Address(host=match[1] or match[2], port=port)
 
 
 def check_listed(address: Address) -> None:
-    """TrustError where the owner of this machine has not listed `address`: a workflow may name any."""
+    """Raise TrustError if the owner of this machine has not listed `address`: a workflow may name any address."""
     path, lines = folder() / "remotes", os.environ.get(LISTED, "").split(",")
     try:
         lines += [line.partition("#")[0] for line in path.read_text().splitlines()]
@@ -95,28 +95,28 @@ def check_listed(address: Address) -> None:
         pass  # nothing is listed there
     if address not in [parse(line) for line in lines if line.strip()]:
         raise TrustError(
-            f"{address} is not among the machines that this one's owner has listed, so neither the token nor prompts, "
-            f"pictures or LoRAs are sent there. If it is yours, add the line {address} to {path}, or set {LISTED}."
+            f"{address} is not listed by the owner of this machine, so no token, prompt, image or LoRA is sent there. "
+            f"If it is yours, add the line {address} to {path}, or set {LISTED}."
         )
 
 
 def server_tls() -> ssl.SSLContext | None:
-    """What a server shows, where `COMFYUI_TPU_TLS_CERT` names a certificate."""
+    """Return the TLS context of a server, if `COMFYUI_TPU_TLS_CERT` names a certificate; else None."""
     if not (certificate := os.environ.get(CERTIFICATE)):
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(certificate, os.environ.get(KEY))
     except OSError as error:
-        raise TrustError(f"{CERTIFICATE} and {KEY} name no certificate and its key ({redact(str(error))}).") from None
+        raise TrustError(f"{CERTIFICATE} and {KEY} are not a certificate and its key ({redact(str(error))}).") from None
     return context
 
 
 def client_tls() -> ssl.SSLContext | None:
-    """Whom a client believes, where `COMFYUI_TPU_TLS_CA` names who signed the servers' certificates."""
+    """Return the TLS context of a client, if `COMFYUI_TPU_TLS_CA` names an authority; else None."""
     if not (authority := os.environ.get(AUTHORITY)):
         return None
     try:
         return ssl.create_default_context(cafile=authority)
     except OSError as error:
-        raise TrustError(f"{AUTHORITY} names no certificate ({redact(str(error))}).") from None
+        raise TrustError(f"{AUTHORITY} is not a certificate ({redact(str(error))}).") from None

@@ -1,5 +1,6 @@
-"""A message as JSON, and the tensors in it as the bytes of a safetensors file. Nothing is unpickled, so that nothing is
-run which another machine sent; what is not expected raises `WireError`.
+"""Encoding of messages: JSON, with their tensors as the bytes of a safetensors file.
+
+Nothing is unpickled, so that no code from another machine runs. Anything unexpected raises `WireError`.
 """
 
 import json
@@ -10,34 +11,40 @@ from ..checkpoints.model_ref import Expected, Lora, ModelRef
 from ..files import parse_json
 from ..model_spec import Curve, MagCache, Settings, StepCache
 
-# Records that arguments may hold; those of `MODELS` name files of the machine that reads them.
+# Records that arguments may contain; those of `MODELS` name files of the machine that reads them.
 SETTINGS = (Settings, StepCache, MagCache, Curve)
 MODELS = (Expected, Lora, ModelRef, *SETTINGS)
-# The JSON of a message.
+# Most characters of a message's JSON.
 MOST_HEAD = 2**20
 _TENSOR, _TUPLE, _RECORD = "__tensor__", "__tuple__", "__record__"
 
 
 class WireError(RuntimeError):
-    """What came, or is to be sent, is no message."""
+    """Data that was received, or is to be sent, is not a valid message."""
 
 
-def pack(message: Any) -> tuple[str, bytes]:
-    """The JSON `[bytes of the tensors, message]`, and these bytes. What is neither data nor a record becomes null."""
+def pack(message: object) -> tuple[str, bytes]:
+    """Encode a message: the JSON `[bytes of the tensors, message]`, and these bytes.
+
+    Values that are neither data nor a record become null. Raises WireError if the JSON is too long.
+    """
     tensors: dict[str, Any] = {}
-    packed, body = _packed(message, tensors), b""
+    packed, body = _pack(message, tensors), b""
     if tensors:
         from safetensors.torch import save
 
         body = save(tensors)
     head = json.dumps([len(body), packed])
     if len(head) > MOST_HEAD:
-        raise WireError(f"a message has {len(head)} letters; it may have {MOST_HEAD}")
+        raise WireError(f"a message has {len(head)} characters; it may have {MOST_HEAD}")
     return head, body
 
 
 def read_head(head: str, most_bytes: int) -> tuple[int, Any]:
-    """How many bytes of tensors follow, and the packed message."""
+    """Parse a message's JSON: how many bytes of tensors follow, and the packed message.
+
+    most_bytes: limit of the tensors. Raises WireError.
+    """
     try:
         size, packed = parse_json(head)
     except (TypeError, ValueError) as error:
@@ -48,7 +55,10 @@ def read_head(head: str, most_bytes: int) -> tuple[int, Any]:
 
 
 def unpack(packed: Any, body: bytes | bytearray, messages: Sequence[type], values: Sequence[type] = SETTINGS) -> Any:
-    """The message, one of `messages`, in which may be records of `values`."""
+    """Decode a message, which must be one of `messages`. Raises WireError.
+
+    packed, body: its JSON value and tensors. values: records that it may contain.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -57,52 +67,52 @@ def unpack(packed: Any, body: bytes | bytearray, messages: Sequence[type], value
             from safetensors.torch import load
 
             tensors = load(bytes(body))
-        found = _unpacked(packed, tensors, {record.__name__: record for record in (*messages, *values)})
+        message = _unpack(packed, tensors, {record.__name__: record for record in (*messages, *values)})
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise WireError(f"a message cannot be read ({type(error).__name__}: {error!s:.200})") from None
-    if not isinstance(found, tuple(messages)):
-        raise WireError("what came is not what is expected next")
-    return found
+    if not isinstance(message, tuple(messages)):
+        raise WireError("a message of another type was expected")
+    return message
 
 
-def _packed(value: Any, tensors: dict[str, Any]) -> Any:
+def _pack(value: Any, tensors: dict[str, Any]) -> Any:
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _packed(one, tensors) for name, one in value.items()}
+        return {str(name): _pack(item, tensors) for name, item in value.items()}
     if isinstance(value, MODELS) or hasattr(value, "_fields"):
-        named = {name: _packed(getattr(value, name), tensors) for name in type(value).__annotations__}
+        named = {name: _pack(getattr(value, name), tensors) for name in type(value).__annotations__}
         return {_RECORD: type(value).__name__, **named}
     if isinstance(value, tuple | list):
-        items = [_packed(one, tensors) for one in value]
+        items = [_pack(item, tensors) for item in value]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if not hasattr(value, "detach"):
-        return None  # another node's thing in a CONDITIONING
+        return None  # an object of another node in a CONDITIONING
     name = str(len(tensors))
     # A copy: safetensors refuses tensors that share memory, and one CONDITIONING may be on both inputs.
     tensors[name] = value.detach().cpu().contiguous().clone()
     return {_TENSOR: name}
 
 
-def _unpacked(value: Any, tensors: Mapping[str, Any], records: Mapping[str, type]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Any], records: Mapping[str, type]) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one, tensors, records) for one in value]
+        return [_unpack(item, tensors, records) for item in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _TUPLE in value:
-        return tuple(_unpacked(one, tensors, records) for one in value[_TUPLE])
-    named = {name: _unpacked(one, tensors, records) for name, one in value.items()}
+        return tuple(_unpack(item, tensors, records) for item in value[_TUPLE])
+    named = {name: _unpack(item, tensors, records) for name, item in value.items()}
     return _record(records[named.pop(_RECORD)], named) if _RECORD in named else named
 
 
 def _record(kind: Any, named: Mapping[str, Any]) -> Any:
-    """A record whose values are of the types that it states, as far as these are classes."""
+    """Create a record. Raises TypeError for a value that is not of its field's type, as far as that is a class."""
     for name, stated in kind.__annotations__.items():
-        wanted = (int, float) if stated is float else stated
-        if wanted is Any or not isinstance(wanted, type | tuple) or name not in named:
+        allowed = (int, float) if stated is float else stated
+        if allowed is Any or not isinstance(allowed, type | tuple) or name not in named:
             continue
-        if not isinstance(named[name], wanted):
+        if not isinstance(named[name], allowed):
             raise TypeError(f"{kind.__name__}.{name} is a {type(named[name]).__name__}")
     return kind(**named)
