@@ -51,7 +51,7 @@ def test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_go
         two.at_work(1).kill()
         while not (sentence := gone(two.lead)):
             pass
-        assert sentence.startswith("Host 1 (127.0.0.1) is gone (") and "All hosts start again" in sentence
+        assert sentence.startswith("Host 1 (127.0.0.1) was lost (") and "All hosts start again" in sentence
 
 
 @pytest.mark.parametrize(

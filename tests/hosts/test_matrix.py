@@ -113,7 +113,7 @@ def test_cancel_and_the_end_of_a_host_in_every_stage(tmp_path: Path, cache: Path
                 follower.send_signal(how)
                 sentence, seconds = told(two)
                 print(f"{how.name} in {place}, told after {seconds:.1f} s: {sentence}")
-                assert sentence.startswith("Host 1 (127.0.0.1) is gone (") and seconds < hosts.ENDS_S
+                assert sentence.startswith("Host 1 (127.0.0.1) was lost (") and seconds < hosts.ENDS_S
                 if how == signal.SIGSTOP:
                     follower.kill()
                 began = time.monotonic()
@@ -130,7 +130,7 @@ def test_a_late_follower_and_one_of_another_version(tmp_path: Path, cache: Path)
     with hosts.running(tmp_path, cache, count=2, chips=1, late=True) as two:
         missing = two.lead.ask(model=WAN)
         print(f"no follower: {missing}")
-        assert missing["sentence"].startswith("This TPU has 2 hosts, and host 1 of 2 did not come within 45 s. Start")
+        assert missing["sentence"].startswith("This TPU has 2 hosts, and host 1 of 2 did not connect within 45 s.")
         assert missing["seconds"] < hosts.ENDS_S
         two.follow(1, PYTHONPATH=str(other.parent))
         hosts.until(lambda: "cannot join: its versions differ" in two.log(1).read_text())
@@ -213,7 +213,7 @@ def test_comfyui_leads_a_follower(start_comfyui: Callable[..., Server], tmp_path
             hosts.until(lambda: client.values("execution_error"))
             (error,) = client.values("execution_error")
             print(f"after {time.monotonic() - began:.1f} s the page says: {error['exception_message']}")
-            assert error["exception_message"].startswith("Host 1 (127.0.0.1) is gone (")
+            assert error["exception_message"].startswith("Host 1 (127.0.0.1) was lost (")
             assert server.process is not None and server.process.wait(hosts.ENDS_S) == 75
         server.start()
         server.run(tiny_workflow("fourth", seed=7))

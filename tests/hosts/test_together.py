@@ -100,7 +100,9 @@ def test_an_attempt_ends_on_both_in_the_same_way(pair: Pair):
     assert isinstance(told, Elsewhere) and (told.ending, str(own)) == ("failed", "damaged")
 
     wrong, told = pair.attempt(agree[0], lambda: pair.follower.agree("run another"))
-    assert str(wrong).startswith("Hosts would do different things: host 1 (127.0.0.1) run another, the leader run it.")
+    assert str(wrong).startswith(
+        "Hosts would run different programs: host 1 (127.0.0.1) run another, the leader run it."
+    )
     assert isinstance(told, Elsewhere)
 
     pair.host.is_cancelled = True
@@ -145,7 +147,7 @@ def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):
         pair.follower._link.close()
         until(lambda: pair.leader.lost)
         with pytest.raises(
-            HostsError, match=r"^Host 1 \(127\.0\.0\.1\) is gone \(it closed the connection\)\. Its log"
+            HostsError, match=r"^Host 1 \(127\.0\.0\.1\) was lost \(it closed the connection\)\. Its log"
         ):
             pair.leader.attempt(progress.check_cancelled, lambda error: "failed")
     until(lambda: pair.ends)
@@ -200,7 +202,7 @@ def test_a_follower_whose_words_are_no_message_is_gone_and_not_waited_for(pair: 
     pair.join()
     link.run(pair.follower._link._line.send_str(said))
     until(lambda: pair.leader.lost)
-    assert str(pair.leader.lost).startswith("Host 1 (127.0.0.1) is gone (a message cannot be read")
+    assert str(pair.leader.lost).startswith("Host 1 (127.0.0.1) was lost (a message cannot be read")
 
 
 def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch: pytest.MonkeyPatch):

@@ -1,3 +1,4 @@
-"""Several hosts, one engine: who they are, what they say to each other, and how one that is gone ends. May import
-`checkpoints` and what these may.
+"""Several hosts that run one engine: their ranks, the protocol between them, and how the loss of a host is handled.
+
+May import `checkpoints` and what `checkpoints` may import.
 """

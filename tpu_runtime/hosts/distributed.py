@@ -1,24 +1,24 @@
-"""The chips of all hosts as one: `jax.distributed`, started by every process at the same time."""
+"""The chips of all hosts as one: `jax.distributed`, which every process starts at the same time."""
 
 import os
 
 from .place import Place
 
-# Set where somebody starts the process again when it ends.
+# Set in processes that are started again when they end.
 SUPERVISED = "COMFYUI_TPU_SUPERVISED"
-# A process that does not come while the others wait.
+# How long the processes wait for each other, in seconds.
 JOIN_S = 50
-# We know within seconds that a host is gone, and end in order; JAX would end the process, with less to say.
+# Longer than our own detection of lost hosts, in seconds: JAX would end the process without an explanation.
 HEARTBEAT_S = 300
-# How long JAX waits at its end for others, which have ended by then.
+# How long JAX waits for other processes at exit, in seconds; they have ended by then.
 SHUTDOWN_S = 5
 
 
 def start(place: Place) -> None:
-    """Before JAX touches a device; returns when all have called it."""
+    """Initialize `jax.distributed`, before JAX touches a device. Returns when all processes have called it."""
     import jax
 
-    # It would take SIGTERM for itself, and nobody asks it.
+    # It would handle SIGTERM itself, and is not used.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.jax_address,
@@ -32,7 +32,7 @@ def start(place: Place) -> None:
 
 
 def what_now() -> str:
-    """What follows from a host that is gone."""
+    """Return the sentence that follows the report of a lost host."""
     if os.environ.get(SUPERVISED):
         return "All hosts start again; queue the prompt again in a minute."
     return "This process ends, and must be started again, as `setup.py start --hosts` does by itself."

@@ -1,4 +1,4 @@
-"""A further process of an engine: it does what the leader says, when the leader says it, and ends with it."""
+"""A follower process of an engine: it executes the leader's requests, and ends when the leader disconnects."""
 
 import contextlib
 import logging
@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,32 +16,32 @@ from ..line.records import Answer, Ask, AskRows, At, Begin, Bye, ChipRows, Ended
 from ..progress import Progress, Silent, in_daemon
 from . import distributed, terms
 from .place import Place
-from .together import RESTART, Ending, Result, Stopped, Together
+from .together import RESTART, Arguments, ChipRow, Ending, Result, Stopped, Together
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-# What the leader asks for between stages, methods of the engine. Whatever else it asks for is a stage.
+# The engine's methods that the leader may call between stages. Any other request is a stage.
 REQUESTS = ("expect", "free", "free_titled")
-# More than any argument of a stage has, or what a leader decides.
+# The most tensor bytes in a message, and the messages of a leader.
 _MOST_BYTES, _SAID = 2**34, (Answer, AskRows, Bye, Ask, Stop)
 
 
 class Follower(Together):
-    """As soon as the leader is gone the process ends, with `RESTART`."""
+    """The hosts of an engine, in a follower. When the leader disconnects, the process exits with `RESTART`."""
 
     is_leader = False
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._is_stopped = threading.Event()
         self._link: Any = None
         self._answering: Future | None = None
-        self._rows: Callable[[], list[dict[str, Any]]] = list
+        self._rows: Callable[[], list[ChipRow]] = list
 
     def join(self) -> None:
-        """Waits for the leader, then joins this process's chips to all others; raises `Refused`."""
+        """Wait for the leader, then join this process's chips to all others. Raises Refused."""
         self._link = self._connect()
         try:
             first = self._link.receive((Begin, Bye))
@@ -56,14 +56,15 @@ class Follower(Together):
         logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._link))
         distributed.start(self._place)
 
-    def obey(self, engine: Any, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
-        """Does with the engine what the leader says, until the process ends with that one; `chips` says what the
-        monitor shows of an engine's own.
+    def obey(self, engine: Any, chips: Callable[[Any], list[ChipRow]]) -> None:
+        """Execute the leader's requests on `engine` until the leader disconnects, then exit.
+
+        chips: returns the monitor's rows of the engine's own chips.
         """
         self._rows = lambda: chips(engine)
         log.info("Following with %d of %d chips", len(engine.own), len(engine.devices))
         while True:
-            message = self._said.get()
+            message = self._messages.get()
             if not isinstance(message, Ask):
                 continue
             if message.name in REQUESTS:
@@ -72,11 +73,11 @@ class Follower(Together):
             try:
                 engine.run(message.name, **message.arguments, progress=Silent())
                 log.info("%s: done", message.name)
-            except Exception as error:  # whatever it is, the leader has it by now, and says it to the user
+            except Exception as error:  # of any kind: the leader has received it, and reports it to the user
                 log.info("%s: %s: %s", message.name, type(error).__name__, error)
 
     def _connect(self) -> MachineLink:
-        said = False
+        is_logged = False
         hello = {"process": self._place.process, "count": self._place.count, "terms": terms.terms()}
         while True:
             try:
@@ -84,20 +85,20 @@ class Follower(Together):
             except Refused:
                 raise
             except OSError as error:
-                if not said:
+                if not is_logged:
                     log.info("Waiting for the leader at %s (%s)", self._place.address, error)
-                said = True
+                is_logged = True
                 time.sleep(PAUSE_S)
 
     def _hear(self) -> None:
-        """Takes what the leader says, until it is gone."""
+        """Receive the leader's messages until it disconnects."""
         try:
             while True:
                 self._take(self._link.receive(_SAID, values=wire.MODELS, most_bytes=_MOST_BYTES))
         except Gone as error:
-            self._end(f"the leader is gone ({error})")
+            self._end(f"the connection to the leader was lost ({error})")
 
-    def _take(self, message: Any) -> None:
+    def _take(self, message: object) -> None:
         if isinstance(message, Bye):
             self._end(message.why)
         elif isinstance(message, AskRows):
@@ -106,19 +107,17 @@ class Follower(Together):
         else:
             if isinstance(message, Stop):
                 self._is_stopped.set()
-            self._said.put(message)
+            self._messages.put(message)
 
     def _end(self, why: str) -> None:
-        """At once: the chips may wait for others that do not come back, and JAX would wait for its coordinator."""
+        """Exit at once: the chips may wait for other hosts that have left, and JAX would wait for its coordinator."""
         log.warning("Starting again: %s", why)
         logging.shutdown()
         os._exit(RESTART)
 
-    # -- see `Together`; announcing is the leader's ------------------------------------------------------------------
+    # -- see `Together`; only the leader announces -------------------------------------------------------------------
 
-    def stage(
-        self, name: str, arguments: Mapping[str, Any], progress: Progress
-    ) -> contextlib.AbstractContextManager[Progress]:
+    def stage(self, name: str, arguments: Arguments, progress: Progress) -> contextlib.AbstractContextManager[Progress]:
         return contextlib.nullcontext(_Reporting(self._link, self._is_stopped))
 
     def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
@@ -127,7 +126,7 @@ class Follower(Together):
         self._is_stopped.clear()
         return verdict, "another host's attempt did not succeed"
 
-    def agree(self, what: str, state: Any = None) -> bool:
+    def agree(self, what: str, state: object = None) -> bool:
         if self._is_stopped.is_set():
             raise Stopped
         self._link.tell(At(what, state))
@@ -137,9 +136,9 @@ class Follower(Together):
         return self._next("decided")
 
     def _next(self, name: str) -> Any:
-        """The leader's answer `name`. While it is awaited in an attempt, that may be stopped."""
+        """Return the value of the leader's next answer to `name`. Raises Stopped if the attempt is aborted."""
         while True:
-            message = self._said.get()
+            message = self._messages.get()
             if isinstance(message, Answer) and message.to == name:
                 return message.value
             if isinstance(message, Stop) and name != "verdict":
@@ -147,7 +146,7 @@ class Follower(Together):
 
 
 class _Reporting(Silent):
-    """Tells the leader what a stage does here, and ends it when the leader says so."""
+    """Progress that is reported to the leader, and that ends when the leader aborts the attempt."""
 
     def __init__(self, link: MachineLink, is_stopped: threading.Event) -> None:
         self._link, self._is_stopped = link, is_stopped
@@ -162,8 +161,9 @@ class _Reporting(Silent):
 
 
 class _ToLeader(logging.Handler):
-    """The leader keeps the last lines, to say them when this process is gone. Who logs holds a lock that the line's own
-    thread may want, so it does not wait for that thread.
+    """A log handler that sends lines to the leader, which quotes the last ones if this process is lost.
+
+    A logging thread holds a lock that the connections' thread may need, so it does not wait for that thread.
     """
 
     def __init__(self, link: MachineLink) -> None:
@@ -171,5 +171,5 @@ class _ToLeader(logging.Handler):
         self._link = link
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not record.name.startswith(f"{__package__}".replace("hosts", "line")):  # the line would speak of itself
+        if not record.name.startswith(f"{__package__}".replace("hosts", "line")):  # sending logs, which would recurse
             self._link.post(Log(record.getMessage()[:1000]))

@@ -1,47 +1,46 @@
-"""Process 0: takes the followers in where they fit, says what all run, waits for them where they must agree, and knows
-when one is gone.
-"""
+"""Process 0: accepts the followers, announces what all run, synchronizes with them, and detects lost hosts."""
 
 import asyncio
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from .. import versions
 from ..line import wire
-from ..line.link import Door, Gone, MachineLink
+from ..line.link import Door, Gone, Hello, MachineLink
 from ..line.records import Answer, Ask, AskRows, At, Begin, Bye, Ended, Stop
 from ..progress import Progress, in_daemon
 from . import distributed, terms
 from .member import HEARD, Guarded, Member
 from .place import Place
-from .together import ENDINGS, Ending, HostsError, Result, Together
+from .together import ENDINGS, Arguments, ChipRow, Ending, HostsError, Result, Together
 
 log = logging.getLogger(__name__)
 
-# How long a prompt waits for followers that are not here yet.
+# How long a prompt waits for followers that have not connected, in seconds.
 LATE_S = 45.0
-# How long a host may take to end an attempt that is over: then it is stuck in a program that others have left.
+# How long a host may take to end an aborted attempt, in seconds; after that it is stuck in a program.
 STUCK_S = 30.0
-# How long a stage may take to end by itself once a host is gone.
+# How long a stage may take to end by itself after the loss of a host, in seconds.
 GRACE_S = 5.0
-# How often who waits for a host looks whether the user cancelled, and after how long it says for whom.
+# While waiting for a host: seconds between checks for a cancel, and seconds until the status names the host.
 LOOK_S, SAY_S = 0.2, 2.0
-# How long it may take until it is known that a host is gone, which the chips may notice first.
+# How long the loss of a host may take to be noticed here, in seconds; the chips may fail first.
 TELL_S = 1.0
 
 
 class Leader(Together):
-    """`end` is called with a sentence, in a thread of its own, when a host is gone and the process must be started
-    again; with the progress of the stage if that is stuck on the chips, which nothing can interrupt.
+    """The hosts of an engine, in the leader.
+
+    `end` is called in a thread of its own when a host is lost and the process must be started again. It receives a
+    sentence, and the progress of the stage if that is stuck on the chips, which nothing can interrupt.
     """
 
     def __init__(self, place: Place, end: Callable[[str, Progress | None], None]) -> None:
         self._place, self._end = place, end
-        self._found: dict[int, Member] = {}
+        self._members: dict[int, Member] = {}
         self._refused: dict[str, str] = {}
         self._begun = False
         self._door: Door | None = None
@@ -50,37 +49,39 @@ class Leader(Together):
         self.lost: str | None = None
 
     def members(self) -> list[Member]:
-        return [self._found[process] for process in sorted(self._found)]
+        """Return the connected followers, by rank."""
+        return [self._members[process] for process in sorted(self._members)]
 
-    def _tell(self, message: Any) -> None:
+    def _tell(self, message: object) -> None:
         for member in self.members():
-            member.link.tell(message)  # who hears it says that it is gone
+            member.link.tell(message)  # a lost connection is handled by `_hear`
 
     @contextlib.contextmanager
     def joining(self, progress: Progress) -> Iterator[None]:
-        """Waits for all followers, then joins their chips to this process's; raises `HostsError` for those missing. The
-        chips are started within.
+        """Wait for all followers, then join their chips to this process's. The chips are started within this context.
+
+        Raises HostsError for missing followers.
         """
         with self._at_work(progress) as guarded:
             self._gather(guarded)
             yield
 
     def close(self) -> None:
-        """Lets the followers go; the process ends."""
+        """Release the followers, because the process ends."""
         self._tell(Bye("the leader ended"))
 
     # -- see `Together` ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def stage(self, name: str, arguments: Mapping[str, Any], progress: Progress) -> Iterator[Progress]:
+    def stage(self, name: str, arguments: Arguments, progress: Progress) -> Iterator[Progress]:
         with self._at_work(progress) as guarded:
             self.tell(name, arguments)
             yield guarded
 
-    def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
+    def tell(self, request: str, arguments: Arguments) -> None:
         self._tell(Ask(request, dict(arguments)))
 
-    def agree(self, what: str, state: Any = None) -> bool:
+    def agree(self, what: str, state: object = None) -> bool:
         self._check_progress()
         states = [state]
         for member in self.members():
@@ -88,8 +89,8 @@ class Leader(Together):
                 raise HostsError(f"{member.title} ended the stage early; its checkpoint differs.")
             if message.what != what:
                 raise HostsError(
-                    f"Hosts would do different things: {member} {message.what}, the leader {what}. Their checkpoints, "
-                    "LoRAs or memory differ; make them the same."
+                    f"Hosts would run different programs: {member} {message.what}, the leader {what}. Their "
+                    "checkpoints, LoRAs or memory differ; make them the same."
                 )
             states.append(message.state)
         is_same = all(other == states[0] for other in states)
@@ -100,23 +101,26 @@ class Leader(Together):
         self._tell(Answer("decided", value))
         return value
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[ChipRow]:
         self._tell(AskRows())
         return [row for member in self.members() for row in member.rows]
 
     # -- how an attempt ends -------------------------------------------------------------------------------------------
 
     def _wait_for_ends(self, deadline: float | None = None) -> None:
-        """Until all followers have ended the attempt. A `deadline` is for those that were told to stop."""
+        """Wait until all followers have ended the attempt; `deadline` is set for followers that were told to abort."""
         for member in self.members():
             while self._next(member, deadline) is not None:
-                member.link.tell(Stop())  # it waits to agree, and there is nothing more to do
+                member.link.tell(Stop())  # it waits at a barrier that nobody else reaches
 
     def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
-        """After an error here, or elsewhere, or a cancel, once the others have ended too."""
+        """Return the outcome of an attempt, after an error here or elsewhere, or a cancel.
+
+        Waits until the attempt has ended on all hosts.
+        """
         if error is not None:
             is_of_chips = isinstance(error, RuntimeError) and not isinstance(error, HostsError)
-            # They may notice first that a host is gone, in words of their own.
+            # The chips may fail first when a host is lost, with an error of their own.
             self._raise_if_lost(error, TELL_S if is_of_chips else 0.0)
             self._tell(Stop())
             self._wait_for_ends(time.monotonic() + STUCK_S)
@@ -129,10 +133,12 @@ class Leader(Together):
         return verdict, next((str(failure) for failure in failures if failure.ending == verdict), "")
 
     def _next(self, member: Member, deadline: float | None = None) -> At | None:
-        """A follower's next word in an attempt; None once it has ended that. Meanwhile the user sees for whom all wait,
-        and may cancel; or it has until a `deadline`.
+        """Return a follower's next message of the attempt; None once it has ended the attempt.
+
+        Meanwhile the status names the host that is waited for, and the user may cancel. With a `deadline` neither
+        applies: the host counts as lost after it.
         """
-        began, said = time.monotonic(), ""
+        began, shown = time.monotonic(), ""
         while member.ended is None:
             if (message := member.next(LOOK_S)) is not None:
                 return message
@@ -140,8 +146,8 @@ class Leader(Together):
             if deadline is None:
                 self._check_progress()
                 text = f"Waiting for {member}{': ' if member.text else ''}{member.text}"
-                if time.monotonic() - began > SAY_S and text != said and self._running:
-                    said = text
+                if time.monotonic() - began > SAY_S and text != shown and self._running:
+                    shown = text
                     self._running.text(text)
             elif time.monotonic() > deadline:
                 self._lost(f"{member.title} does not stop.")
@@ -151,13 +157,13 @@ class Leader(Together):
         if self._running is not None:
             self._running.check_cancelled()
 
-    # -- taking in -----------------------------------------------------------------------------------------------------
+    # -- accepting followers -------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Takes followers in from now on."""
+        """Accept followers from now on."""
         if self._door is not None:
             return
-        versions.source_digest()  # reads the pack's source, before anybody waits for it
+        versions.source_digest()  # reads the pack's source, before a follower waits for it
         door, port = Door(self._problem, self._hear), self._place.address.port
         try:
             door.listen("", port)
@@ -169,9 +175,9 @@ class Leader(Together):
         self._door = door
 
     def _gather(self, progress: Progress) -> None:
-        """Waits for all, then begins; raises `HostsError` for those that are missing or do not fit."""
+        """Wait for all followers, then begin. Raises HostsError for followers that are missing or incompatible."""
         with self._changed:
-            self._refused.clear()  # one that was fixed since comes again
+            self._refused.clear()  # a host that was fixed meanwhile connects again
         self.listen()
         began = time.monotonic()
         while missing := self._missing():
@@ -181,7 +187,7 @@ class Leader(Together):
                 raise HostsError(" ".join(self._refused.values()))
             if time.monotonic() - began > LATE_S:
                 raise HostsError(
-                    f"This TPU has {self._place.count} hosts, and {hosts} did not come within {LATE_S:.0f} s. Start "
+                    f"This TPU has {self._place.count} hosts, and {hosts} did not connect within {LATE_S:.0f} s. Start "
                     f"there: comfyui-tpu follow --coordinator {self._place.address} --process "
                     f"{missing[0]} --of {self._place.count}. Then queue the prompt again."
                 )
@@ -198,19 +204,19 @@ class Leader(Together):
             raise HostsError(str(self.lost)) from error
 
     def _missing(self) -> list[int]:
-        """The followers that are not here. When all are, none may be exchanged for another any more."""
+        """Return the ranks of the followers that have not connected. Once all have, none may be replaced."""
         with self._changed:
-            missing = [process for process in range(1, self._place.count) if process not in self._found]
+            missing = [process for process in range(1, self._place.count) if process not in self._members]
             self._begun = not missing
             return missing
 
-    def _problem(self, hello: Mapping[str, Any], address: str) -> str | None:
-        """Why a follower, which knows the token, cannot be taken in."""
+    def _problem(self, hello: Hello, address: str) -> str | None:
+        """Return why an authenticated follower cannot be accepted, or None."""
         process, count, place = int(hello["process"]), int(hello["count"]), self._place
         title, problem = f"Host {process} ({address})", None
         if count != place.count or not 0 < process < place.count:
             problem = (
-                f"{title} says that it is process {process} of {count}, but the leader was started for {place.count} "
+                f"{title} was started as process {process} of {count}, but the leader was started for {place.count} "
                 f"hosts. Start it with --process 1 to {place.count - 1} --of {place.count}."
             )
         elif other := terms.difference(terms.terms(), dict(hello["terms"])):
@@ -221,21 +227,21 @@ class Leader(Together):
         with self._changed:
             if problem is None:
                 self._refused.pop(address + str(process), None)
-                # Its previous instance may not be noticed as gone yet; it then reconnects later.
-                return f"{title} is already connected, or still shutting down." if process in self._found else None
+                # The loss of its previous instance may not be noticed yet; it then reconnects later.
+                return f"{title} is already connected, or still shutting down." if process in self._members else None
             log.error("%s", problem)
             if len(self._refused) < place.count:
                 self._refused[address + str(process)] = problem
             self._changed.notify_all()
         return problem
 
-    async def _hear(self, link: MachineLink, hello: Mapping[str, Any], address: str) -> None:
+    async def _hear(self, link: MachineLink, hello: Hello, address: str) -> None:
         member = Member(int(hello["process"]), address, link)
         with self._changed:
-            if self._found.setdefault(member.process, member) is not member:
+            if self._members.setdefault(member.process, member) is not member:
                 return
             self._changed.notify_all()
-        log.info("%s is here", member)
+        log.info("%s is connected", member)
         try:
             while True:
                 message = await link.get(HEARD, wire.SETTINGS)
@@ -245,11 +251,11 @@ class Leader(Together):
         except Gone as error:
             self._gone(member, str(error))
 
-    # -- hosts that are gone -------------------------------------------------------------------------------------------
+    # -- lost hosts ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _at_work(self, progress: Progress) -> Iterator[Guarded]:
-        """While the stage's thread is told of hosts that are gone; if it is stuck, its progress is."""
+        """Enter the progress of a stage. It raises for lost hosts, and is passed to `end` if the stage is stuck."""
         self._raise_if_lost()
         self._running = Guarded(inner=progress, check=self._check)
         try:
@@ -260,7 +266,7 @@ class Leader(Together):
                 self._changed.notify_all()
 
     def _check(self) -> None:
-        """For the stage's thread: raises where it need not go on."""
+        """Raise, in the stage's thread, if a host is lost or has failed."""
         self._raise_if_lost()
         for member in self.members():
             if (failure := member.failure()) is not None:
@@ -273,21 +279,21 @@ class Leader(Together):
             raise HostsError(self.lost) from cause
 
     def _look_after(self, member: Member, message: Ended) -> None:
-        """An attempt failed there. If this process waits for it on the chips, nothing else ends that."""
+        """Declare a host lost whose attempt failed long ago, if this process still waits for it on the chips."""
         if member.ended is message:
             self._lost(f"{member.title} failed: {message.error}")
 
     def _gone(self, member: Member, why: str) -> None:
         with self._changed:
             if not self._begun:
-                del self._found[member.process]
-                log.warning("%s is gone: %s", member, why)
+                del self._members[member.process]
+                log.warning("%s disconnected: %s", member, why)
                 return
         last = f" Its log ended: {' | '.join(member.log).rstrip('.')}." if member.log else ""
-        self._lost(f"{member.title} is gone ({why}).{last}")
+        self._lost(f"{member.title} was lost ({why}).{last}")
 
     def _lost(self, why: str) -> None:
-        """From now on nothing can run here, and the process ends."""
+        """Mark the hosts as lost: nothing can run here any more, and the process ends."""
         with self._changed:
             if self.lost is not None:
                 return

@@ -1,4 +1,4 @@
-"""A follower as its leader knows it, and the progress of a stage that is run with others."""
+"""The leader's view of a follower, and the progress of a stage that several hosts run."""
 
 import contextlib
 import queue
@@ -10,19 +10,19 @@ from typing import Any
 from ..line.link import MachineLink
 from ..line.records import At, ChipRows, Ended, Log, Text
 from ..progress import Preview, Progress
-from .together import Elsewhere
+from .together import ChipRow, Elsewhere
 
 HEARD, _LOG_LINES = (At, Ended, Log, ChipRows, Text), 5
 
 
 class Member:
-    """A follower, as the leader knows it. The loop of the line hears it, another thread asks what it said."""
+    """A follower, as the leader sees it. The connections' loop calls `hear`; another thread reads the rest."""
 
     def __init__(self, process: int, address: str, link: MachineLink) -> None:
         self.process, self.link = process, link
         self.text = ""
         self.log: deque[str] = deque(maxlen=_LOG_LINES)
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[ChipRow] = []
         self._name = f"{process} ({address})"
         self.forget_attempt()
 
@@ -31,10 +31,11 @@ class Member:
 
     @property
     def title(self) -> str:
-        """At the start of a sentence."""
+        """Return the name for the start of a sentence."""
         return f"Host {self._name}"
 
     def hear(self, message: Any) -> None:
+        """Store or queue a message of the follower."""
         if isinstance(message, Text):
             self.text = message.text
         elif isinstance(message, Log):
@@ -43,31 +44,32 @@ class Member:
             self.rows = message.rows
         elif isinstance(message, Ended):
             self.ended = message
-            self._said.put(None)
+            self._messages.put(None)
         else:
-            self._said.put(message)
+            self._messages.put(message)
 
     def next(self, timeout_s: float) -> At | None:
-        """What it said next within this attempt; None after a while, or once the attempt ended there."""
+        """Return the follower's next message of this attempt; None after `timeout_s`, or once its attempt has ended."""
         with contextlib.suppress(queue.Empty):
-            return self._said.get(timeout=timeout_s)
+            return self._messages.get(timeout=timeout_s)
 
     def failure(self) -> Elsewhere | None:
-        """Of an attempt that failed there."""
-        ended = self.ended
-        return Elsewhere(ended.ending, f"{self.title}: {ended.error}") if ended and ended.ending else None
+        """Return the error of the follower's attempt, or None."""
+        outcome = self.ended
+        return Elsewhere(outcome.ending, f"{self.title}: {outcome.error}") if outcome and outcome.ending else None
 
     def forget_attempt(self) -> None:
+        """Reset the state of the attempt."""
         self.ended: Ended | None = None
-        self._said: queue.SimpleQueue[At | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[At | None] = queue.SimpleQueue()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guarded:
-    """A host's progress that also ends when another host fails or is gone."""
+    """A host's progress that also raises if another host fails or disconnects."""
 
     inner: Progress
-    check: Callable[[], None]
+    check: Callable[[], None]  # raises if another host failed
 
     def text(self, message: str) -> None:
         self.inner.text(message)

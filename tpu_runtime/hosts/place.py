@@ -1,4 +1,4 @@
-"""Which of several hosts a process is: told by the environment or by the TPU's own machines. Imports no JAX."""
+"""The rank of a process among several hosts, from the environment or from the TPU's metadata. Imports no JAX."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..line.trust import Address
 
 VARIABLE = "COMFYUI_TPU_HOSTS"
-# Instead of a place: the TPU's machines say it.
+# Instead of a rank: read it from the TPU's environment.
 AUTO = "auto"
 PORT = 8476
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
@@ -20,7 +20,7 @@ _EXAMPLE = "0/2@10.0.0.2:8476"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Process `process` of `count`; process 0 leads, and listens at `address` and at the port behind that."""
+    """The rank `process` of `count`. Process 0 is the leader; it listens at `address` and at the next port."""
 
     process: int
     count: int
@@ -32,7 +32,7 @@ class Place:
 
     @property
     def jax_address(self) -> str:
-        """Where `jax.distributed` has its coordinator."""
+        """Return the address of the coordinator of `jax.distributed`."""
         return str(replace(self.address, port=self.address.port + 1))
 
     def __str__(self) -> str:
@@ -40,22 +40,22 @@ class Place:
 
 
 def parse(text: str) -> Place:
-    """`PROCESS/COUNT@HOST:PORT`, or `auto`; ValueError for anything else."""
+    """Parse `PROCESS/COUNT@HOST:PORT`, or `auto`. Raises ValueError for anything else."""
     if text.strip() == AUTO:
         return of_tpu()
-    found = re.fullmatch(r"(\d+)/(\d+)@\[?([^\s/@\]]+)\]?:(\d+)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+)/(\d+)@\[?([^\s/@\]]+)\]?:(\d+)", text.strip())
+    if match is None:
         raise ValueError(f"{VARIABLE} is {text!r}; it must be {AUTO}, or PROCESS/COUNT@HOST:PORT such as {_EXAMPLE}.")
-    process, count, port = (int(found[group]) for group in (1, 2, 4))
+    process, count, port = (int(match[group]) for group in (1, 2, 4))
     if not process < count:
         raise ValueError(f"{VARIABLE} is {text!r}; processes of {count} are 0 to {count - 1}.")
     if not 0 < port < 65535:
         raise ValueError(f"{VARIABLE} is {text!r}; the port must be 1 to 65534.")
-    return Place(process=process, count=count, address=Address(host=found[3], port=port))
+    return Place(process=process, count=count, address=Address(host=match[3], port=port))
 
 
 def from_environment() -> Place | None:
-    """The place that `COMFYUI_TPU_HOSTS` gives; None where it is not set, or there is only one host."""
+    """Return the rank in `COMFYUI_TPU_HOSTS`; None if it is not set, or if there is only one host."""
     text = os.environ.get(VARIABLE, "").strip()
     place = parse(text) if text else None
     return place if place and place.count > 1 else None
@@ -69,22 +69,24 @@ def _ask_metadata(name: str) -> str:
 
 @functools.cache
 def of_tpu(environment: Mapping[str, str] | None = None, ask: Callable[[str], str] = _ask_metadata) -> Place:
-    """As a TPU's machines are told: on GKE by variables, on Compute Engine by the metadata server (as JAX does it).
-    Raises ValueError where neither says it.
+    """Detect the rank as JAX does: on GKE from variables, on Compute Engine from the metadata server.
+
+    environment: None: that of this process. ask: returns an attribute of the metadata server.
+    Raises ValueError if neither is available.
     """
-    given = os.environ if environment is None else environment
-    names = given.get("TPU_PROCESS_ADDRESSES") or given.get("TPU_WORKER_HOSTNAMES")
-    if names and given.get("TPU_WORKER_ID"):
-        hosts, process = names.split(","), given["TPU_WORKER_ID"]
+    variables = os.environ if environment is None else environment
+    names = variables.get("TPU_PROCESS_ADDRESSES") or variables.get("TPU_WORKER_HOSTNAMES")
+    if names and variables.get("TPU_WORKER_ID"):
+        hosts, process = names.split(","), variables["TPU_WORKER_ID"]
     else:
         try:
             hosts, process = ask("worker-network-endpoints").split(","), ask("agent-worker-number")
         except OSError as error:
             raise ValueError(
-                f"The TPU's hosts are not known: neither TPU_WORKER_HOSTNAMES and TPU_WORKER_ID are set, nor does the "
-                f"metadata server answer ({error}). Say which host this is: --coordinator HOST:PORT --process N --of M."
+                f"The TPU's hosts are not known: TPU_WORKER_HOSTNAMES and TPU_WORKER_ID are not set, and the metadata "
+                f"server does not answer ({error}). Name this host: --coordinator HOST:PORT --process N --of M."
             ) from None
     first = hosts[0].strip()
-    parts = first.split(":")  # a name, a name with a port, or name:id:address
-    address = Address(host=parts[2] if len(parts) == 3 else parts[0], port=PORT)
+    fields = first.split(":")  # a name, a name with a port, or name:id:address
+    address = Address(host=fields[2] if len(fields) == 3 else fields[0], port=PORT)
     return Place(process=int(process), count=len(hosts), address=address)

@@ -1,7 +1,7 @@
-"""What an engine asks of its hosts: to announce a stage, and to take the same turn at the same place.
+"""The hosts of an engine: announcing stages, barriers before each program, and the common outcome of an attempt.
 
-What runs on all chips may not run on some hosts only: these would wait for the others for ever. So hosts agree before
-each program, and about how each attempt at a stage ended. A process alone agrees with itself.
+A program that runs on all chips would deadlock if only some hosts launched it. So hosts synchronize before each
+program, and agree how each attempt at a stage ended. A single process needs no synchronization.
 """
 
 import contextlib
@@ -11,20 +11,22 @@ from typing import Any, Literal, TypeVar
 from ..progress import Progress
 
 Result = TypeVar("Result")
-# How an attempt ended that did not succeed, the gravest first: for good; out of memory, so that it is worth a second
-# one with nothing else loaded; it can not fit.
+Arguments = Mapping[str, Any]  # of a stage, or of a method of the engine
+ChipRow = dict[str, Any]  # statistics of a chip (see `monitor.snapshot`)
+# Outcomes of an attempt that did not succeed, the gravest first: a final error; out of memory, so that a second attempt
+# with nothing else loaded may succeed; too large for the memory.
 Ending = Literal["failed", "again", "no room"]
 ENDINGS: tuple[Ending, ...] = ("failed", "again", "no room")
-# Exit code of a process that wants to be started again (EX_TEMPFAIL).
+# Exit code of a process that is to be started again (EX_TEMPFAIL).
 RESTART = 75
 
 
 class HostsError(RuntimeError):
-    """Hosts that are missing, gone, or in disagreement; a sentence for the user."""
+    """Hosts are missing, lost or in disagreement; the message is a sentence for the user."""
 
 
 class Elsewhere(HostsError):
-    """Another host's attempt did not succeed."""
+    """The attempt of another host did not succeed."""
 
     def __init__(self, ending: Ending, sentence: str) -> None:
         super().__init__(sentence)
@@ -32,61 +34,67 @@ class Elsewhere(HostsError):
 
 
 class Stopped(Exception):
-    """In a follower: the leader ends this attempt."""
+    """Raised in a follower when the leader aborts the attempt."""
 
 
 class Together:
-    """The hosts of an engine, as its one thread that runs stages sees them; this one is a process with all chips."""
+    """The hosts of an engine, seen by its thread that runs stages. This class is a single process with all chips."""
 
     is_leader = True
 
-    def stage(
-        self, name: str, arguments: Mapping[str, Any], progress: Progress
-    ) -> contextlib.AbstractContextManager[Progress]:
-        """Lets all hosts run a stage; gives the progress to run it with."""
+    def stage(self, name: str, arguments: Arguments, progress: Progress) -> contextlib.AbstractContextManager[Progress]:
+        """Announce a stage to all hosts. Enters the progress to run it with.
+
+        name, arguments: of the stage. progress: of this host.
+        """
         return contextlib.nullcontext(progress)
 
-    def tell(self, request: str, arguments: Mapping[str, Any]) -> None:
-        """Lets the followers call a method of the engine between stages."""
+    def tell(self, request: str, arguments: Arguments) -> None:
+        """Announce a call of an engine's method to the followers, between stages."""
 
     def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], Ending]) -> Result:
-        """`work` of all hosts: succeeds where it does everywhere. Else raises its own error if that is the gravest, or
-        `Elsewhere`; `ending` classifies errors.
+        """Run `work` on all hosts, and return its result if it succeeds on all of them.
+
+        ending: classifies an error. Otherwise raises this host's own error if it is the gravest, or else Elsewhere.
         """
         error: BaseException | None = None
-        result, own = None, None
+        result, outcome = None, None
         try:
             try:
                 result = work()
                 self._wait_for_ends()
             except BaseException as raised:
-                error, own = raised, None if isinstance(raised, Elsewhere | Stopped) else ending(raised)
-            verdict, sentence = self._verdict(own, error)
-            if error is not None and own is not None and own == verdict:
+                error, outcome = raised, None if isinstance(raised, Elsewhere | Stopped) else ending(raised)
+            verdict, sentence = self._verdict(outcome, error)
+            if error is not None and outcome is not None and outcome == verdict:
                 raise error
             if verdict is not None:
                 raise Elsewhere(verdict, sentence)
-            return result  # pyright: ignore[reportReturnType] - `work` gave it, or nobody needs it
+            return result  # pyright: ignore[reportReturnType] - `work` returned it, or it is not needed
         finally:
-            error = None  # its traceback holds this frame, and arrays: the circle would keep these on the chips
+            error = None  # its traceback refers to this frame and to arrays: the cycle would keep these on the chips
 
     def _wait_for_ends(self) -> None:
-        """Until the attempt has ended on the others, where this one waits for them."""
+        """Wait until the attempt has ended on the other hosts, if this one waits for them."""
 
     def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
-        """The gravest ending of all, and the sentence of a host that has it; this one's is `own`, of `error`."""
+        """Return the gravest outcome of all hosts, and the sentence of a host with it.
+
+        own: the outcome of this host. error: its exception. None for both: success.
+        """
         return own, ""
 
-    def agree(self, what: str, state: Any = None) -> bool:
-        """Waits until all hosts are about to do `what`, and gives whether all said the same `state`. Raises if one is
-        about to do something else.
+    def agree(self, what: str, state: object = None) -> bool:
+        """Wait until all hosts are about to do `what`, and return whether all passed an equal `state`.
+
+        Raises HostsError if a host is about to do something else.
         """
         return True
 
     def decide(self, value: Result) -> Result:
-        """The leader's value, on all hosts."""
+        """Return the leader's value on all hosts."""
         return value
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The chips of the other hosts, as they were lately (see `monitor.snapshot`)."""
+    def rows(self) -> list[ChipRow]:
+        """Return the most recent statistics of the other hosts' chips (see `monitor.snapshot`)."""
         return []
