@@ -1,5 +1,5 @@
-"""Many jobs over many machines: what a batch consists of, its state as files, the queue, and those who run it.
+"""Many jobs on many machines: a batch's jobs, its state as files, the queue, the driver and the workers.
 
-May import `nodes` and `pipeline`. Ray and fsspec, the extra `fleet`, are imported where they are asked for:
-without `--ray` and without a URL nothing needs them. What drives a batch imports neither PyTorch nor JAX.
+May import `nodes` and `pipeline`. Ray and fsspec, the extra `fleet`, are imported only for `--ray` and for a URL. The
+driver of a batch imports neither PyTorch nor JAX.
 """

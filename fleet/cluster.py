@@ -1,8 +1,8 @@
-"""Workers of a Ray cluster: an actor for each slice of TPU chips, on its machine, or on the first of its machines while
-followers run on the others. Ray places them, sees when one is gone, and starts it again, here or on a machine that
-takes the lost one's place, for ever.
+"""Workers of a Ray cluster: an actor per slice of TPU chips, on its machine or on the first of its machines.
 
-The queue is not Ray's: its head may be lost with all it knows, and the batch's files say what is left to do.
+The other machines of a slice run followers. Ray places the actors, detects lost ones, and restarts them without limit,
+on the same machine or on its replacement. Ray does not hold the queue: its head may be lost with all its state. The
+unfinished jobs are recorded in the batch's files.
 """
 
 import logging
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,37 +26,37 @@ from .worker import Actor
 
 log = logging.getLogger(__name__)
 
-# How often to look for new machines, how long a follower that ended rests, and how long a cluster has to answer.
+# In seconds: between searches for new machines, before a follower is restarted, and to connect to the cluster.
 _LOOK_S, _AGAIN_S, _CONNECT_S = 5.0, 5.0, 10.0
-# Labels that Ray gives the machines of a slice.
+# Ray's labels of the machines of a slice.
 _NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (
     f"ray.io/tpu-{name}" for name in ("slice-name", "topology", "pod-type", "worker-id")
 )
-# By it the engine knows that it has other hosts; which ones, the TPU's machines say.
+# Makes the engine detect its other hosts from the TPU's metadata.
 _HOSTS = {"COMFYUI_TPU_HOSTS": "auto"}
 _FOLLOW = "from comfyui_tpu.cli.main import command; raise SystemExit(command())"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """`hosts` machines with `chips` each. One host is as good as another; several have the `name` of their slice."""
+    """The TPU chips of one or several machines. Machines with a slice of their own are interchangeable."""
 
-    chips: int
+    chips: int  # per host
     hosts: int = 1
-    name: str = ""
-    topology: str = ""
-    generation: str = ""
+    name: str = ""  # of a slice with several hosts
+    topology: str = ""  # such as "4x4"
+    generation: str = ""  # such as "v6e"
 
 
 class RayWorker(Worker):
-    """The actor of a slice, which Ray starts again; another in its place where Ray does not."""
+    """The actor of a slice, which Ray restarts; if Ray gives it up, another one is created."""
 
-    def __init__(self, ray: Any, place: Slice, actor: type, name: str) -> None:
+    def __init__(self, ray: "ModuleType", place: Slice, actor: type, name: str) -> None:
         self.name, self.place = name, place
         self._ray, self._actor = ray, actor
         self._handle, self.stop = start(place, actor, name)
 
-    def call(self, method: str, *arguments: Any) -> Future:
+    def call(self, method: str, *arguments: object) -> Future:
         return getattr(self._handle, method).remote(*arguments).future()
 
     def lost(self, error: Exception, is_running: bool) -> Lost | None:
@@ -78,8 +79,9 @@ class RayWorker(Worker):
 
 
 class RayWorkers(Workers):
-    """Actors on the cluster at `address`; RuntimeError where there is no Ray, no cluster, or no TPU in it.
-    `actor` is what they are, for measurements.
+    """Actors on the cluster at `address`. Raises RuntimeError without Ray, a cluster, or a TPU in it.
+
+    actor: their class, which measurements replace.
     """
 
     def __init__(self, address: str, actor: type = Actor) -> None:
@@ -87,7 +89,7 @@ class RayWorkers(Workers):
             import ray
         except ImportError:
             raise RuntimeError("--ray needs Ray: pip install 'comfyui-tpu[fleet]'.") from None
-        self._ray: Any = ray
+        self._ray: ModuleType = ray
         self._known: list[RayWorker] = []
         self._actor, self._count = actor, 0
         try:
@@ -99,7 +101,7 @@ class RayWorkers(Workers):
         except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
             raise RuntimeError(
                 f"no Ray cluster answers at {address} ({_sentence(error)}). On a machine of the cluster the address is "
-                "auto, elsewhere its head's, HOST:6379 or ray://HOST:10001; there `ray status` says whether it runs."
+                "auto, elsewhere its head's, HOST:6379 or ray://HOST:10001; there `ray status` shows whether it runs."
             ) from error
         if not self._known:
             self.close()
@@ -109,11 +111,11 @@ class RayWorkers(Workers):
             )
 
     def _look(self) -> None:
-        """An actor for each slice that has none yet. Those of machines that are gone wait for others in their place."""
+        """Create an actor for each slice without one. Actors of lost machines wait for a replacement."""
         self._looked = time.monotonic()
         missing = Counter(found(self._ray.nodes()))
         for known in list(self._known):
-            # A slice of several hosts does not come back by its name.
+            # A slice of several hosts does not return under its name.
             if known.place.hosts > 1 and known.place not in missing:
                 known.stop()
                 self._known.remove(known)
@@ -123,11 +125,12 @@ class RayWorkers(Workers):
             self._count += 1
 
     def found(self) -> Sequence[RayWorker]:
+        """Return the actors, after a search for new machines if the last one is old."""
         if time.monotonic() > self._looked + _LOOK_S:
             try:
                 self._look()
             except self._ray.exceptions.RayError as error:
-                log.warning("the cluster does not say which machines it has (%s); it is asked again", _sentence(error))
+                log.warning("the cluster's machines are not known (%s); trying again", _sentence(error))
         return self._known
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ class RayWorkers(Workers):
 
 
 def _sentence(error: Exception) -> str:
-    """What Ray says of an actor's end or of a cluster, in one line: the cause stands behind the address."""
+    """Summarize Ray's error about an actor or a cluster in one line, its cause first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "cause" in line.lower() or "died" in line.lower() or "node" in line.lower()]
     return " ".join(dict.fromkeys((causes or lines)[:3]))[:400] or type(error).__name__
@@ -147,8 +150,11 @@ def _sentence(error: Exception) -> str:
 
 
 def found(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
-    """The slices among the living machines of a cluster (`ray.nodes()`); one of several hosts once all are there."""
-    parts: Counter[Slice] = Counter()
+    """Return the slices among the living machines of a cluster; one of several hosts only if all are alive.
+
+    nodes: of `ray.nodes()`.
+    """
+    hosts: Counter[Slice] = Counter()
     for node in nodes:
         chips = int(node.get("Resources", {}).get("TPU", 0)) if node.get("Alive") else 0
         labels = node.get("Labels") or {}
@@ -156,15 +162,17 @@ def found(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
         total = math.prod(map(int, topology.split("x"))) if name and topology and pod else 0
         if chips and total > chips:
             generation = pod.partition("-")[0]
-            parts[Slice(chips=chips, hosts=total // chips, name=name, topology=topology, generation=generation)] += 1
+            hosts[Slice(chips=chips, hosts=total // chips, name=name, topology=topology, generation=generation)] += 1
         elif chips:
-            parts[Slice(chips=chips)] += 1
-    return [place for place in sorted(parts, key=lambda place: place.hosts) for _ in range(parts[place] // place.hosts)]
+            hosts[Slice(chips=chips)] += 1
+    return [place for place in sorted(hosts, key=lambda place: place.hosts) for _ in range(hosts[place] // place.hosts)]
 
 
 def start(place: Slice, actor: Any, name: str) -> tuple[Any, Callable[[], None]]:
-    """An actor of class `actor` that has a slice's chips, and that Ray starts again when it is gone; and what ends it
-    and its followers, and frees the chips.
+    """Start an actor of class `actor` on a slice's chips, which Ray restarts when it is lost.
+
+    place: the slice. name: argument of the actor. Also returns a function that ends it and its followers, and frees the
+    chips.
     """
     import ray
 
@@ -186,7 +194,7 @@ def start(place: Slice, actor: Any, name: str) -> tuple[Any, Callable[[], None]]
 
 
 def _over_hosts(place: Slice, begin: Callable[..., Any], actor: Any, name: str) -> tuple[list[Any], Callable[[], None]]:
-    """The actor on the machine that the slice calls worker 0, and a `FollowerActor` on each other one."""
+    """Start the actor on the slice's worker 0, and a `FollowerActor` on each other machine."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     from ray.util.tpu import slice_placement_group
 
@@ -197,7 +205,7 @@ def _over_hosts(place: Slice, begin: Callable[..., Any], actor: Any, name: str) 
         bundle_label_selector=[{_NAME: place.name, _WORKER: str(index)} for index in range(place.hosts)],
     )
     group: Any = reserved.placement_group
-    secret = {trust.VARIABLE: secrets.token_urlsafe(24)}  # of this slice's own link
+    secret = {trust.VARIABLE: secrets.token_urlsafe(24)}  # of this slice's connections only
 
     def on_host(index: int, environment: Mapping[str, str], *actor: Any) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -210,8 +218,9 @@ def _over_hosts(place: Slice, begin: Callable[..., Any], actor: Any, name: str) 
 
 
 class FollowerActor:
-    """A further host of a slice: `comfyui-tpu follow`, started again whenever it ends, as the leader is by Ray. It ends
-    with this actor, which Ray kills when the slice is given up.
+    """A further host of a slice: runs `comfyui-tpu follow`, and restarts it when it ends, as Ray does with the leader.
+
+    It ends with this actor, which Ray kills when the slice is given up.
     """
 
     CONCURRENCY = 1

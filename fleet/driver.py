@@ -1,83 +1,79 @@
-"""Drives a batch: gives each worker the job that suits it, and keeps account of what comes back. Nothing waits for one
-worker alone, so one thread drives them all.
+"""The driver of a batch: it assigns a suitable job to each worker, and records the results.
 
-Each worker has one job. Nothing here grows with the jobs but what is known of each: its line, its name, and in the
-store its line of the journal.
+It never waits for one worker alone, so one thread drives all of them. Each worker has one job. Per job only its line,
+its id and its line of the journal are kept.
 """
 
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..tpu_runtime.pipeline import supervisor
 from .jobs import JobTemplate
 from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Lost, Status, Worker, Workers
 from .queue import Job, Queue
-from .store import DONE, FAILED, TRIES, BatchStore, decided
+from .store import DONE, FAILED, TRIES, BatchStore, Document, decided
 
-# How often to poll, and how long running jobs get to stop.
+# Seconds between polls, and seconds that running jobs get to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
-# A worker that fails or goes away rests, each time for twice as long, and is started again every third time.
+# Backoff of a worker that fails or is lost, in seconds, doubled each time; every third failure restarts it.
 FIRST_REST_S, LONGEST_REST_S, _RESTART_AFTER = 1.0, 60.0, 3
-# Once all workers have failed so often in a row, nothing good comes of going on.
+# The batch ends once every worker has had this many failures in a row.
 MOST_IN_A_ROW = 8
-# So many starts in a row in vain: it is not the machine that goes away.
+# The batch ends after this many starts in a row that failed: the machine is not the cause.
 _VAIN_STARTS = 4
-# How often a job may lose its worker before it is set aside.
+# How many workers a job may lose before it is set aside.
 MOST_LOSSES = 12
 _RECENT = 50
 
 
 @dataclass(slots=True, kw_only=True)
 class Doing:
-    """A worker as a view shows it. `job` is what it runs, None while it waits or is gone. It was `asked` for that job,
-    or whether it answers, and meanwhile `looked` at.
-    """
+    """The state of a worker, as a view shows it."""
 
     worker: Worker = field(default_factory=Worker)
-    job: Job | None = None
-    since: float = 0.0
+    job: Job | None = None  # that it runs; None while it waits or is lost
+    since: float = 0.0  # when the job started, `time.monotonic()`
     is_here: bool = True
     status: Status = field(default_factory=Status)
-    asked: Future | None = None
-    looked: Future | None = None
-    looks_at: float = 0.0
-    rests_until: float = 0.0
-    in_a_row: int = 0
-    lost_in_a_row: int = 0
-    vain_starts: int = 0
-    failed: dict[str, Job] = field(default_factory=dict)  # in a row, by neither job's own fault
+    asked: Future | None = None  # the call of `run`, or of `status` while it has no job
+    looked: Future | None = None  # the call of `status` while it runs a job
+    looks_at: float = 0.0  # time of the next such call
+    rests_until: float = 0.0  # end of its backoff
+    in_a_row: int = 0  # consecutive failures
+    lost_in_a_row: int = 0  # consecutive losses
+    vain_starts: int = 0  # consecutive starts that failed
+    failed: dict[str, Job] = field(default_factory=dict)  # consecutive jobs that failed, each perhaps by its own fault
 
 
 @dataclass(kw_only=True)
 class BatchNumbers:
-    """The numbers of a batch, which its driver keeps. `before` counts what earlier calls had done or set aside."""
+    """The counts of a batch."""
 
     total: int
     done: int
-    failed: int
-    before: int
+    failed: int  # set aside
+    before: int  # done or set aside by earlier calls
     waiting: int = 0
     per_hour: float | None = None
     workers: dict[str, Doing] = field(default_factory=dict)
 
 
 class View:
-    """Shows a batch; this one shows nothing."""
+    """The display of a batch; this one displays nothing."""
 
     def line(self, text: str) -> None:
-        """Says what happened, once."""
+        """Report an event."""
 
     def show(self, numbers: BatchNumbers) -> None:
-        """Shows where the batch is; called several times a second."""
+        """Show the batch's state; called several times a second."""
 
 
 class Driver:
-    """One call's work on a batch of `jobs`, with a store that is `driven`. A job may fail `attempts` times."""
+    """One run of a batch of `jobs`, whose store is open for driving. A job may fail `attempts` times."""
 
     def __init__(
         self, recipe: JobTemplate, jobs: Sequence[Job], store: BatchStore, workers: Workers, attempts: int, view: View
@@ -92,18 +88,20 @@ class Driver:
             tries = store.document(f"{TRIES}/{job.id}.json")
             job.failures, job.losses = list(tries.get("failures", ())), int(tries.get("losses", 0))
         self._ends: deque[float] = deque(maxlen=_RECENT)
-        self._end: BaseException | None = None  # what ends it before all jobs are decided
+        self._end: BaseException | None = None  # raised by `run` if it ends before all jobs are decided
 
     def run(self) -> BatchNumbers:
-        """Runs until every job is decided, or Ctrl-C; KeyboardInterrupt then, once all workers have stopped.
-        RuntimeError where all workers only fail: what is done stays, and another call goes on.
+        """Run until every job is done or set aside.
+
+        Raises KeyboardInterrupt after Ctrl-C, once all workers have stopped, and RuntimeError if all workers only fail.
+        Finished jobs stay, and another call continues.
         """
         self._ends.append(time.monotonic())
         deadline = float("inf")
         with supervisor.signals(self._stop):
             while time.monotonic() < deadline and not self._is_over():
                 if isinstance(self._end, KeyboardInterrupt) and deadline == float("inf"):
-                    self._view.line("stopping: what runs ends within a step; Ctrl-C once more ends it at once")
+                    self._view.line("stopping: running jobs end within a step; press Ctrl-C again to end them at once")
                     deadline = time.monotonic() + _STOP_S
                     for doing in self._running():
                         doing.worker.call("cancel")
@@ -114,7 +112,7 @@ class Driver:
                     if doing.job is not None or name in there:
                         self._turn(doing)
                     else:
-                        self._view.line(f"{name} is gone: its slice is not complete any more")
+                        self._view.line(f"{name} was removed: its slice is not complete any more")
                         self._queue.forget(name)
                         del self._doing[name]
                 self._numbers.waiting = len(self._queue)
@@ -125,9 +123,9 @@ class Driver:
         return self._numbers
 
     def _stop(self, *_: object) -> None:
-        """The user, or a machine that is about to go away."""
+        """Handle Ctrl-C, or SIGTERM before the machine is preempted. The second signal raises at once."""
         if isinstance(self._end, KeyboardInterrupt):
-            raise self._end  # twice: at once
+            raise self._end
         self._end = KeyboardInterrupt()
 
     def _is_over(self) -> bool:
@@ -137,43 +135,44 @@ class Driver:
         return [doing for doing in self._doing.values() if doing.job is not None]
 
     def _wait(self) -> None:
-        """Until a worker answers, or has rested."""
+        """Wait until a worker answers, or its backoff ends."""
         now = time.monotonic()
-        asked = [doing.asked for doing in self._doing.values() if doing.asked is not None]
+        pending = [doing.asked for doing in self._doing.values() if doing.asked is not None]
         rests = [doing.rests_until - now for doing in self._doing.values() if doing.asked is None]
         pause_s = max(0.0, min([_TICK_S, *rests])) if self._end is None else _TICK_S
-        if asked:
-            wait(asked, pause_s, FIRST_COMPLETED)
+        if pending:
+            wait(pending, pause_s, FIRST_COMPLETED)
         else:
             time.sleep(pause_s)
 
-    # -- what a worker is asked ----------------------------------------------------------------------------------------
+    # -- calls of a worker ---------------------------------------------------------------------------------------------
 
     def _turn(self, doing: Doing) -> None:
-        """Asks whether a worker answers, then lets it run a job, and so on. One that is gone while it waits would keep
-        a job until that is noticed.
+        """Advance a worker: check that it answers, then let it run a job, and so on.
+
+        An idle worker is checked first, because a lost one would keep its job until the loss is noticed.
         """
         if doing.asked is None:
             if time.monotonic() >= doing.rests_until and self._end is None:
                 doing.asked = doing.worker.call("status")
         elif doing.asked.done():
-            asked, doing.asked = doing.asked, None
+            call, doing.asked = doing.asked, None
             try:
-                outcome = asked.result()
-            except Exception as error:  # each kind of worker knows its own, and raises the others again
+                outcome = call.result()
+            except Exception as error:  # `lost` handles those of its kind of worker, and raises others again
                 self._lost(doing, doing.worker.lost(error, doing.job is not None))
             else:
                 if doing.job is None:
                     self._give_job(doing)
                 else:
-                    self._ended(doing, doing.job, outcome)
+                    self._handle_outcome(doing, doing.job, outcome)
         elif doing.job is not None and time.monotonic() > doing.looks_at and (not doing.looked or doing.looked.done()):
             if doing.looked and doing.looked.exception() is None:
                 doing.status = doing.looked.result()
             doing.looked, doing.looks_at = doing.worker.call("status"), time.monotonic() + _TICK_S
 
     def _give_job(self, doing: Doing) -> None:
-        """To a worker that answers: the one that suits it."""
+        """Assign the most suitable job to a worker that answers."""
         doing.is_here, doing.vain_starts = True, 0
         job = self._queue.take(doing.worker.name) if self._end is None else None
         if job is None:
@@ -182,47 +181,52 @@ class Driver:
         doing.job, doing.since, doing.status, doing.looked = job, time.monotonic(), Status(), None
         try:
             doing.asked = doing.worker.call("run", self._recipe.request(job, self._store.location, self._token))
-        except (ValueError, OSError) as error:  # its pictures, here
+        except (ValueError, OSError) as error:  # from reading its images on this machine
             fault = JOBS_FAULT if isinstance(error, ValueError) else PLACES_FAULT
-            self._ended(doing, job, JobFailed(error=str(error), fault=fault))
+            self._handle_outcome(doing, job, JobFailed(error=str(error), fault=fault))
 
-    def _ended(self, doing: Doing, job: Job, outcome: Mapping[str, Any] | JobFailed) -> None:
-        """Keeps account of a job's end; after a failure that may be the machine's the worker rests."""
+    def _handle_outcome(self, doing: Doing, job: Job, outcome: Document | JobFailed) -> None:
+        """Record the outcome of a job. After a failure that the machine may have caused, the worker backs off."""
         doing.job = None
         if not isinstance(outcome, JobFailed):
             doing.in_a_row = doing.lost_in_a_row = 0
             doing.failed.clear()
-            self._finished(job, outcome)
+            self._record_done(job, outcome)
         elif outcome.cancelled:
             self._queue.add(job)
         else:
             job.avoid = doing.worker.name if len(self._doing) > 1 else ""
             if outcome.fault == JOBS_FAULT:
-                return self._failed_once(job, outcome.error)
-            doing.rests_until = time.monotonic() + self._failed_on(doing, job, outcome)
+                return self._count_failure(job, outcome.error)
+            doing.rests_until = time.monotonic() + self._blame_worker(doing, job, outcome)
             if doing.in_a_row % _RESTART_AFTER == 0:
                 doing.is_here = False
                 self._queue.forget(doing.worker.name)
                 doing.worker.restart()
 
-    def _failed_on(self, doing: Doing, job: Job, outcome: JobFailed) -> float:
-        """A machine's fault is not the job's; nor is one that other jobs meet there too. How long the worker rests."""
+    def _blame_worker(self, doing: Doing, job: Job, outcome: JobFailed) -> float:
+        """Count a failure for the worker, and for the job unless the machine caused it.
+
+        The machine is the cause if other jobs failed on it too. Returns the worker's backoff in seconds.
+        """
         doing.in_a_row += 1
         rest_s = _rest_s(doing.in_a_row)
         if outcome.fault != PLACES_FAULT:
             doing.failed[job.id] = job
         if outcome.fault == PLACES_FAULT or len(doing.failed) > 1:
-            for one in doing.failed.values():
-                if one.failures and one.id not in self._store.jobs[FAILED]:
-                    one.failures.clear()
-                    self._note_tries(one)
-            self._view.line(f"{doing.worker.name} rests {rest_s:.0f} s, line {job.line} waits again: {outcome.error}")
+            for earlier in doing.failed.values():
+                if earlier.failures and earlier.id not in self._store.jobs[FAILED]:
+                    earlier.failures.clear()
+                    self._note_tries(earlier)
+            self._view.line(
+                f"{doing.worker.name} pauses for {rest_s:.0f} s, line {job.line} waits again: {outcome.error}"
+            )
             self._queue.add(job)
         else:
-            self._failed_once(job, outcome.error)
-        if all(one.in_a_row >= MOST_IN_A_ROW for one in self._doing.values()):
+            self._count_failure(job, outcome.error)
+        if all(state.in_a_row >= MOST_IN_A_ROW for state in self._doing.values()):
             self._end = RuntimeError(
-                f"{MOST_IN_A_ROW} jobs in a row ended with an error of the machine, on every one, the last with: "
+                f"{MOST_IN_A_ROW} jobs in a row failed with an error of the machine, on every machine, the last with: "
                 f"{outcome.error} Fix that, and run the same command again: no job has lost an attempt by it."
             )
         return rest_s
@@ -241,22 +245,22 @@ class Driver:
         if self._end is not None:
             return
         if job is None:
-            self._view.line(f"{name} is gone: {lost}")
+            self._view.line(f"{name} was lost: {lost}")
             if doing.vain_starts == _VAIN_STARTS:
                 self._end = RuntimeError(str(lost))
         elif record := self._store.document(f"{DONE}/{job.id}.json"):
-            self._finished(job, record)  # it kept its results before it went
+            self._record_done(job, record)  # it stored its results before it was lost
         else:
             job.losses += 1
             if job.losses >= MOST_LOSSES:
-                return self._set_aside(job, f"its worker went away {job.losses} times while it ran; last: {lost}")
-            self._view.line(f"{name} is gone, line {job.line} waits again: {lost}")
+                return self._set_aside(job, f"its worker was lost {job.losses} times while it ran; last: {lost}")
+            self._view.line(f"{name} was lost, line {job.line} waits again: {lost}")
             self._note_tries(job)
             self._queue.add(job)
 
-    # -- what becomes of a job -----------------------------------------------------------------------------------------
+    # -- outcomes of a job ---------------------------------------------------------------------------------------------
 
-    def _finished(self, job: Job, record: Mapping[str, Any]) -> None:
+    def _record_done(self, job: Job, record: Document) -> None:
         self._numbers.done += 1
         self._ends.append(time.monotonic())
         self._numbers.per_hour = (len(self._ends) - 1) * 3600 / max(1e-3, self._ends[-1] - self._ends[0])
@@ -265,7 +269,7 @@ class Driver:
         files = ", ".join(record.get("files", ())) or "no file"
         self._view.line(f"{self._count()} line {job.line}: {record.get('seconds', 0):.1f} s, {files}")
 
-    def _failed_once(self, job: Job, error: str) -> None:
+    def _count_failure(self, job: Job, error: str) -> None:
         job.failures.append(error)
         count = len(job.failures)
         if count >= self._attempts:
@@ -289,4 +293,4 @@ class Driver:
 
 
 def _rest_s(in_a_row: int) -> float:
-    return min(FIRST_REST_S * 2 ** min(in_a_row - 1, 30), LONGEST_REST_S)  # a larger power is no float
+    return min(FIRST_REST_S * 2 ** min(in_a_row - 1, 30), LONGEST_REST_S)  # a larger power overflows a float

@@ -1,7 +1,7 @@
-"""The jobs of a batch: a workflow, and for each line of a file the inputs that it sets.
+"""The jobs of a batch: a workflow, and a file whose lines set some of its inputs.
 
-A job is known by what it holds: the workflow after setting, the content of pictures, of LoRAs and of models. So the
-same job has the same name in every call, on every machine, and a changed prompt is another job.
+A job's id is a digest of its content: the workflow with these inputs, and the content of images, LoRAs and models. So
+the same job has the same id in every run and on every machine, and a changed prompt is another job.
 """
 
 import functools
@@ -24,20 +24,20 @@ from ..tpu_runtime.pipeline import Progress, content, parse_json
 from .messages import Mark, Request
 from .queue import Group, Job
 
-# Which weights a job runs, as far as widgets say it.
+# The widgets that determine a job's weights.
 _OF_WEIGHTS = frozenset({"precision", "quality", "family", "strength", "expert"})
-# What compiled programs do not depend on, beside numbers.
+# The widgets that compiled programs do not depend on, in addition to `PROGRAMLESS`.
 _CONTENT = frozenset({"prompt", "negative_prompt", "image", "filename_prefix"})
 MOST_PROBLEMS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A job's workflow with its pictures by content; `files` says where these lie here."""
+    """A job's workflow, with its images named by content."""
 
     workflow: Workflow
-    files: Mapping[str, Path]
-    marks: tuple[Mark, ...]
+    files: Mapping[str, Path]  # images on this machine, by name
+    marks: tuple[Mark, ...]  # of its models and LoRAs
 
     @property
     def id(self) -> str:
@@ -48,30 +48,36 @@ class Prepared:
 
 
 class JobTemplate:
-    """What all jobs have in common: the workflow in API format, and where its files lie."""
+    """The common part of all jobs: the workflow in API format, and the folders of its files."""
 
     def __init__(self, workflow: Workflow, folders: Folders, progress: Progress, table: Table = HEADLESS) -> None:
         self.folders = folders
         self._workflow = workflow
         self._table = table
         self._checked: set[tuple[Any, ...]] = set()
-        # Read once, however many jobs use them.
+        # Files are read once, however many jobs use them.
         self._mark = functools.cache(lambda kind, name: mark(kind, name, folders, progress))
         self._picture = functools.cache(lambda name: _picture(folders, name))
         if not validate_workflow(workflow, table):
-            execution_order(expand(workflow, table), table)  # complains where nothing would come of it
+            execution_order(expand(workflow, table), table)  # raises if the workflow has no output
 
     def job(self, line: int, text: str) -> Job:
-        """The job of one line, checked; ValueError says what is wrong with it."""
+        """Return the job of a line, checked. Raises ValueError with its problems.
+
+        line: its number. text: its JSON.
+        """
         prepared = self.prepared(text)
         return Job(id=prepared.id, line=line, text=text, group=self._group(prepared))
 
     def request(self, job: Job, out: str, token: str) -> Request:
-        """A job as its worker gets it, with its pictures; ValueError where these have changed since."""
+        """Return a job as it is sent to a worker, with its images. Raises ValueError if these have changed since.
+
+        out, token: location and token of the batch.
+        """
         prepared = self.prepared(job.text)
         files = {name: path.read_bytes() for name, path in prepared.files.items()}
-        for name, read in files.items():
-            if not name.startswith(_digest(read)):
+        for name, image in files.items():
+            if not name.startswith(_digest(image)):
                 raise ValueError(f"{prepared.files[name]} has changed since the batch began. Start the batch again.")
         return Request(
             job=job.id, line=job.line, workflow=prepared.workflow, folders=self.folders, files=files,
@@ -79,7 +85,7 @@ class JobTemplate:
         )  # fmt: skip
 
     def prepared(self, text: str) -> Prepared:
-        """A line's workflow, checked as `run_workflow` would; nothing that all lines share is checked twice."""
+        """Return a line's workflow, checked as `run_workflow` would; checks that lines share run once."""
         workflow = {name: {**node, "inputs": dict(node["inputs"])} for name, node in self._workflow.items()}
         for target, value in _settings(text).items():
             set_input(workflow, target, value)
@@ -99,68 +105,70 @@ class JobTemplate:
         return Prepared(workflow=workflow, files=files, marks=tuple(marks))
 
     def _check(self, node_id: str, node: Mapping[str, Any], declaration: Declaration) -> None:
-        """`Declaration.check`, which may read a checkpoint's headers: once for each choice of a model."""
-        given = {name: value for name, value in node["inputs"].items() if not is_link(value)}
-        if declaration.id == "TPULoadStage" and not Path(str(given.get("folder", ""))).is_absolute():
+        """Run `Declaration.check`, which may read a checkpoint's headers, once per choice of a model."""
+        widgets = {name: value for name, value in node["inputs"].items() if not is_link(value)}
+        if declaration.id == "TPULoadStage" and not Path(str(widgets.get("folder", ""))).is_absolute():
             raise ValueError(
-                f"{node_label(node_id, node)}: in a batch folder must be a whole path, such as /data/stages."
+                f"{node_label(node_id, node)}: in a batch, folder must be an absolute path, such as /data/stages."
             )
-        linked = tuple(name for name in declaration.checked_links if name in node["inputs"] and name not in given)
-        chosen = tuple(given.get(name) for name in (*declaration.checks, *declaration.checked_too))
+        linked = tuple(name for name in declaration.checked_links if name in node["inputs"] and name not in widgets)
+        chosen = tuple(widgets.get(name) for name in (*declaration.checks, *declaration.checked_too))
         key = (declaration.id, linked, chosen)
         if key not in self._checked:
-            declaration.check_constants(self.folders, given, set(node["inputs"]) - set(given))
+            declaration.check_constants(self.folders, widgets, set(node["inputs"]) - set(widgets))
             self._checked.add(key)
 
     def _take_pictures(self, declaration: Declaration, inputs: dict[str, Any]) -> dict[str, Path]:
-        """Names pictures by what they hold, and says where they are."""
-        found = {}
+        """Rename images in `inputs` by content, and return their paths."""
+        files = {}
         for declared in declaration.inputs:
-            given = inputs.get(declared.name)
-            if declared.companion == "upload" and isinstance(given, str):
-                name, path = self._picture(given)
-                inputs[declared.name], found[name] = name, path
-        return found
+            value = inputs.get(declared.name)
+            if declared.companion == "upload" and isinstance(value, str):
+                name, path = self._picture(value)
+                inputs[declared.name], files[name] = name, path
+        return files
 
     def _marks_of(self, declaration: Declaration, inputs: Mapping[str, Any]) -> Iterator[Mark]:
-        """What the files that a node names hold: a model's, unless a connected one takes its place, and a LoRA's."""
+        """Yield the content of a node's files: its model, unless one is connected, and its LoRA."""
         for declared in declaration.inputs:
-            given = inputs.get(declared.name, declared.default)
+            value = inputs.get(declared.name, declared.default)
             if declared.name == "model_id" and "address" in inputs:
-                yield Mark(kind="remote model", name=str(given), content="")  # known there alone
-            elif declared.name == "model_id" and not is_link(given) and not is_link(inputs.get("model")):
-                yield self._mark("model", chosen_id({"model_id": given, **inputs}))
-            elif declared.files == "loras" and not is_link(given):
-                yield self._mark("LoRA", str(given))
+                yield Mark(kind="remote model", name=str(value), content="")  # known only on the other machine
+            elif declared.name == "model_id" and not is_link(value) and not is_link(inputs.get("model")):
+                yield self._mark("model", chosen_id({"model_id": value, **inputs}))
+            elif declared.files == "loras" and not is_link(value):
+                yield self._mark("LoRA", str(value))
         if isinstance(declaration, Node) and declaration.fingerprint is not None and declaration.id != lora.LOADER.id:
             widgets = {i.name: inputs[i.name] for i in declaration.inputs if i.is_widget and i.name in inputs}
             state = repr(declaration.fingerprint(self.folders, **widgets))
             yield Mark(kind="files", name=json.dumps(widgets, sort_keys=True), content=state)
 
     def _group(self, prepared: Prepared) -> Group:
-        """Which weights a job runs, and which programs, as far as widgets say it."""
+        """Return the group of a job: its weights and programs, as far as widgets determine them."""
         marks = sorted((mark.kind, mark.name) for mark in prepared.marks)
         model: list[Any] = [marks]
         size: list[Any] = []
         for name, node in sorted(prepared.workflow.items()):
             for key, value in sorted(node["inputs"].items()):
                 if key not in _CONTENT and key not in PROGRAMLESS and not is_link(value):
-                    part = model if key in _OF_WEIGHTS else size
-                    part.append((name, key, value))
+                    (model if key in _OF_WEIGHTS else size).append((name, key, value))
         return Group(_digest(repr(model).encode()), _digest(repr(size).encode()))
 
 
 def mark(kind: str, name: str, folders: Folders, progress: Progress) -> Mark:
-    """The mark of a model or a LoRA as this machine has it; ValueError where it has none."""
+    """Return the mark of a model or LoRA on this machine. Raises ValueError if it does not exist.
+
+    kind: "model" or "LoRA". name: as in the workflow. folders: of this machine. progress: of reading its files.
+    """
     if kind == "LoRA":
-        found = content.of_file(lora.find(folders, lora_name=name))
+        digest = content.of_file(lora.find(folders, lora_name=name))
     else:
-        found = content.of_model(name, folders.models, progress)
-    return Mark(kind=kind, name=name, content=found)
+        digest = content.of_model(name, folders.models, progress)
+    return Mark(kind=kind, name=name, content=digest)
 
 
 def _picture(folders: Folders, name: str) -> tuple[str, Path]:
-    """A picture's name by what it holds, and where it is; ValueError where there is none."""
+    """Return an image's name by content, and its path. Raises ValueError if it does not exist."""
     path = find_image(folders, name)
     if not path.is_file():
         raise ValueError(f"There is no image {path}.")
@@ -169,12 +177,12 @@ def _picture(folders: Folders, name: str) -> tuple[str, Path]:
 
 def _settings(text: str) -> dict[str, Any]:
     try:
-        found = parse_json(text)
+        settings = parse_json(text)
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error}).") from None
-    if not isinstance(found, dict):
-        raise ValueError(f'it is a JSON {type(found).__name__}; it must be an object such as {{"2.seed": 7}}.')
-    return found
+    if not isinstance(settings, dict):
+        raise ValueError(f'it is a JSON {type(settings).__name__}; it must be an object such as {{"2.seed": 7}}.')
+    return settings
 
 
 def _digest(content: bytes) -> str:
@@ -182,7 +190,10 @@ def _digest(content: bytes) -> str:
 
 
 def read_jobs(recipe: JobTemplate, lines: Iterable[str], what: str) -> list[Job]:
-    """The jobs of a file's lines, each once. ValueError lists what is wrong; nothing has run then."""
+    """Return the jobs of a file's `lines`, without duplicates. Raises ValueError with a list of problems.
+
+    recipe: of all jobs. what: the file's name.
+    """
     jobs: dict[str, Job] = {}
     problems = []
     for number, text in enumerate(lines, start=1):

@@ -1,7 +1,7 @@
-"""A worker on this machine: an actor in a child process, which has the chips, and is started again whenever it ends.
+"""A worker on this machine: an actor in a child process that holds the chips, and is started again when it ends.
 
-Not this process: what kills a worker must not kill the driver, and JAX and PyTorch do not grow that. The two speak
-as `multiprocessing.managers` does, over a socket in a folder that only this user reads.
+It is a separate process so that a failure of the worker does not end the driver, and JAX and PyTorch do not use its
+memory. Both communicate by `multiprocessing.managers`, over a socket in a folder that only this user can read.
 """
 
 import contextlib
@@ -26,27 +26,27 @@ _LOOK_S, _LOG_LINES = 0.1, 6
 
 
 class _Manager(BaseManager):
-    """Has one kind of actor."""
+    """The manager of one actor class."""
 
 
 class LocalWorker(Worker, Workers):
-    """One child process at a time, whose output goes to `<logs>/<name>.log`; `actor` is what it runs."""
+    """One child process at a time, which runs `actor` and writes its output to `<logs>/<name>.log`."""
 
     def __init__(self, logs: Path, actor: type[Actor] = Actor) -> None:
         self.name = socket.gethostname()
         self._log, self._actor = logs / f"{self.name}.log", actor
         self._process: Any = None
         self._calls = ThreadPoolExecutor(actor.CONCURRENCY)
-        self._held = contextlib.ExitStack()
+        self._folders = contextlib.ExitStack()
         logs.mkdir(parents=True, exist_ok=True)
 
     def found(self) -> Sequence[Worker]:
-        """The only one, as one process has the chips."""
+        """Return the only worker, because one process holds the chips."""
         return [self]
 
-    def call(self, method: str, *arguments: Any) -> Future:
+    def call(self, method: str, *arguments: object) -> Future:
         if self._process is None:
-            where = str(self._held.enter_context(scratch()) / "actor")
+            where = str(self._folders.enter_context(scratch()) / "actor")
             begun = (self._actor, where, str(self._log))
             self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=begun, daemon=True)
             self._process.start()
@@ -70,13 +70,13 @@ class LocalWorker(Worker, Workers):
             self._process.kill()
             self._process.join()
             self._process = None
-        self._held.close()
+        self._folders.close()
 
     restart = close
 
 
 def _connect(process: Any, where: str, actor: type[Actor], name: str) -> Any:
-    """The actor of a process, once it answers; EOFError where that ends before."""
+    """Return the actor of a process once it answers. Raises EOFError if the process ends before."""
     manager = _Manager(where)
     manager.register("actor", actor)
     while process.is_alive():
@@ -88,7 +88,7 @@ def _connect(process: Any, where: str, actor: type[Actor], name: str) -> Any:
 
 
 def _tail(path: Path) -> str:
-    """The last lines of a log, in one."""
+    """Return the last lines of a log, joined."""
     try:
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
@@ -100,10 +100,10 @@ def _tail(path: Path) -> str:
 
 
 def _serve(actor: type[Actor], where: str, log: str) -> None:
-    """Answers calls until the driver is gone, and with it whoever wants the job."""
+    """Answer calls until the driver ends."""
     from tqdm import tqdm
 
-    # Ctrl-C reaches every process of the terminal; the driver says what is to be done then.
+    # Ctrl-C reaches every process of the terminal; the driver decides what happens then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
@@ -111,7 +111,7 @@ def _serve(actor: type[Actor], where: str, log: str) -> None:
     driver = multiprocessing.parent_process()
     assert driver is not None
     threading.Thread(target=lambda: wait_for([driver.sentinel]) and os._exit(0), daemon=True).start()
-    # Its own lock is one between processes: Python would complain, in the driver's terminal, that nobody frees it.
+    # tqdm's own lock is a multiprocessing lock, about which Python would warn in the driver's terminal.
     tqdm.set_lock(threading.RLock())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     manager = _Manager(where)

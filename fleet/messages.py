@@ -1,9 +1,8 @@
-"""What the driver of a batch and those who run its jobs say to each other."""
+"""The messages between the driver of a batch and its workers, and the workers' interface."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.graphs.graph import Workflow
@@ -11,90 +10,91 @@ from ..nodes.graphs.graph import Workflow
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What a model, or a LoRA (`kind`), holds (see `checkpoints.content`): workers compare theirs."""
+    """The content of a model or LoRA, so that workers can compare their files (see `checkpoints.content`)."""
 
-    kind: str
+    kind: str  # "model" or "LoRA"
     name: str
-    content: str
+    content: str  # a digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One job for a worker. `files` are the pictures of its LoadImage nodes, by the names that the workflow has."""
+    """One job for a worker."""
 
-    job: str
-    line: int
+    job: str  # its id
+    line: int  # of the batch's file
     workflow: Workflow
     folders: Folders
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    marks: Sequence[Mark] = ()
-    out: str
-    token: str
+    files: Mapping[str, bytes] = field(default_factory=dict)  # images, by their names in the workflow
+    marks: Sequence[Mark] = ()  # of its models and LoRAs
+    out: str  # location of the batch
+    token: str  # of the batch's store
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a worker does now: `node` is a title, `done` of `total` counts `unit`."""
+    """The current work of a worker."""
 
-    node: str = ""
+    node: str = ""  # title
     text: str = ""
-    done: int = 0
+    done: int = 0  # of `total`, counted in `unit`
     total: int = 0
     unit: str = ""
 
     def __str__(self) -> str:
         counted = f"{self.unit} {self.done}/{self.total}" if self.total else self.text
-        return ", ".join(part for part in (self.node, counted) if part)
+        return ", ".join(text for text in (self.node, counted) if text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFailed:
-    """In place of a job's record: it ended with an error. `fault`: of the job where the files that it names are as they
-    were and its workflow is still wrong, of the place where files, mounts or memory of the machine are; else whoever
-    fails with others too.
-    """
+    """The outcome of a job that ended with an error."""
 
     error: str
-    fault: str = ""
+    fault: str = ""  # `JOBS_FAULT`, `PLACES_FAULT`, or "": that of the one that fails with others too
     cancelled: bool = False
 
 
+# The job is at fault if its files are unchanged and its workflow is still invalid; the machine is for its files, mounts
+# and memory.
 JOBS_FAULT, PLACES_FAULT = "job", "place"
 
 
 class Lost(RuntimeError):
-    """A worker went away, in words, or did not start. It comes back."""
+    """A worker was lost or did not start; the message says how. It is started again."""
 
 
 class Worker:
-    """Has an actor (`worker.Actor`), which runs one job at a time and is started again whenever it ended. No method
-    waits: what an actor returns, or why it does not, comes later.
+    """A process with an actor (`worker.Actor`) that runs one job at a time and is started again when it ends.
+
+    No method waits: results and errors of an actor arrive through futures.
     """
 
     name: str
 
-    def call(self, method: str, *arguments: Any) -> Future:
-        """What a method of the actor returns, which is started where there is none."""
+    def call(self, method: str, *arguments: object) -> Future:
+        """Call a method of the actor, which is started if necessary. The future has its result."""
         raise NotImplementedError
 
     def lost(self, error: Exception, is_running: bool) -> Lost | None:
-        """What an error of a call says of the actor, which had a job if it `is_running`; None where it only does not
-        answer yet. Raises what says nothing of it.
+        """Return how the actor was lost, by an error of a call; None if it only does not answer yet.
+
+        is_running: whether it had a job. Raises `error` if it has another cause.
         """
         raise NotImplementedError
 
     def restart(self) -> None:
-        """Ends its process, where it only fails; the next call starts a new one."""
+        """End the process after repeated failures; the next call starts a new one."""
         raise NotImplementedError
 
 
 class Workers:
-    """Those who run jobs."""
+    """The workers of a batch."""
 
     def found(self) -> Sequence[Worker]:
-        """All but those whose machines are gone for good."""
+        """Return all workers except those whose machines are lost for good."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends all workers at once."""
+        """End all workers at once."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Which job a worker gets next: one of the model and size that it holds, as long as there is one.
+"""The choice of a worker's next job: one with the model and size that it holds, as long as there is one.
 
-A worker that must change goes to where most jobs wait for each worker that is there already. Choosing looks at a
-bounded number of groups, so that ten thousand jobs, of one size or of as many sizes, take time in proportion.
+A worker that must change goes to the group with the most waiting jobs per worker. Each choice considers a bounded
+number of groups, so the time is linear in the number of jobs, whether they have one size or thousands.
 """
 
 from collections import Counter, deque
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-# How many models, sizes of a model, and jobs of a size are looked at.
+# How many models, sizes of a model, and jobs of a size are considered.
 MOST = 64
 
 
 class Group(NamedTuple):
-    """Jobs that run the same weights, and of these the same compiled programs."""
+    """Jobs with the same weights and, within a model, the same compiled programs."""
 
     model: str
     size: str
@@ -23,21 +23,19 @@ class Group(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """`text` is its line of the file, number `line`. `avoid` is the worker that it last failed on. What went wrong with
-    it so far: its own `failures`, and how often its worker went away.
-    """
+    """A job of a batch."""
 
     id: str
-    line: int
-    text: str
+    line: int  # of the batch's file
+    text: str  # of that line
     group: Group
-    avoid: str = ""
-    failures: list[str] = field(default_factory=list)
-    losses: int = 0
+    avoid: str = ""  # the worker that it last failed on
+    failures: list[str] = field(default_factory=list)  # errors so far
+    losses: int = 0  # how often its worker was lost
 
 
 class Queue:
-    """Waiting jobs by model and size, and what each worker holds."""
+    """Waiting jobs by model and size, and the group that each worker holds."""
 
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self._waiting: dict[str, dict[str, deque[Job]]] = {}
@@ -54,36 +52,37 @@ class Queue:
         self._counts[job.group.model] += 1
 
     def take(self, worker: str) -> Job | None:
-        """The next job for a worker, which then holds its model; None where none waits."""
+        """Return the next job for a worker, which then holds its group; None if no job waits."""
         first = None
         for waiting in self._candidates(worker):
             first = first or waiting[0]
             if job := next((job for job in islice(waiting, MOST) if job.avoid != worker), None):
-                return self._given(job, worker)
-        # What is left only failed here before: better here than nowhere.
-        return first and self._given(first, worker)
+                return self._assign(job, worker)
+        # Only jobs that failed on this worker are left.
+        return first and self._assign(first, worker)
 
     def forget(self, worker: str) -> None:
-        """A worker holds nothing any more."""
+        """Note that a worker holds nothing any more."""
         self._held.pop(worker, None)
 
     def _candidates(self, worker: str) -> Iterator[deque[Job]]:
-        """Groups to look at, best first: at most `MOST` models and sizes. Of what nobody holds the most jobs wait for
-        each worker that would then be there.
+        """Yield groups in order of preference, at most `MOST` models and sizes.
+
+        First the worker's own group, then those with the most waiting jobs per worker, counting this one.
         """
-        held = self._held.get(worker, Group("", ""))
-        others = [group for one, group in self._held.items() if one != worker]
+        current = self._held.get(worker, Group("", ""))
+        others = [group for name, group in self._held.items() if name != worker]
         at_models, at_groups = Counter(group.model for group in others), Counter(others)
         models = sorted(islice(self._waiting, MOST), key=lambda model: -self._counts[model] / (1 + at_models[model]))
-        for model in dict.fromkeys((held.model, *models)):
+        for model in dict.fromkeys((current.model, *models)):
             sizes = self._waiting.get(model, {})
-            if held.model == model and held.size in sizes:
-                yield sizes[held.size]
+            if current.model == model and current.size in sizes:
+                yield sizes[current.size]
             groups = [Group(model, size) for size in islice(sizes, MOST)]
             groups.sort(key=lambda group: -len(sizes[group.size]) / (1 + at_groups[group]))
             yield from (sizes[group.size] for group in groups)
 
-    def _given(self, job: Job, worker: str) -> Job:
+    def _assign(self, job: Job, worker: str) -> Job:
         model, size = self._held[worker] = job.group
         sizes = self._waiting[model]
         sizes[size].remove(job)

@@ -1,7 +1,8 @@
-"""Runs stages of models for other processes: the other end of `tpu_runtime/remote`.
+"""Server that runs stages of models for other processes; its client is `tpu_runtime/remote`.
 
-One stage at a time, first come, first served. Who asks may go away at any moment, which is how Cancel arrives. Whoever
-has the token may use the chips, let models be downloaded, and sees whether a folder of this machine holds a model.
+Stages run one at a time, in the order of requests. A client may disconnect at any moment, which cancels its request. A
+client with the token may use the chips, have models downloaded, and learn whether a folder of this machine holds a
+model.
 """
 
 import asyncio
@@ -21,27 +22,27 @@ from ..tpu_runtime.pipeline import STAGES, Expected, ModelRef, Preview, choose_m
 
 log = logging.getLogger(__name__)
 
-# A client that says nothing for half as long again loses its turn.
+# Seconds between pings; a client without an answer for 1.5 times as long loses its turn.
 HEARTBEAT_S = 10.0
-# Sending previews takes at most this share of the time.
+# Seconds between previews, and the largest share of the time that sending them may take.
 _PREVIEW_S, _PREVIEW_SHARE = 0.5, 0.1
-# Clients at once; bytes of what a stage is given, of a LoRA, and of all LoRAs that are kept.
+# Concurrent clients; bytes of a stage's arguments, of a LoRA, and of all LoRAs in the cache.
 MOST_CLIENTS, MOST_GIVEN, MOST_LORA, MOST_LORAS = 32, 2**30, 2**33, 2**35
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class NobodyWaits(Exception):
-    """Nobody waits for the result any more."""
+    """The client has disconnected."""
 
 
 class Asker:
-    """Who asked, as the stage's `Progress`: for the thread that runs it."""
+    """A client, as the `Progress` of its stage; used by the thread that runs the stage."""
 
     def __init__(self, link: Any) -> None:
         self._link, self.is_gone, self._next_preview = link, False, 0.0
 
-    def send(self, message: Any) -> None:
-        """Raises `NobodyWaits` where nobody takes it."""
+    def send(self, message: object) -> None:
+        """Send a message. Raises NobodyWaits if the client has disconnected."""
         try:
             self._link.send(message, self.check_cancelled)
         except ConnectionError:
@@ -54,7 +55,7 @@ class Asker:
         begun = time.monotonic()
         if preview is None or begun < self._next_preview:
             return self.send(records.Step(done, total, unit))
-        # Half the precision is more than a preview shows.
+        # float16 is precise enough for a preview.
         self.send(records.Step(done, total, unit, preview.latent_format, preview.sample().half()))
         ended = time.monotonic()
         self._next_preview = ended + max(_PREVIEW_S, (ended - begun) / _PREVIEW_SHARE)
@@ -65,26 +66,29 @@ class Asker:
 
 
 class Stages:
-    """What may be asked for. `models` are folders that model ids are looked for in."""
+    """The requests that a client may make. `models` are folders in which model ids are looked up."""
 
     def __init__(self, models: Sequence[str] = ()) -> None:
         self._models = tuple(models)
         self.ran = ""
 
     def run(self, verb: str, given: Mapping[str, Any], asker: Asker) -> Any:
-        """The result of one request. ValueError for what cannot be asked."""
+        """Run one request and return its result. Raises ValueError for an invalid request.
+
+        verb: a stage, or another request. given: its arguments. asker: the client.
+        """
         work = {"choose": self._choose, "report_lora": self._report_lora}.get(verb)
         if work is None and verb not in (*STAGES, "warmup"):
-            raise ValueError(f"{verb!r} is no stage. Update the pack on both machines.")
+            raise ValueError(f"{verb!r} is not a stage. Update the pack on both machines.")
         try:
             return work(asker, **given) if work else self._stage(verb, asker, **given)
         except (KeyError, TypeError) as error:
-            # Values of a kind that no node sends.
+            # Arguments of types that no node sends.
             log.exception("%s cannot be understood", verb)
             raise ValueError(f"{verb}: the request cannot be understood ({error}).") from error
 
     def _model(self, described: ModelRef, asker: Asker) -> ModelRef:
-        """A model of this machine, with LoRAs that were sent."""
+        """Return a model of this machine, with the client's LoRAs."""
         self.ran = described.model_id
         loras = tuple(replace(lora, path=str(lora_path(lora.path))) for lora in described.loras)
         return choose_model(
@@ -94,9 +98,9 @@ class Stages:
         )  # fmt: skip
 
     def _stage(self, name: str, asker: Asker, *, model: ModelRef, expected: Expected | None, **given: Any) -> Any:
-        """One of the engine's stages, behind which what is `expected` to follow may be compiled."""
+        """Run one of the engine's stages; programs of the `expected` generation may be compiled in the background."""
         chosen, generations = self._model(model, asker), []
-        # Who asks may take a model that it does not have for another of its family.
+        # A client may mistake a model that it does not have for another of the family.
         if expected is not None and expected.model.spec_name == chosen.spec_name:
             if expected.settings is not None:
                 chosen.spec.check_settings(expected.settings)
@@ -116,19 +120,19 @@ class Stages:
 
 
 def lora_path(digest: str) -> Path:
-    """Where a LoRA that was sent is kept; ValueError for what is no digest."""
+    """Return the cache path of a client's LoRA. Raises ValueError if `digest` is not a SHA-256."""
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"{digest!r} is no SHA-256.")
+        raise ValueError(f"{digest!r} is not a SHA-256.")
     return pipeline.cache_folder() / "loras" / f"{digest}.safetensors"
 
 
 class Server:
-    """Listens at `host` and `port` once entered; `port` is then the one that it has. Each request has its own link."""
+    """Listens at `host` and `port` within its context; `port` is then the actual one. Each request has a connection."""
 
     def __init__(self, host: str, port: int, stages: Stages) -> None:
         self.host, self.port, self.stages = host, port, stages
         self.clients, self.asking, self._ended = 0, 0, {"done": 0, "failed": 0, "given_up": 0}
-        # One stage at a time, in the order of asking; who waits may be taken out.
+        # One stage at a time, in the order of requests; waiting ones can be cancelled.
         self._one = ThreadPoolExecutor(1, "comfyui-tpu-serve")
         pages = {"/health": lambda: "ok\n", "/metrics": self._metrics}
         self._door = pipeline.Door(self._problem, self._speak, pages, HEARTBEAT_S)
@@ -137,7 +141,7 @@ class Server:
         try:
             self.port = self._door.listen(self.host, self.port)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"nothing can listen at --host {self.host} --port {self.port} ({error}).") from None
+            raise ValueError(f"cannot listen at --host {self.host} --port {self.port} ({error}).") from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,7 +150,7 @@ class Server:
 
     def _problem(self, hello: Mapping[str, Any], address: str) -> str | None:
         if hello["source"] != pipeline.versions.source_digest():
-            return "it has another version of the pack. Update the pack on both machines."
+            return "this machine has another version of the pack. Update the pack on both machines."
         return f"it has {MOST_CLIENTS} clients already." if self.clients >= MOST_CLIENTS else None
 
     def _metrics(self) -> str:
@@ -154,7 +158,7 @@ class Server:
         return "".join(f"comfyui_tpu_serve_{name} {value}\n" for name, value in numbers.items())
 
     async def _speak(self, link: Any, hello: Mapping[str, Any], address: str) -> None:
-        """One client's request. What comes behind it is the client's end."""
+        """Handle one client's request. Any further message, or a disconnect, cancels it."""
         self.clients += 1
         asker, work, watch = Asker(link), None, None
         try:
@@ -180,19 +184,19 @@ class Server:
                 watch.cancel()
 
     def _run(self, call: Any, asker: Asker, address: str, problem: Exception | None) -> Any:
-        """What a request ends with, whatever that is."""
+        """Run a request and return the message with its outcome; never raises."""
         started, outcome = time.monotonic(), "failed"
         try:
             if problem is not None:
                 raise problem
             asker.check_cancelled()
-            found = records.Result(self.stages.run(call.name, call.arguments, asker))
+            reply = records.Result(self.stages.run(call.name, call.arguments, asker))
             outcome = "done"
-            return found
+            return reply
         except NobodyWaits:
             outcome = "given_up"
             return records.Failed("", outcome)
-        except Exception as error:  # whatever it is, who asked is told
+        except Exception as error:  # of any kind: the client receives it
             kinds = {pipeline.OutOfMemory: "OutOfMemory", ValueError: "ValueError"}
             kind = next((name for known, name in kinds.items() if isinstance(error, known)), "")
             text = str(error) if kind or isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
@@ -205,12 +209,12 @@ class Server:
 
 
 async def _bring_all(link: Any, call: Any) -> Exception | None:
-    """Fetches the LoRAs of a request that are not here; what was wrong with that."""
+    """Fetch the LoRAs of a request that are not in the cache. Returns the error, or None."""
     try:
         model = call.arguments.get("model")
         for path in [lora_path(lora.path) for lora in model.loras] if model else ():
             if path.is_file():
-                os.utime(path)  # least recently used ones leave
+                os.utime(path)  # the least recently used ones are evicted
             else:
                 await _bring(link, path)
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -230,7 +234,7 @@ async def _bring(link: Any, path: Path) -> None:
     digest, problem = hashlib.sha256(), None
     with pipeline.written_file(path) as scratch:
         with scratch.open("wb", buffering=0) as file:
-            async for piece in link.pieces(size):  # all of them: the answer comes behind the last
+            async for piece in link.pieces(size):  # all of them, even after an error: the reply follows the last one
                 digest.update(piece)
                 try:
                     file.write(piece if problem is None else b"")
@@ -239,4 +243,4 @@ async def _bring(link: Any, path: Path) -> None:
         if problem is not None:
             raise problem
         if digest.hexdigest() != path.stem:
-            raise ValueError("what came is not the file that was announced")
+            raise ValueError("the received file has another digest than announced")

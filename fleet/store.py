@@ -1,17 +1,17 @@
-"""Where a batch keeps its results, and what is known of every job: files below a folder, or below an address that
-fsspec knows. A second call reads them and goes on.
+"""Results of a batch and the state of every job, as files in a folder or at an address that fsspec supports.
 
-| file | says |
+| file | content |
 |---|---|
 | `done/<job>.json` | the job is done: its record, written by the worker after its results |
-| `failed/<job>.json` | it is set aside, and why |
-| `tries/<job>.json` | how often it failed, or lost its worker, and is to run again |
-| `results/<job>/...` | what it made |
-| `named/<line> <prompt>.mp4` | a link to that, for people, where a folder holds links |
-| `journal.jsonl` | a line for each job that was decided, for people and scripts; rebuilt from the others |
+| `failed/<job>.json` | the job is set aside, and why |
+| `tries/<job>.json` | how often the job failed or lost its worker; it is to run again |
+| `results/<job>/...` | its results |
+| `named/<line> <prompt>.mp4` | a readable link to a result, if the file system supports links |
+| `journal.jsonl` | a line per finished job, for people and scripts; rebuilt from the others |
 
-The names of a folder are the state, so that starting again lists three folders and reads few files. A file is there
-completely or not at all. Names are relative, with slashes. What cannot be used raises `StoreError`.
+A second run reads these files and continues. The file names are the state, so that a restart lists three folders and
+reads few files. A file is written completely or not at all. Names are relative, with slashes. A location that cannot be
+used raises `StoreError`.
 """
 
 import contextlib
@@ -26,29 +26,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+Document = Mapping[str, Any]  # a JSON object
 DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
 NAMED = "named"
-# How much of a prompt a name has.
+# Characters of a prompt in a link's name.
 MOST_WORDS = 60
 _PARTIAL, _LOCK = ".partial", ".lock"
 _MADE_BY = "comfyui-tpu batch"
-# How often the journal is written again while jobs are decided, and the share of the time that this takes at most.
+# Seconds between rewrites of the journal, and the largest share of the time that they may take.
 _JOURNAL_S, _JOURNAL_SHARE = 5.0, 0.05
 
 
 class StoreError(RuntimeError):
-    """The place of results cannot be used, in a sentence for the user."""
+    """The location of the results cannot be used; the message is a sentence for the user."""
 
 
 def decided(state: str, job: str, line: int, **more: Any) -> dict[str, Any]:
-    """The record of a job that is done or set aside."""
+    """Return the record of a job that is done or set aside.
+
+    state: `DONE` or `FAILED`. job: its id. line: of the batch's file. more: further entries.
+    """
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"job": job, "state": state, "line": line, **more, "ended": ended}
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """BlockingIOError where another process has the folder, or the file, which is made where there is none."""
+    """Lock a folder, or a file, which is created. Raises BlockingIOError if another process holds the lock."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,8 +62,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class LocalFiles:
-    """A folder, with the methods that fsspec's file systems have. A file is on the disk before it has its name, so that
-    a machine that goes away leaves no empty file of this name.
+    """A folder, with the methods of fsspec's file systems.
+
+    A file is flushed to the disk before it gets its name, so that a machine failure leaves no empty file of this name.
     """
 
     def __init__(self, root: Path) -> None:
@@ -98,18 +103,17 @@ class LocalFiles:
 
 
 class BatchStore:
-    """One process drives, and notes what it decides; workers add `results` and `done`. `root` is None at an address.
-    `jobs` are those of which there is a document, by its folder, one at most for each.
-    """
+    """The files of a batch. One process drives it and records decisions; workers add `results` and `done`."""
 
     def __init__(self, location: str) -> None:
         scheme, separator, rest = location.partition("://")
-        self.root: Path | None = None
+        self.root: Path | None = None  # None at an address
         if separator and scheme != "file":
             self.location, self._files = location.rstrip("/"), _files_at(location.rstrip("/"))
         else:
             self.root = Path("/" + rest.lstrip("/")) if separator else Path(location).expanduser().absolute()
             self.location, self._files = str(self.root), LocalFiles(self.root)
+        # The jobs with a document in each folder; a job is in one folder at most.
         self.jobs: dict[str, set[str]] = {DONE: set(), FAILED: set(), TRIES: set()}
         self._journal: dict[tuple[str, str], bytes] = {}  # by job and state
         self._next_journal = 0.0
@@ -124,15 +128,18 @@ class BatchStore:
             ) from error
 
     def read(self, name: str) -> bytes | None:
-        """A file's content; None if there is none."""
+        """Return a file's content, or None if it does not exist."""
         with self._errors(name):
             try:
                 return self._files.cat_file(name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def write(self, name: str, content: bytes | Path | Mapping[str, Any]) -> None:
-        """Makes or replaces a file: of bytes, from a local one, or a `document`."""
+    def write(self, name: str, content: bytes | Path | Document) -> None:
+        """Write or replace a file.
+
+        name: relative. content: bytes, the path of a local file, or a document to be written as JSON.
+        """
         if isinstance(content, Mapping):
             content = json.dumps(content, ensure_ascii=False, indent=2).encode()
         with self._errors(name):
@@ -142,29 +149,30 @@ class BatchStore:
                 self._files.put_file(str(content), name)
 
     def document(self, name: str) -> dict[str, Any]:
-        """What a JSON file says; nothing where there is none, or what is there is damaged."""
+        """Return the content of a JSON file; empty if the file does not exist or is damaged."""
         try:
-            found = json.loads(self.read(name) or b"{}")
+            value = json.loads(self.read(name) or b"{}")
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
     def token(self) -> str:
-        """What only this store holds: by it a worker sees that it writes to the same place."""
+        """Return the random token of this store, by which a worker checks that it writes to the same location."""
         mark = self.document(MARK)
         return str(mark.get("token", "")) if mark.get("made_by") == _MADE_BY else ""
 
-    # -- for the one process that drives -------------------------------------------------------------------------------
+    # -- for the driving process ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def driven(self) -> Iterator[None]:
-        """Entered by the one process that drives: reads the state, and brings the journal up to date after one that was
-        killed. `StoreError` while another does, where that can be seen: at an address no lock is kept.
+        """Open the store as its only driver: read the state, and complete the journal of a killed driver.
+
+        Raises StoreError while another process drives it. Locks do not work at an address, where this is not detected.
         """
         with self._alone() if self.root else contextlib.nullcontext():
             if not self.token():
                 if self.read(MARK):
-                    raise StoreError(f"{self.location} has a {MARK} that is no batch's. Choose another --out.")
+                    raise StoreError(f"{self.location} has a {MARK} of something else. Choose another --out.")
                 self.write(MARK, {"made_by": _MADE_BY, "token": secrets.token_hex(8)})
             for folder in self.jobs:
                 with self._errors(folder), contextlib.suppress(FileNotFoundError):
@@ -180,31 +188,37 @@ class BatchStore:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         assert self.root is not None
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             with self._errors(_LOCK):
                 self.root.mkdir(parents=True, exist_ok=True)
                 try:
-                    held.enter_context(locked(self.root / _LOCK))
+                    stack.enter_context(locked(self.root / _LOCK))
                 except BlockingIOError:
                     raise StoreError(
                         f"another `comfyui-tpu batch` works on {self.root}. Wait for it, end it, or choose another "
                         "--out."
                     ) from None
-            # What killed processes began to write.
+            # Remove incomplete files of killed processes.
             shutil.rmtree(self.root / _PARTIAL, ignore_errors=True)
             yield
 
-    def note(self, folder: str, job: str, document: Mapping[str, Any]) -> None:
-        """What is known of a job from now on: `document`, in `folder`. That of one that is done is there already."""
+    def note(self, folder: str, job: str, document: Document) -> None:
+        """Record the state of a job: its `document` in `folder`. The document of a finished job is already there.
+
+        folder: `DONE`, `FAILED` or `TRIES`. job: its id.
+        """
         if folder != DONE:
             self.write(f"{folder}/{job}.json", document)
         self.forget(job, but=folder)
         self.jobs[folder].add(job)
         if folder != TRIES:
-            self._say(job, folder, document)
+            self._add_to_journal(job, folder, document)
 
     def link(self, line: int, text: str, files: Sequence[str]) -> None:
-        """Links to what a job made, named by its line and the longest text that this sets."""
+        """Create readable links to a job's results, named by its line and the longest text that it sets.
+
+        line: its number. text: its JSON. files: the results.
+        """
         if self.root is None:
             return
         texts = [value for value in json.loads(text).values() if isinstance(value, str)]
@@ -212,13 +226,13 @@ class BatchStore:
         for number, file in enumerate(files, 1):
             name = " ".join(filter(None, (f"{line:04}", words, str(number) if number > 1 else "")))
             link = self.root / NAMED / f"{name}{Path(file).suffix}"
-            with contextlib.suppress(OSError):  # some disks hold no links; the results are where they are
+            with contextlib.suppress(OSError):  # some file systems do not support links
                 link.parent.mkdir(exist_ok=True)
                 link.unlink(missing_ok=True)
                 link.symlink_to(Path("..") / file)
 
     def forget(self, job: str, but: str = "") -> None:
-        """Removes what is known of a job `but` in one folder."""
+        """Remove the documents of a job, except that in the folder `but`."""
         for folder, jobs in self.jobs.items():
             if folder != but and job in jobs:
                 with self._errors(folder), contextlib.suppress(FileNotFoundError):
@@ -227,20 +241,20 @@ class BatchStore:
 
     # -- the journal ---------------------------------------------------------------------------------------------------
 
-    def _say(self, job: str, state: str, record: Mapping[str, Any]) -> None:
+    def _add_to_journal(self, job: str, state: str, record: Document) -> None:
         self._journal[job, state] = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         if time.monotonic() > self._next_journal:
             self._write_journal()
 
     def _write_journal(self) -> None:
-        """As a whole: a store of objects adds nothing to one. A long one takes long, and is written less often."""
-        begun = time.monotonic()
+        """Rewrite the journal, because object stores cannot append. The larger it is, the less often it is written."""
+        started = time.monotonic()
         self.write(JOURNAL, b"".join(self._journal.values()))
         ended = time.monotonic()
-        self._next_journal = ended + max(_JOURNAL_S, (ended - begun) / _JOURNAL_SHARE)
+        self._next_journal = ended + max(_JOURNAL_S, (ended - started) / _JOURNAL_SHARE)
 
     def _rebuild_journal(self) -> None:
-        """Adds lines for jobs that were decided when nobody could say so any more, in place of damaged ones too."""
+        """Add missing and replace damaged lines of the journal, for jobs that a killed driver did not record."""
         for line in (self.read(JOURNAL) or b"").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
@@ -248,18 +262,18 @@ class BatchStore:
         for folder in (DONE, FAILED):
             for job in sorted(self.jobs[folder]):
                 if (job, folder) not in self._journal and (record := self.document(f"{folder}/{job}.json")):
-                    self._say(job, folder, record)
+                    self._add_to_journal(job, folder, record)
 
 
 def _files_at(url: str) -> Any:
-    """What fsspec has below an address."""
+    """Return the fsspec file system below an address."""
     try:
         import fsspec.core
         from fsspec.implementations.dirfs import DirFileSystem
     except ImportError:
         raise StoreError(f"--out {url} is an address; that needs fsspec: pip install 'comfyui-tpu[fleet]'.") from None
     try:
-        files, at = fsspec.core.url_to_fs(url)
+        files, folder = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise StoreError(f"--out {url}: {error}. Install what it names, or choose another --out.") from error
-    return DirFileSystem(at, files)
+        raise StoreError(f"--out {url}: {error}. Install the package it names, or choose another --out.") from error
+    return DirFileSystem(folder, files)

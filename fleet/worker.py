@@ -1,6 +1,4 @@
-"""Runs one job after the other in this process, a child of the driver or an actor of a cluster: models and compiled
-programs stay for the next.
-"""
+"""The process that runs jobs, a child of the driver or an actor of a cluster: models and programs stay loaded."""
 
 import logging
 import shutil
@@ -12,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost, run_workflow
 from ..tpu_runtime.pipeline import Progress, Silent, redact
 from .jobs import mark
 from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Mark, Request, Status
-from .store import DONE, RESULTS, BatchStore, StoreError, decided, locked
+from .store import DONE, RESULTS, BatchStore, Document, StoreError, decided, locked
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +24,15 @@ _PREFIX = "comfyui-tpu-job-"
 
 
 class Cancelled(Exception):
-    """The driver no longer wants the job."""
+    """The driver has cancelled the job."""
 
 
 class WrongFiles(RuntimeError):
-    """This machine's files are not those that the batch is about."""
+    """This machine's files differ from those of the batch."""
 
 
 class JobHost(TerminalHost):
-    """The host of a job: its actor says what runs, and knows whether that is still wanted."""
+    """The host of a job's workflow: its progress is the actor's status."""
 
     def __init__(self, folders: Folders, actor: "Actor") -> None:
         super().__init__(folders)
@@ -44,7 +41,7 @@ class JobHost(TerminalHost):
     def text(self, message: str) -> None:
         self._actor.now = replace(self._actor.now, text=message, done=0, total=0)
 
-    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
         self._actor.now = replace(self._actor.now, done=done, total=total, unit=unit)
 
     def check_cancelled(self) -> None:
@@ -58,7 +55,10 @@ class JobHost(TerminalHost):
 
 
 class Actor:
-    """What the driver calls `name`. It runs one job at a time, and answers meanwhile: methods may be called at once."""
+    """The object that the driver calls, with the worker's `name`.
+
+    It runs one job at a time; other methods answer meanwhile.
+    """
 
     CONCURRENCY = 4
 
@@ -73,31 +73,31 @@ class Actor:
     def cancel(self) -> None:
         self.is_cancelled.set()
 
-    def run(self, request: Request) -> dict[str, Any] | JobFailed:
-        """Runs a job and keeps its results, and its record; whatever goes wrong is said, not raised."""
+    def run(self, request: Request) -> Document | JobFailed:
+        """Run a job, and store its results and record. Errors are returned, not raised."""
         try:
             with self._lock:
                 return self._run(request)
         except Cancelled:
             return JobFailed(error="cancelled", cancelled=True)
-        except Exception as error:  # whatever it is, the driver decides whether it is tried again
+        except Exception as error:  # of any kind: the driver decides whether to try again
             is_known = isinstance(error, OSError | RuntimeError | ValueError)
             log.error("job %s failed", request.job, exc_info=error)
             text = redact(str(error) if is_known else f"{type(error).__name__}: {error}")
             return JobFailed(error=text, fault=self._fault(request, error))
 
     def _fault(self, request: Request, error: Exception) -> str:
-        """Whose fault an error is: the place's where its files cannot be used, or are no longer those of the batch."""
+        """Return the cause of an error: the machine if its files cannot be used or differ from those of the batch."""
         if isinstance(error, OSError | StoreError | WrongFiles | MemoryError):
             return PLACES_FAULT
         try:
             self._compared.clear()
             self._compare(request, Silent())
-        except Exception:  # whatever it is, they are not there as they were
+        except Exception:  # of any kind: the files are not unchanged
             return PLACES_FAULT
         return JOBS_FAULT if isinstance(error, ValueError) else ""
 
-    def _run(self, request: Request) -> dict[str, Any]:
+    def _run(self, request: Request) -> Document:
         store = BatchStore(request.out)
         if store.token() != request.token:
             raise StoreError(
@@ -105,19 +105,19 @@ class Actor:
                 "a folder that all of them share, or an address such as gs://bucket/folder."
             )
         with scratch() as folder:
-            given, made = folder / "input", folder / "output"
-            given.mkdir()
-            made.mkdir()
+            inputs, outputs = folder / "input", folder / "output"
+            inputs.mkdir()
+            outputs.mkdir()
             for name, content in request.files.items():
-                (given / Path(name).name).write_bytes(content)
-            host = JobHost(replace(request.folders, input=given, output=made), self)
+                (inputs / Path(name).name).write_bytes(content)
+            host = JobHost(replace(request.folders, input=inputs, output=outputs), self)
             self._compare(request, host)
             start = time.perf_counter()
             run_workflow(request.workflow, host)
             elapsed_s = time.perf_counter() - start
             host.check_cancelled()
-            paths = sorted(path for path in made.rglob("*") if path.is_file())
-            files = {f"{RESULTS}/{request.job}/{path.relative_to(made).as_posix()}": path for path in paths}
+            paths = sorted(path for path in outputs.rglob("*") if path.is_file())
+            files = {f"{RESULTS}/{request.job}/{path.relative_to(outputs).as_posix()}": path for path in paths}
             for name, path in files.items():
                 store.write(name, path)
         stages = {timing.title: round(timing.elapsed_s, 3) for timing in host.timings}
@@ -130,22 +130,25 @@ class Actor:
         return record
 
     def _compare(self, request: Request, host: Progress) -> None:
-        """Raises `WrongFiles` where this machine's model or LoRA is not the one that the batch is about."""
-        for wanted in request.marks:
-            if wanted in self._compared or wanted.kind not in ("model", "LoRA"):
+        """Raise WrongFiles if a model or LoRA of this machine differs from that of the batch."""
+        for expected in request.marks:
+            if expected in self._compared or expected.kind not in ("model", "LoRA"):
                 continue
-            found = mark(wanted.kind, wanted.name, request.folders, host)
-            if found != wanted:
+            local = mark(expected.kind, expected.name, request.folders, host)
+            if local != expected:
                 raise WrongFiles(
-                    f"the {wanted.kind} {wanted.name} of {socket.gethostname()} is {found.content}, and the batch's is "
-                    f"{wanted.content}. Give both machines the same files."
+                    f"the {expected.kind} {expected.name} of {socket.gethostname()} is {local.content}, and the "
+                    f"batch's is {expected.content}. Give both machines the same files."
                 )
-            self._compared.add(wanted)
+            self._compared.add(expected)
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary folder, locked while this process is there; those of killed ones leave first."""
+    """Create a temporary folder that is locked while this process lives.
+
+    Folders of killed processes are removed first.
+    """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError), locked(left):
             shutil.rmtree(left, ignore_errors=True)

@@ -125,7 +125,7 @@ def goes_away(worker: str, request: Request) -> dict[str, Any]:
 def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
     workers = Inline(["a"], goes_away)
     assert run(workers, 1) == 1 and workers.runs == {1: 12}
-    assert "its worker went away 12 times" in journal(tmp_path)[0]["error"]
+    assert "its worker was lost 12 times" in journal(tmp_path)[0]["error"]
 
 
 def test_failures_are_counted_over_calls(run, tmp_path: Path):

@@ -70,8 +70,10 @@ def test_three_good_machines_and_a_bad_one_do_all(
 
 def test_a_machine_that_fails_rests_for_longer_and_longer(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     rests: list[float] = []
-    failed_on = driver.Driver._failed_on
-    monkeypatch.setattr(driver.Driver, "_failed_on", lambda *given: rests.append(found := failed_on(*given)) or found)
+    blame_worker = driver.Driver._blame_worker
+    monkeypatch.setattr(
+        driver.Driver, "_blame_worker", lambda *given: rests.append(rest := blame_worker(*given)) or rest
+    )
     assert run(Inline(["a"], lambda name, request: broken(request)), 30, "--tiny") == 2
     assert rests == [0.001 * 2**count for count in range(driver.MOST_IN_A_ROW)]
     said = capsys.readouterr()

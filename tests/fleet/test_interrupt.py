@@ -81,7 +81,7 @@ def test_ctrl_c_leaves_no_process_keeps_what_is_done_and_the_next_call_goes_on(t
     assert first.end() == 130
     print(f"stopped after {time.monotonic() - began:.1f} s, in step {done} of {STEPS}: {first.said[-3:]}")
     assert worker == "pretends" or done < STEPS  # whose job would go on for a day
-    assert any("stopping: what runs ends within a step" in said for said in first.said)
+    assert any("stopping: running jobs end within a step" in said for said in first.said)
     assert any("stopped: 1 jobs are done" in said for said in first.said)
     assert children and psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
     (kept,) = results(tmp_path)

@@ -240,7 +240,8 @@ def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path
     recipe = JobTemplate(graph, Folders(), Silent())
     with pytest.raises(ValueError) as error:
         recipe.prepared(line())
-    assert str(error.value) == "TPULoadStage (node 8): in a batch folder must be a whole path, such as /data/stages."
+    problem = "in a batch, folder must be an absolute path, such as /data/stages."
+    assert str(error.value) == f"TPULoadStage (node 8): {problem}"
     named = line(**{"8_folder": str(tmp_path)})
     first = recipe.prepared(named)
     (files,) = (mark for mark in first.marks if mark.kind == "files")

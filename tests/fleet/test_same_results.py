@@ -155,7 +155,7 @@ def test_of_several_machines_one_that_is_there_and_free_is_asked(server: Server,
         graph["6"]["inputs"]["address"] = f"{gone}, {address(other)}, {address(server)}"
         assert frames(graph, Watching(folders)).shape == (5, 80, 112, 3)
         assert not busy.ran and server.stages.ran == "tiny/random-wan21"
-    with pytest.raises(client.RemoteError, match="none of .* is there; the last: nothing listens at"):
+    with pytest.raises(client.RemoteError, match="none of .* can be used; the last: nothing listens at"):
         ask(f"{gone},{address(other)}")
 
 
@@ -292,7 +292,7 @@ def ask(to: str) -> str:
 
 def test_who_has_no_token_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(trust.VARIABLE, "guess")
-    with pytest.raises(client.RemoteError, match="refuses: the token is wrong or missing"):
+    with pytest.raises(client.RemoteError, match="rejected the connection: the token is wrong or missing"):
         ask(address(server))
     monkeypatch.undo()
 
@@ -309,7 +309,7 @@ def test_a_machine_that_is_not_there_and_one_that_goes_away_are_sentences():
                     connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(client.RemoteError, match=f"the connection to 127.0.0.1:{port} broke off"):
+        with pytest.raises(client.RemoteError, match=f"the connection to 127.0.0.1:{port} was lost"):
             ask(f"127.0.0.1:{port}")
     with pytest.raises(client.RemoteError, match=f"nothing listens at 127.0.0.1:{port}. Start `comfyui-tpu serve`"):
         ask(f"127.0.0.1:{port}")

@@ -1,4 +1,4 @@
-"""Stages of a model that another machine runs: what goes over the line, and who asks. Its other end: `fleet/serve.py`.
+"""Client for running a model's stages on another machine. The server is `fleet/serve.py`.
 
-May import `engine`, for what travels between stages.
+May import `engine`, whose stages pass the same values.
 """

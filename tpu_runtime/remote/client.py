@@ -1,6 +1,6 @@
-"""Asks another machine for a model's stages (`comfyui-tpu serve`), as the engine is asked for them here.
+"""Client of `comfyui-tpu serve`: runs a model's stages on another machine, with the engine's interface.
 
-Progress, previews and errors come back while it works. Cancel ends the connection, which ends the work there.
+Progress, previews and errors are received while it works. Cancel closes the connection, which stops the work there.
 """
 
 import functools
@@ -25,19 +25,19 @@ from ..progress import Preview, Progress
 
 log = logging.getLogger(__name__)
 
-# A minute of video at 720p is less; so is any preview.
+# Most bytes of a result, more than a minute of video at 720p; bytes of a chunk.
 _MOST_RESULT, _PIECE = 2**34, 2**20
 _COMMAND = "comfyui-tpu serve"
-# For how long a machine that failed is asked after the others, doubled each time.
+# Seconds for which a failed machine is tried last, doubled with each failure up to the second number.
 _FIRST_REST_S, _LONGEST_REST_S = 10.0, 600.0
 
 
 class RemoteError(RuntimeError):
-    """The other machine is not there, refuses, or failed, in a sentence for the user."""
+    """The other machine is unreachable, rejects the request, or failed; the message is a sentence for the user."""
 
 
 class _Rests:
-    """Which machines failed lately: of all clients of this process."""
+    """Machines that failed recently, shared by all clients of this process."""
 
     def __init__(self) -> None:
         self._until: dict[Address, tuple[float, float]] = {}
@@ -58,19 +58,20 @@ RESTS = _Rests()
 
 
 def parse_all(text: str) -> tuple[Address, ...]:
-    """One address or several, with commas between them; ValueError where one is none, or is not listed."""
-    found = tuple(dict.fromkeys(trust.parse(part) for part in text.split(",")))
-    for address in found:
+    """Parse addresses separated by commas. Raises ValueError if one is invalid or not listed."""
+    addresses = tuple(dict.fromkeys(trust.parse(word) for word in text.split(",")))
+    for address in addresses:
         trust.check_listed(address)
-    return found
+    return addresses
 
 
 class Client:
-    """The stages of models at one of the `addresses`, with the engine's `run`.
+    """The stages of models on one of several machines, with the engine's `run`.
 
-    Of several each stage goes to the one that has least to do, and of these to one that ran the model last; when it is
-    gone or fails, to another. What travels between stages is complete, so that they need not run at the same place.
-    `expected` is the generation that they are of: where a stage runs, programs of the next are compiled behind it.
+    Each stage runs on the machine with the fewest requests, preferably one that ran the model last; if that machine
+    fails, on another. Values passed between stages are complete, so that stages may run on different machines.
+    addresses: of the machines, separated by commas. expected: the generation that follows; its programs are compiled in
+    the background on the machine that runs a stage.
     """
 
     def __init__(self, addresses: str, expected: Expected | None = None) -> None:
@@ -78,28 +79,36 @@ class Client:
         self._expected = expected
 
     def choose(self, family: str, model_id: str, precision: str, progress: Progress) -> str:
-        """The name of the model that `model_id` is on the other machine; ValueError with its sentence if none."""
+        """Return the name of the model that `model_id` means on the other machine. Raises ValueError with its reason.
+
+        family, precision: of the model. progress: of the request.
+        """
         return self._ask("choose", progress, family=family, model_id=model_id, precision=precision)
 
     def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
-        """As the engine runs it; what is to follow goes with it."""
-        one = self._expected
-        following = one and replace(one, model=_described(replace(one.model, loras=())))
+        """Run a stage like the engine. The expected generation is sent with the request.
+
+        stage: its name. model: without its files' paths on this machine. progress: of the request. arguments: of the
+            stage.
+        """
+        following = self._expected
+        following = following and replace(following, model=_describe(replace(following.model, loras=())))
         return self._ask(stage, progress, model, expected=following, **arguments)
 
     def add_lora(self, model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
+        """Return `model` with `lora`, and the other machine's report of the changed weights."""
         changed = replace(model, loras=(*model.loras, lora))
-        return changed, _named(self._ask("report_lora", progress, changed), changed.loras)
+        return changed, _restore_names(self._ask("report_lora", progress, changed), changed.loras)
 
-    def _ask(self, verb: str, progress: Progress, wanted: ModelRef | None = None, **given: Any) -> Any:
-        """One request's result, from the first machine that gives one; else what the last said."""
-        left, errors, loras = list(self.addresses), [], wanted.loras if wanted else ()
-        if wanted is not None:
-            given["model"] = _described(wanted)
-        while found := self._free_one(left, wanted, progress, errors):
-            address, link = found
+    def _ask(self, verb: str, progress: Progress, model: ModelRef | None = None, **arguments: Any) -> Any:
+        """Return the result of the first machine that has one; raise the error of the last machine otherwise."""
+        left, errors, loras = list(self.addresses), [], model.loras if model else ()
+        if model is not None:
+            arguments["model"] = _describe(model)
+        while chosen := self._free_one(left, model, progress, errors):
+            address, link = chosen
             try:
-                link.send(Ask(verb, given), progress.check_cancelled)
+                link.send(Ask(verb, arguments), progress.check_cancelled)
                 result = _result(address, link, progress, loras)
                 RESTS.note(address, is_well=True)
                 return result
@@ -112,37 +121,37 @@ class Client:
             finally:
                 link.close()
         if len(self.addresses) > 1 and isinstance(errors[-1], RemoteError):
-            raise RemoteError(f"none of {', '.join(map(str, self.addresses))} is there; the last: {errors[-1]}")
+            raise RemoteError(f"none of {', '.join(map(str, self.addresses))} can be used; the last: {errors[-1]}")
         raise errors[-1]
 
     def _free_one(
-        self, left: list[Address], wanted: ModelRef | None, progress: Progress, errors: list[Exception]
+        self, left: list[Address], model: ModelRef | None, progress: Progress, errors: list[Exception]
     ) -> tuple[Address, MachineLink] | None:
-        """The machine to ask, which leaves `left`; so do those that do not answer, with their `errors`."""
-        found: dict[Address, tuple[Any, MachineLink]] = {}
+        """Choose and connect a machine, and remove it from `left`, with those that fail, whose `errors` are added."""
+        links: dict[Address, tuple[tuple[int, bool], MachineLink]] = {}
         try:
             for address in sorted(left, key=RESTS.has):
-                if found and RESTS.has(address):
-                    break  # only where no other is there
+                if links and RESTS.has(address):
+                    break  # used only if no other machine is available
                 try:
                     load, link = _open(address, progress)
-                    found[address] = (load.requests, wanted is not None and load.model != wanted.model_id), link
+                    links[address] = (load.requests, model is not None and load.model != model.model_id), link
                 except OSError as failed:  # `Gone` and `Refused` among them
                     left.remove(address)
                     RESTS.note(address, is_well=False)
                     errors.append(_sentence(address, failed))
-            if not found:
+            if not links:
                 return None
-            chosen = min(found, key=lambda address: found[address][0])
+            chosen = min(links, key=lambda address: links[address][0])
             left.remove(chosen)
-            return chosen, found.pop(chosen)[1]
+            return chosen, links.pop(chosen)[1]
         finally:
-            for _, link in found.values():
+            for _, link in links.values():
                 link.close()
 
 
 def _open(address: Address, progress: Progress) -> tuple[Load, MachineLink]:
-    """A link to a machine, and what it says of itself."""
+    """Connect to a machine. Also returns its load."""
     link = connect(address, {"source": versions.source_digest()}, progress.check_cancelled)
     try:
         return link.receive((Load,), progress.check_cancelled), link
@@ -152,12 +161,12 @@ def _open(address: Address, progress: Progress) -> tuple[Load, MachineLink]:
 
 
 def _result(address: Address, link: MachineLink, progress: Progress, loras: Sequence[Lora]) -> Any:
-    """Shows what comes back, and sends the files that are not there, up to the result."""
+    """Return the result of a request; meanwhile show progress, and send the files that the other machine lacks."""
     expected = (Failed, NeedFile, Result, Step, Text)
     while True:
         message = link.receive(expected, progress.check_cancelled, most_bytes=_MOST_RESULT)
         if isinstance(message, Text):
-            progress.text(_named(message.text, loras))
+            progress.text(_restore_names(message.text, loras))
         elif isinstance(message, Step):
             latents = message.latents
             preview = None if latents is None else Preview(latent_format=message.latent_format, sample=latents.float)
@@ -167,16 +176,16 @@ def _result(address: Address, link: MachineLink, progress: Progress, loras: Sequ
         elif isinstance(message, Result):
             return message.value
         else:
-            text = _named(message.text, loras)
+            text = _restore_names(message.text, loras)
             kinds: Mapping[str, Callable[[str], Exception]] = {"ValueError": ValueError, "OutOfMemory": OutOfMemory}
             raise kinds.get(message.kind, lambda text: RemoteError(f"{address}: {text}"))(text)
 
 
 def _send(address: Address, link: MachineLink, digest: str, progress: Progress, loras: Sequence[Lora]) -> None:
-    """A LoRA's file, one of those that the request is about."""
+    """Send the file of a LoRA of the request."""
     path = next((Path(lora.path) for lora in loras if _digest(lora) == digest), None)
     if path is None:
-        raise RemoteError(f"{address} asks for a file that is none of this model's LoRAs.")
+        raise RemoteError(f"{address} asks for a file that is not one of this model's LoRAs.")
     progress.text(f"Sending {path.name} to {address}")
     with path.open("rb") as file:
         link.send(File(os.fstat(file.fileno()).st_size), progress.check_cancelled)
@@ -185,31 +194,32 @@ def _send(address: Address, link: MachineLink, digest: str, progress: Progress, 
 
 
 def _sentence(address: Address, error: Exception) -> RemoteError:
-    """Why a machine cannot be asked, or not any more."""
+    """Return an error that explains why a machine cannot be used."""
     if isinstance(error, Refused):
-        return RemoteError(f"{address} refuses: {error}")
+        return RemoteError(f"{address} rejected the connection: {error}")
     if isinstance(error, TimeoutError):
-        return RemoteError(f"{address} does not answer. Is the machine there, and does `{_COMMAND}` run on it?")
+        return RemoteError(f"{address} does not answer. Is the machine on, and does `{_COMMAND}` run on it?")
     if isinstance(error, ConnectionRefusedError):
         return RemoteError(
             f"nothing listens at {address}. Start `{_COMMAND}` there; from elsewhere it is reached through an ssh "
             "tunnel, or with --host."
         )
     return RemoteError(
-        f"the connection to {address} broke off ({error}). Look at what `{_COMMAND}` printed there, and queue again."
+        f"the connection to {address} was lost ({error}). Look at the output of `{_COMMAND}` there, and queue again."
     )
 
 
-def _named(text: str, loras: Sequence[Lora]) -> str:
-    """A text of the other machine, which knows LoRAs by their digests, with their own names."""
+def _restore_names(text: str, loras: Sequence[Lora]) -> str:
+    """Replace the digests of LoRAs in a text of the other machine by their names."""
     for lora in loras:
         text = text.replace(f"{_digest(lora)}.safetensors", Path(lora.path).name)
     return text
 
 
-def _described(model: ModelRef) -> ModelRef:
-    """As another machine knows it: LoRAs by their digests, and nothing of where files are here."""
-    return replace(model, address="", folders=(), loras=tuple(replace(one, path=_digest(one)) for one in model.loras))
+def _describe(model: ModelRef) -> ModelRef:
+    """Return the model for another machine: LoRAs by digest, without paths of this machine."""
+    loras = tuple(replace(lora, path=_digest(lora)) for lora in model.loras)
+    return replace(model, address="", folders=(), loras=loras)
 
 
 def _digest(lora: Lora) -> str:
