@@ -47,7 +47,7 @@ def test_three_stages_in_three_processes_give_the_frames_of_one_run(tmp_path: Pa
     *timed, compiled = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in timed] == [
         "TPU Model Loader",
-        "Wan 2.1 Text Encoder (TPU)",
+        "Wan 2.1 TPU Text Encoder",
         "Wan 2.1 TPU Sampler",
         "Wan 2.1 TPU VAE Decoder",
         "Create Video",
