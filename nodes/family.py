@@ -179,7 +179,7 @@ def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
         Output(
             name="negative_prompt_embeds",
             type="CONDITIONING",
-            tooltip="The encoded negative prompt; nothing where the model has no use for it.",
+            tooltip="The encoded negative prompt; empty if the model does not use one.",
         ),
     )
     return _stage_node(
@@ -196,15 +196,15 @@ def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
 
 def image_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
     """The node for `spec`, a model that takes an image, or references."""
-    verb = "look at" if spec.pictures.are_references else "start from"
+    images = "reference images" if spec.pictures.are_references else "the start image"
     return _stage_node(
         spec,
         "image",
         "ImageEncoder",
         f"{label} TPU Image Encoder",
         inputs,
-        description=f"Encodes what {spec.title} is to {verb}, on the TPU.",
-        outputs=(Output(name="condition", type="TPU_CONDITION", tooltip="The encoded picture, for the sampler."),),
+        description=f"Encodes {images} for {spec.title} on the TPU.",
+        outputs=(Output(name="condition", type="TPU_CONDITION", tooltip="The encoded image, for the sampler."),),
         run=partial(_encode_references if spec.pictures.are_references else _encode_image, spec),
     )
 
@@ -219,8 +219,10 @@ def sampler(
     """
     newest = (named.of_name(spec, name) for name in named.newest(spec, inputs))
     outputs = (
-        Output(name="latents", type="LATENT", tooltip="For the VAE decoder; in ComfyUI's own layout."),
-        Output(name="num_frames", type="INT", tooltip="Number of video frames the latents hold."),
+        Output(
+            name="latents", type="LATENT", tooltip="The denoised latents, for a VAE decoder; in ComfyUI's own layout."
+        ),
+        Output(name="num_frames", type="INT", tooltip="Number of video frames in the latents."),
     )
     return _stage_node(
         spec,
@@ -229,7 +231,7 @@ def sampler(
         f"{label} TPU Sampler",
         (*inputs, *PART),
         more=(named.LATENTS, *(named.own_size(spec, name) for name in sizes), *newest),
-        description=f"Denoises with {spec.title} on the TPU, from random noise to latents.",
+        description=f"Denoises latents with {spec.title} on the TPU, starting from random noise.",
         outputs=outputs[:1] if spec.is_image else outputs,
         run=partial(_sample, spec, image_spec or spec),
     )
@@ -237,7 +239,7 @@ def sampler(
 
 def _frames_outputs(spec: ModelSpec) -> tuple[Output, ...]:
     if spec.is_image:
-        return (Output(name="image", type="IMAGE", tooltip="The picture."),)
+        return (Output(name="image", type="IMAGE", tooltip="The image."),)
     return (
         Output(name="frames", type="IMAGE", tooltip="The video's frames."),
         # Create Video takes a FLOAT, and ComfyUI does not link an INT to it.
@@ -252,7 +254,7 @@ def decoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
         "TPUVAEDecoder",
         f"{label} TPU VAE Decoder",
         inputs,
-        description=f"Turns latents of {spec.title} into {'a picture' if spec.is_image else 'frames'} on the TPU.",
+        description=f"Decodes latents of {spec.title} to {'an image' if spec.is_image else 'video frames'} on the TPU.",
         outputs=_frames_outputs(spec),
         run=partial(_decode, spec),
     )
@@ -296,7 +298,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         id=f"{spec.family}TPUPipeline",
         title=f"{label} TPU Full Pipeline",
         category=f"TPU/{spec.category}",
-        description=f"{spec.title} from prompt to {'picture' if spec.is_image else 'video'}: all stages in one node.",
+        description=f"{spec.title} from prompt to {'image' if spec.is_image else 'video'}: all stages in one node.",
         inputs=tuple(
             replace(i, optional=True) if i.name == "image" and not named.needs_picture(spec) else i
             for i in named.of_names(spec, (*inputs, *named.newest(spec, inputs)))

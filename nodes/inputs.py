@@ -52,57 +52,55 @@ def _recipe(tooltip: str) -> Entry:
 _SHIFT = Entry(tooltip="Shift of the noise schedule: higher spends more steps on composition.", optional=True)
 
 ENTRIES = {
-    "prompt": Entry(tooltip="What to generate."),
+    "prompt": Entry(tooltip="Description of the result."),
     "negative_prompt": Entry(
-        tooltip="What to avoid. Used when guidance_scale is above 1.",
-        unguided="What to avoid, for a model of this family that is guided by it; {title} is not. "
-        "Used when guidance_scale is above 1.",
-        origin=" What stands here from the start is the makers' own, as they publish it; any language will do.",
+        tooltip="Content to avoid; used when guidance_scale is above 1.",
+        unguided="Content to avoid; used when guidance_scale is above 1. {title} does not support it; other models of "
+        "this family do.",
+        origin=" Default: the model authors' published negative prompt; any language works.",
     ),
     "prompt_embeds": Entry(tooltip="The encoded prompt: the text encoder's first output.", socket="CONDITIONING"),
     "negative_prompt_embeds": Entry(
         tooltip="The encoded negative prompt: the text encoder's second output. Needed when guidance_scale is above 1.",
         socket="CONDITIONING",
         optional=True,
-        unguided="The encoded negative prompt: the text encoder's second output, for a model that is guided by it; "
-        "{title} is not. Needed when guidance_scale is above 1.",
+        unguided="The encoded negative prompt: the text encoder's second output; needed when guidance_scale is above "
+        "1. {title} does not support it; other models of this family do.",
     ),
-    "latents": Entry(tooltip="What the sampler gave. Height, width and frames are taken from it.", socket="LATENT"),
+    "latents": Entry(tooltip="The sampler's output. Sets height, width and number of frames.", socket="LATENT"),
     "image": Entry(
-        tooltip="The picture that the video starts from. Only the first of several is used.",
+        tooltip="The image that the video starts from. Only the first image of a batch is used.",
         socket="IMAGE",
-        references="Pictures for the model to look at, each of its own: what they show may appear in the result.",
+        references="Reference images. Their content may appear in the result.",
     ),
     "last_image": Entry(
-        tooltip="The picture that the video ends with. Wan 2.1 FLF2V needs it, Wan 2.2 I2V can do without, others "
-        "take none. Only the first of several is used.",
+        tooltip="The image that the video ends with; only the first image of a batch is used. Required by Wan 2.1 "
+        "FLF2V, optional for Wan 2.2 I2V, not supported by other models.",
         socket="IMAGE",
         optional=True,
     ),
     "resize": Entry(
-        tooltip="How a picture of another shape is fitted: crop fills the frame and cuts what is over, fit shows the "
-        "whole picture with bars beside it.",
+        tooltip="How to fit an image with another aspect ratio: crop fills the frame and trims the edges; fit adds "
+        "black bars.",
         optional=True,
     ),
     "condition": Entry(
-        tooltip="The encoded picture: the image encoder's output.",
+        tooltip="The encoded image: the image encoder's output.",
         socket="TPU_CONDITION",
-        references="Encoded references: the image encoder's output. Optional.",
+        references="Encoded reference images: the image encoder's output. Optional.",
     ),
     "model_id": Entry(
         tooltip="A Hugging Face repository, a folder in diffusers layout, the name of a folder under "
-        "models/diffusers, or {tiny} (a built-in miniature). A connected model takes its place. This "
-        "family's: {choices}.",
+        "models/diffusers, or {tiny} (a built-in tiny model); a connected model overrides it. Models of this "
+        "family: {choices}.",
         optional=True,
     ),
     "model": Entry(
-        tooltip="A model from TPU Model Loader; it takes the place of model_id and precision.",
-        socket="TPU_MODEL",
-        optional=True,
+        tooltip="A model from TPU Model Loader. Overrides model_id and precision.", socket="TPU_MODEL", optional=True
     ),
     "precision": _recipe(
-        "Number format of the weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow; mixed is "
-        "bfloat16 with the encoders of pictures in float32."
+        "Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow; mixed is "
+        "bfloat16 with image encoders in float32."
     ),
     "height": Entry(tooltip="Height of the result in pixels."),
     "width": Entry(tooltip="Width of the result in pixels."),
@@ -113,8 +111,8 @@ ENTRIES = {
         "and a step costs half."
     ),
     "guidance_scale_2": Entry(
-        tooltip="guidance_scale of the second expert, which refines what the first has composed. 0 is the same "
-        "as guidance_scale. Models with one expert leave it aside.",
+        tooltip="guidance_scale of the second expert, which refines the first one's composition. 0 is the same as "
+        "guidance_scale; ignored by models with one expert.",
         optional=True,
     ),
     "seed": Entry(tooltip="The same seed and settings give the same result."),
@@ -122,60 +120,60 @@ ENTRIES = {
     "shift": _SHIFT,
     "fps": Entry(tooltip="Frames per second of the video.", optional=True),
     "quality": Entry(
-        tooltip="How exactly the denoiser computes. Leave it at exact, which is what the makers' own code does. int8 "
-        "is faster, with half the memory for weights, and its result is close. int8+sparse, of Wan and "
-        "HunyuanVideo, is faster again, and its video is another. docs/quality.md says how far each is off.",
+        tooltip="Exactness of the denoiser: exact, the default, follows the model authors' code; int8 is faster, needs "
+        "half the memory for weights and stays close. int8+sparse (Wan, HunyuanVideo) is faster still, but gives a "
+        "different video; docs/quality.md has the differences.",
         optional=True,
     ),
     "step_cache": _recipe(
-        "Reuses most of the denoiser's work at some steps: faster, and only nearly the same video. For 20 steps or "
-        "more: with few there is nothing to reuse."
+        "Reuse most of the denoiser's work at some steps: faster, with nearly the same video. For 20 steps or more."
     ),
     "cache_threshold": _recipe(
-        "How much error may add up before a step runs whole (MagCache): 0.06 leaves out nearly half of 50 steps. Where "
-        "it may be 0, that is DeepCache instead, by cache_start, cache_end and cache_interval. For step_cache."
+        "MagCache error limit for step_cache; higher skips more steps (0.06: nearly half of 50). 0 selects DeepCache, "
+        "with cache_start, cache_end and cache_interval, on models that support it."
     ),
     "cache_start": _recipe(
-        "The first step that later ones reuse, counted from 0. All before it run whole. For step_cache."
+        "First step whose work later steps reuse, counted from 0; earlier steps run in full. For step_cache."
     ),
-    "cache_end": _recipe("From this step on all run whole again. For step_cache."),
-    "cache_interval": _recipe("Between the two, every how many steps one runs whole. For step_cache."),
+    "cache_end": _recipe("First step from which all steps run in full again. For step_cache."),
+    "cache_interval": _recipe(
+        "Number of steps from one full step to the next, between cache_start and cache_end. For step_cache."
+    ),
     "scheduler": _recipe(
-        "The solver, which takes the noise away step by step. Leave it at checkpoint, what the model names; another is "
-        "for distilled models and LoRAs whose makers name it; docs/few_steps.md has these."
+        "Solver that removes the noise step by step. The default, checkpoint, is the model's own; change it for "
+        "distilled models and LoRAs that name another (docs/few_steps.md)."
     ),
     "sigmas": _recipe(
-        "The noise levels that the scheduler starts from, one for each step, such as 1, 0.75, 0.5, 0.25, as the "
-        "makers of distilled models publish them. The scheduler shifts them. They take the place of "
-        "num_inference_steps; empty is the scheduler's own."
+        "Noise levels, one for each step, such as 1, 0.75, 0.5, 0.25, as published for distilled models; the scheduler "
+        "shifts them. They override num_inference_steps; empty is the scheduler's own."
     ),
     "high_noise_steps": _recipe(
-        "How many steps the first of two experts runs. 0 is as many as the checkpoint says. Models "
-        "with one expert leave it aside."
+        "Number of steps of the first of two experts. 0 is the checkpoint's own; ignored by models with one expert."
     ),
-    "start_step": _recipe("The first step to run, counted from 0. Above 0 it goes on from latents."),
+    "start_step": _recipe("First step to run, counted from 0. Above 0, sampling continues from latents."),
     "end_step": _recipe(
-        "The step to stop before, for another sampler to go on from there: 12 of 20 leaves it eight. Leave it at 0, "
-        "which runs to the end. docs/few_steps.md has two samplers in a row."
+        "Stop before this step, so that another sampler can continue: 12 of 20 leaves 8 steps. 0, the default, runs to "
+        "the end; docs/few_steps.md shows two samplers in a row."
     ),
     "add_noise": _recipe(
-        "Whether noise of the start step is added to latents. Turn it off to go on from latents that "
-        "another sampler returned with leftover noise."
+        "Add the start step's noise to latents. Turn it off to continue from latents that another sampler returned "
+        "with leftover noise."
     ),
     "return_with_leftover_noise": _recipe(
-        "Whether latents keep the noise that is left after end_step, for another sampler. A "
-        "TPU sampler with the same numbers then goes on as if one had run all steps."
+        "Keep the noise that is left after end_step in the latents, for another sampler. A TPU sampler with the same "
+        "settings then continues as if one sampler had run all steps."
     ),
     "use_dynamic_cfg": _recipe(
-        "Guidance changes from step to step, between 1 and guidance_scale + 1: recommended with "
-        "CogVideoXDPMScheduler, not with CogVideoXDDIMScheduler."
+        "Vary guidance from step to step, between 1 and guidance_scale + 1. Recommended with CogVideoXDPMScheduler, "
+        "not with CogVideoXDDIMScheduler."
     ),
 }
 # Of samplers: what they may go on from.
 LATENTS = Input(
     name="latents",
     type=ENTRIES["latents"].socket,
-    tooltip="Latents of the sampler's size to go on from, as another sampler's. Without them it begins with noise.",
+    tooltip="Latents of the same size to continue from, for example another sampler's output. If not connected, "
+    "sampling starts from noise.",
     optional=True,
 )
 # Recipes of distilled models, for flow models; and of those with two experts.
@@ -262,7 +260,7 @@ def own_size(spec: ModelSpec, name: str) -> Input:
     """A number of the video's size, for a sampler that takes it from the encoded picture, if there is one."""
     declared = of_name(spec, name)
     check: Callable[[Any], None] = partial(spec.check_input, name)
-    tooltip = f"{declared.tooltip} 0 is the encoded picture's; without a picture, the model's own."
+    tooltip = f"{declared.tooltip} 0 is the encoded image's, or the model's own without an image."
     return replace(
         declared, default=0, low=0, step=1, optional=True, tooltip=tooltip,
         check=lambda value: check(value) if value else None,

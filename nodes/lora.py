@@ -50,8 +50,8 @@ def _modified(folders: Folders, *, lora_name: str, **_: object) -> Hashable:
 LOADER = Node(
     id="TPULoraLoader",
     title="TPU LoRA Loader",
-    description="Adds a LoRA to a model: connect several in a row for several. They are merged into the weights on the "
-    "TPU, exactly, when the model next runs; another strength compiles and loads nothing else.",
+    description="Adds a LoRA to a model; chain nodes to add several. LoRAs are merged into the weights on the TPU, "
+    "exactly, at the next run; a change of strength recompiles and reloads nothing else.",
     inputs=(
         Input(name="model", type="TPU_MODEL", tooltip="From TPU Model Loader, or another TPU LoRA Loader."),
         Input(
@@ -59,8 +59,8 @@ LOADER = Node(
             type="COMBO",
             default="",
             files="loras",
-            tooltip="A .safetensors file in models/loras: a LoRA, LoHa, LoKr or DoRA, or whole differences, with "
-            "diffusers', PEFT's, kohya's or the makers' names.",
+            tooltip="A .safetensors file in models/loras: LoRA, LoHa, LoKr, DoRA or full weight differences. Key names "
+            "may be those of diffusers, PEFT, kohya or the model authors.",
         ),
         Input(
             name="strength",
@@ -69,7 +69,7 @@ LOADER = Node(
             low=-_HIGH,
             high=_HIGH,
             step=0.01,
-            tooltip="How much of it. 0 is the model as it is; below 0 is the opposite.",
+            tooltip="LoRA strength. 0 disables it; negative values invert it.",
         ),
         Input(
             name="expert",
@@ -77,13 +77,13 @@ LOADER = Node(
             default=LORA_EXPERTS[0],
             options=LORA_EXPERTS,
             optional=True,
-            tooltip="Of a model with two denoisers (Wan 2.2) which gets it: that of high noise, which runs first, that "
-            "of low noise, or both.",
+            tooltip="Which denoiser gets the LoRA, for models with two (Wan 2.2): high noise, which runs first, low "
+            "noise, or both.",
         ),
     ),
     outputs=(
         Output(name="model", type="TPU_MODEL", tooltip="The model with the LoRA, for the family's nodes."),
-        Output(name="report", type="STRING", tooltip="What of the file applies, and what does not."),
+        Output(name="report", type="STRING", tooltip="Which parts of the file apply, and which do not."),
     ),
     check=find,
     checks=("lora_name",),

@@ -13,7 +13,7 @@ _FAMILY = Input(
     type="COMBO",
     default=SPECS[0].family,
     options=tuple(dict.fromkeys(spec.family for spec in SPECS)),
-    tooltip="The model's family: the nodes it is for.",
+    tooltip="Family of the model. Must be that of the nodes it is connected to.",
 )
 _PRECISION = Input(
     name="precision",
@@ -22,8 +22,7 @@ _PRECISION = Input(
     options=CHOICES,
     optional=True,
     advanced=True,
-    tooltip="Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow; mixed is "
-    "bfloat16 with the encoders of pictures in float32.",
+    tooltip=inputs.ENTRIES["precision"].tooltip,
 )
 _QUALITY = Input(
     name="quality",
@@ -32,18 +31,18 @@ _QUALITY = Input(
     options=QUALITIES,
     optional=True,
     advanced=True,
-    tooltip="Of samplers that ask for none of their own, and of ComfyUI's own: exact, or faster and nearly the same: "
-    "int8, and for Wan and HunyuanVideo int8+sparse, whose videos are others. The samplers' own says what each costs.",
+    tooltip="Default quality for samplers that do not set one, including ComfyUI's own. int8 is faster and stays "
+    "close; int8+sparse (Wan, HunyuanVideo) is faster still, but gives a different video.",
 )
 # A part that is not chosen: it comes with the others, or from ComfyUI's folders.
 AUTO = "auto"
 # Parts of a model in files of their own, with ComfyUI's folder for each, in the order in which a model id has them.
 PARTS = {
-    "low_noise_model": ("diffusion_models", "Of a model of two denoisers, the file of the one for low noise."),
-    "text_encoder": ("text_encoders", "The file of the text encoder."),
-    "text_encoder_2": ("text_encoders", "Of a model with two, the file of the second text encoder."),
-    "vae": ("vae", "The file of the VAE, or of a light decoder such as taew2_1: faster, and not exact."),
-    "image_encoder": ("clip_vision", "The file of the image encoder, for models that see a picture."),
+    "low_noise_model": ("diffusion_models", "File of the low-noise denoiser, for models with two."),
+    "text_encoder": ("text_encoders", "File of the text encoder."),
+    "text_encoder_2": ("text_encoders", "File of the second text encoder, for models with two."),
+    "vae": ("vae", "File of the VAE, or of a light decoder such as taew2_1 (faster, not exact)."),
+    "image_encoder": ("clip_vision", "File of the image encoder, for models that take an image."),
 }
 
 
@@ -88,12 +87,12 @@ def catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Any]]:
 
 _MODEL = Output(name="model", type="TPU_MODEL", tooltip="For the `model` input of the family's nodes.")
 
-_ON_TPU = "which runs on the TPU, and is made when it is used."
+_ON_TPU = "runs on the TPU, created on first use."
 _CORE = (
-    Output(name="MODEL", type="MODEL", tooltip=f"For KSampler and alike: ComfyUI's own, {_ON_TPU}"),
-    Output(name="CLIP", type="CLIP", tooltip=f"For CLIPTextEncode and alike: ComfyUI's own, {_ON_TPU}"),
-    Output(name="VAE", type="VAE", tooltip=f"For VAEDecode, VAEEncode and alike: ComfyUI's own, {_ON_TPU}"),
-    Output(name="MODEL, low noise", type="MODEL", tooltip="Of a model with two denoisers, that for low noise."),
+    Output(name="MODEL", type="MODEL", tooltip=f"For KSampler and other ComfyUI samplers; {_ON_TPU}"),
+    Output(name="CLIP", type="CLIP", tooltip=f"For CLIPTextEncode and similar nodes; {_ON_TPU}"),
+    Output(name="VAE", type="VAE", tooltip=f"For VAEDecode, VAEEncode and similar nodes; {_ON_TPU}"),
+    Output(name="MODEL, low noise", type="MODEL", tooltip="The low-noise denoiser, for models with two."),
 )
 
 
@@ -124,8 +123,8 @@ def _choose_remote(
 LOADER = Node(
     id="TPUModelLoader",
     title="TPU Model Loader",
-    description="Names one model for several nodes, this pack's or ComfyUI's own. Weights are read where and when "
-    "they are used.",
+    description="Selects one model for several nodes, this pack's or ComfyUI's own. Weights are loaded when they are "
+    "first used.",
     inputs=(
         Input(
             name="model_id",
@@ -134,8 +133,8 @@ LOADER = Node(
             options=tuple(spec.published.hub_id for spec in SPECS),
             files="models",
             tooltip="A Hugging Face repository, a folder under models/diffusers, a file under models/diffusion_models "
-            "or models/checkpoints, or a built-in miniature. Another id, or a path, can be typed; files are joined "
-            f"with{runtime.SEPARATOR}. Miniatures: {', '.join(spec.miniature.id for spec in SPECS)}.",
+            f"or models/checkpoints, or a built-in tiny model ({', '.join(spec.miniature.id for spec in SPECS)}). "
+            f"Other ids and paths can be typed; join files with '{runtime.SEPARATOR}'.",
         ),
         _FAMILY,
         _PRECISION,
@@ -148,7 +147,7 @@ LOADER = Node(
                 files=folder,
                 optional=True,
                 advanced=True,
-                tooltip=f"{text} {AUTO}: what model_id has, or the file in models/{folder} that fits.",
+                tooltip=f"{text} {AUTO}: the file of model_id, or one in models/{folder} that matches.",
             )
             for name, (folder, text) in PARTS.items()
         ),
@@ -165,22 +164,22 @@ LOADER = Node(
 REMOTE = Node(
     id="TPURemote",
     title="TPU Remote",
-    description="Names one model, as TPU Model Loader does, whose stages another machine runs: one with "
-    "`comfyui-tpu serve`. Previews, progress and errors come back, and Cancel ends the work there.",
+    description="Selects one model, as TPU Model Loader does, and runs its stages on another machine with "
+    "`comfyui-tpu serve`. Previews, progress and errors are sent back; Cancel stops the work there.",
     inputs=(
         Input(
             name="address",
             type="STRING",
             default="127.0.0.1:8190",
-            tooltip="HOST:PORT where `comfyui-tpu serve` listens; of several, with commas between, each stage goes "
-            "to one that is free. The owner of this machine must have listed them, in "
-            "~/.config/comfyui-tpu/remotes or the environment variable COMFYUI_TPU_REMOTES.",
+            tooltip="HOST:PORT of `comfyui-tpu serve`; with several, separated by commas, each stage goes to a free "
+            "one. The owner of this machine must list them in ~/.config/comfyui-tpu/remotes or the environment "
+            "variable COMFYUI_TPU_REMOTES.",
         ),
         Input(
             name="model_id",
             type="STRING",
             default=SPECS[0].published.hub_id,
-            tooltip="As the other machine knows it: a Hugging Face repository, a folder there, a built-in miniature.",
+            tooltip="A Hugging Face repository, a folder on the other machine, or a built-in tiny model.",
         ),
         _FAMILY,
         _PRECISION,

@@ -19,12 +19,12 @@ _FOLDER = Input(
     tooltip="Folder of the stage files, inside ComfyUI's output folder.",
 )
 _MODEL = Input(name="model", type="TPU_MODEL", tooltip="The model the stages belong to, from TPU Model Loader.")
-_OF_ALL = "The model to compile for the sizes below. Without one, all samplers of this workflow count, with their own."
+_OF_ALL = "Model to compile for the sizes below. If not connected, compiles for all samplers of this workflow."
 _STAGES = (
     ("prompt_embeds", "CONDITIONING", "The encoded prompt."),
     ("negative_prompt_embeds", "CONDITIONING", "The encoded negative prompt."),
-    ("latents", "LATENT", "What the sampler gave."),
-    ("condition", "TPU_CONDITION", "The encoded picture. It is saved with the prompt, in one file."),
+    ("latents", "LATENT", "The sampler's output."),
+    ("condition", "TPU_CONDITION", "The encoded image. It is saved with the prompt, in one file."),
 )
 _STAGE_OUTPUTS = tuple(Output(name=name, type=kind, tooltip=text) for name, kind, text in _STAGES)
 
@@ -181,8 +181,8 @@ _SIZES = (
 SAVE_STAGE = Node(
     id="TPUSaveStage",
     title="TPU Save Stage",
-    description="Writes encoded prompts and latents to a folder, so that another run or machine can go on from there. "
-    "What comes in also goes out.",
+    description="Writes encoded prompts and latents to a folder, so that another run or machine can continue from "
+    "there. Passes its inputs through.",
     # In the order of the outputs, and `model` after them: so the page bypasses the node without mixing the prompts up.
     inputs=(
         _FOLDER,
@@ -199,7 +199,8 @@ SAVE_STAGE = Node(
 LOAD_STAGE = Node(
     id="TPULoadStage",
     title="TPU Load Stage",
-    description="Reads what TPU Save Stage, or `comfyui-tpu encode` and `denoise`, wrote to a folder.",
+    description="Reads encoded prompts and latents from a folder, as TPU Save Stage or `comfyui-tpu encode` and "
+    "`denoise` wrote them.",
     inputs=(_FOLDER, _MODEL),
     outputs=_STAGE_OUTPUTS,
     check=_stage_folder,
@@ -211,20 +212,20 @@ LOAD_STAGE = Node(
 FREE_MEMORY = Node(
     id="TPUFreeMemory",
     title="TPU Free Memory",
-    description="Unloads every model of this pack from the TPU when the workflow comes by; what comes in goes out. Not "
-    "needed before switching models: what is least used leaves by itself.",
-    inputs=(Input(name="anything", type="*", tooltip="Anything: the memory is freed once this is there."),),
-    outputs=(Output(name="anything", type="*", tooltip="What came in."),),
+    description="Unloads all TPU models when it runs and passes its input through. Not needed to switch models: the "
+    "least recently used one is unloaded automatically.",
+    inputs=(Input(name="anything", type="*", tooltip="Any value. Memory is freed when it arrives."),),
+    outputs=(Output(name="anything", type="*", tooltip="The input, unchanged."),),
     run=_free,
 )
 
 WARMUP = Node(
     id="TPUWarmup",
     title="TPU Warmup",
-    description="Compiles the programs that this workflow's samplers need, or a model for a size, without loading "
-    "weights or generating: a run then starts at once, also after a restart.",
+    description="Compiles the programs of this workflow's samplers, or of one model and size, without loading weights "
+    "or generating. Later runs then start at once, even after a restart.",
     inputs=(replace(_MODEL, optional=True, tooltip=_OF_ALL), *_SIZES),
-    outputs=(Output(name="report", type="STRING", tooltip="What was compiled."),),
+    outputs=(Output(name="report", type="STRING", tooltip="The compiled programs, as text."),),
     run=_warmup,
     is_output=True,
     fingerprint=_never_the_same,
@@ -233,8 +234,8 @@ WARMUP = Node(
 PLAN = Node(
     id="TPUPlan",
     title="TPU Plan",
-    description="Compiles a model's real programs for a TPU, here or anywhere else, and reports whether they fit its "
-    "memory and how long the compiler predicts a generation to take. Needs no TPU and no weights, but minutes.",
+    description="Compiles a model's real programs for a described TPU and reports whether they fit in memory, and the "
+    "predicted time of a generation. Takes minutes; needs neither a TPU nor weights.",
     inputs=(
         Input(
             name="model_name",
@@ -247,22 +248,22 @@ PLAN = Node(
             name="topology",
             type="STRING",
             default="v6e:2x4",
-            tooltip="The TPU: generation and chips, such as v6e:2x4 (or v6e-8), v5p:2x2x1, v5e:2x2, v4:2x2x1.",
+            tooltip="TPU generation and chips, such as v6e:2x4 (or v6e-8), v5p:2x2x1, v5e:2x2, v4:2x2x1.",
         ),
         *_SIZES,
     ),
-    outputs=(Output(name="report", type="STRING", tooltip="A readable report, for a node that shows text."),),
+    outputs=(Output(name="report", type="STRING", tooltip="The report, for a node that shows text."),),
     run=_plan,
 )
 
 COMPARE = Node(
     id="TPUCompare",
     title="TPU Compare",
-    description="Puts the frames of up to four results next to each other under their labels, or some frames of each "
-    "on one sheet: for Save Video, Save Animated WEBP or Save Image.",
+    description="Shows up to four results side by side under labels, or frames of each on one contact sheet. Connect "
+    "Save Video, Save Animated WEBP or Save Image.",
     inputs=(
         *(
-            Input(name=name, type="IMAGE", tooltip="Frames of a result, or a picture.", optional=index > 0)
+            Input(name=name, type="IMAGE", tooltip="Frames of a result, or an image.", optional=index > 0)
             for index, name in enumerate(_RESULTS)
         ),
         Input(
@@ -270,15 +271,14 @@ COMPARE = Node(
             type="COMBO",
             default=_BESIDE,
             options=(_BESIDE, _SHEET),
-            tooltip="side by side gives frames as long as the longest result; contact sheet gives one picture.",
+            tooltip="side by side gives as many frames as the longest result; contact sheet gives one image.",
         ),
         Input(
             name="labels",
             type="STRING",
             default="",
             optional=True,
-            tooltip="What stands above each result, in their order, with commas between: exact, int8. Numbers where "
-            "there is none.",
+            tooltip="Comma-separated labels, in order: exact, int8. Defaults to numbers.",
         ),
         Input(
             name="pictures",
@@ -287,7 +287,7 @@ COMPARE = Node(
             low=1,
             high=256,
             optional=True,
-            tooltip="On a contact sheet: at most so many frames of each result, evenly from its first to its last.",
+            tooltip="Contact sheet: maximum number of frames of each result, evenly from first to last.",
         ),
         Input(
             name="columns",
@@ -296,10 +296,10 @@ COMPARE = Node(
             low=1,
             high=16,
             optional=True,
-            tooltip="On a contact sheet: so many frames in a row.",
+            tooltip="Contact sheet: number of frames in a row.",
         ),
     ),
-    outputs=(Output(name="frames", type="IMAGE", tooltip="The frames side by side, or the sheet."),),
+    outputs=(Output(name="frames", type="IMAGE", tooltip="The frames side by side, or the contact sheet."),),
     run=_compare,
 )
 

@@ -249,7 +249,7 @@ class TPUCollect(io.ComfyNode):
             node_id=cls.__name__,
             display_name="TPU Collect",
             category="TPU",
-            description="A part of the TPU Full Pipeline nodes: hands on the results of their stages.",
+            description="Internal part of the TPU Full Pipeline nodes; passes on the results of their stages.",
             inputs=[io.AnyType.Input(name, optional=True, tooltip="Results of a stage.") for name in _PLACES],
             outputs=[io.AnyType.Output(name) for name in _PLACES],
             is_input_list=True,

@@ -16,9 +16,9 @@ from .host import ComfyHost, path_of
 # ComfyUI's own nodes: its module is called as a folder of this pack.
 core = importlib.import_module("nodes")
 _AUTO = "auto"  # what COMFYUI_TPU_PRECISION says, or bfloat16
-_MODEL = Output(name="MODEL", type="MODEL", tooltip="For KSampler and alike.")
-_CLIP = Output(name="CLIP", type="CLIP", tooltip="For CLIPTextEncode and alike.")
-_VAE = Output(name="VAE", type="VAE", tooltip="For VAEDecode, VAEEncode and alike.")
+_MODEL = Output(name="MODEL", type="MODEL", tooltip="For KSampler and other ComfyUI samplers.")
+_CLIP = Output(name="CLIP", type="CLIP", tooltip="For CLIPTextEncode and similar nodes.")
+_VAE = Output(name="VAE", type="VAE", tooltip="For VAEDecode, VAEEncode and similar nodes.")
 _CLIP_VISION = Output(name="CLIP_VISION", type="CLIP_VISION", tooltip="For CLIPVisionEncode.")
 
 
@@ -82,8 +82,8 @@ def _like(loader: Any, name: str, tooltip: str, *more: str, **how: Any) -> Input
     return Input(name=name, type="COMBO", options=(*options, *more), tooltip=tooltip, **how)
 
 
-_TYPE = f"On the TPU run {', '.join(CLIP_TYPES)}."
-_DEVICE = "As in ComfyUI's own loader; the text encoder runs on the TPU, whatever is chosen here."
+_TYPE = f"Type of the text encoder. The TPU supports {', '.join(CLIP_TYPES)}."
+_DEVICE = "Ignored: the text encoder always runs on the TPU. Kept for compatibility with ComfyUI's own loader."
 
 LOADERS = by_id(
     (
@@ -91,70 +91,68 @@ LOADERS = by_id(
             "TPUUNETLoader",
             "Load Diffusion Model (TPU)",
             _unet,
-            _file("unet_name", "diffusion_models", "The file of the diffusion model."),
+            _file("unet_name", "diffusion_models", "File of the diffusion model."),
             _like(
                 core.UNETLoader,
                 "weight_dtype",
-                "The TPU keeps weights in bfloat16, whatever is chosen here, but for int8: linear layers and attention "
-                "are then faster, with a result that is close. int8+sparse, for Wan and HunyuanVideo, also leaves "
-                "out keys of attention at steps in the middle, and the video is another.",
+                "int8 speeds up linear layers and attention with a close result; int8+sparse (Wan, HunyuanVideo) also "
+                "skips attention keys at the middle steps, which gives a different video. All other choices keep "
+                "weights in bfloat16.",
                 *QUALITIES[1:],
                 advanced=True,
             ),
             _MODEL,
-            description="As Load Diffusion Model, for a model that runs on the TPU: samplers, guiders, schedulers and "
-            "LoRA loaders of ComfyUI and of packs for samplers work with it.",
+            description="Load Diffusion Model for the TPU. Works with the samplers, guiders, schedulers and LoRA "
+            "loaders of ComfyUI, and with sampler packs.",
         ),
         _loader(
             "TPUCLIPLoader",
             "Load CLIP (TPU)",
             _clip,
-            _file("clip_name", "text_encoders", "The file of the text encoder."),
+            _file("clip_name", "text_encoders", "File of the text encoder."),
             _like(core.CLIPLoader, "type", _TYPE),
             _like(core.CLIPLoader, "device", _DEVICE, optional=True, advanced=True),
             _CLIP,
-            description="As Load CLIP, for a text encoder that runs on the TPU. Prompt weights and templates are "
-            "ComfyUI's own.",
+            description="Load CLIP for the TPU. Prompt weights and templates are ComfyUI's own.",
         ),
         _loader(
             "TPUDualCLIPLoader",
             "Load Two CLIPs (TPU)",
             _clip,
-            _file("clip_name1", "text_encoders", "The file of one text encoder."),
-            _file("clip_name2", "text_encoders", "The file of the other."),
+            _file("clip_name1", "text_encoders", "File of the first text encoder."),
+            _file("clip_name2", "text_encoders", "File of the second text encoder."),
             _like(core.DualCLIPLoader, "type", _TYPE),
             _like(core.DualCLIPLoader, "device", _DEVICE, optional=True, advanced=True),
             _CLIP,
-            description="As DualCLIPLoader, for two text encoders that run on the TPU.",
+            description="DualCLIPLoader for the TPU.",
         ),
         _loader(
             "TPUVAELoader",
             "Load VAE (TPU)",
             _vae,
-            _file("vae_name", "vae", "The file of the VAE."),
+            _file("vae_name", "vae", "File of the VAE."),
             _VAE,
-            description="As Load VAE, for a VAE that runs on the TPU, or a light decoder such as taew2_1. It needs no "
-            "tiles: the tiled nodes do as the others do.",
+            description="Load VAE for the TPU, also for light decoders such as taew2_1. Tiles are not needed: the "
+            "tiled nodes decode without them.",
         ),
         _loader(
             "TPUCheckpointLoader",
             "Load Checkpoint (TPU)",
             _checkpoint,
-            _file("ckpt_name", "checkpoints", "The file of the checkpoint."),
+            _file("ckpt_name", "checkpoints", "File of the checkpoint."),
             _MODEL,
             _CLIP,
             _VAE,
-            description="As Load Checkpoint, for a file that holds a diffusion model, its text encoder and its VAE, "
-            "which run on the TPU.",
+            description="Load Checkpoint for the TPU, for a file that holds a diffusion model, its text encoder and "
+            "its VAE.",
         ),
         _loader(
             "TPUCLIPVisionLoader",
             "Load CLIP Vision (TPU)",
             _clip_vision,
-            _file("clip_name", "clip_vision", "The file of the image encoder."),
+            _file("clip_name", "clip_vision", "File of the image encoder."),
             _CLIP_VISION,
-            description="As Load CLIP Vision, for the image encoder of Wan 2.1 or HunyuanVideo 1.5, which runs on the "
-            "TPU.",
+            description="Load CLIP Vision for the TPU, for the image encoder of Wan 2.1 or HunyuanVideo 1.5.",
         ),
     )
 )
