@@ -133,13 +133,13 @@ def test_the_steps_that_run(fields: dict, steps: range):
         ),
         (
             {"start_step": 3, "end_step": 3},
-            "start_step is 3 and end_step 3, of 6 steps: none is left to run. Steps count from 0; start_step must be "
-            "below end_step, where 0 stands for the end.",
+            "start_step is 3 and end_step 3, of 6 steps: no step is left to run. Steps count from 0; start_step must "
+            "be below end_step, where 0 stands for the end.",
         ),
         (
             {"start_step": 6},
-            "start_step is 6 and end_step 0, of 6 steps: none is left to run. Steps count from 0; start_step must be "
-            "below end_step, where 0 stands for the end.",
+            "start_step is 6 and end_step 0, of 6 steps: no step is left to run. Steps count from 0; start_step must "
+            "be below end_step, where 0 stands for the end.",
         ),
     ],
 )

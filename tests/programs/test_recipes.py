@@ -230,7 +230,7 @@ def test_sigmas_that_cannot_be_are_refused(sigmas: str, problem: str):
             {"start_step": 2, "end_step": 2, "num_inference_steps": 4},
             "start_step is 2 and end_step 2, of 4 steps: none",
         ),
-        ({"start_step": 4, "sigmas": LIGHTX2V}, "start_step is 4 and end_step 0, of 4 steps: none is left to run."),
+        ({"start_step": 4, "sigmas": LIGHTX2V}, "start_step is 4 and end_step 0, of 4 steps: no step is left to run."),
         ({"high_noise_steps": 5, "sigmas": LIGHTX2V}, "high_noise_steps is 5, but there are 4 steps."),
         ({"scheduler": "euler"}, "scheduler is 'euler'; it must be one of checkpoint, FlowMatchEulerDiscreteScheduler"),
     ],

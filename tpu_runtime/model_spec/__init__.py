@@ -1,9 +1,9 @@
-"""What a model is, as data: its networks, geometry, limits, recipe, and the types of its functions. No torch here.
+"""Description of a model as data: networks, geometry, input limits, recipe, and function types. No torch here.
 
 May import sharding only.
 """
 
-from .component import Component, Need, Rows, Same, Table, has_length, split, swapped
+from .component import Component, Json, Need, Rows, Same, Table, has_length, split, swapped
 from .functions import Call, Forward, Report
 from .groups import (
     Denoiser,

@@ -1,6 +1,6 @@
-"""The functions that a model's file supplies, as types: what each takes, in which shape, and what it returns.
+"""Types of the functions that a model's file supplies: their arguments with shapes, and their results.
 
-All are pure. Those that compute are called inside a traced program and see upstream's torch modules. Arguments are
+All are pure. Functions that compute are called inside a traced program and see upstream's torch modules. Arguments are
 passed by position, so an implementation may call the network what its paper calls it.
 """
 
@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...sharding.shape import MeshShape
+from .component import Json
 from .limits import Settings
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# (done, total) -> None: moves the bar and lets the host cancel.
+# (done, total) -> None: moves the progress bar and raises if the user cancelled.
 Report = Callable[[int, int], None]
 
 
 class Call(Protocol):
-    """How a stage's host code runs a network: `function(module, *args) -> (result, carried)`, compiled once per shape.
+    """A function that runs a network from a stage's host code: `function(module, *args) -> (result, carried)`, compiled
+    once per shape.
 
-    `result` comes back on the host; `carried` stays on the devices, to be passed to the next call (and is donated by
-    it when it is the last argument). With `partition="spatial"` the last two dimensions of every argument are an
-    image's height and width (or multiples of the smallest one's) and are split over the chips; with `"replicated"`
-    every chip gets everything. With `defers` the result is frames `[n, height, width, 3]`, which stay split over the
-    chips: it is returned before it is computed, and fetched while the next call runs (see `engine.frame_buffer`).
+    `result` is returned on the host. `carried` stays on the devices, to be passed to the next call, which is donated it
+    if it is the last argument.
+    partition: "spatial" splits the last two dimensions of every argument over the chips; they are an image's height and
+        width, or multiples of the smallest one's. "replicated" gives every chip everything.
+    carries: whether there is a carried value.
+    defers: the result is frames `[n, height, width, 3]` that stay split over the chips. It is returned before it is
+        computed and fetched while the next call runs (see `engine.frame_buffer`).
     """
 
     def __call__(
@@ -41,7 +45,9 @@ class Call(Protocol):
 
 
 class Tokenize(Protocol):
-    """Ids and mask of prompts, `[rows, length]` int32 each; a `length` beyond `max_length` shows what is cut off."""
+    """Tokenizer of prompts: returns ids and mask, `[rows, length]` int32 each. A `length` above `max_length` shows
+    the truncated tokens.
+    """
 
     def __call__(
         self, tokenizer: Any, prompts: Sequence[str], /, *, length: int = ...
@@ -49,8 +55,8 @@ class Tokenize(Protocol):
 
 
 class TokenizeBeside(Protocol):
-    """As `Tokenize`, of prompts about pictures, of which a model's text encoder takes the arrays `seen`; and whatever
-    else `EncodeText` then takes.
+    """A `Tokenize` for prompts about images: also takes their embeddings `seen`, and returns further arguments of
+    `EncodeText`.
     """
 
     def __call__(
@@ -59,33 +65,36 @@ class TokenizeBeside(Protocol):
 
 
 class PlaceBeside(Protocol):
-    """What `EncodeText` takes more, of tokens that are of pictures where `is_seen` `[rows, length]`, and of the arrays
-    `seen` that these are.
+    """A function that returns further arguments of `EncodeText` for image tokens.
+
+    `is_seen` `[rows, length]` marks these tokens, and `seen` are the embeddings in their order.
     """
 
     def __call__(self, is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]", /) -> "tuple[np.ndarray, ...]": ...
 
 
 class EncodeText(Protocol):
-    """`encoder`, `ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]`; the second result is None.
-    Further arguments are what `TokenizeBeside` gives.
+    """A text encoder: maps `encoder`, `ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]` and
+    None.
+
+    Further arguments are those of `TokenizeBeside`.
     """
 
     def __call__(self, *arguments: Any, **named: Any) -> "tuple[torch.Tensor, None]": ...
 
 
 class WriteTokenizer(Protocol):
-    """Writes the miniature's tokenizer into `folder`."""
+    """A function that writes the tiny model's tokenizer into `folder`."""
 
     def __call__(self, folder: Path, /) -> None: ...
 
 
 class Forward(Protocol):
-    """The prediction for `sample` `[branches, *latent]` at `timestep` `[1]`, of the sample's shape.
+    """A denoiser: returns the prediction for `sample` `[branches, *latent]` at `timestep` `[1]`, of the sample's shape.
 
-    `denoiser` holds upstream's modules; `run`, a `programs.denoiser_run.DenoiserRun`, is what the mesh adds. `inputs`
-    holds `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the arrays of
-    `condition_shapes`, `guidance` `[1]`, and `next_timestep` `[1]`, which is 0 after the last step.
+    `denoiser` is upstream's module. `run`, a `programs.denoiser_run.DenoiserRun`, adds the mesh. `inputs` has
+    `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the arrays of `condition_shapes`,
+    `guidance` `[1]`, and `next_timestep` `[1]`, which is 0 after the last step.
     """
 
     def __call__(
@@ -100,7 +109,7 @@ class Forward(Protocol):
 
 
 class KeepFeatures(Protocol):
-    """`Forward`'s prediction of a full step, and the features by name that `ReuseFeatures` starts from."""
+    """A `Forward` of a full step that also returns the features by name that `ReuseFeatures` starts from."""
 
     def __call__(
         self,
@@ -114,7 +123,7 @@ class KeepFeatures(Protocol):
 
 
 class ReuseFeatures(Protocol):
-    """`Forward`'s prediction from the `features` of an earlier step."""
+    """A `Forward` that starts from the `features` of an earlier step."""
 
     def __call__(
         self,
@@ -129,13 +138,13 @@ class ReuseFeatures(Protocol):
 
 
 class Noise(Protocol):
-    """The first sample of `latent_shape`, float32 on the CPU, drawn in upstream's order."""
+    """A function that draws the first sample of `latent_shape`, float32 on the CPU, in upstream's order."""
 
     def __call__(self, latent_shape: tuple[int, ...], generator: "torch.Generator", /) -> "torch.Tensor": ...
 
 
 class DrawInputs(Protocol):
-    """The denoiser's inputs with those that upstream draws before the noise."""
+    """A function that returns the denoiser's inputs with those that upstream draws before the noise."""
 
     def __call__(
         self, inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator", /
@@ -143,21 +152,25 @@ class DrawInputs(Protocol):
 
 
 class SolverArguments(Protocol):
-    """The arguments of upstream's `set_timesteps` besides the number of steps; `shift` is the user's."""
+    """A function that returns the arguments of upstream's `set_timesteps` other than the number of steps. `shift` is
+    the user's.
+    """
 
     def __call__(
-        self, scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None, /
+        self, scheduler_config: Json, latent_shape: tuple[int, ...], num_steps: int, shift: float | None, /
     ) -> dict[str, Any]: ...
 
 
 class GuidanceAt(Protocol):
-    """With `use_dynamic_cfg` the guidance scale of the step at `timestep`, of so many, from the user's `scale`."""
+    """A function that returns the guidance scale of the step at `timestep` with `use_dynamic_cfg`, from the user's
+    `scale`.
+    """
 
     def __call__(self, scale: float, timestep: float, num_steps: int, /) -> float: ...
 
 
 class Guide(Protocol):
-    """What becomes of the predictions for the prompt and the negative prompt, `[1, *latent]` each, float32."""
+    """A function that combines the predictions for prompt and negative prompt, `[1, *latent]` float32 each."""
 
     def __call__(
         self, prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor", /
@@ -165,19 +178,22 @@ class Guide(Protocol):
 
 
 class Advice(Protocol):
-    """A sentence about settings that are allowed but that the model's authors do not publish; None for others."""
+    """A function that returns a sentence about allowed settings that the model's authors do not publish; None for
+    others.
+    """
 
     def __call__(self, settings: Settings, /) -> str | None: ...
 
 
 class ArrangeChips(Protocol):
-    """How the denoiser's chips are arranged, for so many branches of guidance."""
+    """A function that returns the mesh of the denoiser's chips for this number of guidance branches."""
 
     def __call__(self, num_devices: int, branches: int, /) -> MeshShape: ...
 
 
 class Decode(Protocol):
-    """LATENT samples of one video, `[1, channels, ...]` float32 on the CPU, to chunks of its frames.
+    """A decoder of LATENT samples of one video, `[1, channels, ...]` float32 on the CPU, that yields chunks of its
+    frames.
 
     A chunk is `[frames, height, width, 3]` float32 in 0..1, numpy or torch.
     """
@@ -186,44 +202,49 @@ class Decode(Protocol):
 
 
 class EncodePixels(Protocol):
-    """Frames of one video, `[1, 3, frames, height, width]` float32 in -1..1, to LATENT samples `[1, channels, ...]`."""
+    """An encoder of one video's frames, `[1, 3, frames, height, width]` float32 in -1..1, to LATENT samples `[1,
+    channels, ...]`.
+    """
 
     def __call__(self, call: Call, pixels: "torch.Tensor", report: Report, /) -> "torch.Tensor": ...
 
 
 class DenormalizeLatents(Protocol):
-    """The solver's last sample in LATENT's scale and layout."""
+    """A function that returns the solver's last sample in LATENT's scale and layout."""
 
-    def __call__(self, sample: "torch.Tensor", vae_config: Mapping[str, Any], /) -> "torch.Tensor": ...
+    def __call__(self, sample: "torch.Tensor", vae_config: Json, /) -> "torch.Tensor": ...
 
 
 class ConditionShapes(Protocol):
-    """The shape of each array that a picture becomes. A dimension may be a key of the denoiser's config."""
+    """A function that returns the shape of each array of an encoded image. A dimension may be a key of the
+    denoiser's config.
+    """
 
     def __call__(self, latent_shape: tuple[int, ...], /) -> Mapping[str, tuple[int | str, ...]]: ...
 
 
 class EncodePictures(Protocol):
-    """Pictures `[number, height, width, 3]` in 0..1 to the arrays of `condition_shapes`.
+    """An encoder of images `[number, height, width, 3]` in 0..1 to the arrays of `condition_shapes`.
 
-    Reference pictures have no `condition_shapes`: there is one array for each, `reference_<index>`, and one that the
-    text encoder takes, `seen_<index>`, where it looks at them (see `TokenizeBeside`).
+    References have no `condition_shapes`. Each becomes one array `reference_<index>`, and an embedding `seen_<index>`
+    if the text encoder takes these (see `TokenizeBeside`).
     """
 
     def __call__(
-        self, call: Call, image: "torch.Tensor", settings: Settings, vae_config: Mapping[str, Any], /
+        self, call: Call, image: "torch.Tensor", settings: Settings, vae_config: Json, /
     ) -> "dict[str, np.ndarray]": ...
 
 
 class Look(Protocol):
-    """What a model's image encoder makes, by a `Call`, of a picture that is prepared for it: `[rows, tokens, dim]`,
-    or one of the arrays `seen` of `TokenizeBeside`.
+    """An image encoder: returns `[rows, tokens, dim]`, or one of the arrays `seen` of `TokenizeBeside`.
+
+    Its arguments are a `Call` and a preprocessed image.
     """
 
     def __call__(self, *call_and_prepared: Any, **named: Any) -> "np.ndarray": ...
 
 
 class PutGiven(Protocol):
-    """`sample` with the latents that a picture supplies; before a step and after it."""
+    """A function that returns `sample` with an image's latents put in; applied before and after a step."""
 
     def __call__(self, sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]", /) -> "torch.Tensor": ...

@@ -1,4 +1,6 @@
-"""The groups of a model's description: what is published, the recipe of a generation, and each stage's functions."""
+"""Parts of a model's description: the published checkpoint, the recipe of a generation, and the functions of each
+stage.
+"""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...sharding.shape import MeshShape
-from .component import Component, freeze
+from .component import Component, Json, freeze
 from .functions import (
     Advice,
     ArrangeChips,
@@ -40,16 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The checkpoint on Hugging Face: its id, and what of its `model_index.json` identifies the model.
-
-    `pipeline_classes` are upstream's classes for it. `index` holds further entries of `model_index.json` and `files`
-    further JSON files by path; the miniature has them too.
-    """
+    """The checkpoint on Hugging Face, and the entries of its `model_index.json` that identify the model."""
 
     hub_id: str
-    pipeline_classes: tuple[str, ...]
-    index: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pipeline_classes: tuple[str, ...]  # upstream's classes for it
+    # further entries of `model_index.json`; the tiny model has them too
+    index: Json = field(default_factory=dict)
+    # further JSON files by path; the tiny model has them too
+    files: Mapping[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         freeze(self)
@@ -57,19 +57,19 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Miniature:
-    """The built-in checkpoint: `inputs` that fit it, and `texts` and an example's `picture` that fit a trained one."""
+    """The built-in tiny checkpoint."""
 
-    id: str
-    inputs: Mapping[str, int]
-    texts: Mapping[str, str] = field(default_factory=dict)
-    picture: str = ""
+    id: str  # of the trained one if there is one, else of the one with random weights
+    inputs: Mapping[str, int]  # default inputs
+    texts: Mapping[str, str] = field(default_factory=dict)  # default texts for a trained one, by input
+    picture: str = ""  # file of an example image for a trained one
 
     def __post_init__(self) -> None:
         freeze(self)
 
     @property
     def random_id(self) -> str:
-        """The id of the checkpoint with random weights; `id` is a trained one where there is one."""
+        """Id of the checkpoint with random weights."""
         return self.id.replace("tiny/", "tiny/random-")
 
     @property
@@ -79,23 +79,25 @@ class Miniature:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentGeometry:
-    """How pixels become latents and tokens. An image model has `stride_t` 0 and latents without a frame dimension."""
+    """Sizes of latents and tokens relative to pixels."""
 
     channels: int
-    stride_t: int
-    stride_hw: int
-    patch_thw: tuple[int, int, int]
+    stride_t: int  # frames per latent frame; 0 for an image model, whose latents have no frame dimension
+    stride_hw: int  # pixels per latent
+    patch_thw: tuple[int, int, int]  # latents per token, along frames, height and width
 
     def latent_frames(self, num_frames: int) -> int:
-        """Latent frames of a video whose first frame is a latent frame of its own, padded to whole patches."""
+        """Return the latent frames of a video whose first frame is a latent frame of its own, padded to whole
+        patches.
+        """
         return (num_frames - 1) // self.stride_t + 1 + self.padding_frames(num_frames)
 
     def padding_frames(self, num_frames: int) -> int:
-        """How many of a video's first latent frames only fill up whole patches."""
+        """Return how many of a video's first latent frames only fill up whole patches."""
         return -((num_frames - 1) // self.stride_t + 1) % self.patch_thw[0] if self.stride_t else 0
 
     def latent_shape(self, settings: Settings) -> tuple[int, ...]:
-        """`[1, channels, latent_frames, latent_height, latent_width]`, for an image without the frames."""
+        """Return `[1, channels, latent_frames, latent_height, latent_width]`; images have no frame dimension."""
         frames = (self.latent_frames(settings.num_frames),) if self.stride_t else ()
         return (1, self.channels, *frames, settings.height // self.stride_hw, settings.width // self.stride_hw)
 
@@ -104,54 +106,50 @@ class LatentGeometry:
         return math.prod(size // part for size, part in zip(latent_shape[2:], patch, strict=True))
 
     def frame_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Tokens of an image, or of as many latent frames of a video as a patch has."""
+        """Return the tokens of an image, or of as many latent frames of a video as a patch has."""
         return math.prod(size // part for size, part in zip(latent_shape[-2:], self.patch_thw[1:], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoding:
-    """One text encoder's part in the conditioning.
+    """One text encoder's part in the conditioning."""
 
-    With a `prefix`, ids start with that many more tokens, which are always there and whose states are dropped. With a
-    `tokenize_beside` and a `place_beside` it may look at pictures. `width_key` is where the denoiser's config names the
-    states' width, and `depth_key` where that of an encoder does its layers, whose every state is normed as the last is.
-    `tokenizer_class` is that of the miniature.
-    """
-
-    name: str = "text"
-    component: str = "text_encoder"
+    name: str = "text"  # of the denoiser's input
+    component: str = "text_encoder"  # the network
     tokenizer_folder: str = "tokenizer"
-    tokenizer_class: str
-    max_length: int
-    width_key: str
+    tokenizer_class: str  # of the tiny model
+    max_length: int  # tokens
+    width_key: str  # key of the states' width in the denoiser's config
     tokenize: Tokenize
     encode: EncodeText
     write_tokenizer: WriteTokenizer
-    prefix: int = 0
-    tokenize_beside: TokenizeBeside | None = None
-    place_beside: PlaceBeside | None = None
+    prefix: int = 0  # tokens before every prompt; their states are dropped
+    tokenize_beside: TokenizeBeside | None = None  # for prompts with image embeddings; None if the encoder takes none
+    place_beside: PlaceBeside | None = None  # places image embeddings among given ids
+    # key of the number of layers in the encoder's config, if every layer's state is normalised as the last one is
     depth_key: str = ""
 
 
 def plain_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
-    """Standard normal noise in the layout of the latents."""
+    """Return standard normal noise in the layout of the latents."""
     import torch
 
     return torch.randn(latent_shape, generator=generator, dtype=torch.float32)
 
 
 def nothing_drawn(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "Mapping[str, np.ndarray]":
+    """Return `inputs` as they are; values may be of any shape `[...]`."""
     return inputs
 
 
 def no_arguments(
-    scheduler_config: Mapping[str, Any], latent_shape: tuple[int, ...], num_steps: int, shift: float | None
+    scheduler_config: Json, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
 ) -> dict[str, Any]:
     return {}
 
 
 def plain_guidance(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
-    """Classifier-free guidance, https://arxiv.org/abs/2207.12598."""
+    """Return classifier-free guidance of predictions `[1, *latent]`, https://arxiv.org/abs/2207.12598."""
     return negative + scale * (prompt - negative)
 
 
@@ -160,36 +158,35 @@ def no_advice(settings: Settings) -> None:
 
 
 def distilled(steps: int, guidance: str) -> Advice:
-    """Advice of a model that its makers distilled to so many steps; `guidance` is what became of that there."""
+    """Return the advice of a model that is distilled to this number of steps.
+
+    guidance: words on guidance in that model.
+    """
 
     def advise(settings: Settings) -> str | None:
-        found = []
+        sentences = []
         if settings.guidance_scale > 1:
-            found.append(f"guidance_scale is {settings.guidance_scale}, but it is distilled and {guidance}")
+            sentences.append(f"guidance_scale is {settings.guidance_scale}, but it is distilled and {guidance}")
         if settings.num_inference_steps != steps:
-            found.append(f"num_inference_steps is {settings.num_inference_steps}, but it is distilled to {steps}")
-        return f"{'; '.join(found)}." if found else None
+            sentences.append(f"num_inference_steps is {settings.num_inference_steps}, but it is distilled to {steps}")
+        return f"{'; '.join(sentences)}." if sentences else None
 
     return advise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a sample is drawn: the schedule, the noise and guidance.
+    """The sampling of a generation: schedule, noise and guidance."""
 
-    `scheduler` is the published config. `schedulers` may run in its place: what is to change in the config, by name.
-    `shift_key` is the config's name for the shift that a widget overrides. `guidance` is "cfg" (two branches while
-    `guidance_scale` is above 1: row 0 the prompt, row 1 the negative prompt; `guide` makes one of their predictions) or
-    "embedded" (one branch; the network is told the scale if it takes one). A model with the input `use_dynamic_cfg` has
-    a `guidance_at`.
-    """
-
-    scheduler: Mapping[str, Any]
-    schedulers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: FLOW_SCHEDULERS)
-    shift_key: str | None = None
+    scheduler: Json  # the published config
+    # alternatives by name, with the changes to the config
+    schedulers: Mapping[str, Json] = field(default_factory=lambda: FLOW_SCHEDULERS)
+    shift_key: str | None = None  # the config's name for the shift that a widget overrides
+    # "cfg": two branches while `guidance_scale` is above 1, row 0 the prompt and row 1 the negative prompt; "embedded":
+    # one branch, and the scale is an input of the network if it has one
     guidance: Literal["cfg", "embedded"] = "cfg"
-    guidance_at: GuidanceAt | None = None
-    guide: Guide = plain_guidance
+    guidance_at: GuidanceAt | None = None  # for models with the input `use_dynamic_cfg`
+    guide: Guide = plain_guidance  # combines the predictions of both branches
     noise: Noise = plain_noise
     draw_inputs: DrawInputs = nothing_drawn
     solver_arguments: SolverArguments = no_arguments
@@ -201,23 +198,21 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReuse:
-    """How a denoiser starts a step from the inner features of an earlier one.
-
-    Features have a row for each branch first. Those named in `tokens` are `[rows, tokens, dim]` as `run.tokens` places
-    them; those in `whole` every chip has.
+    """Functions for a denoising step that starts from inner features of an earlier one. Features have a row per
+    branch first.
     """
 
     keep: KeepFeatures
     reuse: ReuseFeatures
-    tokens: tuple[str, ...]
-    whole: tuple[str, ...] = ()
+    tokens: tuple[str, ...]  # features `[rows, tokens, dim]`, split over the chips as `run.tokens` does it
+    whole: tuple[str, ...] = ()  # features that are replicated on every chip
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorms:
-    """The norms of queries and keys, head by head, of one stack of blocks, by name; `*` stands for a layer.
+    """Names of the norms of queries and keys of one stack of blocks; `*` stands for a layer.
 
-    Every query of a layer may meet every key of it: those of a text have norms of their own.
+    Every query of a layer may meet every key of it. A text's queries and keys have norms of their own.
     """
 
     queries: tuple[str, ...]
@@ -226,44 +221,49 @@ class HeadNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class Denoiser:
-    """The network that denoises. `experts` are its components, where there are two each for its part of the steps.
+    """The denoising network.
 
-    A model with a step cache has among its `inputs` those of `MAG_CACHE`, and with a `step_reuse` `cache_start`,
-    `cache_end` and `cache_interval` (see `StepCache`). `head_norms` are the norms that bound attention's scores, of
-    every stack of blocks; empty where none do. `tile`: about how many tokens along frames, rows and columns a tile has
-    where attention leaves some out, see `attention.tiles`; None where none are.
+    A model with a step cache has the inputs of `MAG_CACHE`, and with a `step_reuse` also `cache_start`, `cache_end` and
+    `cache_interval` (see `StepCache`).
     """
 
     forward: Forward
-    experts: tuple[str, ...] = ("transformer",)
-    step_reuse: StepReuse | None = None
+    experts: tuple[str, ...] = ("transformer",)  # component names; two experts run one part of the steps each
+    step_reuse: StepReuse | None = None  # for DeepCache; None if it is not supported
+    # norms that bound the attention scores, of every stack of blocks; () without such
     head_norms: tuple[HeadNorms, ...] = ()
+    # approximate tokens of a tile along frames, rows and columns for sparse attention (see `attention.tiles`); None
+    # without it
     tile: tuple[int, int, int] | None = None
 
 
 def guidance_first(num_devices: int, branches: int) -> MeshShape:
-    """Guidance's two branches side by side where the count is even; all other chips share the sequence."""
+    """Return a mesh with both guidance branches in parallel if the count is even. All other chips share the
+    sequence.
+    """
     dp = 2 if branches == 2 and num_devices % 2 == 0 else 1
     return MeshShape(dp=dp, sp=num_devices // dp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How the denoiser is divided. What of `tp` does not divide the heads, the config's `heads_key`, goes to `sp`."""
+    """The division of the denoiser over chips."""
 
     mesh: ArrangeChips = guidance_first
+    # key of the number of heads in the config; the part of `tp` that does not divide it goes to `sp`
     heads_key: str = "num_attention_heads"
 
-    def arranged(self, num_devices: int, branches: int, config: Mapping[str, Any]) -> MeshShape:
-        """The mesh for a denoiser of that `config`."""
+    def arranged(self, num_devices: int, branches: int, config: Json) -> MeshShape:
+        """Return the mesh of a denoiser with this `config`, for `num_devices` chips and `branches` of guidance."""
         shape = self.mesh(num_devices, branches)
         return shape.for_heads(int(config.get(self.heads_key, shape.tp)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LightVae:
-    """A smaller decoder of the same latents, which is in the place of a model's component `vae_decoder` where the user
-    names a file of it. It has a folder of its own: the VAE's may be needed for pictures.
+    """A smaller decoder for the same latents; replaces a model's VAE decoder if the user names a file of it.
+
+    It has a folder of its own, because the VAE may be needed to encode images.
     """
 
     component: Component
@@ -272,17 +272,14 @@ class LightVae:
 
 @dataclass(frozen=True, kw_only=True)
 class Vae:
-    """From the solver's last sample to pixels, by the component of that name.
+    """The decoding of the solver's last sample to pixels, and the encoding of pixels."""
 
-    `latent_format` is ComfyUI's name for the layout and scale of the denoiser's sample, for previews.
-    """
-
-    component: str = "vae_decoder"
-    latent_format: str
+    component: str = "vae_decoder"  # the decoder
+    latent_format: str  # ComfyUI's name for the layout and scale of the denoiser's sample, for previews
     denormalize: DenormalizeLatents
     decode: Decode
-    encode: EncodePixels | None = None
-    light: LightVae | None = None
+    encode: EncodePixels | None = None  # None if it is not available
+    light: LightVae | None = None  # a smaller decoder; None without such a decoder
 
 
 def no_conditions(latent_shape: tuple[int, ...]) -> Mapping[str, tuple[int | str, ...]]:
@@ -291,18 +288,14 @@ def no_conditions(latent_shape: tuple[int, ...]) -> Mapping[str, tuple[int | str
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """What a model takes of pictures; the default takes none.
-
-    `numbers` are how many it may get: a first frame, or a first and a last one. With `are_references` they are optional
-    and of any number and size; `usual` are the shapes of those that are planned with, and compiled ahead for. With
-    `put_given` the model runs without a picture too: the arrays of `condition_shapes`
-    are zeros then. `look` is its image encoder's, of which nodes of ComfyUI's own ask single calls.
-    """
+    """The use of images by a model; the default takes no image."""
 
     encode: EncodePictures | None = None
-    look: Look | None = None
-    numbers: tuple[int, ...] = (1,)
-    condition_shapes: ConditionShapes = no_conditions
-    are_references: bool = False
+    look: Look | None = None  # image encoder for single calls of ComfyUI's own nodes
+    numbers: tuple[int, ...] = (1,)  # allowed numbers of images: a first frame, or a first and a last one
+    condition_shapes: ConditionShapes = no_conditions  # of the arrays of encoded images
+    are_references: bool = False  # optional images of any number and size
+    # shapes of references that are assumed in plans and background compilations
     usual: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # if set, the model also runs without an image, and the arrays of `condition_shapes` are zeros
     put_given: PutGiven | None = None

@@ -1,4 +1,6 @@
-"""What a widget may hold, what a generation is asked for, and the sentence for what may not be. Pure arithmetic."""
+"""Limits of node inputs, the settings of a generation, and messages for values that are not allowed. Pure
+arithmetic.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +11,7 @@ from .step_cache import MagCache, StepCache
 
 @dataclass(frozen=True, kw_only=True)
 class IntLimit:
-    """A whole number with `low <= value <= high` and `value % multiple_of == plus`."""
+    """An integer input with `low <= value <= high` and `value % multiple_of == plus`."""
 
     default: int
     low: int
@@ -17,8 +19,8 @@ class IntLimit:
     multiple_of: int = 1
     plus: int = 0
 
-    def problem(self, value: Any) -> str | None:
-        """What is wrong with `value`, with the nearest values that would do; None if it is fine."""
+    def problem(self, value: object) -> str | None:
+        """Return the reason why `value` is not allowed, with the nearest allowed values; None if it is allowed."""
         if isinstance(value, bool) or not isinstance(value, int):
             return f"is {value!r}; it must be a whole number between {self.low} and {self.high}."
         if self.low <= value <= self.high and (value - self.plus) % self.multiple_of == 0:
@@ -31,7 +33,7 @@ class IntLimit:
         return f"is {value}; it must be {rule}. Use {self._nearest(value)}."
 
     def at_most(self, value: int) -> int | None:
-        """The largest allowed value that is not above `value`; None if there is none."""
+        """Return the largest allowed value that is not above `value`, or None."""
         below = self._not_above(value)
         return below if self.low <= below <= self.high else None
 
@@ -46,14 +48,14 @@ class IntLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class FloatLimit:
-    """A number with `low <= value <= high`; `step` is only the widget's."""
+    """A number input with `low <= value <= high`; `step` is only the widget's."""
 
     default: float
     low: float
     high: float
     step: float = 0.1
 
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is {value!r}; it must be a number between {self.low} and {self.high}."
         if self.low <= value <= self.high:
@@ -64,26 +66,26 @@ class FloatLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """On or off."""
+    """A boolean input."""
 
     default: bool
 
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         return None if isinstance(value, bool) else f"is {value!r}; it must be true or false."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One of some names; the first is the default. `elsewhere` are names that other models have, and which."""
+    """An input that is one of `options`; the first is the default."""
 
     options: tuple[str, ...]
-    elsewhere: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[tuple[str, str], ...] = ()  # options of other models, with the names of these models
 
     @property
     def default(self) -> str:
         return self.options[0]
 
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         if value in self.options:
             return None
         others = "".join(f", which {who} have" for name, who in self.elsewhere if name == value)
@@ -92,12 +94,12 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Numbers between 0 and 1 as text with commas between them, each smaller than the one before; may be empty."""
+    """A text input of comma-separated numbers above 0 and up to 1 in decreasing order; may be empty."""
 
-    most: int
+    most: int  # numbers allowed
     default: str = ""
 
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         if not isinstance(value, str | tuple):
             return f"is {value!r}; it must be text: numbers with commas between them."
         try:
@@ -114,7 +116,7 @@ class Numbers:
 
     @staticmethod
     def numbers(value: str | Sequence[float]) -> tuple[float, ...]:
-        """The numbers of the text; what are numbers already stay so. Raises `ValueError` for other text."""
+        """Return the numbers of a text; a sequence of numbers becomes a tuple. Raises `ValueError` for other text."""
         if not isinstance(value, str):
             return tuple(value)
         return tuple(float(part) for part in value.split(",")) if value.strip() else ()
@@ -128,33 +130,33 @@ SIZE = ("height", "width", "num_frames")
 
 
 def without_zero_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without sizes of 0, which stand for the encoded picture's, or for the model's own."""
+    """Return `values` without sizes of 0, which stand for the encoded image's size or the model's default."""
     return {name: value for name, value in values.items() if value or name not in SIZE}
 
 
-# What a sampler of any model may be told to run a part of the steps only, and of the steps; see `Settings`.
+# Inputs of every sampler that select a range of the steps (see `Settings`).
 PART = {
     "start_step": IntLimit(default=0, low=0, high=100),
     "end_step": IntLimit(default=0, low=0, high=100),
     "add_noise": Switch(default=True),
     "return_with_leftover_noise": Switch(default=False),
 }
-# Of a video model: whether steps are left out, and how much error may add up (see `MagCache`).
+# Inputs of video models: whether steps are skipped, and the limit of the accumulated error (see `MagCache`).
 MAG_CACHE = {
     "step_cache": Switch(default=False),
     "cache_threshold": FloatLimit(default=0.06, low=0.01, high=1.0, step=0.01),
 }
-# What may be traded for time; the first gives nothing away. `docs/quality.md` says what each costs.
+# Qualities from exact to fastest; `docs/quality.md` has the cost of each.
 SPARSE = "int8+sparse"
 QUALITIES = ("exact", "int8", SPARSE)
 STEP_INPUTS = {"sigmas": Numbers(most=100), "quality": Choice(options=QUALITIES), **PART}
-# Of a model whose attention leaves no blocks out.
+# Qualities of a model without sparse attention.
 DENSE_QUALITY = Choice(options=QUALITIES[:2], elsewhere=((SPARSE, "Wan, but not TI2V, and HunyuanVideo"),))
 
-# As a scheduler: the one that the checkpoint names.
+# Option of `scheduler`: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"
 _FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-# What may run in place of a flow model's own: diffusers' classes, with what is to change in its config.
+# Alternatives to a flow model's own scheduler: diffusers' classes, with the changes to its config.
 FLOW_SCHEDULERS = {
     name: {"_class_name": name, **changes}
     for name, changes in {
@@ -168,49 +170,39 @@ FLOW_SCHEDULERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one generation is asked for. Sizes in pixels and frames; `shift` is the scheduler's flow shift.
+    """The settings of one generation."""
 
-    With a `step_cache` some steps are only approximated, and with another `quality` than the first of `QUALITIES` every
-    one. `scheduler` is one of the model's `schedulers`, or `CHECKPOINT`. With `use_dynamic_cfg` guidance changes from
-    step to step (see `GuidanceAt`).
-
-    `sigmas`, if there are any, are those that the scheduler starts from, one for each step. Of two experts the second
-    has `guidance_scale_2` (None: the same), and the first runs `high_noise_steps` (0: while the checkpoint says so). Of
-    all steps `start_step` to `end_step` run (0: the last). They begin with latents that were given, with noise added
-    unless `add_noise` is off; what noise is left before the last step stays with `return_with_leftover_noise`.
-    """
-
-    height: int
-    width: int
+    height: int  # pixels
+    width: int  # pixels
     num_frames: int = 1
     num_inference_steps: int
     guidance_scale: float
     seed: int = 0
-    shift: float | None = None
-    guidance_scale_2: float | None = None
-    step_cache: StepCache | MagCache | None = None
-    quality: str = QUALITIES[0]
-    scheduler: str = CHECKPOINT
-    use_dynamic_cfg: bool = False
-    sigmas: tuple[float, ...] = ()
-    high_noise_steps: int = 0
-    start_step: int = 0
-    end_step: int = 0
-    add_noise: bool = True
-    return_with_leftover_noise: bool = False
+    shift: float | None = None  # the scheduler's flow shift; None for the checkpoint's
+    guidance_scale_2: float | None = None  # of the second expert; None for the same
+    step_cache: StepCache | MagCache | None = None  # skips parts of steps; None to run all steps whole
+    quality: str = QUALITIES[0]  # one of `QUALITIES`
+    scheduler: str = CHECKPOINT  # one of the model's `schedulers`, or `CHECKPOINT`
+    use_dynamic_cfg: bool = False  # guidance changes from step to step (see `GuidanceAt`)
+    sigmas: tuple[float, ...] = ()  # the scheduler's initial ones, one per step; () for its own
+    high_noise_steps: int = 0  # run by the first of two experts; 0 for the checkpoint's boundary
+    start_step: int = 0  # first step that runs, from 0
+    end_step: int = 0  # end of the steps that run; 0 for the last
+    add_noise: bool = True  # False to start from latents as they are
+    return_with_leftover_noise: bool = False  # keep the noise that is left if the last step does not run
 
     def in_quality(self, of_model: str) -> "Settings":
-        """With the quality that the model's loader asks for, where these ask for none."""
+        """Return settings with the quality of the model's loader, if these have the default one."""
         return self if self.quality != QUALITIES[0] else replace(self, quality=of_model)
 
     @property
     def steps(self) -> range:
-        """The steps that run, counted from 0."""
+        """Steps that run, counted from 0."""
         total = self.num_inference_steps
         return range(self.start_step, min(self.end_step or total, total))
 
     def check(self, title: str) -> None:
-        """Raises `ValueError` with a sentence about the model of this `title` where values do not go together."""
+        """Raise `ValueError` if values contradict each other. `title` names the model in the message."""
         total = self.num_inference_steps
         if self.high_noise_steps > total:
             raise ValueError(
@@ -219,6 +211,6 @@ class Settings:
             )
         if not self.steps:
             raise ValueError(
-                f"{title}: start_step is {self.start_step} and end_step {self.end_step}, of {total} steps: none is "
+                f"{title}: start_step is {self.start_step} and end_step {self.end_step}, of {total} steps: no step is "
                 "left to run. Steps count from 0; start_step must be below end_step, where 0 stands for the end."
             )

@@ -1,10 +1,10 @@
-"""A model, as data: sixteen fields, and what follows from them and a user's settings."""
+"""The complete description of a model as data, and values that follow from it and a user's settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .component import Component, freeze
+from .component import Component, Json, freeze
 from .groups import Denoiser, LatentGeometry, Miniature, Parallelism, Pictures, Published, Recipe, TextEncoding, Vae
 from .limits import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, Choice, IntLimit, Limit, Numbers, Settings
 from .step_cache import MagCache, StepCache, policy_of
@@ -14,25 +14,23 @@ STAGES = ("encode", "image", "denoise", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model, complete before a weight is there; checkpoints are checked against it.
+    """A model; complete before any weight is loaded. Checkpoints are checked against it.
 
-    `inputs` are the limits of its nodes' widgets, by widget name, and `texts` the defaults of those that hold text;
-    `settings` is what widgets ask for. Every model also has the input `scheduler`, a choice of the recipe's schedulers,
-    and those of `STEP_INPUTS`, with fewer qualities where no blocks are left out. `family` is the set of models that
-    share nodes, `category` these nodes' menu.
+    Every model also has the input `scheduler`, with the recipe's schedulers as options, and those of `STEP_INPUTS`.
+    Models without sparse attention have fewer qualities.
     """
 
-    name: str
-    family: str
-    title: str
-    category: str
+    name: str  # on the command line
+    family: str  # the models that share nodes
+    title: str  # for messages and node titles
+    category: str  # of the nodes in ComfyUI's menu
     published: Published
     miniature: Miniature
     components: tuple[Component, ...]
     geometry: LatentGeometry
     text_encoders: tuple[TextEncoding, ...]
-    inputs: Mapping[str, Limit]
-    texts: Mapping[str, str]
+    inputs: Mapping[str, Limit]  # limits of node inputs by name
+    texts: Mapping[str, str]  # defaults of text inputs by name
     recipe: Recipe
     denoiser: Denoiser
     parallelism: Parallelism = Parallelism()
@@ -46,39 +44,40 @@ class ModelSpec:
         freeze(self)
 
     def with_light_vae(self) -> "ModelSpec":
-        """The model with its light decoder in place of the VAE's."""
+        """Return the model with its light decoder instead of the VAE's."""
         light = self.vae.light
         assert light is not None
-        components = [part for part in self.components if part.name != self.vae.component]
+        others = [part for part in self.components if part.name != self.vae.component]
         return replace(
             self,
-            components=(*components, light.component),
+            components=(*others, light.component),
             vae=replace(self.vae, component=light.component.name, decode=light.decode),
         )
 
     def parts_of(self, folder: str) -> list[Component]:
-        """The networks that a folder of the checkpoint holds."""
+        """Return the networks in a folder of the checkpoint."""
         return [component for component in self.components if component.folder == folder]
 
     @property
     def is_image(self) -> bool:
-        """Whether it makes a picture, not a video."""
+        """True if the result is an image, not a video."""
         return "num_frames" not in self.inputs
 
     @property
     def needs_condition(self) -> bool:
-        """Whether the denoiser cannot run without an encoded image."""
+        """True if the denoiser cannot run without an encoded image."""
         shapes = self.pictures.condition_shapes(self.geometry.latent_shape(self.settings()))
         return bool(shapes) and self.pictures.put_given is None
 
     def settings(self, **widgets: Any) -> Settings:
-        """What widgets of these values ask for: of nodes, of a workflow file, or the command's options.
+        """Return the settings for widget values of nodes, a workflow file, or command options.
 
-        What is missing or None is the model's default. Names of other widgets are ignored: several models share a node
-        or a command. Raises `ValueError` with a sentence for the user where a value is not allowed.
+        widgets: by name. Missing ones and None stand for the model's defaults; unknown names are ignored, because
+            several models share a node or a command.
+        Raises `ValueError` with a sentence for the user if a value is not allowed.
         """
-        given = {name: value for name, value in widgets.items() if value is not None and name in self.inputs}
-        values: dict[str, Any] = {name: limit.default for name, limit in self.inputs.items()} | given
+        chosen = {name: value for name, value in widgets.items() if value is not None and name in self.inputs}
+        values: dict[str, Any] = {name: limit.default for name, limit in self.inputs.items()} | chosen
         for name, value in values.items():
             self.check_input(name, value)
         values["step_cache"] = policy_of(values)
@@ -92,8 +91,10 @@ class ModelSpec:
         settings.check(self.title)
         return settings
 
-    def conditions(self, config: Mapping[str, Any], latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes of an encoded picture's arrays, with sizes for the dimensions that name a key of `config`."""
+    def conditions(self, config: Json, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an encoded image's arrays by name. Named dimensions are looked up in `config`, the
+        denoiser's.
+        """
         shapes = self.pictures.condition_shapes(latent_shape)
         return {
             name: tuple(int(config[dim]) if isinstance(dim, str) else dim for dim in shape)
@@ -102,7 +103,7 @@ class ModelSpec:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The folders of a checkpoint that are read."""
+        """Folders of a checkpoint that are read."""
         folders = [component.folder for component in self.components]
         tokenizers = [text.tokenizer_folder for text in self.text_encoders]
         others = [name for name, value in self.published.index.items() if isinstance(value, tuple)]
@@ -113,36 +114,39 @@ class ModelSpec:
 
     @property
     def picture_encoders(self) -> frozenset[str]:
-        """The names of the components that encode pictures as conditions."""
+        """Names of the components that encode images as conditions."""
         others = {self.vae.component, *self.denoiser.experts, *(text.component for text in self.text_encoders)}
         return frozenset(component.name for component in self.components) - others
 
     def branches(self, guidance_scale: float) -> int:
-        """How many rows a step with this scale has: 2 with classifier-free guidance."""
+        """Return the rows of a step with this scale: 2 with classifier-free guidance, else 1."""
         return 2 if self.recipe.guidance == "cfg" and guidance_scale > 1 else 1
 
     def whole_numbers(self, name: str) -> IntLimit:
-        """The limit of widget `name`, which holds integers as sizes do."""
+        """Return the limit of the integer input `name`."""
         limit = self.inputs[name]
         assert isinstance(limit, IntLimit), name
         return limit
 
     def check_input(self, name: str, value: Any) -> None:
-        """Raises `ValueError` with a sentence for the user if widget `name` may not hold `value`."""
+        """Raise `ValueError` with a sentence for the user if input `name` may not be `value`."""
         limit = self.inputs.get(name)
         if limit is not None and (problem := limit.problem(value)):
             raise ValueError(f"{self.title}: {name} {problem}")
 
     def check_settings(self, settings: Settings) -> None:
-        """Checks every field of `settings`, which need not come from widgets, by the widget that it belongs to."""
+        """Check every field of `settings` that need not come from widgets. Raises `ValueError`."""
         values = {**vars(settings), "flow_shift": settings.shift, "step_cache": None}
         if settings.step_cache is not None:
             if not isinstance(settings.step_cache, StepCache | MagCache):
-                raise ValueError(f"{self.title}: step_cache is none that is known. Turn it off.")
-            given = settings.step_cache.widgets
-            if lacking := ", ".join(name for name in given if name not in self.inputs):
+                raise ValueError(
+                    f"{self.title}: step_cache is {settings.step_cache!r:.60}; it must be a StepCache or "
+                    "MagCache. Turn it off."
+                )
+            widgets = settings.step_cache.widgets
+            if lacking := ", ".join(name for name in widgets if name not in self.inputs):
                 raise ValueError(f"{self.title}: step_cache is on, but this model has no {lacking}. Turn it off.")
-            values |= given
+            values |= widgets
         for name, value in values.items():
             if value is not None:
                 self.check_input(name, value)
