@@ -1,3 +1,1 @@
-"""What is kept on disk between runs, and who may have written it. May import the leaves and
-`model_spec`.
-"""
+"""Files that are kept on disk between runs, and checks of their ownership. May import the leaves and `model_spec`."""

@@ -1,7 +1,7 @@
-"""Folders that are made in the cache, such as built-in checkpoints: each whole or made again, by itself.
+"""Folders that are made in the cache, such as built-in checkpoints. A damaged or incomplete folder is made again.
 
-A folder's manifest names its files with their sizes and digests. Sizes are compared at each use, contents once a
-process. What a killed writer left is removed as soon as another one writes.
+A folder's manifest has the sizes and digests of its files. Sizes are compared at each use, contents once per process.
+Scratch folders of killed processes are removed before the next one is written.
 """
 
 import contextlib
@@ -27,18 +27,19 @@ except ImportError:  # Windows
 
 log = logging.getLogger(__name__)
 
-# Above this, by kind, the folders that were used longest ago are removed.
+# Above this, by kind, the least recently used folders are removed.
 MAX_BYTES = {"tiny": 2 * GIB, "parts": GIB}
-# A folder that was used within this time is not removed for others.
+# A folder that was used within this time is kept.
 IN_USE_S = 3600
 _verified: set[tuple[str, int]] = set()
 _MAKING = threading.RLock()
 
 
 def kept(kind: str, name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name` of a kind in the cache, which `make` writes where it is not there or not whole.
+    """Return the folder `name` of a kind in the cache.
 
-    Raises what `make` raises, `WriteError` where the disk takes no more.
+    make: writes its files into a given scratch folder, if it is absent or not whole.
+    Raises the errors of `make`, and `WriteError` if the disk is full.
     """
     folder = cache_folder() / kind / name
     if is_whole(folder):
@@ -61,19 +62,19 @@ def kept(kind: str, name: str, make: Callable[[Path], None]) -> Path:
 
 
 def manifest_of(folder: Path) -> Path:
-    """The file beside a folder that says what is in it."""
+    """Return the path of a folder's manifest, next to the folder."""
     return folder.with_name(f".{folder.name}.json")
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has all files of its manifest, as they were written; marks it as used."""
+    """Return whether a folder has all files of its manifest, as they were written. Marks it as used."""
     manifest = manifest_of(folder)
     try:
-        said = parse_json(manifest.read_bytes())
+        manifest_entries = parse_json(manifest.read_bytes())
         stat = manifest.stat()
         key = (str(folder), stat.st_ino)
         is_known = key in _verified
-        for name, (size, digest) in said.items():
+        for name, (size, digest) in manifest_entries.items():
             path = folder / name
             if digest is None:
                 if not is_whole(path.resolve()):  # a link to another folder of the cache
@@ -89,7 +90,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _entries(folder: Path) -> dict[str, tuple[int, str | None]]:
-    """The sizes and digests of a folder's files by name; links to other folders have none."""
+    """Return the sizes and digests of a folder's files by name; links to other folders have None as digest."""
     entries: dict[str, tuple[int, str | None]] = {}
     for root, inner, files in os.walk(folder):
         for name in inner:
@@ -108,12 +109,12 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def scratch_for(folder: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `folder` if the block ends well. Where another process was first, its one stays.
+    """Yield a scratch folder that becomes `folder` if the block succeeds, unless another process made that first.
 
-    It is locked while this process writes, so that others can tell it from what a killed one left.
+    It is locked while this process writes, so that others can tell it from an abandoned one.
     """
     with contextlib.ExitStack() as stack:
-        scratch = _locked(folder, stack)
+        scratch = _make_locked(folder, stack)
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         yield scratch
         try:
@@ -123,7 +124,7 @@ def scratch_for(folder: Path) -> Iterator[Path]:
                 raise
 
 
-def _locked(folder: Path, stack: contextlib.ExitStack) -> Path:
+def _make_locked(folder: Path, stack: contextlib.ExitStack) -> Path:
     while True:
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         if fcntl is None:
@@ -131,7 +132,7 @@ def _locked(folder: Path, stack: contextlib.ExitStack) -> Path:
         try:
             descriptor = os.open(scratch, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # another process took it for what a killed one left
+            continue  # another process took it for an abandoned one
         stack.callback(os.close, descriptor)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -140,7 +141,7 @@ def _locked(folder: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _sweep(parent: Path) -> None:
-    """Removes scratch folders that nobody writes any more."""
+    """Remove scratch folders of processes that have ended."""
     for path in parent.glob(".*"):
         if not path.is_dir() or path.is_symlink() or fcntl is None:
             continue
@@ -154,37 +155,37 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder at once, however long its files take."""
-    gone = Path(tempfile.mkdtemp(prefix=f".{folder.name}-gone-", dir=folder.parent))
+    """Remove a folder in one step, however long its files take."""
+    removed = Path(tempfile.mkdtemp(prefix=f".{folder.name}-gone-", dir=folder.parent))
     try:
         manifest_of(folder).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            os.replace(folder, gone / "x")
+            os.replace(folder, removed / "x")
     finally:
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _trim(parent: Path, limit: int, newest: Path) -> None:
-    """Removes the folders that were used longest ago until the others hold at most `limit` bytes."""
-    found = []
+    """Remove the least recently used folders until the others hold at most `limit` bytes. Keeps `newest`."""
+    folders = []
     for folder in parent.iterdir():
         if folder == newest or folder.name.startswith(".") or not folder.is_dir():
             continue
         with contextlib.suppress(OSError):
-            used = next(one for one in (manifest_of(folder), folder) if one.exists()).stat().st_mtime
-            found.append((used, size_of(folder), folder))
-    held = size_of(newest) + sum(size for _, size, _ in found)
-    for used, size, folder in sorted(found):
-        if held <= limit:
+            used = next(path for path in (manifest_of(folder), folder) if path.exists()).stat().st_mtime
+            folders.append((used, size_of(folder), folder))
+    total = size_of(newest) + sum(size for _, size, _ in folders)
+    for used, size, folder in sorted(folders):
+        if total <= limit:
             return
         if 0 <= time.time() - used < IN_USE_S:
             continue
-        held -= size
+        total -= size
         _remove(folder)
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder; another process may remove some meanwhile."""
+    """Return the bytes of all files below a folder. Another process may remove some meanwhile."""
     total = 0
     for root, _, files in os.walk(folder):
         for name in files:

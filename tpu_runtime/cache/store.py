@@ -1,6 +1,6 @@
-"""What is kept on disk between runs: an entry is written completely or not at all, and checked when it is read.
+"""Entries that are kept on disk between runs: written completely or not at all, and checked when they are read.
 
-A cache never stops a run: what cannot be written or read is logged, and the run goes on without it.
+A cache never stops a run: failures to read or write are logged, and the run continues without the entry.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..files import ABANDONED_S, FULL, write_file
 from ..units import GIB, MIB
@@ -40,34 +39,36 @@ MAX_BYTES = {"prompts": 4 * GIB, "plans": GIB, "compile_seconds": MIB, "curves":
 
 
 def cache_folder() -> Path:
-    """The pack's cache; a private temporary folder where the configured one cannot be written."""
+    """Return the pack's cache folder, or a private temporary one if the configured one cannot be written."""
     return _writable(os.environ.get(VARIABLE) or DEFAULT)
 
 
 @functools.cache
-def _writable(wanted: str) -> Path:
-    folder = Path(wanted)
+def _writable(path: str) -> Path:
+    folder = Path(path)
     try:
         folder = folder.expanduser()
         make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where the home is
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         if getattr(error, "errno", None) in FULL and folder.is_dir():
-            return folder  # what is there can still be read
-        return _instead_of(folder, getattr(error, "strerror", None) or str(error))
+            return folder  # existing entries can still be read
+        return _use_temporary_folder(folder, getattr(error, "strerror", None) or str(error))
 
 
 def make_private(folder: Path) -> None:
-    """Creates a private folder; an existing one stays as it is."""
+    """Create a private folder; an existing one is not changed."""
     folder.mkdir(mode=trust.PRIVATE, parents=True, exist_ok=True)
 
 
-def _instead_of(folder: Path, reason: str) -> Path:
+def _use_temporary_folder(folder: Path, reason: str) -> Path:
     try:
         instead = trust.temporary_folder()
     except OSError as error:
-        log.warning("the cache folder %s cannot be written (%s), nor a temporary one (%s).", folder, reason, error)
+        log.warning(
+            "the cache folder %s cannot be written (%s); a temporary one cannot either (%s).", folder, reason, error
+        )
         return folder
     log.warning(
         "the cache folder %s cannot be written (%s); using %s. Set %s to a folder that can.",
@@ -78,13 +79,13 @@ def _instead_of(folder: Path, reason: str) -> Path:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """Held by one process and thread at a time, of those that change a file of the cache that is there.
+    """Hold a lock among all processes and threads that change an existing file of the cache.
 
-    Where the cache cannot be written, or has no locks, nothing is held: what is changed then cannot be kept either.
+    If the cache cannot be written or has no locks, nothing is locked; changes cannot be kept then either.
     """
     global _held
     with _LOCK, contextlib.ExitStack() as stack:
-        if not _held and fcntl is not None:  # a lock of a folder is not this thread's twice
+        if not _held and fcntl is not None:  # a thread cannot lock a folder twice
             with contextlib.suppress(OSError):
                 make_private(cache_folder())
                 descriptor = os.open(cache_folder(), os.O_RDONLY)
@@ -98,28 +99,30 @@ def locked() -> Iterator[None]:
 
 
 def xla_cache_folder() -> Path:
-    """XLA's compiled programs; JAX's own variable wins."""
-    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    return Path(given).expanduser() if given else cache_folder() / "xla"
+    """Return the folder of XLA's compiled programs. JAX's own variable has precedence."""
+    own_folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return Path(own_folder).expanduser() if own_folder else cache_folder() / "xla"
 
 
-def signature(*parts: Any) -> str:
-    """A short key of anything with a stable `repr`."""
+def signature(*parts: object) -> str:
+    """Return a short digest of values with a stable `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def holds_own_code(folder: Path) -> bool:
-    """Whether nobody else can have written programs into `folder`, a part of the cache; if not, the log says why."""
+    """Return whether nobody else can have written programs into `folder`, a part of the cache. Logs the reason if
+    not.
+    """
     try:
-        for one in (cache_folder(), folder):
-            trust.check(one)
+        for trusted in (cache_folder(), folder):
+            trust.check(trusted)
     except trust.Untrusted as error:
-        _say_once(f"compiled programs are neither loaded nor kept: {error}. Or set {VARIABLE} to a folder of your own.")
+        _say_once(f"compiled programs are not loaded or kept: {error}. Or set {VARIABLE} to a folder of your own.")
         return False
     except FileNotFoundError:
-        return True  # there will be none but this process's
+        return True  # no other process has written yet
     except OSError as error:
-        _say_once(f"compiled programs are neither loaded nor kept: {folder} cannot be looked at ({error}).")
+        _say_once(f"compiled programs are not loaded or kept: {folder} cannot be looked at ({error}).")
         return False
     return True
 
@@ -131,12 +134,10 @@ def _say_once(warning: str) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """Entries of one kind (a subfolder of the cache) by key, each after its SHA-256. Entries that are `code` exist
-    only where nobody else can write.
-    """
+    """Entries of one kind by key, in a subfolder of the cache, each after its SHA-256."""
 
-    kind: str
-    code: bool = False
+    kind: str  # name of the subfolder
+    code: bool = False  # whether entries are code, which is only used from folders that nobody else can write to
 
     @property
     def folder(self) -> Path:
@@ -146,7 +147,7 @@ class Store:
         return self.folder / f"{key}.bin"
 
     def get(self, key: str) -> bytes | None:
-        """An entry's bytes; None if there is none. A damaged entry is removed."""
+        """Return an entry's bytes, or None. A damaged entry is removed."""
         if not self._is_usable():
             return None
         path = self.path(key)
@@ -167,7 +168,7 @@ class Store:
         return payload
 
     def put(self, key: str, payload: bytes) -> None:
-        """Writes an entry, if the folder can be written."""
+        """Write an entry, if the folder can be written."""
         if not self._is_usable():
             return
         path = self.path(key)
@@ -182,7 +183,7 @@ class Store:
         return not self.code or holds_own_code(self.folder)
 
     def discard(self, key: str, why: str) -> None:
-        """Removes an entry that cannot be used; `why` goes to the log."""
+        """Remove an entry that cannot be used; log the reason `why`."""
         log.warning("the cache entry %s is dropped: %s. It is recreated.", self.path(key), why)
         try:
             self.path(key).unlink(missing_ok=True)
@@ -191,22 +192,22 @@ class Store:
 
 
 def trim(folder: Path, limit: int) -> None:
-    """Removes the least recently used files of a folder until the others hold at most `limit` bytes, and abandoned
-    scratch files.
+    """Remove the least recently used files of a folder until the others hold at most `limit` bytes, and abandoned
+    files.
     """
     files = sorted((status.st_mtime, status.st_size, path) for path, status in _files(folder))
     newest = files[-1][0] if files else 0.0
-    held = sum(size for _, size, _ in files)
+    total = sum(size for _, size, _ in files)
     for moment, size, path in files:
-        # A clock that was set back leaves files of the future, beside which what is being written looks old.
+        # After a clock was set back, existing files are in the future, and one being written looks old.
         is_abandoned = path.name.startswith(".") and moment < newest - ABANDONED_S and not is_written(path)
-        if is_abandoned or held > limit:
-            held -= size
+        if is_abandoned or total > limit:
+            total -= size
             path.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The files of a folder; another process may remove some at the same time."""
+    """Yield the files of a folder. Another process may remove some at the same time."""
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
@@ -215,7 +216,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a living process holds the scratch file or folder `path` (see `files.write_file`)."""
+    """Return whether a running process holds the scratch file or folder `path` (see `files.write_file`)."""
     if fcntl is None:
         return False
     try:
@@ -232,7 +233,7 @@ def is_written(path: Path) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Marks an entry as used; in a folder that cannot be written the order stays."""
+    """Mark an entry as used. In a folder that cannot be written the order stays."""
     try:
         os.utime(path)
     except OSError as error:
@@ -240,7 +241,7 @@ def _touch(path: Path) -> None:
 
 
 def usage() -> list[dict[str, object]]:
-    """What the cache holds, by kind: `name`, `path`, `files`, `bytes`. Counted again every few seconds."""
+    """Return `name`, `path`, `files` and `bytes` of each kind in the cache. Counted at most every few seconds."""
     return _usage(cache_folder(), int(time.monotonic() / SECONDS_BETWEEN_COUNTS))
 
 

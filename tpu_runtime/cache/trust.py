@@ -1,6 +1,4 @@
-"""Who may have written the files of a cache. A compiled program is code: it is loaded only where nobody else can have
-written it.
-"""
+"""Checks that cache files can only have been written by this user or root. A compiled program is code."""
 
 import grp
 import os
@@ -13,11 +11,11 @@ PRIVATE = 0o700
 
 
 class Untrusted(Exception):
-    """Another user could have written it; the message says why and what to do."""
+    """A file that another user could have written; the message has the reason and the remedy."""
 
 
 def check(path: Path) -> None:
-    """Raises `Untrusted` unless `path` belongs to this user or root, and nobody else may write it."""
+    """Raise `Untrusted` unless `path` belongs to this user or root, and nobody else may write it."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
         raise Untrusted(f"{path} belongs to user {status.st_uid}, not to you")
@@ -27,7 +25,7 @@ def check(path: Path) -> None:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group is the user's private one (a user's files are group-writable then, by many systems' default)."""
+    """Return whether a group is the user's private one. Many systems make a user's files writable by that group."""
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
     except KeyError:
@@ -36,9 +34,9 @@ def _is_own_group(number: int) -> bool:
 
 
 def temporary_folder() -> Path:
-    """A private folder: the same at every call of every process, unless something else is in its place.
+    """Return a private folder, the same for every call and process unless another user has taken its path.
 
-    Raises `OSError` where there is no place for temporary files.
+    Raises `OSError` without a usable temporary folder.
     """
     folder = Path(tempfile.gettempdir()) / f"comfyui-tpu-{os.getuid()}"
     try:

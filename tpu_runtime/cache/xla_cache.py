@@ -1,11 +1,10 @@
-"""JAX's persistent cache of compiled programs, in the pack's cache folder, and what came from it.
+"""JAX's persistent cache of compiled programs, in the pack's cache folder, with counters of hits and misses.
 
 A process that finds its programs there still traces and lowers them. That takes 2.6 to 9.3 s of processor time for a
 generation, of which its user waits for at most 0.5 s (docs/LOG.md, 2026-11-24): the rest is done while weights are read
 and steps run. So the pack serializes no executables of its own.
-
-Where the folder is, and what was found in it, JAX's public settings and events say. Two private functions of JAX are
-replaced on top. A JAX that lacks one, or has it with other parameters, costs what its replacement adds, not a run.
+JAX's public settings and events give the folder, hits and misses. Two private functions of JAX are replaced in
+addition. If a JAX lacks one, or has it with other parameters, only the benefit of its replacement is lost.
 """
 
 import contextlib
@@ -35,7 +34,9 @@ _of_thread = threading.local()
 
 @dataclass(frozen=True)
 class _Private:
-    """A private function of JAX, and its parameters as they were in 0.10 to 0.12; `optional` are those of some."""
+    """A private function of JAX with its parameters in versions 0.10 to 0.12; some versions have the `optional`
+    ones.
+    """
 
     module: str
     name: str
@@ -43,15 +44,17 @@ class _Private:
     optional: tuple[str, ...] = ()
 
     def find(self) -> Callable[..., Any] | None:
-        """The function; None where this JAX has none of that name with these parameters."""
+        """Return the function, or None if this JAX does not have it with these parameters."""
         try:
-            found = getattr(importlib.import_module(self.module), self.name)
-            asked = inspect.signature(found).parameters.values()
+            function = getattr(importlib.import_module(self.module), self.name)
+            parameters = inspect.signature(function).parameters.values()
         except (ImportError, AttributeError, TypeError, ValueError):
             return None
-        required = {each.name for each in asked if each.default is each.empty} - set(self.optional)
-        has_all = set(self.parameters) <= {each.name for each in asked}
-        return found if has_all and required <= set(self.parameters) else None
+        required = {parameter.name for parameter in parameters if parameter.default is parameter.empty} - set(
+            self.optional
+        )
+        has_all = set(self.parameters) <= {parameter.name for parameter in parameters}
+        return function if has_all and required <= set(self.parameters) else None
 
     def replace(self, by: Callable[..., Any]) -> None:
         setattr(importlib.import_module(self.module), self.name, by)
@@ -78,10 +81,10 @@ def _warn_once(sentence: str) -> None:
 
 @dataclass
 class Compilations:
-    """XLA programs of this process: `compiled`, or taken from the persistent cache (`cached`)."""
+    """Counts of this process's XLA programs."""
 
-    compiled: int = 0
-    cached: int = 0
+    compiled: int = 0  # by XLA
+    cached: int = 0  # taken from the persistent cache
 
     def __str__(self) -> str:
         return f"{self.compiled} compiled, {self.cached} from the cache"
@@ -89,7 +92,7 @@ class Compilations:
 
 @functools.cache
 def compilations() -> Compilations:
-    """The process's counter; it counts from the first call on."""
+    """Return the process's counter, which counts from the first call on."""
     counter = Compilations()
 
     def count(event: str, **_: object) -> None:
@@ -104,13 +107,15 @@ def compilations() -> Compilations:
 
 
 def cached_by_thread() -> int:
-    """How many XLA programs this thread took from the persistent cache, since `compilations` was first called."""
+    """Return how many XLA programs this thread took from the persistent cache, since `compilations` was first
+    called.
+    """
     return getattr(_of_thread, "cached", 0)
 
 
 @contextlib.contextmanager
 def when_missed(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` when JAX did not find in the persistent cache what this thread asks for, before XLA begins."""
+    """Call `tell` before XLA compiles in this thread because the persistent cache lacks a program."""
     _of_thread.missed = tell
     try:
         yield
@@ -119,9 +124,9 @@ def when_missed(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def use_persistent_cache() -> None:
-    """Lets XLA's compiled programs outlive the process. Called before the first compilation, with the devices started.
+    """Keep XLA's compiled programs on disk. Call it before the first compilation, after the devices are started.
 
-    A folder of JAX's own variable is the user's decision: JAX trusts it, and writes it as it always does.
+    A folder of JAX's own variable is the user's decision: JAX trusts it and writes it as usual.
     """
     folder = xla_cache_folder()
     is_own = cache_folder() in folder.parents
@@ -132,7 +137,7 @@ def use_persistent_cache() -> None:
     _set("jax_compilation_cache_dir", str(folder))
     _set("jax_persistent_cache_min_compile_time_secs", 0)
     _set("jax_persistent_cache_min_entry_size_bytes", -1)
-    # What this adds is for GPUs, and it puts the folder's path into every key: a copy of the folder would be of no use.
+    # That is for GPUs, and puts the folder's path into every key, so that a copy of the folder could not be used.
     _set("jax_persistent_cache_enable_xla_caches", "none")
 
 
@@ -140,14 +145,16 @@ def _set(name: str, value: object) -> None:
     try:
         jax.config.update(name, value)
     except (AttributeError, ValueError) as error:
-        _warn_once(f"JAX {jax.__version__} does not take {name} ({error}): the cache of programs does without.")
+        _warn_once(f"JAX {jax.__version__} rejects {name} ({error}): the cache of programs works without it.")
 
 
 def _replace_entries(is_own: bool) -> bool:
-    """Lets JAX keep its entries in our store, or tell of what it misses in the user's; False where it cannot."""
+    """Make JAX keep its entries in this pack's store, or report misses in the user's folder. Return False if that
+    fails.
+    """
     jaxs = _OPEN.find()
     if jaxs is None:
-        _OPEN.say_lost("JAX writes its files itself, and that a program is compiled is said when it is done")
+        _OPEN.say_lost("JAX writes its files itself, and a compilation is reported only when it is done")
         return False
     jaxs = getattr(jaxs, "jaxs", jaxs)
 
@@ -163,10 +170,11 @@ def _replace_entries(is_own: bool) -> bool:
 
 
 def _leave_to_jax(folder: Path) -> bool:
-    """Whether JAX's own files may lie in our folder. JAX writes them in place: a process that is killed meanwhile, or a
-    full disk, leaves one that is damaged for good.
+    """Return whether JAX's own files may be in this pack's folder.
+
+    JAX writes them in place. A killed process or a full disk leaves a file that stays damaged.
     """
-    with contextlib.suppress(OSError):  # said by the next
+    with contextlib.suppress(OSError):  # reported by the next call
         store.make_private(folder)
     if not store.holds_own_code(folder):
         return False
@@ -175,8 +183,9 @@ def _leave_to_jax(folder: Path) -> bool:
 
 
 def _write_on_this_host() -> None:
-    """Keeps entries on a host that is not the first, too. JAX writes on that alone, for a bucket behind the folder; but
-    hosts have folders of their own, and the others would compile for minutes at each start.
+    """Keep entries on hosts other than the first, too. JAX writes only there, assuming a shared folder.
+
+    Hosts have folders of their own, and the others would compile for minutes at each start.
     """
     write, put = _WRITE.find(), _PUT.find()
     if write is None or put is None:
@@ -198,7 +207,7 @@ def _write_on_this_host() -> None:
 
 
 class _Announced:
-    """Entries of a store; a thread is told of one that is missing (see `when_missed`)."""
+    """Entries of a store that report a missing one to the thread (see `when_missed`)."""
 
     def __init__(self, entries: Any) -> None:
         self._entries = entries
@@ -207,14 +216,14 @@ class _Announced:
         return getattr(self._entries, name)
 
     def get(self, key: str) -> bytes | None:
-        found = self._entries.get(key)
-        if found is None and (tell := getattr(_of_thread, "missed", None)):
+        entry = self._entries.get(key)
+        if entry is None and (tell := getattr(_of_thread, "missed", None)):
             tell()
-        return found
+        return entry
 
 
 class _InStore:
-    """JAX's entries in our store, each written completely or not at all."""
+    """JAX's entries in this pack's store, each written completely or not at all."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
