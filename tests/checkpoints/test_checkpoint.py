@@ -162,7 +162,9 @@ def test_a_weight_file_outside_the_folder_is_refused(copied: Path):
     said = json.loads(index.read_text())
     said["weight_map"] = {name: f"../vae/{file}" for name, file in said["weight_map"].items()}
     index.write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=r"names a weight file '\.\./vae/.*'; only \.safetensors beside it are read"):
+    with pytest.raises(
+        ValueError, match=r"names a weight file '\.\./vae/.*'; only \.safetensors files in the same folder are read"
+    ):
         model(copied).check()
 
 

@@ -358,7 +358,7 @@ def test_a_model_of_another_size_is_known_by_its_configs(tmp_path: Path, name: s
 
 def test_experts_of_two_architectures_are_refused(tmp_path: Path):
     assert problem(WAN22, tmp_path, transformer_2={"num_layers": 30}) == (
-        "Wan 2.2 I2V A14B: num_layers is 30 in transformer_2 of FOLDER and 40 in transformer; the two must be alike. "
+        "Wan 2.2 I2V A14B: num_layers is 30 in transformer_2 of FOLDER and 40 in transformer; the two must be equal. "
         "Choose two of one model."
     )
 

@@ -111,8 +111,8 @@ def test_llama_cpps_file_of_sight_is_named_as_one(home: Home):
     path = write_gguf(home.folder / "mmproj-Qwen2.5-VL-7B-Instruct-F16.gguf", tensors, "clip", {})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), path)
     assert said == (
-        f"{path} is what a language model sees with, as llama.cpp has it (mmproj), and pictures are read by a text "
-        "encoder that holds `visual.` too. Choose one such as qwen_2.5_vl_7b.safetensors in its place."
+        f"{path} is a vision tower of llama.cpp alone (mmproj), and images are encoded by a text encoder file "
+        "that holds `visual.` too. Choose one such as qwen_2.5_vl_7b.safetensors instead."
     )
 
 
@@ -121,8 +121,8 @@ def test_an_encoder_that_cannot_see_is_refused_where_pictures_are_looked_at(home
     blind = home.write("qwen_2.5_7b.safetensors", {name: x for name, x in tensors.items() if "visual." not in name})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), blind)
     assert said == (
-        f"{blind} is a text encoder that cannot see (it has no visual.), and Qwen-Image Edit 2511 looks at "
-        "pictures with it. Choose one of Qwen-Image Edit 2511, such as qwen_2.5_vl_7b_fp8_scaled.safetensors."
+        f"{blind} is a text encoder without vision (it has no visual.), and Qwen-Image Edit 2511 "
+        "encodes images with it. Choose one of Qwen-Image Edit 2511, such as qwen_2.5_vl_7b_fp8_scaled.safetensors."
     )
     assert home.with_rest("qwen-image-2512", home.file("qwen-image-2512", "transformer"), blind) == ""
 

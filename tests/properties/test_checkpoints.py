@@ -154,7 +154,7 @@ def test_no_index_leads_out_of_the_folder(tmp_path: Path, name: str):
     (tmp_path / "model" / "transformer").mkdir(parents=True)
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"proj_out.weight": name}}))
-    with pytest.raises(ValueError, match="only .safetensors beside it are read"):
+    with pytest.raises(ValueError, match="only .safetensors files in the same folder are read"):
         checkpoint.weight_files(path.parent, PARTS["transformer"])
 
 

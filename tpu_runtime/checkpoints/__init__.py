@@ -1,1 +1,3 @@
-"""Finding, downloading, faking and loading weights. May import `models`, `programs` and the leaves."""
+"""Finding, downloading and loading of weights, and the built-in tiny checkpoints. May import `models`, `programs`
+and the leaves.
+"""

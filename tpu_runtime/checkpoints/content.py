@@ -1,7 +1,7 @@
-"""A short digest of what a model's files hold, the same on every machine: no paths, no times.
+"""Digests of the contents of a model's files, equal on every machine: no paths, no times.
 
-Weights are too large to read for it: a large file's digest is of its size and of evenly spread samples, which differ
-wherever a model was trained further.
+Weights are too large to be read for it. A large file's digest covers its size and evenly spread samples, which differ
+after any further training.
 """
 
 import hashlib
@@ -21,13 +21,17 @@ _SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
 
 def of_model(model_id: str, folders: Sequence[str], progress: Progress) -> str:
-    """The digest of a model: for a Hub id the newest commit, which is asked for; for a folder that of its files."""
+    """Return the digest of a model: the newest commit of a Hub id, or the digest of a folder's or single files'
+    contents.
+
+    folders: searched for the id.
+    """
     model_id = model_id.strip()
     if parts.is_of_files(model_id):
-        found = parts.resolve(model_id, models.SPECS, folders)
-        files = [(name, held.prefix, of_file(held.path)) for name, held in sorted(found.parts.items())]
-        rest = of_model(found.rest, folders, progress) if found.rest else ""
-        return hashlib.sha256(repr((found.spec.name, files, rest)).encode()).hexdigest()[:16]
+        resolved = parts.resolve(model_id, models.SPECS, folders)
+        files = [(name, network.prefix, of_file(network.path)) for name, network in sorted(resolved.parts.items())]
+        rest = of_model(resolved.rest, folders, progress) if resolved.rest else ""
+        return hashlib.sha256(repr((resolved.spec.name, files, rest)).encode()).hexdigest()[:16]
     folder = tiny.trained(model_id) or local_folder(model_id, folders)
     if folder is None and model_id.startswith("tiny/"):
         return f"miniature {tiny.VERSION}"
@@ -42,7 +46,7 @@ def of_model(model_id: str, folders: Sequence[str], progress: Progress) -> str:
 
 
 def of_file(path: Path) -> str:
-    """The digest of one file: of all of it where it is small."""
+    """Return the digest of a file: of all its bytes if it is small, else of samples."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

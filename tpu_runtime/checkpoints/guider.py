@@ -1,15 +1,14 @@
-"""What a checkpoint says of guidance: diffusers keeps it with the checkpoint where the pipeline has a `guider`.
+"""Guidance settings of a checkpoint: diffusers stores them with it if the pipeline has a `guider`.
 
-A CFG-distilled checkpoint has learnt what guidance does; its guider is off or has scale 1. Guided again, it would be
-over-saturated at twice the cost.
+A CFG-distilled checkpoint has guidance built in; its guider is off or has scale 1. A second guidance would
+over-saturate at twice the cost.
 """
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from ..files import CheckpointError, read_json
+from ..model_spec import Json
 from ..progress import Progress
 from .checkpoint import Checkpoint
 
@@ -22,9 +21,10 @@ _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0
 
 
 def scale_for(found: Checkpoint, guidance_scale: float, progress: Progress) -> float:
-    """`guidance_scale`, or 1, which is no guidance, where the checkpoint's guider has none.
+    """Return `guidance_scale`, or 1 (no guidance) if the checkpoint's guider is off.
 
-    Raises `CheckpointError` where it guides by another formula than plain classifier-free guidance.
+    found: the checkpoint.
+    Raises `CheckpointError` if the guider uses a formula other than plain classifier-free guidance.
     """
     entry = found.index(progress).get(FOLDER)
     if guidance_scale <= 1 or not isinstance(entry, list) or not any(entry):
@@ -44,13 +44,13 @@ def scale_for(found: Checkpoint, guidance_scale: float, progress: Progress) -> f
     return guidance_scale
 
 
-def _is_off(config: Mapping[str, Any]) -> bool:
-    """As upstream decides it: at this scale its formula returns the prompt's prediction alone."""
+def _is_off(config: Json) -> bool:
+    """Return whether upstream's formula returns the prompt's prediction alone at this scale."""
     nothing = 0.0 if config.get("use_original_formulation") else 1.0
     return not config.get("enabled", True) or math.isclose(config.get("guidance_scale", DEFAULT_SCALE), nothing)
 
 
-def _check_plain(model_id: str, config: Mapping[str, Any]) -> None:
+def _check_plain(model_id: str, config: Json) -> None:
     kind = config.get("_class_name")
     if kind != "ClassifierFreeGuidance":
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Downloads from the Hugging Face Hub: the newest commit of a model, and of it only the requested files.
+"""Downloads from the Hugging Face Hub: the newest commit of a model, and only the requested files of it.
 
-Every failure ends in a `HubError`, a sentence that says what to do and holds no token.
+Every failure raises a `HubError`, a sentence with a remedy and without tokens.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import FULL, CheckpointError, read_json
+from ..model_spec import Json
 from ..progress import Progress
 from ..redact import SafeError, guard_logs, redact
 from ..units import GIB, MIB, readable
@@ -29,60 +30,61 @@ class HubError(SafeError):
     """A download that cannot work, in a sentence with the command that fixes it."""
 
 
-class _Cause(Exception):
-    """What a library said, without secrets, in place of its own error, whose text and address may hold some."""
+class _RedactedCause(Exception):
+    """A library's error message without secrets; replaces the error itself, whose text and address may hold some."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(redact(f"{type(error).__name__}: {error}"))
 
 
 def is_hub_id(model_id: str) -> bool:
+    """Return whether an id has the form owner/name of the Hub."""
     return re.fullmatch(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*/[\w.-]+", model_id) is not None
 
 
 def cache_folder() -> Path:
-    """Where the Hub's client keeps what it downloads."""
+    """Return the folder of the Hub client's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def cached(model_id: str) -> Path | None:
-    """The folder of the newest commit on this machine, if its index is there; asks no network."""
+    """Return the folder of the newest commit on this machine if its index is there, else None. Makes no request."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model_id, INDEX)
-    return Path(found).parent if isinstance(found, str) else None
+    path = try_to_load_from_cache(model_id, INDEX)
+    return Path(path).parent if isinstance(path, str) else None
 
 
-def downloaded() -> list[tuple[str, Mapping[str, Any]]]:
-    """The ids of the models in diffusers layout in the Hub's cache, and the index of each."""
-    found = []
+def downloaded() -> list[tuple[str, Json]]:
+    """Return id and index of the models in diffusers layout in the Hub's cache."""
+    models = []
     for folder in sorted(cache_folder().glob("models--*")):
         model_id = folder.name.removeprefix("models--").replace("--", "/")
         if is_hub_id(model_id) and (root := cached(model_id)) is not None:
             with contextlib.suppress(CheckpointError):
-                found.append((model_id, read_json(root / INDEX)))
-    return found
+                models.append((model_id, read_json(root / INDEX)))
+    return models
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A commit of a model, and the folder of its files: in the Hub's cache, or `is_own`, one that the user chose."""
+    """A commit of a model, and the folder of its files."""
 
     model_id: str
     commit: str
-    root: Path
-    is_own: bool = False
+    root: Path  # in the Hub's cache, or a folder of the user's
+    is_own: bool = False  # whether it is a folder of the user's
 
     def weights(self, names: Sequence[str], title: str) -> list[weight_files.WeightFile]:
-        """What is known of weight files without reading them, for a download in short `title`."""
+        """Return sizes and local bytes of weight files without reading them. `title` names the download in messages."""
         with _sentences(self.model_id, title, self.place):
             return weight_files.find(self.model_id, self.commit, names, self._target, self._is_here)
 
     @property
     def place(self) -> Path:
-        """The folder that takes the bytes."""
+        """Folder that receives the bytes."""
         return self.root if self.is_own else cache_folder()
 
     def _target(self, name: str, etag: str) -> Path:
@@ -93,9 +95,9 @@ class Snapshot:
 
 
 def snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snapshot:
-    """A model's newest commit, with its index in the local folder; without a network, the newest known one.
+    """Return a model's newest commit after downloading its index; offline, the newest local one.
 
-    With `to` its files go there, into a folder of their own, and not into the Hub's cache.
+    to: a folder of its own for the files; None for the Hub's cache.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -107,21 +109,21 @@ def snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snaps
             hf_hub_download(model_id, INDEX, revision=commit, local_dir=to)
             return Snapshot(model_id=model_id, commit=commit, root=to, is_own=True)
         if cached(model_id) is None:
-            # Fails at once, where a request for a file would be repeated for half a minute.
+            # Fails at once, while a request for a file would be repeated for half a minute.
             HfApi().model_info(model_id)
         root = Path(hf_hub_download(model_id, INDEX)).parent
         return Snapshot(model_id=model_id, commit=root.name, root=root)
 
 
 def _claim(folder: Path, model_id: str) -> None:
-    """Marks a folder as that of a model; HubError where something else is in it."""
+    """Mark a folder as that of a model. Raises `HubError` if it has other files."""
     mark = folder / ".cache" / "comfyui-tpu.txt"
     if folder.exists() and not folder.is_dir():
         raise HubError(f"{folder} is a file. Choose a folder for {model_id}, such as {folder}-model.")
     if folder.is_dir() and any(folder.iterdir()) and not (mark.is_file() and mark.read_text().strip() == model_id):
         name = model_id.partition("/")[2]
         raise HubError(
-            f"{folder} is not empty, and what is in it was not begun by a download of {model_id}. Choose a folder of "
+            f"{folder} is not empty, and its files are not from a download of {model_id}. Choose a folder of "
             f"its own, such as {folder / name}."
         )
     mark.parent.mkdir(parents=True, exist_ok=True)
@@ -129,9 +131,12 @@ def _claim(folder: Path, model_id: str) -> None:
 
 
 def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
-    """Downloads files of a commit. Names may be patterns, such as `vae/*.json`.
+    """Download files of a commit.
 
-    Raises `HubError` where a file that is named, not matched, is not there afterwards.
+    found: the commit.
+    names: files, or patterns such as `vae/*.json`.
+    title: names the download in messages.
+    Raises `HubError` if a file that is named, not matched, is missing afterwards.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -143,7 +148,7 @@ def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str)
     with _sentences(found.model_id, title, found.place):
         progress.check_cancelled()
         if missing:
-            # As in `snapshot`. With a part of the model here, what follows would also pass over what the Hub answers.
+            # As in `snapshot`. With some files here, the calls below would also ignore errors of the Hub.
             HfApi().model_info(found.model_id, revision=found.commit)
         progress.text(f"Downloading {title} of {found.model_id}")
         if weights := [name for name in missing if name.endswith(".safetensors")]:
@@ -164,7 +169,9 @@ def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str)
 
 
 def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
-    """The bytes of weight files; `snapshot_download` then finds them, checks those in a user's folder, and links."""
+    """Download the bytes of weight files. `snapshot_download` then finds them, checks those in a user's folder, and
+    links.
+    """
     files = found.weights(names, title)
     check_room(files, found.place, f"{title} of {found.model_id}")
     weight_files.download(files, progress)
@@ -173,8 +180,11 @@ def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, ti
 def single_files(
     model_id: str, targets: Mapping[str, Path], progress: Progress, place: Path
 ) -> list[weight_files.WeightFile]:
-    """Files of a repository's newest commit by name, each with the place that it gets here, below `place`; raises
-    `HubError` where the repository does not have one.
+    """Return files of a repository's newest commit by name.
+
+    targets: local path of each file, by its name in the repository.
+    place: folder of the targets, for messages.
+    Raises `HubError` if the repository lacks one.
     """
     from huggingface_hub import HfApi
 
@@ -182,22 +192,22 @@ def single_files(
         progress.text(f"Looking for {model_id}")
         commit = HfApi().model_info(model_id).sha or ""
         names = list(targets)
-        found = weight_files.find(
+        files = weight_files.find(
             model_id, commit, names, lambda name, _: targets[name], lambda name: targets[name].is_file()
         )
-    if missing := set(names) - {file.name for file in found}:
+    if missing := set(names) - {file.name for file in files}:
         raise HubError(f"{model_id} has no {', '.join(sorted(missing))} on the Hugging Face Hub any more.")
-    return found
+    return files
 
 
 def fetch_single(files: Sequence[weight_files.WeightFile], progress: Progress, place: Path) -> None:
-    """Completes files of `single_files`."""
+    """Complete files of `single_files`. `place` is their folder, for messages."""
     with _sentences(files[0].model_id, "files", place):
         weight_files.download(files, progress)
 
 
 def check_room(files: Sequence[weight_files.WeightFile], place: Path, what: str) -> None:
-    """HubError where what is missing of `files` does not fit into the folder."""
+    """Raise `HubError` if the missing bytes of `files` do not fit into the folder `place`; `what` names them."""
     needed = sum(file.size_bytes - file.here_bytes for file in files)
     free = free_bytes(place)
     if free is not None and needed > free:
@@ -208,7 +218,7 @@ def check_room(files: Sequence[weight_files.WeightFile], place: Path, what: str)
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Free disk where a folder is, or would be; None if nobody knows."""
+    """Return the free bytes of the disk of a folder, which need not exist; None if unknown."""
     for existing in (folder, *folder.absolute().parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(existing).free
@@ -221,7 +231,7 @@ def _missing(root: Path, names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _sentences(model_id: str, title: str, place: Path) -> Iterator[None]:
-    """Turns what goes wrong in a download to `place`, in short `title`, into a `HubError`."""
+    """Raise errors of a download to `place` as `HubError`; `title` names the download."""
     from huggingface_hub import errors
 
     guard_logs()
@@ -236,18 +246,18 @@ def _sentences(model_id: str, title: str, place: Path) -> Iterator[None]:
             or _answer_sentence(error, model_id, title)
             or _lost_sentence(error, model_id, title)
         )
-        raise HubError(sentence) from _Cause(error)
+        raise HubError(sentence) from _RedactedCause(error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _disk_sentence(error: BaseException, model_id: str, title: str, place: Path) -> str | None:
-    """For a disk that takes no more, or no file of this user."""
+    """Return the message for a disk that is full or not writable, else None."""
     for link in _chain(error):
         number = _os_error_number(link)
         if number in FULL:
@@ -265,11 +275,11 @@ def _disk_sentence(error: BaseException, model_id: str, title: str, place: Path)
 
 
 def _os_error_number(error: BaseException) -> int | None:
-    """The `errno` of an error, also where hf_xet has it in its text alone."""
+    """Return the `errno` of an error; hf_xet has it only in its text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found.group(1)) if found else None
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match.group(1)) if match else None
 
 
 def _free(folder: Path) -> str:
@@ -278,7 +288,7 @@ def _free(folder: Path) -> str:
 
 
 def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | None:
-    """For what the Hub answered; None if it did not."""
+    """Return the message for an error response of the Hub, else None."""
     from huggingface_hub import errors
 
     for link in _chain(error):
@@ -303,8 +313,10 @@ def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | N
     return None
 
 
-def _given_token(error: Any) -> str:
-    """Why there may be no way in, where a token was sent: its account has not accepted, or waits to be let in."""
+def _given_token(error: BaseException) -> str:
+    """Return the reason for a refusal of the sent token: its account has not accepted the terms, or waits for
+    access.
+    """
     response = getattr(error, "response", None)
     is_refused = response is not None and response.status_code == 403
     return ", and the account of the token that was sent has no access to it" if is_refused else ""
@@ -328,17 +340,17 @@ def _status_sentence(status: int, headers: Mapping[str, str], model_id: str, tit
 
 
 def _retry_time(headers: Mapping[str, str]) -> str:
-    """When the Hub says that it will answer again: seconds or a date, or seconds in its own header."""
-    said = headers.get("Retry-After", "").strip()
-    if seconds := re.fullmatch(r"\d{1,9}", said) or re.search(r"(?<=\bt=)\d{1,9}", headers.get("RateLimit", "")):
+    """Return when the Hub will answer again: from seconds or a date, or seconds in its own header."""
+    retry_after = headers.get("Retry-After", "").strip()
+    if seconds := re.fullmatch(r"\d{1,9}", retry_after) or re.search(r"(?<=\bt=)\d{1,9}", headers.get("RateLimit", "")):
         return f"in {int(seconds.group())} seconds"
     with contextlib.suppress(ValueError):
-        return f"after {email.utils.parsedate_to_datetime(said):%Y-%m-%d %H:%M:%S %Z}"
+        return f"after {email.utils.parsedate_to_datetime(retry_after):%Y-%m-%d %H:%M:%S %Z}"
     return "in a few minutes"
 
 
 def _lost_sentence(error: BaseException, model_id: str, title: str) -> str:
-    """For a Hub that cannot be reached, or that is lost on the way."""
+    """Return the message for a Hub that cannot be reached, or a connection that broke."""
     if isinstance(error, weight_files.DamagedError):
         return f"{title} of {model_id} came damaged ({error}), and was thrown away. Run it again; the rest is kept."
     if isinstance(error, RuntimeError):
@@ -355,23 +367,23 @@ def _lost_sentence(error: BaseException, model_id: str, title: str) -> str:
 
 
 def _why_lost(error: BaseException) -> str:
-    """In brackets, where it is known: what was set, or what the system said of the connection."""
+    """Return the known reason in parentheses: an environment variable, or the system's error; else ""."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return " (HF_HUB_OFFLINE is set: unset it)"
-    said = [str(link) for link in _chain(error) if isinstance(link, OSError) and link.errno is not None]
-    return f" ({said[-1]})" if said else ""
+    messages = [str(link) for link in _chain(error) if isinstance(link, OSError) and link.errno is not None]
+    return f" ({messages[-1]})" if messages else ""
 
 
 def _bar(progress: Progress) -> type:
-    """A tqdm class that shows the bytes of a download in the host and stops when the user cancels."""
+    """Return a tqdm class that reports the bytes of a download to `progress` and stops when the user cancels."""
     from tqdm import tqdm
 
     class HostBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
-            super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})
+            super().__init__(*args, **{**kwargs, "disable": False, "file": _NullStream()})
 
         def update(self, n: float | None = 1) -> bool | None:
             progress.check_cancelled()
@@ -383,8 +395,8 @@ def _bar(progress: Progress) -> type:
     return HostBar
 
 
-class _Nowhere:
-    """The terminal that a bar writes to when the host shows it instead."""
+class _NullStream:
+    """An output stream that discards a bar's text, because progress shows it instead."""
 
     def write(self, text: str) -> int:
         return len(text)

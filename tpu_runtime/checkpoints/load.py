@@ -1,8 +1,8 @@
-"""Weights from files to their shards, in the target format, as fast as the disk gives them.
+"""Loading of weights from files to their shards on the chips, in the target format, at the speed of the disk.
 
-Several threads read and decode layers of a stacked weight while the shards before it are put on the chips. The host
-holds the shards that are read ahead and those on their way to the chips, together `AHEAD_BYTES` at most, or one larger
-shard alone. A weight with a value that is not finite is an error.
+Several threads read and decode layers of a stacked weight while earlier shards are copied to the chips. The host holds
+the shards that are read ahead and those on their way to the chips, at most `AHEAD_BYTES` together or else one shard. A
+weight with a value that is not finite is an error.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from ..progress import Progress
 from ..units import GB, MIB
 from .placement import PutsInFlight, place, shards_of
 
-# Of the threads that read: more than cores, for they also wait for the disk. Their work does not hold Python's lock.
+# Threads that read: more than cores, because they also wait for the disk. They do not hold Python's lock.
 READERS = min(16, 2 * (os.cpu_count() or 1))
 AHEAD_BYTES = 2**30
 SECONDS_BETWEEN_TEXTS = 0.5
@@ -37,9 +37,9 @@ NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32:
 
 
 class Changed(Protocol):
-    """Weights that differ from the files: their `names`, and how to read one."""
+    """Weights that differ from the files, and a method that reads one."""
 
-    names: frozenset[str]
+    names: frozenset[str]  # of the weights
 
     def read(
         self, reader: "Reader", name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
@@ -56,16 +56,22 @@ def load(
     weights: Weights | None = None,
     check: Callable[[str], None] = lambda what: None,
 ) -> Weights:
-    """Reads weights of a network onto its devices. `wanted` comes from `abstract`: all of them, or those that replace
-    those of the same names in `weights`, which are freed one by one. Weights in int8 are rounded on the chips, after
-    all changes; `check` is called before the chips do so.
+    """Read weights of a network onto its devices and return them by name.
 
-    A cancel stops between two tensors of the files and drops what was read so far. Raises `HostFull` where the host's
-    memory is too small, before a byte is read.
+    files: of each weight, by its name.
+    wanted: shape, dtype and sharding by name, from `abstract`: of all weights, or of those to replace in `weights`.
+    title: of the weights, for messages.
+    changed: weights that differ from the files; None if none do.
+    weights: loaded weights, of which those in `wanted` are freed one by one and replaced; None for an empty dict.
+    check: called before the chips round a weight to int8, which follows all changes.
+    A cancel stops between two tensors and discards the weights read so far. Raises `HostFull` before any byte is read
+    if the host's memory is too small.
     """
     size_bytes = _host_bytes(network, files, wanted, replaces=weights is not None)
     host_memory.require(size_bytes, f"Loading {title}")
-    meter = _Meter(title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress)
+    meter = _TransferMeter(
+        title, sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values()), progress
+    )
     weights = {} if weights is None else weights
     merged = frozenset() if changed is None else changed.names
     with host_memory.explained(f"Loading {title}"), contextlib.ExitStack() as stack:
@@ -74,15 +80,15 @@ def load(
         plain = {name: want for name, want in numbers.items() if name not in merged}
         axes = summed(network) if len(numbers) < len(wanted) else {}
         in_flight = PutsInFlight()
-        # Inside: the threads that read end before the files are closed that they opened.
+        # Nested, so that the reading threads end before their files are closed.
         with read_shards(reader.unchecked(), network, files, plain, in_flight) as ahead:
             for name, want in numbers.items():
                 progress.check_cancelled()
-                for held in (name, name + WORTH):
-                    if held in weights:
-                        weights[held].delete()
+                for old_name in (name, name + WORTH):
+                    if old_name in weights:
+                        weights[old_name].delete()
                 if changed is not None and name in merged:
-                    weights[name] = changed.read(reader, name, files[name], _read_as(want))
+                    weights[name] = changed.read(reader, name, files[name], _as_read(want))
                 else:
                     weights[name] = place(want.shape, want.sharding, lambda index: next(ahead), in_flight)
                 if want.dtype == jax.numpy.int8:
@@ -103,47 +109,50 @@ def _host_bytes(
     *,
     replaces: bool,
 ) -> int:
-    """What loading takes of the host's memory: the largest shard, and what stays where the devices are the host.
+    """Return the host memory that loading needs: the largest shard, and the weights of devices that are the host.
 
-    Shards that are read ahead are not counted: they are as many as there is memory for.
+    replaces: the loaded weights replace others of the same size.
+    Shards that are read ahead are not counted, because their number follows the available memory.
     """
     numbers = {name: want for name, want in wanted.items() if not name.endswith(WORTH)}
     pieces = (
-        piece.size_bytes for name, want in numbers.items() for piece in _Piece.of(network, name, files[name], want)
+        shard.size_bytes
+        for name, want in numbers.items()
+        for shard in _PendingShard.of(network, name, files[name], want)
     )
     return max(pieces, default=0) + (0 if replaces else sum(map(_kept_bytes, wanted.values())))
 
 
 def _kept_bytes(want: jax.ShapeDtypeStruct) -> int:
-    """Of a weight on devices that compute in the host's memory, as where there is no TPU."""
+    """Return the bytes of a weight on devices that use the host's memory, as without a TPU."""
     shard = int(np.prod(want.sharding.shard_shape(want.shape))) * want.dtype.itemsize
     return shard * sum(device.platform == "cpu" for device in want.sharding.addressable_devices)
 
 
-def _read_as(want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What is read of a weight: before it is rounded to int8 it is bfloat16."""
+def _as_read(want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the abstract weight as it is read: bfloat16 if it is rounded to int8 afterwards."""
     if want.dtype != jax.numpy.int8:
         return want
     return jax.ShapeDtypeStruct(want.shape, jax.numpy.bfloat16, sharding=want.sharding)
 
 
 @dataclass
-class _Piece:
-    """One shard of a weight on the host, to be filled layer by layer: `array` is `[layers, ...]`."""
+class _PendingShard:
+    """One shard of a weight on the host, filled layer by layer."""
 
     weight: Weight
     files: tuple[TensorFile, ...]
-    index: Index
-    shape: tuple[int, ...]
+    index: Index  # of the shard in the weight
+    shape: tuple[int, ...]  # of the shard
     dtype: torch.dtype
-    array: torch.Tensor | None = None
-    layers: list[Future[None]] = field(default_factory=list)
+    array: torch.Tensor | None = None  # [layers, ...]; None before `begin` and after `finish`
+    layers: list[Future[None]] = field(default_factory=list)  # one pending read per layer
 
     @classmethod
     def of(
         cls, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
-    ) -> "list[_Piece]":
-        """The pieces of a weight, one for each index that shards have, in the order in which they are placed."""
+    ) -> "list[_PendingShard]":
+        """Return the shards of a weight that differ, in the order in which they are copied to the devices."""
         dtype = torch.float32 if want.dtype == jax.numpy.float32 else torch.bfloat16
         shape, weight = want.sharding.shard_shape(want.shape), network.weights[name]
         return [cls(weight, files, index, shape, dtype) for index, _ in shards_of(want.sharding, want.shape)]
@@ -182,16 +191,21 @@ def read_shards(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     in_flight: PutsInFlight,
 ) -> Iterator[Iterator[np.ndarray]]:
-    """The shards of all weights that this host has, in their order, equal ones once: each is read before it is asked
-    for, as far as `AHEAD_BYTES` and half of the host's memory allow beside those `in_flight`.
+    """Yield an iterator of the shards of all weights on this host in order, equal ones once.
+
+    reader: for other threads.
+    files: of each weight, by its name.
+    wanted: shape, dtype and sharding of each weight, by name.
+    in_flight: shards on their way to the chips; they count towards the limit.
+    Shards are read ahead up to `AHEAD_BYTES` and half of the host's available memory.
     """
-    pieces = [piece for name, want in wanted.items() for piece in _Piece.of(network, name, files[name], want)]
+    pieces = [piece for name, want in wanted.items() for piece in _PendingShard.of(network, name, files[name], want)]
     pool = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
     available = host_memory.available_bytes()
     most = AHEAD_BYTES if available is None else min(AHEAD_BYTES, available // 2)
 
     def results() -> Iterator[np.ndarray]:
-        waiting, begun = deque(pieces), deque[_Piece]()
+        waiting, begun = deque(pieces), deque[_PendingShard]()
         while waiting or begun:
             while waiting:
                 held = in_flight.size_bytes
@@ -212,8 +226,8 @@ def read_shards(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _Meter:
-    """Reports how much is loaded, and how fast."""
+class _TransferMeter:
+    """A reporter of loaded bytes and speed."""
 
     def __init__(self, title: str, total_bytes: int, progress: Progress) -> None:
         self.title, self.total, self.progress = title, total_bytes, progress
@@ -246,24 +260,24 @@ class Reader:
         self.stop = threading.Event()
 
     def unchecked(self) -> "Reader":
-        """For other threads: one that asks nobody, and ends with `stop`."""
+        """Return a reader for other threads, which does not ask for cancellation and ends with `stop`."""
         reader = Reader(self.stack, lambda: None)
         reader.check = reader._end
         return reader
 
     def _end(self) -> None:
         if self.stop.is_set():
-            raise RuntimeError("nobody waits for what is read")
+            raise RuntimeError("weight loading was cancelled")
 
     def slice(self, file: TensorFile, index: Index) -> torch.Tensor:
-        """Part of a tensor, in whatever format it comes."""
+        """Return part of a tensor, decoded if need be, in the file's shape `[...]`."""
         self.check()
-        return self._part(file, index)
+        return self._read_part(file, index)
 
-    def _part(self, file: TensorFile, index: Index) -> torch.Tensor:
-        return self._stored(file, index) if file.made is None else file.made.read(index, self._part)
+    def _read_part(self, file: TensorFile, index: Index) -> torch.Tensor:
+        return self._read_stored(file, index) if file.made is None else file.made.read(index, self._read_part)
 
-    def _stored(self, file: TensorFile, index: Index) -> torch.Tensor:
+    def _read_stored(self, file: TensorFile, index: Index) -> torch.Tensor:
         from safetensors import safe_open
 
         key = str(file.path)
@@ -272,18 +286,18 @@ class Reader:
                 self.stats[key] = os.stat(key)
                 self.files[key] = self.stack.enter_context(safe_open(key, framework="pt"))
         _check_whole(key, self.stats[key])
-        # A zero-dimensional slice is not indexable.
+        # A zero-dimensional slice cannot be indexed.
         return self.files[key].get_slice(file.name)[index] if index else self.files[key].get_tensor(file.name)
 
 
 def _check_whole(path: str, before: os.stat_result) -> None:
-    """Raises `CheckpointError` for a file that was cut off since: the kernel ends a process that reads a mapped place
-    behind the end.
+    """Raise `CheckpointError` for a file that was truncated since: reading mapped bytes after its end kills the
+    process.
     """
     try:
         now = os.stat(path)
     except OSError:
-        return  # what is mapped of a deleted file stays
+        return  # a deleted file stays mapped
     if os.path.samestat(now, before) and now.st_size < before.st_size:
         raise CheckpointError(
             f"{path} was cut off while it was read: it has {now.st_size} bytes, and had {before.st_size}. Get it again."
@@ -291,7 +305,11 @@ def _check_whole(path: str, before: os.stat_result) -> None:
 
 
 def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Sharding) -> jax.Array:
-    """One layer of a weight with this `sharding`: bfloat16 if the file is, else float32."""
+    """Return one layer of a weight with this `sharding`: bfloat16 if the file is, else float32.
+
+    reader, file: the source.
+    weight: of the network; the layer has its `layer_shape`.
+    """
 
     def read(index: Index) -> np.ndarray:
         piece = _slice(reader, file, index, weight)
@@ -315,6 +333,6 @@ def _array(piece: torch.Tensor) -> np.ndarray:
 
 
 def _slice(reader: Reader, file: TensorFile, index: Index, weight: Weight) -> torch.Tensor:
-    """Part of one layer of a weight, which may be cut out of the file's tensor."""
+    """Return part of one layer of a weight, which may be a slice of the file's tensor."""
     read = functools.partial(reader.slice, file)
     return read(index) if weight.cut is None else weight.cut.read(index, read)

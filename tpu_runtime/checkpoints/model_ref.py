@@ -1,11 +1,11 @@
-"""Which model a node is to use: a description without weights, and the checks that need none."""
+"""References to models: descriptions without weights, and the checks that need no weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import models
-from ..model_spec import QUALITIES, ModelSpec, Settings
+from ..model_spec import QUALITIES, Json, ModelSpec, Settings
 from ..precision import check_choice
 from ..progress import Progress
 from . import checkpoint, compatibility, parts
@@ -13,32 +13,28 @@ from . import checkpoint, compatibility, parts
 if TYPE_CHECKING:
     import torch
 
-# Of two denoisers that share the steps: both, the first, the second.
+# Experts of a model whose two denoisers share the steps: both, the first, the second.
 LORA_EXPERTS = ("both", "high", "low")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldTensors:
-    """The tensors of a LoRA that another program read: by name, with a `digest` that tells them from others."""
+    """The tensors of a LoRA that another program has read."""
 
-    title: str
-    digest: str
-    tensors: "Mapping[str, torch.Tensor]"
+    title: str  # of the LoRA, for messages
+    digest: str  # differs between LoRAs
+    tensors: "Mapping[str, torch.Tensor]"  # by name, of any shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """A file of changes to a denoiser's weights, their strength, and to which expert: the first has the high noise.
+    """A file of changes to a network's weights."""
 
-    With `held` the changes are these, and `path` is their title. With a `component` they are that network's, which is
-    no denoiser.
-    """
-
-    path: str
+    path: str  # of the file, or the title of `held`
     strength: float
-    expert: str = LORA_EXPERTS[0]
-    held: HeldTensors | None = None
-    component: str = ""
+    expert: str = LORA_EXPERTS[0]  # the denoiser that is changed: both, the first ("high" noise) or the second
+    held: HeldTensors | None = None  # changes in memory instead of a file
+    component: str = ""  # the network that is changed, if it is not a denoiser; "" for denoisers
 
     @property
     def source(self) -> "str | HeldTensors":
@@ -47,21 +43,16 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """Which model to use: a description, no weights. `folders` are searched for `model_id`. `quality` is that of
-    samplers which ask for none of their own (see `Settings`).
-
-    With an `address` it is a model of the machine there, which runs its stages (see `remote`). One that `is_partial` is
-    some of a model's networks, in single files, for stages that need no others.
-    """
+    """A reference to a model, without weights."""
 
     spec_name: str
-    model_id: str
-    precision: str = "auto"
-    quality: str = QUALITIES[0]
-    folders: tuple[str, ...] = ()
+    model_id: str  # see `checkpoint.locate`
+    precision: str = "auto"  # one of `precision.CHOICES`
+    quality: str = QUALITIES[0]  # of samplers that set none (see `Settings`)
+    folders: tuple[str, ...] = ()  # searched for `model_id`
     loras: tuple[Lora, ...] = ()
-    address: str = ""
-    is_partial: bool = False
+    address: str = ""  # of the machine that runs the stages (see `remote`); "" for this one
+    is_partial: bool = False  # whether only some networks are there, for stages that need no others
 
     def __str__(self) -> str:
         quality = "" if self.quality == QUALITIES[0] else f", {self.quality}"
@@ -72,46 +63,49 @@ class ModelRef:
         return models.spec_by_name(self.spec_name)
 
     def locate(self) -> checkpoint.Checkpoint:
+        """Return the model's checkpoint."""
         return checkpoint.locate(self.spec, self.model_id, self.folders, is_partial=self.is_partial)
 
     def resolve(self, progress: Progress) -> "Resolved":
-        """What a run needs to know of it, fetched where need be; raises `CheckpointError` where it cannot run."""
-        found = self.locate()
-        return Resolved(spec=found.spec, checkpoint=found, configs=found.configs(progress))
+        """Return description, checkpoint and configs, downloaded if need be. Raises `CheckpointError` if it cannot
+        run.
+        """
+        located = self.locate()
+        return Resolved(spec=located.spec, checkpoint=located, configs=located.configs(progress))
 
     def check(self) -> None:
-        """Raises `ValueError` with a sentence for the user where it cannot work. Reads no weights, asks no network."""
+        """Raise `ValueError` with a sentence for the user if it cannot work. Reads no weights and makes no request."""
         check_choice(self.precision)
         self.spec.check_input("quality", self.quality)
         self.locate().check()
 
     def loras_of(self, component: str) -> tuple[Lora, ...]:
-        """Those that change a component, with a strength other than 0."""
+        """Return the LoRAs that change a component, without those of strength 0."""
         experts = self.spec.denoiser.experts
         if component not in experts:
             return tuple(lora for lora in self.loras if lora.strength and lora.component == component)
-        own = LORA_EXPERTS[0], LORA_EXPERTS[1 + experts.index(component)]
-        return tuple(lora for lora in self.loras if lora.strength and not lora.component and lora.expert in own)
+        experts_names = LORA_EXPERTS[0], LORA_EXPERTS[1 + experts.index(component)]
+        return tuple(
+            lora for lora in self.loras if lora.strength and not lora.component and lora.expert in experts_names
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A model that can run: what it is, where its files are, and the config of each component, by name."""
+    """A model that can run: description, checkpoint, and the config of each component by name."""
 
     spec: ModelSpec
     checkpoint: checkpoint.Checkpoint
-    configs: Mapping[str, Mapping[str, Any]]
+    configs: Mapping[str, Json]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A generation to come: which of `model_spec.STAGES` it has behind the text encoder, and its settings, if they are
-    known before it denoises.
-    """
+    """A generation to come."""
 
     model: ModelRef
-    stages: tuple[str, ...]
-    settings: Settings | None = None
+    stages: tuple[str, ...]  # of `model_spec.STAGES`, after the text encoder's
+    settings: Settings | None = None  # None if they are not known before it denoises
 
 
 def choose_model(
@@ -124,7 +118,13 @@ def choose_model(
     loras: tuple[Lora, ...] = (),
     progress: Progress | None = None,
 ) -> ModelRef:
-    """The checked model that `model_id` is: see `variant`, for `progress` too, and `ModelRef.check`."""
+    """Return the checked model of `model_id`.
+
+    spec: a model of the family.
+    precision, quality, folders, loras: of the `ModelRef`.
+    progress: see `variant`.
+    Raises `ValueError` as `ModelRef.check`.
+    """
     spec = variant(spec, model_id, folders, progress)
     model = ModelRef(
         spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders, loras=loras
@@ -134,10 +134,13 @@ def choose_model(
 
 
 def assumed(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> str:
-    """What to tell the user where files could be another model of the family of `spec` as well; empty where not."""
+    """Return a note for the user if single files could be another model of the family of `spec` as well; else "".
+
+    folders: searched for `model_id`.
+    """
     if not parts.is_of_files(model_id):
         return ""
-    return parts.resolve(model_id, [one for one in models.SPECS if one.family == spec.family], folders).assumed
+    return parts.resolve(model_id, [other for other in models.SPECS if other.family == spec.family], folders).assumed
 
 
 def choose_part(
@@ -148,7 +151,11 @@ def choose_part(
     quality: str = QUALITIES[0],
     folders: tuple[str, ...] = (),
 ) -> ModelRef:
-    """The networks that files hold, as part of one of the models `specs`; `CheckpointError` where they are of none."""
+    """Return a reference to the networks in single files, as part of one of the models `specs`.
+
+    precision, quality, folders: of the `ModelRef`.
+    Raises `CheckpointError` if the files belong to none of them.
+    """
     check_choice(precision)
     spec = parts.resolve(model_id, specs, folders, needs_all=False).spec
     spec.check_input("quality", quality)
@@ -160,38 +167,39 @@ def choose_part(
 def variant(
     spec: ModelSpec | None, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
 ) -> ModelSpec:
-    """The model of the family of `spec` that `model_id` is, by its id or by what its index and configs say; else `spec`
-    itself. Of several that fit, the one whose published configs are most like its own, or the first of these.
+    """Return the model of the family of `spec` that `model_id` is, by its id, or by its index and configs; else `spec`.
 
-    A family's models share its nodes. With `progress` the index of a model on the Hub is fetched, and configs where the
-    index does not decide; without it, what is not on this machine decides nothing. Without `spec` it may be of any
-    family; `ValueError` if it is of none.
+    If several fit, the one whose published configs are most similar counts, then the first.
+    spec: a model of the family; None for any family.
+    folders: searched for the id.
+    progress: for downloading the index, and configs if need be; None to look only at local files.
+    Raises `ValueError` without `spec` if no family fits.
     """
     if parts.is_of_files(model_id):
-        family = [one for one in models.SPECS if spec is None or one.family == spec.family]
+        family = [member for member in models.SPECS if spec is None or member.family == spec.family]
         return parts.resolve(model_id, family, folders).spec
     if spec is None:
-        spec = _of_any_family(model_id, checkpoint.find_index(model_id, folders, progress=progress) or {})
+        spec = _choose_of_any_family(model_id, checkpoint.find_index(model_id, folders, progress=progress) or {})
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]
-    named = [one for one in family if model_id.strip() in (one.published.hub_id, *one.miniature.ids)]
-    if named or len(family) == 1:
-        return (named or family)[0]
+    matches = [member for member in family if model_id.strip() in (member.published.hub_id, *member.miniature.ids)]
+    if matches or len(family) == 1:
+        return (matches or family)[0]
     index = checkpoint.find_index(model_id, folders, progress=progress)
     if index is None:
         return spec
-    alike = [one for one in family if compatibility.is_pipeline(one, index)]
-    fitting = [one for one in alike if compatibility.index_problem(one, model_id, index) is None]
+    same_class = [member for member in family if compatibility.is_pipeline(member, index)]
+    fitting = [member for member in same_class if compatibility.index_problem(member, model_id, index) is None]
     if len(fitting) > 1:
         if progress is not None:
             checkpoint.locate(fitting[0], model_id, folders).home(progress)
-        names = {component.folder for one in fitting for component in one.components}
+        names = {component.folder for member in fitting for component in member.components}
         configs = checkpoint.local_configs(model_id, names, folders)
-        fitting = [one for one in fitting if compatibility.configs_fit(one, model_id, configs)] or fitting
+        fitting = [member for member in fitting if compatibility.configs_fit(member, model_id, configs)] or fitting
         fitting = [max(fitting, key=lambda one: compatibility.likeness(one, configs))]
-    return (fitting or alike or family)[0]
+    return (fitting or same_class or family)[0]
 
 
-def _of_any_family(model_id: str, index: Mapping[str, Any]) -> ModelSpec:
+def _choose_of_any_family(model_id: str, index: Json) -> ModelSpec:
     alike = [spec for spec in models.SPECS if compatibility.is_pipeline(spec, index)]
     fitting = [spec for spec in alike if compatibility.index_problem(spec, model_id, index) is None]
     if not alike:

@@ -1,4 +1,4 @@
-"""Weight files into the kernel's page cache before they are needed: loading then reads memory, not the disk."""
+"""Prefetch of weight files into the kernel's page cache: loading then reads memory, not the disk."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -10,12 +10,12 @@ from ..units import GIB
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 * 2**20
-# Of what is available. More would only push out what was read first.
+# Share of the available memory. Reading more would only evict the files read first.
 MOST_OF_MEMORY = 0.5
 
 
 def read_ahead(files: Iterable[Path], check: Callable[[], None]) -> int:
-    """Reads files in order, as many as memory takes, and returns how many bytes; `check` raises to end it."""
+    """Read files in order, as many as memory holds, and return the bytes read. `check` raises to end it."""
     available = available_bytes() or 0
     room = available * MOST_OF_MEMORY
     piece, done = bytearray(PIECE_BYTES), 0

@@ -1,4 +1,4 @@
-"""How large attention scores can become, from the gains of a checkpoint's norms: below a bound they need no maximum."""
+"""Upper bound of attention scores from the gains of a checkpoint's norms. Bounded scores need no running maximum."""
 
 import contextlib
 import itertools
@@ -23,9 +23,10 @@ NOTHING: Added = {}
 
 
 def is_bounded(spec: ModelSpec, component: Component, folder: Path, added: Added = NOTHING) -> bool:
-    """Whether no score of the denoiser in `folder` can exceed `SCORE_BOUND`, in base 2, whatever the input.
+    """Return whether no score of the denoiser in `folder` can exceed `SCORE_BOUND`, in base 2, for any input.
 
-    `added` are what is added to weights, by name.
+    component: the denoiser.
+    added: differences of LoRAs by weight name.
     """
     if not spec.denoiser.head_norms:
         return False
@@ -34,10 +35,14 @@ def is_bounded(spec: ModelSpec, component: Component, folder: Path, added: Added
 
 
 def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, added: Added = NOTHING) -> float:
-    """The largest score of any layer, in base 2 and with the scale of attention.
+    """Return the largest possible score of any layer, in base 2 and with the scale of attention.
 
-    A normalised head has length `sqrt(head_dim)`, and its rotary embedding turns pairs of neighbours: so a score is at
-    most the sum over pairs of the products of their gains, and what biases add (see `docs/attention.md`).
+    A normalised head has length `sqrt(head_dim)`, and its rotary embedding turns pairs of neighbours. A score is
+    therefore at most the sum over pairs of the products of their gains, plus the contribution of biases (see
+    `docs/attention.md`).
+    tensors: by name, of the denoiser.
+    norms: of one stack of blocks.
+    added: differences of LoRAs by weight name.
     """
     prefix, _, _ = norms.queries[0].partition("*")
     layers = {name.removeprefix(prefix).partition(".")[0] for name in tensors if name.startswith(prefix)}
@@ -54,7 +59,9 @@ def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str
 
 
 def _bound(q_gain: np.ndarray, q_bias: float, k_gain: np.ndarray, k_bias: float) -> float:
-    """`gain` is that of each pair, `[head_dim / 2]`, `bias` the length of the full vector."""
+    """Return the bound of one pair of norms. `gain` is per pair of neighbours, `[head_dim / 2]`; `bias` is a
+    vector's length.
+    """
     head_dim = 2 * q_gain.size
     length = math.sqrt(head_dim)
     product = head_dim * (q_gain * k_gain).max()
@@ -63,7 +70,7 @@ def _bound(q_gain: np.ndarray, q_bias: float, k_gain: np.ndarray, k_bias: float)
 
 
 def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str, added: Added) -> tuple[np.ndarray, float]:
-    """The larger gain of each pair of neighbours, and the length of the bias."""
+    """Return the larger gain of each pair of neighbours, `[head_dim / 2]`, and the length of the bias."""
 
     def read(name: str) -> np.ndarray:
         more = added.get(name)

@@ -1,7 +1,7 @@
 """The built-in tiny checkpoints: trained ones, which are part of the pack, and random ones, created on first use.
 
-They have the real layout, the real tokenizer class and every part of the real model, at a size that a CPU runs in
-seconds. What random ones generate means nothing; that it equals what diffusers generates does.
+They have the real layout, tokenizer class and components, at a size that a CPU runs in seconds. Results of random ones
+are meaningless, but equal to those of diffusers.
 """
 
 import hashlib
@@ -23,31 +23,32 @@ VERSION = 4
 
 # Trained by `tools/train_miniature.py`; the model card in each folder says on what, and how well.
 _TRAINED = Path(__file__).resolve().parents[2] / "miniatures"
-# Of one that shares parts with another: where each lies, by its name, `{"vae": "wan21/vae"}`. Of such a part its own
-# folder has the files, and the tensors, that differ; those of no numbers say what it does without.
+# Components shared with another tiny model, by name: `{"vae": "wan21/vae"}`. The model's own folder has the files and
+# tensors that differ; an empty tensor marks one that the model does not have.
 _SHARED = "shared.json"
-# How weights lie there: a third smaller, and without what is zeros or said before.
+# Weights are packed there: a third smaller, without zeros and repetitions.
 PACKED = ".safetensors.xz"
 
 
 def trained(model_id: str) -> Path | None:
-    """The folder of a trained one, put together in the cache on first use; None for an id that is something else."""
-    own = _own(model_id)
-    return _joined(own) if own else None
+    """Return the folder of a trained one, assembled in the cache on first use; None for any other id."""
+    packed = _find_packed_folder(model_id)
+    return _join_shared(packed) if packed else None
 
 
 def is_trained(model_id: str) -> bool:
-    return _own(model_id) is not None
+    """Return whether an id is that of a trained tiny checkpoint."""
+    return _find_packed_folder(model_id) is not None
 
 
-def _own(model_id: str) -> Path | None:
-    """What the pack has of a trained one."""
+def _find_packed_folder(model_id: str) -> Path | None:
+    """Return the pack's folder of a trained one, or None."""
     folder = _TRAINED / model_id.removeprefix("tiny/")
     is_one = model_id.startswith("tiny/") and folder.parent == _TRAINED and (folder / "model_index.json").is_file()
     return folder if is_one else None
 
 
-def _joined(own: Path) -> Path:
+def _join_shared(own: Path) -> Path:
     shared = own / _SHARED
     parts = json.loads(shared.read_text("utf-8")) if shared.is_file() else {}
     sources = [*((_TRAINED / part, name) for name, part in parts.items()), (own, "")]
@@ -70,44 +71,44 @@ def _joined(own: Path) -> Path:
 
 
 def _unpack(packed: Sequence[Path], path: Path) -> None:
-    """Writes weights; of several files later ones have what differs. For one alone PyTorch need not be imported."""
+    """Write weights; later files replace tensors of earlier ones. A single file needs no import of PyTorch."""
     if len(packed) == 1:
-        path.write_bytes(_decompressed(packed[0]))
+        path.write_bytes(_decompress(packed[0]))
         return
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
-    for one in packed:
-        tensors |= unpacked(one)
-    kept = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    save_file(kept, path, metadata={"format": "pt"})
+    for source in packed:
+        tensors |= unpacked(source)
+    nonempty = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    save_file(nonempty, path, metadata={"format": "pt"})
 
 
 def unpacked(path: Path) -> "dict[str, torch.Tensor]":
-    """The tensors of weights as they lie in the pack."""
+    """Return the tensors of packed weights."""
     from safetensors.torch import load
 
-    return load(_decompressed(path))
+    return load(_decompress(path))
 
 
-def _decompressed(path: Path) -> bytes:
-    import lzma  # which a Python that was built without its library lacks
+def _decompress(path: Path) -> bytes:
+    import lzma  # missing in a Python that was built without the library
 
     return lzma.decompress(path.read_bytes())
 
 
 def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
-    """Texts that a trained one understands, by input; none for an id that is something else."""
-    return spec.miniature.texts if _own(model_id) else {}
+    """Return texts that a trained one understands, by input; {} for any other id."""
+    return spec.miniature.texts if _find_packed_folder(model_id) else {}
 
 
 def folder(spec: ModelSpec, model_id: str) -> Path:
-    """The folder of one of `spec.miniature.ids`; creates it if it is neither part of the pack nor there."""
+    """Return the folder of one of `spec.miniature.ids`, created if it is not part of the pack."""
     return trained(model_id) or ensure(spec)
 
 
 def ensure(spec: ModelSpec) -> Path:
-    """The folder of a spec's tiny checkpoint with random weights; creates it if it is not there."""
+    """Return the folder of a model's tiny checkpoint with random weights, created if need be."""
     description = {
         "version": VERSION,
         "scheduler": dict(spec.recipe.scheduler),
@@ -116,20 +117,22 @@ def ensure(spec: ModelSpec) -> Path:
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
     name = f"{spec.miniature.id.removeprefix('tiny/')}-{digest}"
-    return folders.kept("tiny", name, lambda scratch: _write_parts(spec, scratch, 0))
+    return folders.kept("tiny", name, lambda scratch: _write_components(spec, scratch, 0))
 
 
 def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
-    """Writes a checkpoint with the `tiny` configs of `spec`'s components to `folder`, all or nothing."""
+    """Write a random checkpoint with the `tiny` configs of `spec`'s components to `folder`, completely or not at
+    all.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folders.scratch_for(folder) as scratch:
-        _write_parts(spec, scratch, seed)
+        _write_components(spec, scratch, seed)
 
 
-def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
+def _write_components(spec: ModelSpec, folder: Path, seed: int) -> None:
     written: list[str] = []
     for name, component in networks(spec).items():
-        # Experts of one class must not be equal: nobody would see them mixed up.
+        # Experts of one class must not be equal: mixing them up would not be noticed.
         same = written.count(component.class_name)
         written.append(component.class_name)
         write_weights(component, folder / name, seed + same)
@@ -139,20 +142,20 @@ def _write_parts(spec: ModelSpec, folder: Path, seed: int) -> None:
 
 
 def networks(spec: ModelSpec) -> dict[str, Component]:
-    """What each folder holds: a network, or the whole model of which several are parts."""
-    found: dict[str, Component] = {}
+    """Return the network in each folder, or the whole model of which several are parts."""
+    by_folder: dict[str, Component] = {}
     for name in dict.fromkeys(component.folder for component in spec.components):
         first, *others = spec.parts_of(name)
-        found[name] = first
-        if (whole := first.whole(others)) != first.class_name:
+        by_folder[name] = first
+        if (parent := first.whole(others)) != first.class_name:
             parts = {part.config_part: dict(part.tiny) for part in (first, *others)}
-            found[name] = replace(first, class_name=whole, config={}, tiny=parts)
-    return found
+            by_folder[name] = replace(first, class_name=parent, config={}, tiny=parts)
+    return by_folder
 
 
 def write_description(spec: ModelSpec, folder: Path) -> None:
-    """What a checkpoint in diffusers' layout has beside its networks and tokenizers: the index, the scheduler's config,
-    and the files that it was published with.
+    """Write the files of a checkpoint other than networks and tokenizers: index, scheduler config, and published
+    files.
     """
     index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
     index |= {name: [component.library, component.class_name] for name, component in networks(spec).items()}
@@ -169,7 +172,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_weights(component: Component, folder: Path, seed: int) -> None:
-    """Random weights of the sizes that are `tiny`, as upstream writes them."""
+    """Write random weights with the `tiny` config, as upstream saves them."""
     import torch
 
     from ..programs import modules
@@ -178,13 +181,13 @@ def write_weights(component: Component, folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
         module = modules.construct(component, component.tiny)
         for norm in module.modules():
-            # Fresh running statistics are the identity: nobody would see them missing.
+            # Fresh running statistics are the identity: omitting them would not be noticed.
             if isinstance(norm, torch.nn.modules.batchnorm._BatchNorm) and norm.track_running_stats:
                 assert norm.running_mean is not None and norm.running_var is not None
                 norm.running_mean.uniform_(-0.5, 0.5)
                 norm.running_var.uniform_(0.5, 1.5)
         for name, parameter in module.named_parameters():
-            # Nor would anybody see tokens missing that are zeros until they are trained, as Z-Image's padding.
+            # The same holds for tokens that are zeros until they are trained, as Z-Image's padding.
             if not name.endswith(".bias") and not parameter.any():
                 parameter.data.normal_()
     # Small files, so that larger components have an index and several shards as real ones do.

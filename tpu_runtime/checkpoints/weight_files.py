@@ -1,9 +1,9 @@
-"""Weight files of the Hub: how large they are, what of them is here, and their bytes, which go on where they stopped.
+"""Weight files of the Hub: sizes, local bytes, and resumable downloads.
 
-huggingface_hub throws away what it had of a file when a download ends early (from 1.18 on, its #4228): of several files
-of 10 GB side by side that is everything. So the bytes come here, into a file with `.part` behind its name, which the
-next download continues. It gets its final name when it is complete and its SHA-256 is the Hub's. Two downloads of one
-file write the same bytes to the same places, so they need no lock.
+huggingface_hub discards a partial file when a download ends early (from 1.18 on, its #4228), which loses everything of
+several parallel 10 GB files. Therefore bytes are written here to a file with the suffix `.part`, which the next
+download continues. It gets its final name when it is complete and has the Hub's SHA-256. Two downloads of one file
+write the same bytes at the same offsets, so they need no lock.
 """
 
 import contextlib
@@ -19,27 +19,27 @@ from ..progress import Progress
 from ..units import MIB
 
 AT_ONCE = 4
-# Tries without a new byte, before a download ends, and the first of the pauses between them, which double.
+# Attempts without a new byte before a download fails, and the first pause between attempts, which doubles.
 TRIES, PAUSE_S = 5, 1.0
-# How often the host's bar moves and Cancel is looked at.
+# Interval of progress reports and checks for cancellation.
 LOOK_S = 0.2
 
 
 class DamagedError(OSError):
-    """A file whose bytes are not the Hub's."""
+    """A file whose bytes differ from the Hub's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFile:
-    """A file of a commit on the Hub, and where its bytes go: `target` when complete, its `part` until then."""
+    """A file of a commit on the Hub, and its local paths."""
 
     model_id: str
     commit: str
     name: str
     size_bytes: int
-    sha256: str | None
-    target: Path
-    is_here: bool
+    sha256: str | None  # None for a file that is not in LFS
+    target: Path  # path when complete; `part` until then
+    is_here: bool  # whether it is complete
 
     @property
     def part(self) -> Path:
@@ -47,7 +47,7 @@ class WeightFile:
 
     @property
     def here_bytes(self) -> int:
-        """What of it is on this machine."""
+        """Bytes of it on this machine."""
         if self.is_here:
             return self.size_bytes
         with contextlib.suppress(OSError):
@@ -58,25 +58,30 @@ class WeightFile:
 def find(
     model_id: str, commit: str, names: Sequence[str], target: Callable[[str, str], Path], is_here: Callable[[str], bool]
 ) -> list[WeightFile]:
-    """Those of `names` that the Hub has, by one listing. `target(name, etag)` is where a file's bytes go."""
+    """Return those of `names` that the Hub has, by one listing of the commit.
+
+    model_id, commit: the repository.
+    target: returns the local path for a name and etag.
+    is_here: returns whether a file is complete.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    wanted, found = set(names), []
+    requested, files = set(names), []
     for entry in HfApi().list_repo_tree(model_id, recursive=True, revision=commit):
-        if isinstance(entry, RepoFile) and entry.path in wanted:
+        if isinstance(entry, RepoFile) and entry.path in requested:
             sha256 = entry.lfs.sha256 if entry.lfs else None
-            found.append(
+            files.append(
                 WeightFile(
                     model_id=model_id, commit=commit, name=entry.path, size_bytes=entry.size, sha256=sha256,
                     target=target(entry.path, sha256 or entry.blob_id), is_here=is_here(entry.path),
                 )
             )  # fmt: skip
-    return found
+    return files
 
 
 def download(files: Sequence[WeightFile], progress: Progress) -> None:
-    """Completes the files, several at once. What is here of them stays when it fails or is cancelled."""
+    """Complete the files, several in parallel. Partial files stay if it fails or is cancelled."""
     transfer = _Download(done=sum(file.here_bytes for file in files))
     total = sum(file.size_bytes for file in files)
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="download") as pool:
@@ -89,7 +94,7 @@ def download(files: Sequence[WeightFile], progress: Progress) -> None:
 
 
 def _watch(futures: Sequence[Future[None]], transfer: "_Download", total: int, progress: Progress) -> None:
-    """Shows how far it is until all is done; raises the first error, and the host's own if it is cancelled."""
+    """Report progress until all are done. Raises the first error, or that of a cancel."""
     while True:
         done, pending = wait(futures, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
         progress.check_cancelled()
@@ -102,15 +107,15 @@ def _watch(futures: Sequence[Future[None]], transfer: "_Download", total: int, p
 
 @dataclass
 class _Download:
-    """The files that one download brings, each in a thread: `done` bytes of all, and whether to `stop`."""
+    """The state of a download of several files, each in a thread."""
 
-    done: int
-    stop: threading.Event = field(default_factory=threading.Event)
+    done: int  # bytes of all files
+    stop: threading.Event = field(default_factory=threading.Event)  # set to end the threads
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, file: WeightFile) -> None:
         file.part.parent.mkdir(parents=True, exist_ok=True)
-        # Not for appending: another process may be at the same file, each writes at its own place.
+        # Not in append mode: another process may write the same file, each at its own offset.
         with open(os.open(file.part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as part:
             digest = hashlib.sha256()
             for chunk in iter(lambda: part.read(MIB), b""):
@@ -130,7 +135,7 @@ class _Download:
                 except _connection_error() as error:
                     answer = getattr(error, "response", None)
                     if answer is not None and answer.status_code < 500:
-                        raise  # a refusal; the others are connections that were cut, and a Hub in trouble
+                        raise  # a refusal; other errors are broken connections and server errors
                     lost = error
                 failures = 0 if part.tell() > start else failures + 1
                 if failures == TRIES:
@@ -165,7 +170,7 @@ def _connection_error() -> type[Exception]:
 
 
 def _bytes(file: WeightFile, start: int) -> Iterator[bytes]:
-    """The bytes of a file from `start` on."""
+    """Yield the bytes of a file from `start` on."""
     from huggingface_hub import constants, get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -174,7 +179,7 @@ def _bytes(file: WeightFile, start: int) -> Iterator[bytes]:
     stalled_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
     with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=stalled_s) as response:
         hf_raise_for_status(response)
-        skipped = 0 if response.status_code == 206 else start  # one that knows no ranges sends all of it
+        skipped = 0 if response.status_code == 206 else start  # a server without range requests sends the whole file
         for chunk in response.iter_bytes():
             kept = chunk[skipped:]
             skipped = max(0, skipped - len(chunk))

@@ -1,4 +1,4 @@
-"""Names of a component's weight files and of the tensors in them, before any of them is opened."""
+"""Names of a component's weight files and of the tensors in them, before any file is opened."""
 
 import re
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "
 
 
 def weight_names(folder: Path, component: Component) -> list[str]:
-    """Names of a component's weight files: those of its index that hold a tensor which is loaded, or the single one.
+    """Return names of a component's weight files: those of its index that hold a used tensor, or the single one.
 
-    Looks at the folder for an index and for a single file of another than the usual name; the files need not be there.
-    The same weights may be there in several formats, under other names: without the usual ones a `variant` counts, as
-    diffusers and transformers call it.
+    Looks for an index and for a single file with an unusual name; the files need not be there. A folder may have the
+    same weights in several formats. Without the usual names a `variant` counts, in the sense of diffusers and
+    transformers.
     """
     usual = WEIGHTS[component.library]
     singles = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -34,19 +34,21 @@ def weight_names(folder: Path, component: Component) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensors to files. Download the checkpoint again.")
-    names = sorted(_loaded_files(component, weight_map))
+    names = sorted(_select_used_files(component, weight_map))
     if strange := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:
-        raise CheckpointError(f"{index} names a weight file {strange[0]!r}; only .safetensors beside it are read.")
+        raise CheckpointError(
+            f"{index} names a weight file {strange[0]!r}; only .safetensors files in the same folder are read."
+        )
     return names
 
 
 def _usualness(name: str, usual: str) -> tuple[bool, bool, str]:
-    """A key by which the usual name comes first, then one of the usual form, then variants."""
+    """Return a sort key: the usual name first, then one of the usual form, then variants."""
     return name != usual, not name.endswith(".index.json"), name
 
 
-def _loaded_files(component: Component, weight_map: Mapping[str, str]) -> set[str]:
-    """The files of a weight index that hold a tensor which is loaded: what a component's `only` and `layers` keep."""
+def _select_used_files(component: Component, weight_map: Mapping[str, str]) -> set[str]:
+    """Return the files of a weight index that hold a tensor which `only` and `layers` of a component keep."""
     files = by_own_names(weight_map, component.aliases)
     used: dict[str, range] = {}
     for path in component.blocks:
@@ -55,25 +57,27 @@ def _loaded_files(component: Component, weight_map: Mapping[str, str]) -> set[st
 
     def is_loaded(name: str) -> bool:
         layers = [(number, used[path]) for path in used if (number := layer_of(name, path)) is not None]
-        return name.startswith(component.only or "") and all(number in wanted for number, wanted in layers)
+        return name.startswith(component.only or "") and all(number in used_layers for number, used_layers in layers)
 
     return {file for name, file in files.items() if is_loaded(name)}
 
 
 def layer_of(name: str, path: str) -> int | None:
-    """Which layer of the list at `path` a weight belongs to."""
+    """Return the index of the layer that a weight belongs to, in the list at `path`; None outside of it."""
     number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
     return int(number) if number.isdecimal() else None
 
 
 def own_name(name: str, aliases: Mapping[str, str]) -> str:
-    """A checkpoint's name as the module has it (see `model_spec.Component`): first its prefix, then the full name."""
+    """Return a checkpoint's name as the module has it: the longest prefix in `aliases` is replaced, then the full
+    name.
+    """
     prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")
     name = aliases.get(prefix, "") + name.removeprefix(prefix)
     return aliases.get(name, name)
 
 
 def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> dict[str, Found]:
-    """What is known of tensors, by the module's names. Where two names are one weight, the module's own wins."""
+    """Return values by the module's names of tensors. If two names are one weight, the module's own has precedence."""
     pairs = [(own_name(name, aliases), name) for name in tensors]
-    return {own: tensors[name] for own, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}
+    return {module_name: tensors[name] for module_name, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}
