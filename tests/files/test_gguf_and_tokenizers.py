@@ -272,5 +272,5 @@ def test_bytes_that_are_no_tokenizer_are_a_sentence(name: str, tmp_path: Path):
         save_file({name: torch.frombuffer(bytearray(content or b"x"), dtype=torch.uint8)}, tmp_path / "f.safetensors")
         tensor = carried_by(tmp_path / "f.safetensors")
         assert tensor is not None
-        with pytest.raises(CheckpointError, match="is no tokenizer that can be read"):
+        with pytest.raises(CheckpointError, match="is not a readable tokenizer"):
             tokenizer_files.write(tensor, tmp_path / "tokenizer")

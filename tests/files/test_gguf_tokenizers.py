@@ -193,7 +193,7 @@ def spoil(writer: gguf.GGUFWriter, case: str) -> None:
 def test_fields_that_are_no_tokenizer_are_a_sentence(case: str, tmp_path: Path):
     with gguf_file(tmp_path / "file.gguf", "t5encoder") as writer:
         spoil(writer, case)
-    with pytest.raises(CheckpointError, match=r"tokenizer.ggml is no tokenizer that can be read \(\w+Error"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml is not a readable tokenizer \(\w+Error"):
         written(tmp_path / "file.gguf")
 
 

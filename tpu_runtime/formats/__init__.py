@@ -1,1 +1,1 @@
-"""What a file of weights holds: numbers or codes, in whose layout, under whose names. May import the leaves."""
+"""Contents of files of weights: numbers or codes, layouts and names. May import the leaves."""

@@ -1,15 +1,15 @@
-"""Which layers of a file are quantised, in which format: layer by layer, for one file mixes them.
+"""Quantised layers of a file and their formats, detected layer by layer because one file mixes formats.
 
-The marks, in the order in which they count: `comfy_quant` next to a weight, `_quantization_metadata` in the header,
-`scale_weight` (ComfyUI's first form, Kijai's, musubi-tuner's), a bare `weight_scale` next to fp8 or int8 (LightX2V),
-`weight_scale_inv` (transformers), `SCB` and `quant_state` (bitsandbytes). fp8 without a scale is a plain cast, beside
-layers with scales too, as in ComfyUI.
+The marks, in order of precedence: `comfy_quant` next to a weight, `_quantization_metadata` in the header,
+    `scale_weight` (ComfyUI's first form, Kijai's, musubi-tuner's), a bare `weight_scale` next to fp8 or int8
+    (LightX2V), `weight_scale_inv` (transformers), `SCB` and `quant_state` (bitsandbytes). fp8 without a scale is a
+    plain cast, also in a file with scaled layers, as in ComfyUI.
 """
 
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 METADATA = "_quantization_metadata"
 FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-_FP8_DTYPES = {own: dtype for dtype, own in FP8.items()}
-# What the formats that are decoded are called; all others are refused by name.
+_FP8_DTYPES = {name: dtype for dtype, name in FP8.items()}
+# Names of the supported formats; all others are refused by name.
 FORMATS = (*_FP8_DTYPES, "mxfp8", "nvfp4", "int8_tensorwise")
-# Names next to `weight` that are no weights themselves.
-_BESIDE = (
+# Names of tensors that belong to a `weight` of the same layer.
+_COMPANIONS = (
     *("weight_scale", "weight_scale_2", "scale_weight", "input_scale", "scale_input", "comfy_quant"),
     *("pre_quant_scale", "weight_scale_inv", "SCB", "weight_format"),
 )
@@ -39,64 +39,68 @@ _LARGEST_ROTATION = 4096
 _TILES = (16, 32, 64, 128, 256, 512, 1024)
 # A block's number in a layer's name.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# What a file says of one layer, of all its layers together, and in its config: many times what published ones have.
+# Limits of the description of one layer (bytes) and of a metadata entry (characters): many times the published ones.
 MOST_OF_A_LAYER, MOST_SAID = 2**12, 2**20
 # The tensors that describe others, with their bytes, by name.
 Descriptions = Mapping[str, tuple[TensorFile, bytes]]
+# Returns the first tensor of these names in the same layer, or None.
+Companion = Callable[..., TensorFile | None]
 
 
 def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> dict[str, TensorFile]:
-    """The tensors by name, those that are codes as what they stand for, without their scales and marks.
+    """Return the tensors by name, quantised ones as views of their decoded values, without scales and marks.
 
-    Raises `CheckpointError` where a layer's scales are missing or do not fit, or where its format is not decoded.
+    metadata: of the header.
+    Raises `CheckpointError` for missing or wrong scales, and for unsupported formats.
     """
     described = _descriptions(tensors)
-    formats = dict(_marked(described, metadata))
-    found: dict[str, TensorFile] = {}
+    formats = dict(_read_marks(described, metadata))
+    views: dict[str, TensorFile] = {}
     bare: list[TensorFile] = []
-    gone: set[str] = set()
+    dropped: set[str] = set()
     for name, tensor in tensors.items():
-        layer, _, own = name.rpartition(".")
-        if own == _MARK_OF_FILE:
-            gone.add(name)
-        if own != "weight":
+        layer, _, leaf = name.rpartition(".")
+        if leaf == _MARK_OF_FILE:
+            dropped.add(name)
+        if leaf != "weight":
             continue
-        made = _made(layer, tensor, tensors, formats, described)
-        if made is not None:
-            found[name] = replace(tensor, shape=_shape(made), dtype="F32", made=made)
-        if made is not None or layer in formats:
-            gone.update(beside for each in _BESIDE if (beside := _join(layer, each)) in tensors)
-            gone.update(_bits4(name, tensors))
+        decoder = _make_decoder(layer, tensor, tensors, formats, described)
+        if decoder is not None:
+            views[name] = replace(tensor, shape=_shape(decoder), dtype="F32", made=decoder)
+        if decoder is not None or layer in formats:
+            dropped.update(companion for leaf in _COMPANIONS if (companion := _join(layer, leaf)) in tensors)
+            dropped.update(_bits4(name, tensors))
         elif tensor.dtype in FP8 and len(tensor.shape) > 1:
             bare.append(tensor)
-    _tell_bare(bare, found)
-    found = {name: found.get(name, tensor) for name, tensor in tensors.items() if name not in gone}
-    _refuse(found)
-    return found
+    _warn_bare(bare, views)
+    views = {name: views.get(name, tensor) for name, tensor in tensors.items() if name not in dropped}
+    _refuse(views)
+    return views
 
 
-def _tell_bare(bare: Sequence[TensorFile], scaled: Iterable[str]) -> None:
-    """Says in the log which layers have no scale where the same layer of another block has one: they are a cast, as in
-    ComfyUI, which is right for layers that were left out of the scaling, and wrong where a scale was lost.
+def _warn_bare(bare: Sequence[TensorFile], scaled: Iterable[str]) -> None:
+    """Log the layers without a scale whose counterpart in another block has one.
+
+    They are a plain cast, as in ComfyUI: right for layers that were left out of the scaling, wrong for a lost scale.
     """
     kinds = {_NUMBER.sub("*", name) for name in scaled}
-    found = [tensor for tensor in bare if _NUMBER.sub("*", tensor.name) in kinds]
-    if found:
+    layers = [tensor for tensor in bare if _NUMBER.sub("*", tensor.name) in kinds]
+    if layers:
         log.warning(
-            "%s: %s is fp8 without a scale, and the same layer of other blocks has one (%d layers); they are taken as "
-            "they are, as ComfyUI does. If the result is wrong, download the file again.",
-            found[0].path, found[0].name, len(found),
+            "%s: %s is fp8 without a scale, and the same layer of other blocks has one (%d layers); they are cast "
+            "without a scale, as in ComfyUI. If the result is wrong, download the file again.",
+            layers[0].path, layers[0].name, len(layers),
         )  # fmt: skip
 
 
 def _refuse(tensors: Mapping[str, TensorFile]) -> None:
-    """`CheckpointError` with the writer's name where a tensor still is codes; a tokenizer's bytes are none."""
+    """Raise `CheckpointError` with the writer's name if a tensor still holds codes. A tokenizer's bytes are allowed."""
     dtypes = {name: x.dtype for name, x in tensors.items() if name.rpartition(".")[2] not in tokenizer_files.TENSORS}
     if problem := quantized.method_of_tensors(dtypes):
         name, method = problem
         raise CheckpointError(
             f"{tensors[name].path}: the weights are quantized with {method} ({name} is {tensors[name].dtype}, with its "
-            f"scales beside it). {quantized.ADVICE}"
+            f"scales next to it). {quantized.ADVICE}"
         )
 
 
@@ -112,17 +116,17 @@ def _shape(made: Made) -> tuple[int, ...]:
 
 
 def _descriptions(tensors: Mapping[str, TensorFile]) -> Descriptions:
-    """The tensors that describe others, with their bytes, by name; each file is opened once.
+    """Return the tensors that describe others, with their bytes, by name. Each file is opened once.
 
-    Raises `CheckpointError` for one that is none, or where they are longer than any description.
+    Raises `CheckpointError` for one of another dtype, or one that is too long.
     """
     from safetensors import safe_open
 
-    found: dict[str, tuple[TensorFile, bytes]] = {}
+    descriptions: dict[str, tuple[TensorFile, bytes]] = {}
     by_file: dict[Path, list[TensorFile]] = {}
     for name, tensor in tensors.items():
-        own = name.rpartition(".")[2]
-        if own != "comfy_quant" and not own.startswith(_BITS4_OWN):
+        leaf = name.rpartition(".")[2]
+        if leaf != "comfy_quant" and not leaf.startswith(_BITS4_OWN):
             continue
         if tensor.dtype != "U8" or math.prod(tensor.shape) > MOST_OF_A_LAYER:
             raise CheckpointError(
@@ -132,16 +136,18 @@ def _descriptions(tensors: Mapping[str, TensorFile]) -> Descriptions:
         by_file.setdefault(tensor.path, []).append(tensor)
     for path, described in by_file.items():
         with safe_open(str(path), framework="np") as file:
-            found |= {tensor.name: (tensor, file.get_tensor(tensor.name).tobytes()) for tensor in described}
-    return found
+            descriptions |= {tensor.name: (tensor, file.get_tensor(tensor.name).tobytes()) for tensor in described}
+    return descriptions
 
 
-def _marked(described: Descriptions, metadata: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Layers whose format the file itself says, with that; those of the header come first, for others replace them."""
+def _read_marks(described: Descriptions, metadata: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield layers whose format the file states, with the statement. Those of the header come first; others replace
+    them.
+    """
     if METADATA in metadata:
-        said = _json(bounded(metadata[METADATA], METADATA), f"the metadata {METADATA}")
-        layers = said.get("layers")
-        if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
+        header = _json(bounded(metadata[METADATA], METADATA), f"the metadata {METADATA}")
+        layers = header.get("layers")
+        if not isinstance(layers, dict) or not all(isinstance(entry, dict) for entry in layers.values()):
             raise CheckpointError(f"The metadata {METADATA} of the file has no layers. Download it again.")
         yield from layers.items()
     for name, (tensor, content) in described.items():
@@ -150,7 +156,7 @@ def _marked(described: Descriptions, metadata: Mapping[str, str]) -> Iterator[tu
 
 
 def bounded(text: str, name: str) -> str:
-    """An entry of a file's metadata; `CheckpointError` for one that is longer than any published one."""
+    """Return an entry of a file's metadata. Raises `CheckpointError` if it is longer than any published one."""
     if len(text) > MOST_SAID:
         raise CheckpointError(
             f"The metadata {name} of the file has {len(text)} characters; {MOST_SAID} are read at most. Use a file "
@@ -161,49 +167,51 @@ def bounded(text: str, name: str) -> str:
 
 def _json(text: str | bytes, what: str) -> dict[str, Any]:
     try:
-        found = parse_json(text)
+        value = parse_json(text)
     except ValueError as error:
         raise CheckpointError(f"{what} is no JSON ({error}); the file is damaged. Download it again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise CheckpointError(f"{what} is no JSON object; the file is damaged. Download it again.")
-    return found
+    return value
 
 
-def _made(
+def _make_decoder(
     layer: str,
     weight: TensorFile,
     tensors: Mapping[str, TensorFile],
     formats: Mapping[str, Mapping[str, Any]],
     described: Descriptions,
 ) -> Made | None:
-    """What decodes a layer's weight; None where it holds numbers."""
+    """Return the view that decodes a layer's weight; None if it holds numbers."""
 
-    def beside(*names: str) -> TensorFile | None:
-        return next((found for name in names if (found := tensors.get(_join(layer, name)))), None)
+    def companion(*names: str) -> TensorFile | None:
+        return next((tensor for name in names if (tensor := tensors.get(_join(layer, name)))), None)
 
     if layer in formats:
-        return _of_format(weight, formats[layer], beside)
-    if (scale := beside("scale_weight")) is not None:
-        return _scaled(weight, scale)
-    scale = beside("weight_scale")
+        return _make_marked_codes(weight, formats[layer], companion)
+    if (scale := companion("scale_weight")) is not None:
+        return _make_scaled_codes(weight, scale)
+    scale = companion("weight_scale")
     if (
         scale is not None
         and scale.dtype in quantized.FLOATS
         and weight.dtype in (*FP8, "I8")
-        and beside("weight_packed") is None
+        and companion("weight_packed") is None
     ):
-        return _scaled(weight, scale)
-    if (scale := beside("weight_scale_inv")) is not None:
-        return _tiled(weight, scale)
-    if (scale := beside("SCB")) is not None and weight.dtype == "I8":
-        return replace(_scaled(weight, scale), times=1 / 127)
+        return _make_scaled_codes(weight, scale)
+    if (scale := companion("weight_scale_inv")) is not None:
+        return _make_tiled_codes(weight, scale)
+    if (scale := companion("SCB")) is not None and weight.dtype == "I8":
+        return replace(_make_scaled_codes(weight, scale), times=1 / 127)
     return _bitsandbytes(weight, tensors, described)
 
 
-def _tiled(weight: TensorFile, scale: TensorFile) -> Scaled:
-    """Codes with the scales of transformers: of all, of rows, or a grid of tiles, whose sides only its shape tells."""
+def _make_tiled_codes(weight: TensorFile, scale: TensorFile) -> Scaled:
+    """Return codes with the scales of transformers: one, one a row, or a grid of tiles, whose size follows from its
+    shape.
+    """
     if len(scale.shape) < 2 or math.prod(scale.shape) == 1:
-        return _scaled(weight, scale)
+        return _make_scaled_codes(weight, scale)
     is_grid = len(weight.shape) == len(scale.shape) == 2
     rows, columns = map(_tile, weight.shape, scale.shape) if is_grid else (0, 0)
     sizes = ", ".join(map(str, _TILES))
@@ -217,7 +225,7 @@ def _tiled(weight: TensorFile, scale: TensorFile) -> Scaled:
 
 
 def _tile(size: int, count: int) -> int:
-    """The side of tiles of which `count` cover `size`; 0 where none does, or several do."""
+    """Return the side of tiles of which `count` cover `size`; 0 if no side does, or several."""
     if count == 1:
         return size
     fitting = {side for side in _TILES if count and math.ceil(size / side) == count}
@@ -229,33 +237,36 @@ def _tile(size: int, count: int) -> int:
     return fitting.pop() if len(fitting) == 1 else 0
 
 
-def _of_format(weight: TensorFile, said: Mapping[str, Any], beside: Any) -> Made | None:
-    kind = said.get("format")
-    params = said.get("params")
-    said = {**params, **said} if isinstance(params, dict) else said
+def _make_marked_codes(weight: TensorFile, statement: Mapping[str, Any], companion: Companion) -> Made | None:
+    """Return the view that decodes a weight in the format that its layer states; None if it holds numbers."""
+    kind = statement.get("format")
+    params = statement.get("params")
+    statement = {**params, **statement} if isinstance(params, dict) else statement
     if kind not in FORMATS:
         raise CheckpointError(
-            f"{weight.path}: {weight.name} is quantized as {str(kind)[:60]}, which is not decoded here; what is: "
+            f"{weight.path}: {weight.name} is quantized as {str(kind)[:60]}, which is not supported; supported are "
             f"{', '.join(FORMATS)}. Use a file of one of these, or of bfloat16, float16 or float32."
         )
     if weight.dtype in quantized.FLOATS:
-        return None  # marked, and left as it was
-    scale = beside("weight_scale", "scale_weight")
+        return None  # marked, but not quantized
+    scale = companion("weight_scale", "scale_weight")
     if scale is None:
         raise CheckpointError(
             f"{weight.path}: {weight.name} is quantized as {kind}, and its weight_scale is missing; the file is "
             "incomplete. Download it again."
         )
     if kind in _FP8_DTYPES:
-        return replace(_scaled(weight, scale), dtype=weight.dtype if weight.dtype in FP8 else _FP8_DTYPES[kind])
+        return replace(
+            _make_scaled_codes(weight, scale), dtype=weight.dtype if weight.dtype in FP8 else _FP8_DTYPES[kind]
+        )
     if kind == "int8_tensorwise":
-        codes = _scaled(weight, scale)
-        return Rotated(codes=codes, size=_rotation(weight, said)) if said.get("convrot") else codes
-    return _blocks(kind, weight, scale, beside)
+        codes = _make_scaled_codes(weight, scale)
+        return Rotated(codes=codes, size=_rotation(weight, statement)) if statement.get("convrot") else codes
+    return _make_block_codes(kind, weight, scale, companion)
 
 
-def _blocks(kind: str, weight: TensorFile, scale: TensorFile, beside: Any) -> Made:
-    """Weights in groups of columns that share a scale, which lie in tiles."""
+def _make_block_codes(kind: str, weight: TensorFile, scale: TensorFile, companion: Companion) -> Made:
+    """Return codes in groups of columns that share a scale; the scales are stored in tiles."""
     _check(weight, len(weight.shape) == 2, f"is {kind} of {len(weight.shape)} dimensions")
     rows, columns = weight.shape
     group = GROUP_MXFP8 if kind == "mxfp8" else GROUP_NVFP4
@@ -265,7 +276,7 @@ def _blocks(kind: str, weight: TensorFile, scale: TensorFile, beside: Any) -> Ma
     _check(weight, math.prod(scale.shape) == tiles, f"has a weight_scale of {scale.shape}, and not {tiles} of them")
     if kind == "mxfp8":
         return Mxfp8(weight=weight, scale=scale)
-    scale_2, before = beside("weight_scale_2"), beside("pre_quant_scale")
+    scale_2, before = companion("weight_scale_2"), companion("pre_quant_scale")
     _check(weight, scale_2 is not None and math.prod(scale_2.shape) == 1, "is nvfp4 without a weight_scale_2")
     assert scale_2 is not None
     _check(
@@ -282,13 +293,15 @@ def _check(weight: TensorFile, fits: bool, problem: str) -> None:
 def _rotation(weight: TensorFile, said: Mapping[str, Any]) -> int:
     size = said.get("convrot_groupsize", 256)
     is_power = isinstance(size, int) and 4 <= size <= _LARGEST_ROTATION and math.log(size, 4).is_integer()
-    _check(weight, is_power, f"has convrot_groupsize {str(size)[:40]}, which is no power of 4")
+    _check(weight, is_power, f"has convrot_groupsize {str(size)[:40]}, which is not a power of 4")
     _check(weight, len(weight.shape) == 2 and weight.shape[1] % size == 0, f"is not rotated in groups of {size}")
     return size
 
 
-def _scaled(weight: TensorFile, scale: TensorFile) -> Scaled:
-    """Codes with a scale of a shape that fits: of all, of rows, or of blocks of columns."""
+def _make_scaled_codes(weight: TensorFile, scale: TensorFile) -> Scaled:
+    """Return codes with one scale, one scale a row, or scales of blocks of columns. Raises `CheckpointError` for
+    other shapes.
+    """
     size, shape = math.prod(scale.shape), scale.shape
     rows, columns = weight.shape[0] if weight.shape else 0, weight.shape[1] if len(weight.shape) > 1 else 1
     of_rows = shape[:1] == (rows,) and size == rows
@@ -304,18 +317,18 @@ def _scaled(weight: TensorFile, scale: TensorFile) -> Scaled:
 
 
 def _bits4(name: str, tensors: Mapping[str, TensorFile]) -> Iterator[str]:
-    """What bitsandbytes puts below a weight's own name."""
+    """Yield the names of the tensors of bitsandbytes below a weight's own name."""
     names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", f"{_BITS4}nf4", f"{_BITS4}fp4")
-    yield from (below for each in names if (below := f"{name}.{each}") in tensors)
+    yield from (below for leaf in names if (below := f"{name}.{leaf}") in tensors)
 
 
 def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile], described: Descriptions) -> Made | None:
     below = {name.removeprefix(f"{weight.name}."): tensors[name] for name in _bits4(weight.name, tensors)}
-    state = next((each for each in below if each.startswith(_BITS4)), None)
+    state = next((leaf for leaf in below if leaf.startswith(_BITS4)), None)
     if state is None or not {"absmax", "quant_map"} <= below.keys():
         return None
-    said = _json(described[below[state].name][1], f"{weight.path}: {below[state].name}")
-    shape, block = said.get("shape"), said.get("blocksize")
+    state_json = _json(described[below[state].name][1], f"{weight.path}: {below[state].name}")
+    shape, block = state_json.get("shape"), state_json.get("blocksize")
     is_shape = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
     _check(weight, is_shape and isinstance(block, int) and block > 0, "has a quant_state without a shape")
     assert isinstance(shape, list) and isinstance(block, int)
@@ -324,7 +337,7 @@ def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile], describ
     _check(weight, math.prod(below["absmax"].shape) == math.ceil(size / block), "has another number of scales")
     _check(weight, math.prod(below["quant_map"].shape) == 16, "has a quant_map of another size than 16")
     if "nested_absmax" in below:
-        inner, offset = said.get("nested_blocksize"), said.get("nested_offset")
+        inner, offset = state_json.get("nested_blocksize"), state_json.get("nested_offset")
         is_number = isinstance(inner, int) and inner > 0 and isinstance(offset, int | float)
         _check(weight, is_number and "nested_quant_map" in below, "has a quant_state without nested_blocksize")
         nested = {

@@ -1,4 +1,4 @@
-"""What a single file of weights holds: which networks, under which prefixes. Reads headers, and few bytes more."""
+"""Networks in a single file of weights, with their prefixes. Reads headers and few bytes more."""
 
 import functools
 import os
@@ -14,13 +14,13 @@ from .layout import FileLayout
 from .stored import HeadsInterleaved, made_of
 
 SUFFIXES = (".safetensors", ".sft", gguf_file.SUFFIX)
-# What is before the names of a network in a file of several, and what tools put there in a file of one.
+# Prefixes of a network's names in a file of several networks, and prefixes that tools add in a file of one.
 _IN_CHECKPOINTS = re.compile(
     r"(model\.diffusion_model\.|model\.model\.|net\.|vae\.|first_stage_model\.|text_encoders\.\w+\.transformer\."
     r"|text_encoders\.\w+\.)"
 )
 _ALONE = ("", "model.", "diffusion_model.", "transformer.", "module.")
-# llama.cpp turns queries and keys of these for its rotary embedding.
+# Architectures whose queries and keys llama.cpp interleaves for its rotary embedding.
 _TURNED = {"llama": ("attn_q", "attn_k"), "mistral3": ("attn_q", "attn_k")}
 _NAMES_IN_TEXT = 4
 # Metadata that names the model (https://github.com/Stability-AI/ModelSpec).
@@ -31,7 +31,7 @@ _MOST_NETWORKS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A file's tensors by name, codes as what they stand for; what it says of itself as text, by name."""
+    """A file's tensors by name, quantised ones as views, and its metadata."""
 
     path: Path
     tensors: Mapping[str, TensorFile]
@@ -39,33 +39,32 @@ class Contents:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The config of a network that a file may carry along; empty where it does not, or not as JSON.
-
-        Raises `CheckpointError` for one that is longer than any config.
+        """Config of the network in the file's metadata; {} if absent or invalid JSON. Raises `CheckpointError` if it
+        is too long.
         """
         try:
-            found = parse_json(codes.bounded(self.metadata.get("config", "{}"), "config"))
+            value = parse_json(codes.bounded(self.metadata.get("config", "{}"), "config"))
         except CheckpointError:
             raise
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """What the file calls its model, in its metadata and by its own name, in this order."""
-        said = (self.metadata.get(key, "") for key in (*gguf_file.TITLES, *_TITLES))
-        return tuple(title[:_LONGEST_TITLE] for title in (*said, self.path.name) if title)
+        """Names of the model in the file's metadata, then the file's name."""
+        entries = (self.metadata.get(key, "") for key in (*gguf_file.TITLES, *_TITLES))
+        return tuple(title[:_LONGEST_TITLE] for title in (*entries, self.path.name) if title)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A network that a file holds, with its tensors by their names there after the `prefix`."""
+    """A network in a file."""
 
     contents: Contents
-    prefix: str
+    prefix: str  # of its names in the file
     layout: FileLayout
-    tensors: Mapping[str, TensorFile]
+    tensors: Mapping[str, TensorFile]  # by their names after the prefix
 
     @property
     def path(self) -> Path:
@@ -73,7 +72,7 @@ class Held:
 
 
 def read(path: Path) -> Contents:
-    """The contents of a file; `CheckpointError` where it is none, or holds what is not decoded."""
+    """Return the contents of a file. Raises `CheckpointError` for other files and unsupported formats."""
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
             f"{path}: weights are read from files that end in {', '.join(SUFFIXES)}; what else is called a checkpoint "
@@ -91,16 +90,16 @@ def _read(path: Path, size: int, modified: int) -> Contents:
     if path.suffix == gguf_file.SUFFIX:
         tensors, fields = gguf_file.read_header(path)
         architecture = gguf_file.text_of(fields, "general.architecture") or ""
-        said = {name: fields[name] for name in unlike.SPLIT if name in fields}
-        numbers = {name: str(value) for name, value in said.items() if isinstance(value, int)}
+        split_fields = {name: fields[name] for name in unlike.SPLIT if name in fields}
+        numbers = {name: str(value) for name, value in split_fields.items() if isinstance(value, int)}
         metadata = {**(gguf_file.metadata_of(path, fields) or {}), **numbers}
-        return Contents(path=path, tensors=_turned(tensors, architecture, fields), metadata=metadata)
+        return Contents(path=path, tensors=_deinterleave_heads(tensors, architecture, fields), metadata=metadata)
     tensors, metadata = header(path)
     return Contents(path=path, tensors=codes.decoded(tensors, metadata), metadata=metadata)
 
 
 def header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
-    """The tensors of a safetensors file as they are there, and its metadata; `CheckpointError` where it is none."""
+    """Return the stored tensors of a safetensors file and its metadata. Raises `CheckpointError` for other files."""
     from safetensors import SafetensorError
 
     try:
@@ -112,8 +111,11 @@ def header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
         ) from error
 
 
-def _turned(tensors: Mapping[str, TensorFile], architecture: str, fields: gguf_header.Fields) -> dict[str, TensorFile]:
-    found = dict(tensors)
+def _deinterleave_heads(
+    tensors: Mapping[str, TensorFile], architecture: str, fields: gguf_header.Fields
+) -> dict[str, TensorFile]:
+    """Return the tensors with llama.cpp's interleaved queries and keys in their original order."""
+    views = dict(tensors)
     counts = {
         kind: f"{architecture}.attention.head_count{'_kv' * (kind == 'attn_k')}"
         for kind in _TURNED.get(architecture, ())
@@ -128,16 +130,16 @@ def _turned(tensors: Mapping[str, TensorFile], architecture: str, fields: gguf_h
             raise CheckpointError(
                 f"{tensor.path}: {name} of shape {tensor.shape} is not of {str(heads)[:80]} heads. Get it again."
             )
-        found[name] = made_of(tensor, tensor.shape, HeadsInterleaved(tensor, heads))
-    return found
+        views[name] = made_of(tensor, tensor.shape, HeadsInterleaved(tensor, heads))
+    return views
 
 
 def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
-    """The networks in a file, by what tells each; `CheckpointError` where there is none that is known."""
+    """Return the networks in a file. Raises `CheckpointError` if no layout matches."""
     contents = read(path)
     unlike.check_whole(path, contents.metadata)
-    found = list(_networks(contents, layouts))
-    if not found:
+    matches = list(_networks(contents, layouts))
+    if not matches:
         unlike.check_known(path, contents.tensors.keys())
         names = list(contents.tensors)
         shown = ", ".join(name[:80] for name in names[:_NAMES_IN_TEXT]) or "none"
@@ -145,15 +147,15 @@ def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
             f"{path} holds no network that is known here; of its {len(names)} tensors the first are {shown}. Known are "
             f"the files of the models in docs/files.md."
         )
-    for held in found:
-        for start, what in held.layout.refused.items():
+    for match in matches:
+        for start, what in match.layout.refused.items():
             pattern = re.compile(r"\d+".join(map(re.escape, start.split("*"))))
-            if any(map(pattern.match, held.tensors)):
+            if any(map(pattern.match, match.tensors)):
                 raise CheckpointError(
                     f"{path} is {what} (it has {start}), which is not supported here. Use a file of one of the models "
                     "in docs/files.md."
                 )
-    return found
+    return matches
 
 
 def _networks(contents: Contents, layouts: Sequence[FileLayout]) -> Iterator[Held]:
@@ -176,4 +178,5 @@ def _networks(contents: Contents, layouts: Sequence[FileLayout]) -> Iterator[Hel
 
 
 def is_weights(name: str | os.PathLike[str]) -> bool:
+    """Return whether a name has the ending of a supported file of weights."""
     return os.fspath(name).endswith(SUFFIXES)

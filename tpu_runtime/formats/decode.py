@@ -1,7 +1,7 @@
-"""The arithmetic of quantised weights: what one shard of a layer's codes and scales stands for, in float32.
+"""Arithmetic of quantised weights: decodes one shard of a layer's codes and scales to float32.
 
 Formulas and layouts are those of ComfyUI (`comfy/quant_ops.py`, `QUANTIZATION.md`) and its `comfy-kitchen`, of
-bitsandbytes and of transformers' block-wise fp8. A product is made in float32 and rounded once, where it is stored.
+bitsandbytes and of transformers' block-wise fp8. A product is computed in float32 and rounded once, where it is stored.
 """
 
 import math
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     import torch
 
 GROUP_MXFP8, GROUP_NVFP4 = 32, 16
-# NVFP4's numbers by code; those with the highest bit are negative.
+# NVFP4's numbers by code. Codes with the highest bit set are their negatives.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def numbers(codes: "torch.Tensor", dtype: str) -> "torch.Tensor":
-    """Numbers of 8 bits in float32; in uint8 they are fp8 by view, as safetensors' format `dtype` names it."""
+    """Return 8-bit numbers `[...]` in float32. In uint8 they are the bytes of fp8, which `dtype` names as
+    safetensors does.
+    """
     import torch
 
     if codes.dtype == torch.uint8:
@@ -30,24 +32,22 @@ def numbers(codes: "torch.Tensor", dtype: str) -> "torch.Tensor":
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Codes times a scale: of all of them, of each row, of blocks of columns (`[rows, blocks, 1]`), or of tiles
-    (`[rows / tile, columns / tile]` with `tile` rows and columns each). `times` multiplies all scales.
-    """
+    """Codes times a scale."""
 
     weight: TensorFile
-    scale: TensorFile
-    dtype: str
-    tile: tuple[int, int] | None = None
-    times: float = 1.0
+    scale: TensorFile  # one, `[rows]`, `[rows, blocks of columns, 1]`, or with `tile` `[rows / tile, columns / tile]`
+    dtype: str  # of the codes, as safetensors names it
+    tile: tuple[int, int] | None = None  # rows and columns that share a scale
+    times: float = 1.0  # multiplies all scales
 
     def read(self, index: Index, read: Read) -> "torch.Tensor":
         index = index or (slice(None),) * len(self.weight.shape)
         codes = numbers(read(self.weight, index), self.dtype)
         scale = read(self.scale, ()).float() * self.times
-        return codes * self._at(scale, index)
+        return codes * self._broadcast_scales(scale, index)
 
-    def _at(self, scale: "torch.Tensor", index: Index) -> "torch.Tensor":
-        """The scales of a piece, in a shape that multiplies it."""
+    def _broadcast_scales(self, scale: "torch.Tensor", index: Index) -> "torch.Tensor":
+        """Return the scales of a shard, in a shape that broadcasts to it."""
         if scale.numel() == 1:
             return scale.reshape(())
         rows = bounds(index[0], self.weight.shape[0])
@@ -59,14 +59,18 @@ class Scaled:
 
 
 def _spread(scale: "torch.Tensor", dim: int, size: int, wanted: tuple[int, int]) -> "torch.Tensor":
-    """Each scale along `dim` as many times as its block has elements, of which those `wanted`."""
+    """Repeat each scale `size` times along `dim`, and return the elements from `wanted[0]` to `wanted[1]`."""
     first = wanted[0] // size
-    part = scale.narrow(dim, first, min(-(-wanted[1] // size), scale.shape[dim]) - first)
-    return part.repeat_interleave(size, dim).narrow(dim, wanted[0] - first * size, wanted[1] - wanted[0])
+    scales = scale.narrow(dim, first, min(-(-wanted[1] // size), scale.shape[dim]) - first)
+    return scales.repeat_interleave(size, dim).narrow(dim, wanted[0] - first * size, wanted[1] - wanted[0])
 
 
 def unswizzled(scales: "torch.Tensor", rows: int, columns: int) -> "torch.Tensor":
-    """Scales of blocks as NVIDIA's tensor cores take them, tiles of 128 x 4, to `[rows, columns]`."""
+    """Return block scales `[rows, columns]` from the layout of NVIDIA's tensor cores, tiles of 128 x 4.
+
+    scales: `[...]` with the tiles' elements in order.
+    rows, columns: of the result, without padding.
+    """
     high, wide = math.ceil(rows / 128), math.ceil(columns / 4)
     tiles = scales.reshape(-1, 32, 16).reshape(-1, 32, 4, 4).transpose(1, 2).reshape(high, wide, 128, 4)
     return tiles.permute(0, 2, 1, 3).reshape(high * 128, wide * 4)[:rows, :columns]
@@ -74,7 +78,7 @@ def unswizzled(scales: "torch.Tensor", rows: int, columns: int) -> "torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp8:
-    """fp8 in groups of 32 columns that share a power of two, whose exponent is a byte; padded to whole groups."""
+    """fp8 in groups of 32 columns that share a power of two, whose exponent is a byte. Padded to whole groups."""
 
     weight: TensorFile
     scale: TensorFile
@@ -94,14 +98,12 @@ class Mxfp8:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvfp4:
-    """Two numbers of 4 bits a byte, the even column in the high half, in groups of 16 columns that share an fp8 scale;
-    all times `scale_2`. `input_scale`, where there is one, is of the columns: it multiplies what the layer is given.
-    """
+    """Two 4-bit numbers a byte, the even column in the high half, in groups of 16 columns that share an fp8 scale."""
 
-    weight: TensorFile
+    weight: TensorFile  # `[rows, columns / 2]`
     scale: TensorFile
-    scale_2: TensorFile
-    input_scale: TensorFile | None = None
+    scale_2: TensorFile  # one number that multiplies all
+    input_scale: TensorFile | None = None  # `[columns]`: multiplies the layer's input; None without it
     multiple = GROUP_NVFP4
 
     @property
@@ -124,45 +126,45 @@ class Nvfp4:
 
 
 def hadamard(size: int) -> "torch.Tensor":
-    """ConvRot's regular Hadamard matrix of `size`, a power of 4, with rows of length 1."""
+    """Return ConvRot's regular Hadamard matrix `[size, size]` with rows of length 1; `size` is a power of 4."""
     import torch
 
     four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
-    found = four
-    while len(found) < size:
-        found = torch.kron(found, four)
-    return found / math.sqrt(size)
+    matrix = four
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, four)
+    return matrix / math.sqrt(size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotated:
-    """Weights whose columns were rotated in groups of `size` before they were quantised."""
+    """Weights whose columns were rotated in groups of `size` before quantisation."""
 
     codes: Scaled
     size: int
 
     def read(self, index: Index, read: Read) -> "torch.Tensor":
         rows, columns = full(index, self.codes.weight.shape)
-        turned = self.codes.read((slice(*rows), slice(None)), read)
-        found = (turned.unflatten(1, (-1, self.size)) @ hadamard(self.size).T).flatten(1)
-        return found[:, slice(*columns)]
+        rotated = self.codes.read((slice(*rows), slice(None)), read)
+        values = (rotated.unflatten(1, (-1, self.size)) @ hadamard(self.size).T).flatten(1)
+        return values[:, slice(*columns)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bits4:
-    """bitsandbytes' codes of 4 bits, two a byte, the first in the high half, in blocks of `block` in the order of the
-    tensor's elements. The blocks' scales may be codes too, with an offset.
+    """bitsandbytes' 4-bit codes, two a byte, the first in the high half, in blocks of `block` elements of the flat
+    tensor.
     """
 
     weight: TensorFile
     shape: tuple[int, ...]
     block: int
-    values: TensorFile
-    scale: TensorFile
-    scale_values: TensorFile | None = None
-    scale_scale: TensorFile | None = None
+    values: TensorFile  # `[16]`: the number of each code
+    scale: TensorFile  # one per block: a number, or a code if the next two are set
+    scale_values: TensorFile | None = None  # the number of each scale's code
+    scale_scale: TensorFile | None = None  # one per `scale_block` scales
     scale_block: int = 1
-    offset: float = 0.0
+    offset: float = 0.0  # added to decoded scales
 
     def read(self, index: Index, read: Read) -> "torch.Tensor":
         import torch
@@ -173,8 +175,8 @@ class Bits4:
         packed = read(self.weight, (slice(first // 2, -(-last // 2)), slice(None))).flatten().view(torch.uint8)
         codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten()[first % 2 :][: last - first]
         scales = _spread(self._scales(read), 0, self.block, (first, last))
-        found = (read(self.values, ()).float()[codes.int()] * scales).reshape(stop - start, *self.shape[1:])
-        return found[(slice(None), *index[1:])] if index else found
+        elements = (read(self.values, ()).float()[codes.int()] * scales).reshape(stop - start, *self.shape[1:])
+        return elements[(slice(None), *index[1:])] if index else elements
 
     def _scales(self, read: Read) -> "torch.Tensor":
         scales = read(self.scale, ())

@@ -1,12 +1,13 @@
-"""Headers of GGUF files, read with bounds: fields as their places in the file, tensors as shapes and offsets.
+"""Headers of GGUF files, read with limits: fields as offsets in the file, tensors as shapes and offsets.
 
-Arrays are passed over, numbers by their size and texts by their lengths. What a field holds is read when it is asked
-for. No part of a file stays open or mapped.
+Arrays are skipped over by the size of numbers and the lengths of texts. A field's value is read on access. The file is
+not kept open or mapped.
 """
 
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -14,11 +15,11 @@ import numpy as np
 
 from ..files import CheckpointError
 
-# GGUF's numbers for kinds of values, with their formats in bytes.
+# GGUF's numbers of the kinds of values, with their `struct` formats.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY, _ALIGNED_BY = 8, 9, "general.alignment"
 _VERSIONS, _ALIGNMENT = (2, 3), 32
-# Several times what the largest published files have: bytes of a header, fields, tensors, texts in arrays, dimensions.
+# Limits of a header's bytes, fields, tensors, texts in arrays and dimensions: several times the largest published ones.
 MOST_BYTES, MOST_FIELDS, MOST_TENSORS, MOST_TEXTS, MOST_DIMENSIONS = 2**27, 2**14, 2**14, 2**21, 4
 _LONGEST_NAME = 2**16
 _AT_ONCE = 2**18
@@ -26,36 +27,36 @@ _LENGTH = struct.Struct("<Q")
 
 
 class HeaderError(ValueError):
-    """Bytes that are no header of a GGUF file."""
+    """Bytes that are not a valid GGUF header."""
 
 
 class FieldPlace(NamedTuple):
-    """Where a field's value lies: its kind, of an array that of its entries and their number, else 0 and 1."""
+    """The location of a field's value."""
 
-    kind: int
-    entries: int
-    count: int
-    start: int
+    kind: int  # GGUF's number
+    entries: int  # kind of an array's entries, else 0
+    count: int  # of an array's entries, else 1
+    start: int  # offset in bytes
     stop: int
 
 
 class Tensor(NamedTuple):
-    """A tensor's shape, the last dimension last, the number of its format, and its offset in the file's data."""
+    """A tensor's description."""
 
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
+    shape: tuple[int, ...]  # last dimension last
+    kind: int  # number of its format
+    offset: int  # in the file's data section
 
 
 class Fields(Mapping[str, Any]):
-    """A file's fields by name: numbers, texts, and lists of these, each read when it is asked for."""
+    """A file's fields by name: numbers, texts, and lists of these, each read on access."""
 
     def __init__(self, path: Path, stamp: tuple[int, int], places: Mapping[str, FieldPlace]) -> None:
-        """`stamp` is the file's size and time of change."""
+        """Take the file's size and modification time as `stamp`."""
         self._path, self._stamp, self._places = path, stamp, places
 
     def __getitem__(self, name: str) -> Any:
-        """Raises KeyError for a field that is not there, CheckpointError where the file is no longer that file."""
+        """Return a value. Raises `KeyError` for an unknown field, `CheckpointError` if the file has changed."""
         place = self._places[name]
         with self._path.open("rb") as file:
             data = b""
@@ -68,7 +69,7 @@ class Fields(Mapping[str, Any]):
             return _value(place, data)
         except UnicodeDecodeError:
             raise CheckpointError(
-                f"{self._path}: the field {name} is no text in UTF-8; the file is damaged. Download it again."
+                f"{self._path}: the field {name} is not UTF-8 text; the file is damaged. Download it again."
             ) from None
 
     def __contains__(self, name: object) -> bool:
@@ -81,17 +82,17 @@ class Fields(Mapping[str, Any]):
         return len(self._places)
 
     def length(self, name: str) -> int:
-        """How many entries the list of a field has; 1 for one that holds no list, 0 for one that is not there."""
+        """Return the number of a list's entries; 1 for other values, 0 for an unknown field."""
         return self._places[name].count if name in self._places else 0
 
     def below(self, prefix: str) -> "Fields":
-        """The fields whose names begin so, by what follows."""
+        """Return the fields whose names start with `prefix`, without it."""
         places = {name.removeprefix(prefix): place for name, place in self._places.items() if name.startswith(prefix)}
         return Fields(self._path, self._stamp, places)
 
 
 class Header(NamedTuple):
-    """What a file says of itself: its fields, its tensors, and where their data begins."""
+    """A file's fields, tensors, and offset of the data section."""
 
     fields: Fields
     tensors: dict[str, Tensor]
@@ -99,7 +100,7 @@ class Header(NamedTuple):
 
 
 def read(path: Path) -> Header:
-    """The header of a file; `HeaderError` for any other bytes, `OSError` where it cannot be read."""
+    """Return the header of a file. Raises `HeaderError` for other bytes, `OSError` if it cannot be read."""
     with path.open("rb", buffering=0) as file:
         stamp = _stamp(file)
         cursor = _Cursor(file, stamp[0])
@@ -111,8 +112,8 @@ def read(path: Path) -> Header:
         if version not in _VERSIONS:
             raise HeaderError(f"its version is {version}, and versions {_VERSIONS[0]} and {_VERSIONS[1]} are read")
         num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
-        places = dict(_unique(cursor.field() for _ in _counted(num_fields, MOST_FIELDS, "fields")))
-        tensors = dict(_unique(cursor.tensor() for _ in _counted(num_tensors, MOST_TENSORS, "tensors")))
+        places = dict(_unique(cursor.field() for _ in _check_count(num_fields, MOST_FIELDS, "fields")))
+        tensors = dict(_unique(cursor.tensor() for _ in _check_count(num_tensors, MOST_TENSORS, "tensors")))
         fields = Fields(path, stamp, places)
         alignment = fields.get(_ALIGNED_BY, _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -121,9 +122,9 @@ def read(path: Path) -> Header:
 
 
 class _Cursor:
-    """A place in a file that moves on over what is read; HeaderError where the file, or the longest header, ends."""
+    """A reading position in a file. Raises `HeaderError` at the end of the file or of the longest allowed header."""
 
-    def __init__(self, file: Any, size: int) -> None:
+    def __init__(self, file: FileIO, size: int) -> None:
         self._file, self._end = file, min(size, MOST_BYTES)
         self._buffer, self._start, self._at, self._texts = b"", 0, 0, 0
 
@@ -132,18 +133,18 @@ class _Cursor:
         return self._start + self._at
 
     def _need(self, count: int) -> None:
-        """Holds so many bytes from here on."""
+        """Buffer at least `count` bytes from the position on."""
         if self._at + count <= len(self._buffer):
             return
         if (offset := self.offset) + count > self._end:
-            self._ended()
+            self._raise_end()
         self._file.seek(offset)
         self._buffer = self._file.read(max(count, _AT_ONCE))
         self._start, self._at = offset, 0
         if len(self._buffer) < count:
-            self._ended()
+            self._raise_end()
 
-    def _ended(self) -> None:
+    def _raise_end(self) -> None:
         if self._end == MOST_BYTES:
             raise HeaderError(f"its header is longer than {MOST_BYTES // 2**20} MiB, which no published one is")
         raise HeaderError(f"it ends within its header, after {self._end} bytes")
@@ -158,7 +159,7 @@ class _Cursor:
 
     def skip(self, count: int) -> None:
         if self.offset + count > self._end:
-            self._ended()
+            self._raise_end()
         self._at += count
 
     def skip_texts(self, count: int) -> None:
@@ -178,7 +179,7 @@ class _Cursor:
         try:
             return self.bytes(length).decode()
         except UnicodeDecodeError:
-            raise HeaderError("a name is no text in UTF-8") from None
+            raise HeaderError("a name is not UTF-8 text") from None
 
     def field(self) -> tuple[str, FieldPlace]:
         name, kind = self.name(), self.number("I")
@@ -194,7 +195,7 @@ class _Cursor:
         elif kind in _NUMBERS:
             self.skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
         else:
-            raise HeaderError(f"a field is of kind {kind}, which is no number, text or list of these")
+            raise HeaderError(f"a field is of kind {kind}, which is not a number, text or list of these")
 
     def tensor(self) -> tuple[str, Tensor]:
         name, dimensions = self.name(), self.number("I")
@@ -204,18 +205,18 @@ class _Cursor:
         return name, Tensor(shape, self.number("I"), self.number("Q"))
 
 
-def _counted(count: int, most: int, what: str) -> range:
+def _check_count(count: int, most: int, what: str) -> range:
     if count > most:
         raise HeaderError(f"it has {count} {what}, and {most} are read at most")
     return range(count)
 
 
 def _unique(named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    seen = set()
+    names = set()
     for name, value in named:
-        if name in seen:
+        if name in names:
             raise HeaderError(f"it has {name[:80]!r} twice")
-        seen.add(name)
+        names.add(name)
         yield name, value
 
 
@@ -231,9 +232,9 @@ def _value(place: FieldPlace, data: bytes) -> Any:
         return struct.unpack(f"<{_NUMBERS[place.kind]}", data)[0]
     if place.entries != _TEXT:
         return np.frombuffer(data, np.dtype(_NUMBERS[place.entries]).newbyteorder("<")).tolist()
-    texts, at = [], 0
+    texts, offset = [], 0
     for _ in range(place.count):
-        end = at + 8 + _LENGTH.unpack_from(data, at)[0]
-        texts.append(data[at + 8 : end].decode())
-        at = end
+        end = offset + 8 + _LENGTH.unpack_from(data, offset)[0]
+        texts.append(data[offset + 8 : end].decode())
+        offset = end
     return texts

@@ -1,7 +1,7 @@
-"""How a file shows which network it holds: tensors that tell it, the makers' names, and what its config must be."""
+"""Signatures of networks in single files: identifying tensors, original names, and derivation of the config."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ AGAIN = "Download it again, or choose another."
 
 
 class Shapes(Mapping[str, tuple[int, ...]]):
-    """Shapes of a network's tensors by its own names. One that is missing, or of other dimensions, is an error."""
+    """Shapes of a network's tensors by its own names. Missing tensors and other dimensions raise `CheckpointError`."""
 
     def __init__(self, tensors: Mapping[str, TensorFile]) -> None:
         self._tensors = tensors
@@ -27,14 +27,16 @@ class Shapes(Mapping[str, tuple[int, ...]]):
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def of(self, name: str, dimensions: int) -> tuple[int, ...]:
-        """The shape of a tensor of so many dimensions, none of them empty."""
+        """Return the shape of a tensor of this number of dimensions, none of them empty. Raises `CheckpointError`
+        otherwise.
+        """
         shape = self[name]
         if len(shape) != dimensions or 0 in shape:
             raise CheckpointError(
@@ -44,74 +46,66 @@ class Shapes(Mapping[str, tuple[int, ...]]):
         return shape
 
     def dtype(self, name: str) -> str:
-        """The format of a tensor that is there, as safetensors calls it."""
+        """Return the format of a tensor, as safetensors names it."""
         return self._tensors[name].dtype
 
     def count(self, path: str) -> int:
-        """How many layers the list at `path` has."""
+        """Return the number of layers in the list at `path`."""
         return count(self._tensors, path)
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """Path of the file."""
         return next((tensor.path for tensor in self._tensors.values()), Path("the file"))
 
 
 def count(names: Iterable[str], path: str) -> int:
-    """How many layers the list at `path` has, by the names of tensors."""
-    found = (re.match(rf"{re.escape(path)}\.(\d{{1,6}})\.", name) for name in names)
-    return max((int(match.group(1)) for match in found if match), default=-1) + 1
+    """Return the number of layers in the list at `path`, from the names of tensors."""
+    matches = (re.match(rf"{re.escape(path)}\.(\d{{1,6}})\.", name) for name in names)
+    return max((int(match.group(1)) for match in matches if match), default=-1) + 1
 
 
 def under(theirs: str, own: str, pairs: Mapping[str, str]) -> dict[str, str]:
-    """Entries of a table: the makers' names in a module and ours, both with the module's before them."""
+    """Return entries of a key map: pairs of original and own names within a module, with the module's names `theirs`
+    and `own`.
+    """
     return {f"{theirs}.{old}": f"{own}.{new}" for old, new in pairs.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A key of a config that is true or false and that no weight's shape tells.
+    """A boolean config key that no weight's shape determines."""
 
-    The empty tensor `mark` says that it is true. Without it a name decides in which one of the patterns `true` or
-    `false` is found. For the user who is asked, `meaning` says what the two are, and `answers` what to add for each.
-    """
-
-    mark: str
-    true: str
-    false: str
-    meaning: str
-    answers: str
+    mark: str  # empty tensor whose presence means true
+    true: str  # pattern of file names that mean true, without a mark
+    false: str  # pattern of file names that mean false
+    meaning: str  # of both values, in a question to the user
+    answers: str  # additions to `model_id` for each value
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """How files hold a network of `class_name`.
-
-    A file holds it if it has all tensors of one of `marks`; one that begins with `!` must not be there. `refused` are
-    beginnings of names that only another network has, with what that is; `*` in one stands for a number. `relatives`
-    are networks of the same tensors that compute something else, by a pattern that is found in their files' names, in
-    small letters with `-` between words.
-    `table(names)` is what the makers call its modules, where its component does not say it (see `Component`), for names
-    of theirs or of diffusers;
-    `config(shapes, base)` what tensors, by its own names, say of its config, over the published config `base`. Tensors
-    whose names start with one of `ignored` belong to no network that is used; `flags` are keys of the config that
-    weights do not tell. A tokenizer that is in the file has this `chat_template`.
-    """
+    """The form of a network of `class_name` in single files."""
 
     class_name: str
-    marks: tuple[tuple[str, ...], ...]
+    marks: tuple[tuple[str, ...], ...]  # alternatives of tensors that must all exist, or with `!` must not
+    # from shapes by own names and the published config: the config's values that tensors determine
     config: Callable[[Shapes, Mapping[str, Any]], Config]
+    # from names: original names of its modules, if its component does not have them
     table: Callable[[Iterable[str]], Table] | None = None
+    # prefixes of names that only another network has, with its description; `*` is a number
     refused: Mapping[str, str] = field(default_factory=dict)
+    # patterns of file names (lower case, `-` between words) of other networks with the same tensors
     relatives: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    flags: Mapping[str, Flag] = field(default_factory=dict)
-    chat_template: str | None = None
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that no network uses
+    flags: Mapping[str, Flag] = field(default_factory=dict)  # config keys that weights do not determine
+    chat_template: str | None = None  # of a tokenizer in the file
 
     def is_in(self, names: Iterable[str]) -> bool:
+        """Return whether tensor names match one of `marks`."""
         known = names if isinstance(names, set | frozenset | dict) else set(names)
         return any(all(_has(mark, known) for mark in marks) for marks in self.marks)
 
 
-def _has(mark: str, names: Any) -> bool:
+def _has(mark: str, names: Container[str]) -> bool:
     return mark.removeprefix("!") not in names if mark.startswith("!") else mark in names

@@ -1,6 +1,6 @@
-"""Tensors that are not in a file as they are used: each says how its values at an index are made of what is there.
+"""Views of tensors in files: each computes its values at an index from the stored tensors.
 
-Nothing is read before a value is asked for, and no more than the shard that is asked for needs.
+Nothing is read before a value is requested, and then only the part that is needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,24 +12,24 @@ from ..files import Index, Made, TensorFile
 if TYPE_CHECKING:
     import torch
 
-# Reads part of a tensor that is in a file: all of it for the index ().
+# Reads part of a tensor in a file; the index () stands for all of it.
 Read = Callable[[TensorFile, Index], "torch.Tensor"]
 
 
 def bounds(part: slice, size: int) -> tuple[int, int]:
-    """Start and end of a slice without a step."""
+    """Return start and end of a slice without a step."""
     start, stop, _ = part.indices(size)
     return start, max(start, stop)
 
 
 def full(index: Index, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Start and end in every dimension; of the index () all."""
+    """Return start and end of an index in every dimension; () stands for all."""
     return [bounds(part, size) for part, size in zip(index or [slice(None)] * len(shape), shape, strict=True)]
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """The `groups` of rows of a tensor, in that order, which has `of` equal groups of rows."""
+    """The `groups`, in that order, of a tensor's rows, which form `of` equal groups."""
 
     source: TensorFile
     groups: tuple[int, ...]
@@ -59,7 +59,7 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class Reshaped:
-    """A tensor in another `shape` of the same rows: the 1 x 1 convolution of a linear layer."""
+    """A tensor in another `shape` with the same rows, such as a 1 x 1 convolution as a linear layer."""
 
     source: TensorFile
     shape: tuple[int, ...]
@@ -67,21 +67,21 @@ class Reshaped:
     def read(self, index: Index, read: Read) -> "torch.Tensor":
         (start, stop), *_ = full(index, self.shape)
         rest = [slice(None)] * (len(self.source.shape) - 1)
-        found = read(self.source, (slice(start, stop), *rest)).reshape(stop - start, *self.shape[1:])
-        return found[(slice(None), *index[1:])] if index else found
+        rows = read(self.source, (slice(start, stop), *rest)).reshape(stop - start, *self.shape[1:])
+        return rows[(slice(None), *index[1:])] if index else rows
 
 
 @dataclass(frozen=True)
 class Unsqueezed:
-    """A tensor with dimensions of 1 before its own, which GGUF's writers leave out: `shape` has them."""
+    """A tensor with leading dimensions of 1 that GGUF's writers omit; `shape` includes them."""
 
     source: TensorFile
     shape: tuple[int, ...]
 
     def read(self, index: Index, read: Read) -> "torch.Tensor":
         leading = len(self.shape) - len(self.source.shape)
-        found = read(self.source, index[leading:]).reshape(*[1] * leading, *self._inner(index, leading))
-        return found[(*index[:leading], *[slice(None)] * len(self.source.shape))] if index else found
+        expanded = read(self.source, index[leading:]).reshape(*[1] * leading, *self._inner(index, leading))
+        return expanded[(*index[:leading], *[slice(None)] * len(self.source.shape))] if index else expanded
 
     def _inner(self, index: Index, leading: int) -> list[int]:
         return [stop - start for start, stop in full(index[leading:], self.source.shape)]
@@ -89,7 +89,7 @@ class Unsqueezed:
 
 @dataclass(frozen=True)
 class Cropped:
-    """The first rows and columns of a tensor that a format has filled up to whole blocks."""
+    """The first rows and columns of a tensor that a format has padded to whole blocks."""
 
     source: TensorFile
     shape: tuple[int, ...]
@@ -100,20 +100,22 @@ class Cropped:
 
 @dataclass(frozen=True)
 class HeadsInterleaved:
-    """Rows of queries or keys whose two halves of a head llama.cpp has interleaved, for its rotary embedding."""
+    """Rows of queries or keys in their original order. llama.cpp interleaves both halves of a head for its rotary
+    embedding.
+    """
 
     source: TensorFile
     heads: int
 
     def read(self, index: Index, read: Read) -> "torch.Tensor":
-        found = read(self.source, ())
-        found = found.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        return found[index] if index else found
+        rows = read(self.source, ())
+        rows = rows.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return rows[index] if index else rows
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The rows of several tensors, one's after another's."""
+    """The concatenated rows of several tensors."""
 
     sources: tuple[TensorFile, ...]
 
@@ -135,7 +137,11 @@ class Joined:
 
 
 def of_rows(source: TensorFile, groups: tuple[int, ...], of: int) -> TensorFile:
-    """Groups of rows of a tensor as one of its own; the tensor itself where these are all of it."""
+    """Return groups of rows of a tensor as a view; the tensor itself if they are all of it.
+
+    source: the tensor.
+    groups, of: see `RowGroups`.
+    """
     if (groups, of) == ((0,), 1):
         return source
     made = RowGroups(source, groups, of)
@@ -143,4 +149,9 @@ def of_rows(source: TensorFile, groups: tuple[int, ...], of: int) -> TensorFile:
 
 
 def made_of(source: TensorFile, shape: tuple[int, ...], made: Made) -> TensorFile:
+    """Return a tensor's location with the `shape` and values of a view.
+
+    source: the tensor, for path, name and dtype.
+    made: the view.
+    """
     return TensorFile(path=source.path, name=source.name, shape=shape, dtype=source.dtype, made=made)

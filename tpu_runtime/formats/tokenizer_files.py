@@ -1,6 +1,6 @@
-"""Tokenizers that files of text encoders carry along, as `tokenizer.json`, the form in which theirs are published.
+"""Tokenizers embedded in files of text encoders, converted to `tokenizer.json`, the form in which theirs are published.
 
-They are tensors of bytes in safetensors files, and fields in GGUF's.
+They are tensors of bytes in safetensors files, and fields in GGUF files.
 """
 
 import base64
@@ -14,13 +14,13 @@ from .. import tokens
 from ..files import CheckpointError, TensorFile, parse_json, read_json
 from . import gguf_file
 
-# Tensors of bytes, and what they are: a SentencePiece model, and Mistral's tekken.json.
+# Names of tensors of bytes: a SentencePiece model, and Mistral's tekken.json.
 TENSORS = SENTENCEPIECE, TEKKEN = "spiece_model", "tekken_model"
-# GGUF's fields are named after this.
+# Prefix of GGUF's fields.
 _GGUF = "tokenizer.ggml."
-# Mistral's longest has 128; each is cut in two at every byte.
+# Bytes; Mistral's longest has 128. Each token is split at every byte.
 _LONGEST_TOKEN = 1024
-# Fillers are made for those without a name.
+# Placeholders are made for tokens without a name.
 _MOST_SPECIAL = 4096
 # Kinds of tokens, with the same numbers in SentencePiece's models and in GGUF's fields.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -28,15 +28,12 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 @dataclass(frozen=True)
 class _Words:
-    """How text is cut into words, which byte pairs do not cross, by the name that llama.cpp gave it.
-
-    `pad` is what the models were trained with; some GGUF files name another.
-    """
+    """A rule that splits text into words, which byte pairs do not cross, by llama.cpp's name."""
 
     pattern: str
-    pad: str
-    is_composed: bool = False
-    takes_words: bool = False
+    pad: str  # token of the models' training; some GGUF files name another
+    is_composed: bool = False  # whether text is normalised to NFC
+    takes_words: bool = False  # whether words that are tokens are not split further
 
 
 _WORDS = {
@@ -47,66 +44,70 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer in a file of weights: the tensor of that name, or GGUF's fields."""
+    """A tokenizer in a file of weights."""
 
     path: Path
-    name: str
+    name: str  # of the tensor, or the prefix of GGUF's fields
 
 
 def embedded(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> TokenizerFile | None:
-    """The tokenizer that a file carries along for the network whose tensors have the `prefix`; None where it has none,
-    or GGUF's of a kind that no model here has.
+    """Return the tokenizer in a file for the network with this `prefix`; None without one, or for an unsupported GGUF
+    kind.
 
-    In a checkpoint of several networks its tensor is inside the encoder, or beside it as ComfyUI saves it.
+    tensors: of the file by name.
+    In a checkpoint of several networks the tensor is inside the encoder, or next to it as ComfyUI saves it.
     """
     if path.suffix == gguf_file.SUFFIX:
         fields = gguf_file.read_header(path)[1]
         kind = gguf_file.text_of(fields, f"{_GGUF}model")
         is_known = kind == "t5" or (kind == "gpt2" and gguf_file.text_of(fields, f"{_GGUF}pre") in _WORDS)
         return TokenizerFile(path, _GGUF) if is_known else None
-    known = (name for own in TENSORS for name in tensors if name.rpartition(".")[2] == own)
-    nearest = max(known, key=lambda name: _nearness(name, prefix), default="")
+    candidates = (name for leaf in TENSORS for name in tensors if name.rpartition(".")[2] == leaf)
+    nearest = max(candidates, key=lambda name: _nearness(name, prefix), default="")
     return TokenizerFile(path, tensors[nearest].name) if nearest and _nearness(nearest, prefix) >= 0 else None
 
 
 def _nearness(name: str, prefix: str) -> int:
-    """How much of a network's prefix a tensor shares; below 0 for one of another network."""
+    """Return how many characters of a network's prefix a tensor shares; -1 for a tensor of another network."""
     place = name[: len(name) - len(name.rpartition(".")[2])]
     return len(place) if prefix.startswith(place) else len(prefix) if place.startswith(prefix) else -1
 
 
 def carried(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> dict[str, bytes]:
-    """The contents of the tokenizers that a file carries along, by the names that safetensors files have for them."""
-    if (found := embedded(path, tensors, prefix)) is None:
+    """Return the contents of the tokenizers in a file, by their tensor names in safetensors files.
+
+    tensors, prefix: as for `embedded`.
+    """
+    if (tokenizer_file := embedded(path, tensors, prefix)) is None:
         return {}
-    if found.name == _GGUF:
+    if tokenizer_file.name == _GGUF:
         values = _fields(path)
         is_t5 = gguf_file.text_of(values, "model") == "t5"
-        return {SENTENCEPIECE: _model_of(values).SerializeToString()} if is_t5 else {}
-    return {found.name.rpartition(".")[2]: _bytes(found)}
+        return {SENTENCEPIECE: _sentencepiece_of_gguf(values).SerializeToString()} if is_t5 else {}
+    return {tokenizer_file.name.rpartition(".")[2]: _bytes(tokenizer_file)}
 
 
 def of_folder(folder: Path) -> dict[str, bytes]:
-    """`carried`, of a tokenizer's folder: its own file, or the SentencePiece model of `tokenizer.json`."""
+    """Return `carried` for a tokenizer's folder: its own file, or the SentencePiece model of `tokenizer.json`."""
     for file, name in (("spiece.model", SENTENCEPIECE), ("tekken.json", TEKKEN)):
         if (folder / file).is_file():
             return {name: (folder / file).read_bytes()}
-    said = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else {}
-    model = said.get("model")
+    document = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else {}
+    model = document.get("model")
     if not isinstance(model, dict) or model.get("type") != "Unigram":
         return {}
     try:
-        return {SENTENCEPIECE: _unigram(said, model).SerializeToString()}
-    except Exception as error:  # whatever is made of a file that may hold anything
+        return {SENTENCEPIECE: _sentencepiece_of_json(document, model).SerializeToString()}
+    except Exception as error:  # any error of parsing an untrusted file
         raise CheckpointError(
-            f"{folder / 'tokenizer.json'} is no tokenizer that can be read ({type(error).__name__}: "
+            f"{folder / 'tokenizer.json'} is not a readable tokenizer ({type(error).__name__}: "
             f"{str(error)[:200]}); the file is damaged. Download it again."
         ) from error
 
 
-def _unigram(said: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
-    """The SentencePiece model of a `tokenizer.json`: `_sentencepiece` backwards."""
-    model, unknown = _model(), own["unk_id"]
+def _sentencepiece_of_json(said: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """Return the SentencePiece model of a `tokenizer.json`: the inverse of `_sentencepiece`."""
+    model, unknown = _new_sentencepiece(), own["unk_id"]
     special = {token["content"] for token in said.get("added_tokens") or () if token.get("special")}
     for index, (piece, score) in enumerate(own["vocab"]):
         kind = _UNKNOWN if index == unknown else _CONTROL if piece in special else _NORMAL
@@ -124,8 +125,10 @@ def _unigram(said: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
 
 
 def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None) -> int:
-    """Writes the tokenizer of a file into a folder and returns how many tokens it has; `CheckpointError` where it is
-    none.
+    """Write the tokenizer of a file into a folder, and return its number of tokens. Raises `CheckpointError` if
+    invalid.
+
+    chat_template: added to the config; None for no template.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -135,9 +138,9 @@ def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None
             size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     except CheckpointError:
         raise
-    except Exception as error:  # whatever the parsers make of bytes that may be anything
+    except Exception as error:  # any error of parsing untrusted bytes
         raise CheckpointError(
-            f"{carried.path}: {carried.name.rstrip('.')} is no tokenizer that can be read ({type(error).__name__}: "
+            f"{carried.path}: {carried.name.rstrip('.')} is not a readable tokenizer ({type(error).__name__}: "
             f"{str(error)[:200]}); the file is damaged. Download it again."
         ) from error
     template = {"chat_template": chat_template} if chat_template else {}
@@ -147,21 +150,21 @@ def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None
 
 
 def _read(carried: TokenizerFile) -> tuple[Any, dict[str, str]]:
-    """A tokenizer, and its tokens of beginning, end, padding and the unknown by their names in a config."""
+    """Return a tokenizer, and its begin, end, padding and unknown tokens by their config keys."""
     if carried.name == _GGUF:
         values = _fields(carried.path)
         is_t5 = gguf_file.text_of(values, "model") == "t5"
-        return _sentencepiece(_model_of(values)) if is_t5 else _of_merges(values)
+        return _sentencepiece(_sentencepiece_of_gguf(values)) if is_t5 else _byte_pairs_of_gguf(values)
     content = _bytes(carried)
     if carried.name.rpartition(".")[2] == TEKKEN:
         return _tekken(content)
-    model = _model()
+    model = _new_sentencepiece()
     model.ParseFromString(content)
     return _sentencepiece(model)
 
 
 def _fields(path: Path) -> Mapping[str, Any]:
-    """A GGUF file's fields of its tokenizer."""
+    """Return a GGUF file's fields of its tokenizer."""
     return gguf_file.read_header(path)[1].below(_GGUF)
 
 
@@ -172,15 +175,15 @@ def _bytes(carried: TokenizerFile) -> bytes:
         return file.get_tensor(carried.name).tobytes()
 
 
-def _model() -> Any:
+def _new_sentencepiece() -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
     return sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _model_of(fields: Mapping[str, Any]) -> Any:
-    """The SentencePiece model that GGUF's fields were written from."""
-    model = _model()
+def _sentencepiece_of_gguf(fields: Mapping[str, Any]) -> Any:
+    """Return the SentencePiece model that GGUF's fields were written from."""
+    model = _new_sentencepiece()
     kinds = fields["token_type"]
     for piece, score, kind in zip(fields["tokens"], fields["scores"], kinds, strict=True):
         model.pieces.add(piece=piece, score=score, type=kind)
@@ -193,13 +196,13 @@ def _model_of(fields: Mapping[str, Any]) -> Any:
 
 
 def _sentencepiece(model: Any) -> tuple[Any, dict[str, str]]:
-    """UMT5's and T5's as transformers 4 converted them: a unigram model behind its own normalisation."""
+    """Return UMT5's or T5's tokenizer as transformers 4 converted it: its normalisation, then a unigram model."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     unknown = next((index for index, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), None)
     if unknown is None:
-        raise ValueError("it has no token of what is unknown")
+        raise ValueError("it has no token for unknown text")
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=model.trainer_spec.byte_fallback))
     charsmap = model.normalizer_spec.precompiled_charsmap
     tokenizer.normalizer = normalizers.Sequence(
@@ -217,16 +220,16 @@ def _sentencepiece(model: Any) -> tuple[Any, dict[str, str]]:
     )
     special = [piece.piece for piece in model.pieces if piece.type in (_UNKNOWN, _CONTROL, _UNUSED)]
     tokenizer.add_special_tokens(special)
-    own = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in own])
+    user_tokens = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in user_tokens])
     pad = pieces[model.trainer_spec.pad_id][0] if model.trainer_spec.pad_id >= 0 else end
     return tokenizer, {"eos_token": end, "pad_token": pad, "unk_token": pieces[unknown][0]}
 
 
 def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
-    """Mistral's: byte pairs by rank, behind the special tokens."""
-    said = parse_json(content)
-    config = said["config"]
+    """Return Mistral's tokenizer: special tokens, then byte pairs by rank."""
+    document = parse_json(content)
+    config = document["config"]
     tokens.check_pattern(config["pattern"], "A tekken_model")
     num_special = int(config["default_num_special_tokens"])
     if not 0 <= num_special <= _MOST_SPECIAL:
@@ -234,8 +237,8 @@ def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
             f"default_num_special_tokens is {num_special}; published is 1000, and it may be {_MOST_SPECIAL} at most"
         )
     size = int(config["default_vocab_size"]) - num_special
-    special = _special(said, num_special)
-    ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in said["vocab"][:size]}
+    special = _special(document, num_special)
+    ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in document["vocab"][:size]}
     if max(map(len, ranks)) > _LONGEST_TOKEN:
         raise ValueError(f"it has a token of more than {_LONGEST_TOKEN} bytes")
     letters = _letters()
@@ -256,18 +259,18 @@ def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
     return tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": words.pad}
 
 
-def _of_merges(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """Qwen's and Mistral's of GGUF's fields: tokens in their order, and byte pairs in the order in which they merge."""
+def _byte_pairs_of_gguf(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """Return Qwen's or Mistral's tokenizer from GGUF's fields: tokens in order, and byte pairs in merging order."""
     words = _WORDS[str(gguf_file.text_of(fields, "pre"))]
     texts, kinds = fields["tokens"], fields["token_type"]
-    by_kind = {kind: [token for token, own in zip(texts, kinds, strict=True) if own == kind] for kind in set(kinds)}
+    by_kind = {kind: [token for token, k in zip(texts, kinds, strict=True) if k == kind] for kind in set(kinds)}
     unused = set(by_kind.get(_UNUSED, ()))
     vocabulary = {token: index for index, token in enumerate(texts) if token not in unused}
     if words.pad not in vocabulary:
         raise ValueError(f"it has no token {words.pad}")
     merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
     tokenizer = _byte_pairs(vocabulary, merges, words, by_kind.get(_CONTROL, ()), by_kind.get(_USER_DEFINED, ()))
-    ids = {name: fields.get(f"{own}_token_id") for name, own in (("bos_token", "bos"), ("eos_token", "eos"))}
+    ids = {name: fields.get(f"{key}_token_id") for name, key in (("bos_token", "bos"), ("eos_token", "eos"))}
     names = {name: texts[token_id] for name, token_id in ids.items() if token_id is not None}
     return tokenizer, {**names, "pad_token": words.pad}
 
@@ -279,7 +282,7 @@ def _byte_pairs(
     special: Iterable[str],
     own: Iterable[str] = (),
 ) -> Any:
-    """A tokenizer that merges bytes of words; `special` tokens and the model's `own` are found in text as they are."""
+    """Return a tokenizer that merges bytes of words. Tokens in `special` and `own` are matched in text as they are."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     model = models.BPE(dict(vocabulary), list(merges), ignore_merges=words.takes_words)  # pyright: ignore[reportArgumentType]
@@ -300,13 +303,13 @@ def _byte_pairs(
 
 
 def _special(said: Mapping[str, Any], count: int) -> list[str]:
-    """The special tokens in their order; those without a name are fillers."""
-    found = {int(entry["rank"]): str(entry["token_str"]) for entry in said.get("special_tokens") or ()}
-    return [found.get(index, f"<SPECIAL_{index}>") for index in range(count)]
+    """Return the special tokens in order, with placeholders for those without a name."""
+    named = {int(entry["rank"]): str(entry["token_str"]) for entry in said.get("special_tokens") or ()}
+    return [named.get(index, f"<SPECIAL_{index}>") for index in range(count)]
 
 
 def _letters() -> dict[int, str]:
-    """GPT-2's letter for each byte."""
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {**{byte: chr(byte) for byte in own}, **{byte: chr(256 + index) for index, byte in enumerate(others)}}
+    """Return GPT-2's letter of each byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + index) for index, byte in enumerate(others)}}

@@ -1,4 +1,4 @@
-"""Files that are no network of their own, by their names and tensors: a sentence says what they are and what to do."""
+"""Messages for files that hold only part of a network, recognised by their names and tensors."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -6,20 +6,20 @@ from pathlib import Path
 
 from ..files import CheckpointError
 
-# How Hugging Face's libraries and llama.cpp's gguf-split name the parts of a checkpoint.
+# File names of shards by Hugging Face's libraries and llama.cpp's gguf-split.
 _SHARD = re.compile(r"(?P<base>.+?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.(?P<kind>\w+)")
-# Where gguf-split writes how many parts there are, and which of them this is, from 0 on.
+# Fields of gguf-split: the number of shards, and the index of this one.
 SPLIT = _COUNT, _NUMBER = "split.count", "split.no"
-# llama.cpp's own names in a file that a language model sees with.
+# llama.cpp's names in the file of a vision tower.
 _SIGHT = ("v.blk.", "mm.", "v.patch_embd")
 
 
 def check_whole(path: Path, metadata: Mapping[str, str]) -> None:
-    """Raises `CheckpointError` for one part of a checkpoint of several files; `metadata` is what the file says."""
-    found = _SHARD.fullmatch(path.name)
-    number, total = (int(found["number"]), int(found["total"])) if found else (1, 1)
-    if (said := metadata.get(_COUNT, "")).isdecimal() and int(said) > 1:
-        number, total = int(metadata.get(_NUMBER, "0")) + 1, int(said)
+    """Raise `CheckpointError` for a shard of a checkpoint; `metadata` is the file's."""
+    match = _SHARD.fullmatch(path.name)
+    number, total = (int(match["number"]), int(match["total"])) if match else (1, 1)
+    if (count := metadata.get(_COUNT, "")).isdecimal() and int(count) > 1:
+        number, total = int(metadata.get(_NUMBER, "0")) + 1, int(count)
     if total < 2:
         return
     if path.suffix == ".gguf":
@@ -35,11 +35,11 @@ def check_whole(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def check_known(path: Path, names: Collection[str]) -> None:
-    """Raises `CheckpointError` for a file that holds no whole network, where its tensors' `names` say what it is."""
+    """Raise `CheckpointError` for a file with an incomplete network that its tensors' `names` identify."""
     if any(name.startswith(_SIGHT) for name in names):
         raise CheckpointError(
-            f"{path} is what a language model sees with, as llama.cpp has it (mmproj), and pictures are read by a text "
-            "encoder that holds `visual.` too. Choose one such as qwen_2.5_vl_7b.safetensors in its place."
+            f"{path} is a vision tower of llama.cpp alone (mmproj), and images are encoded by a text encoder file "
+            "that holds `visual.` too. Choose one such as qwen_2.5_vl_7b.safetensors instead."
         )
     has_decoder = any(name.startswith("decoder.conv_in.") for name in names)
     if has_decoder and not any(name.startswith("encoder.") for name in names):
