@@ -1,1 +1,1 @@
-"""LoRA files and their kin: what one changes in a network, and merging it on the chips. May import `checkpoints`."""
+"""LoRA files and related formats: their changes to a network, merged on the chips. May import `checkpoints`."""

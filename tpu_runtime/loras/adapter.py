@@ -1,8 +1,7 @@
-"""What a LoRA file changes, from its header: names of tensors, in any trainer's spelling, and their shapes. Values are
-read only where several names are the same weight.
+"""Changes of a LoRA file, from its header: names of tensors in any trainer's form, and their shapes.
 
-A file holds matrices by module: `down` and `up` of a LoRA, the factors of LyCORIS' LoHa and LoKr, or full differences.
-What matches nothing in the network is listed, never dropped silently.
+Values are read only if several names are the same weight. A file holds matrices by module (`down` and `up` of a LoRA,
+the factors of LyCORIS' LoHa and LoKr) or full differences. Names that match nothing in the network are listed.
 """
 
 import contextlib
@@ -30,8 +29,7 @@ from .factors import LOHA, LOKRS, LORA, Shape, WrongShape, factors
 from .peft_config import PeftConfig, of_component
 from .spellings import Spelling, settled
 
-# The two matrices of a LoRA. Of several pairs in one module ComfyUI takes the last but one of this list; the last it
-# does not take.
+# Names of a LoRA's two matrices. ComfyUI does not accept the last pair; of several others in a module the last counts.
 _MATRICES = (
     (".lora_A", ".lora_B"),
     (".lora.down.weight", ".lora.up.weight"),
@@ -41,13 +39,13 @@ _MATRICES = (
 )
 _DOWNS = tuple(down for down, _ in _MATRICES)
 _PEFT_PAIR, _OTHER_PAIR, _NORM = _DOWNS[2], _DOWNS[-1], "norm"
-# How names end: what a tensor of that name is, and for matrices of a LoRA which pair. The longest ending counts.
+# Endings of names: the part that the tensor is, and the pair of a LoRA's matrix. The longest ending counts.
 _PARTS = {
     **{down: ("down", down) for down, _ in _MATRICES},
     **{up: ("up", down) for down, up in _MATRICES},
     ".lora_B.bias": ("up_bias", _PEFT_PAIR),
     ".alpha": ("alpha", ""),
-    # Of several names for the same, the last counts.
+    # If several names of one part exist, the last counts.
     ".magnitude": ("magnitude", ""),  # ai-toolkit's DoRA: the norm of each row, as PEFT's
     ".lora_magnitude_vector.weight": ("magnitude", ""),
     ".lora_magnitude_vector": ("magnitude", ""),
@@ -57,29 +55,29 @@ _PARTS = {
     ".diff": ("diff", ""),
     ".diff_b": ("diff_b", ""),
     **{f".{name}": (name, "") for kind in (LOHA, *LOKRS) for name in kind},
-    # Without these a product is wrong: Tucker's core, and a weight that is enlarged.
+    # Unsupported, and the product is wrong without them: Tucker's core, and an enlarged weight.
     **dict.fromkeys((".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2", ".reshape_weight"), ("unsupported", "")),
 }
 _PLACES = {ending: place for place, ending in enumerate(_PARTS)}
-# What changes a weight, and what a bias, by the parts that it needs and those that are optional.
+# Parts that change a weight or a bias: required and optional ones.
 _SCALES = ("alpha", "magnitude")
 _SHARED = (*_SCALES, "unsupported")
 _OF_WEIGHT = (*((kind, _SCALES) for kind in (LORA, LOHA, *LOKRS)), (("diff",), ()))
-# Of changes of one weight under one name, those that ComfyUI takes in place of the ones before; matrices come first.
+# Precedence of several changes under one name in ComfyUI: matrices first, later entries replace earlier ones.
 _KINDS = ("hada_w1_a", "lokr_w1", "lokr_w1_a", "diff", "diff_b")
 _OF_BIAS = ((("diff_b",), ()), (("up_bias", "down"), ("alpha",)))
-# Lightx2v's: the difference of a block's `modulation`, which is a parameter and no module.
+# Lightx2v's difference of a block's `modulation`, which is a parameter, not a module.
 _MODULATION = ".diff_m"
 _ENDING = re.compile(rf"(.+?)({'|'.join(map(re.escape, sorted(_PARTS, key=len, reverse=True)))})")
 # PEFT's own state has the adapter's name in the middle: `lora_A.default.weight`.
 _NAMED = re.compile(
     r"(.+\.(?:lora_(?:A|B|magnitude_vector)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?))\.([^.]+)((?:\.weight|\.bias)?)"
 )
-# The name that PEFT gives an adapter by itself, and the only one that ComfyUI knows.
+# PEFT's default name of an adapter, the only one that ComfyUI supports.
 _DEFAULT_ADAPTER = "default"
-# No published name is nearly as long; matching longer ones would take longer than reading the file.
+# Far above published names; matching longer names would take longer than reading the file.
 _LONGEST_NAME = 500
-# Numbers that an alpha may be, besides those that a weight is.
+# Integer dtypes of an alpha, in addition to the dtypes of weights.
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 # Where diffusers keeps PEFT's config in a file; PEFT itself writes a separate one.
 _PEFT_METADATA, _PEFT_CONFIG = "lora_adapter_metadata", "adapter_config.json"
@@ -87,31 +85,28 @@ _PEFT_METADATA, _PEFT_CONFIG = "lora_adapter_metadata", "adapter_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A file's changes, by the weight's name in a checkpoint, and the names in it that fit nothing.
+    """A file's changes to one network."""
 
-    `misfit` says what would have to fit, of the first that has a module here but another shape.
-    """
-
-    path: Path
-    changes: Mapping[str, tuple[Change, ...]]
-    unused: tuple[str, ...]
-    misfit: str
-    held: HeldTensors | None = None
+    path: Path  # of the file, or the title
+    changes: Mapping[str, tuple[Change, ...]]  # by the weight's name in a checkpoint
+    unused: tuple[str, ...]  # names that match nothing
+    misfit: str  # of the first module with another shape: what would have to match; "" if all match
+    held: HeldTensors | None = None  # tensors in memory instead of a file
 
     def tensor(self, reader: load.Reader, name: str) -> torch.Tensor:
-        """In float32, on the host."""
+        """Return a tensor of the file in float32 on the host, in the file's shape `[...]`."""
         if self.held is None:
             return reader.slice(TensorFile(path=self.path, name=name, shape=()), ()).float()
         reader.check()
         return self.held.tensors[name].detach().to("cpu", torch.float32)
 
 
-# What is read: a file's path, or what another program holds of one.
+# A LoRA: the path of a file, or tensors in memory.
 Source = str | HeldTensors
 
 
 def identity(source: Source) -> str:
-    """What changes when the file does; raises `LoraError` where it is missing."""
+    """Return a digest that changes when the file does. Raises `LoraError` if the file is missing."""
     if isinstance(source, HeldTensors):
         return source.digest
     try:
@@ -124,7 +119,7 @@ def identity(source: Source) -> str:
 
 
 def content(source: Source) -> str:
-    """What two copies of the file have in common, and other files do not: its size and header."""
+    """Return a digest of size and header that is equal for two copies of a file."""
     if isinstance(source, HeldTensors):
         return source.digest
     shapes, config = _header(source)
@@ -132,61 +127,64 @@ def content(source: Source) -> str:
 
 
 def read(source: Source, network: Network, check: Callable[[], None] = lambda: None) -> Adapter:
-    """What a file changes in a network; raises `LoraError` for one that is damaged or no safetensors file.
+    """Return a file's changes to a network. Raises `LoraError` for one that is damaged or unsupported.
 
-    Tensors are read only where several names are the same weight; `check` raises if the user cancelled.
+    check: raises if the user cancelled.
+    Tensors are read only if several names are the same weight.
     """
-    held = source if isinstance(source, HeldTensors) else None
+    in_memory = source if isinstance(source, HeldTensors) else None
     path = source if isinstance(source, str) else source.title
-    shapes, config = _header(path) if held is None else ({n: tuple(x.shape) for n, x in held.tensors.items()}, {})
+    shapes, config = (
+        _header(path) if in_memory is None else ({n: tuple(x.shape) for n, x in in_memory.tensors.items()}, {})
+    )
     peft = PeftConfig(path, of_component(config, network.component.name))
     spellings, misfit = _spellings(path, network, shapes, peft)
-    found = Adapter(path=Path(path), changes={}, unused=(), misfit=misfit, held=held)
+    adapter = Adapter(path=Path(path), changes={}, unused=(), misfit=misfit, held=in_memory)
     changes: dict[str, tuple[Change, ...]] = {}
     used: set[str] = set()
-    sizes = {source: one.tensor_shape for one in network.weights.values() for source in one.sources}
+    sizes = {source: parameter.tensor_shape for parameter in network.weights.values() for source in parameter.sources}
     with contextlib.ExitStack() as stack:
         reader = load.Reader(stack, check)
-        for weight, own in spellings.items():
-            kept, repeated = own, []
-            if len(own) > 1:
+        for weight, named_changes in spellings.items():
+            kept, repeated = named_changes, []
+            if len(named_changes) > 1:
                 kept, repeated = settled(
-                    found.path, weight, sizes[weight], own, functools.partial(found.tensor, reader)
+                    adapter.path, weight, sizes[weight], named_changes, functools.partial(adapter.tensor, reader)
                 )
-            changes[weight] = tuple(one.change for one in kept)
-            used.update(name for one in (*kept, *repeated) for name in one.change.parts.values())
-    return replace(found, changes=changes, unused=tuple(sorted(shapes.keys() - used)))
+            changes[weight] = tuple(spelling.change for spelling in kept)
+            used.update(name for spelling in (*kept, *repeated) for name in spelling.change.parts.values())
+    return replace(adapter, changes=changes, unused=tuple(sorted(shapes.keys() - used)))
 
 
 def _spellings(
     path: str, network: Network, shapes: Mapping[str, Shape], peft: PeftConfig
 ) -> tuple[Mapping[str, list[Spelling]], str]:
-    """All that a file's names change, by the weight's name in a checkpoint, and the first that does not fit."""
+    """Return all changes by the weight's name in a checkpoint, and the first mismatch of shapes as text, or ""."""
     component = network.component
     weights: dict[str, Shape] = {}
     cuts: dict[str, list[Cut | None]] = defaultdict(list)
-    for one in network.weights.values():
-        for source in one.sources:
-            weights[source] = one.tensor_shape
-            cuts[source].append(one.cut)
+    for parameter in network.weights.values():
+        for source in parameter.sources:
+            weights[source] = parameter.tensor_shape
+            cuts[source].append(parameter.cut)
     names = Names(weights, component.makers_names)
     peft.check_whole(_whole(names, shapes))
-    modules = _modules(_meant_for(component.name, shapes))
+    modules = _modules(_names_for_component(component.name, shapes))
     spellings: dict[str, list[Spelling]] = defaultdict(list)
     misfit = ""
-    for (module, adapter, pair), own in modules.items():
+    for (module, adapter, pair), parts_by_kind in modules.items():
         # An alpha and a magnitude say nothing of the matrices, and an alpha has no adapter's name.
         others = {**modules.get((module, "", ""), {}), **modules.get((module, adapter, ""), {})}
-        parts = {**{part: others[part] for part in _SHARED if part in others}, **own}
+        parts = {**{part: others[part] for part in _SHARED if part in others}, **parts_by_kind}
         _check_sizes(path, parts, shapes)
         targets, scaling = names.find(module), peft.scaling(module, bare(module))
         for rows in targets:
-            for weight, chosen in _changed(rows.name, parts, weights):
+            for weight, chosen in _find_changed_weights(rows.name, parts, weights):
                 meta = {part: torch.empty(shapes[name], device="meta") for part, name in chosen.items()}
                 try:
-                    found = factors(meta, rows, weights[weight])
+                    delta = factors(meta, rows, weights[weight])
                     for cut in cuts[weight]:
-                        found.of(cut)
+                        delta.of(cut)
                 except WrongShape as error:
                     size = "x".join(map(str, weights[weight]))
                     misfit = misfit or f"{module} is for {error}, but {weight} is {size}"
@@ -202,30 +200,33 @@ def _spellings(
                         change=Change(parts=chosen, rows=rows, scaling=scaling),
                     )
                 )
-    for weight, own in spellings.items():
-        if len(own) > 1:
+    for weight, parts_by_kind in spellings.items():
+        if len(parts_by_kind) > 1:
             spellings[weight] = [
-                replace(one, order=_order(names.comfyui_order(one.module, component.lora_prefixes), one)) for one in own
+                replace(
+                    parameter, order=_order(names.comfyui_order(parameter.module, component.lora_prefixes), parameter)
+                )
+                for parameter in parts_by_kind
             ]
     return spellings, misfit
 
 
 def _modules(names: Iterable[str]) -> dict[tuple[str, str, str], dict[str, str]]:
-    """Names of tensors by part: of each module, adapter of PEFT's, and pair of matrices ("" for all else)."""
-    found: dict[tuple[str, str, str], dict[str, tuple[int, str]]] = defaultdict(dict)
+    """Return names of tensors by part. Keys are module, PEFT adapter, and pair of matrices ("" for other parts)."""
+    by_module: dict[tuple[str, str, str], dict[str, tuple[int, str]]] = defaultdict(dict)
     for name in names:
         if (split := _split(name)) is None:
             continue
         module, adapter, ending = split
         part, pair = _PARTS[ending]
-        one = _PLACES[ending], name
-        own = found[module, adapter, pair]
-        own[part] = max(own.get(part, one), one)
-    return {key: {part: name for part, (_, name) in own.items()} for key, own in found.items()}
+        rank = _PLACES[ending], name
+        parts = by_module[module, adapter, pair]
+        parts[part] = max(parts.get(part, rank), rank)
+    return {key: {part: name for part, (_, name) in parts.items()} for key, parts in by_module.items()}
 
 
 def _order(place: int | None, one: Spelling) -> tuple[int, int] | None:
-    """Where a change stands among those of names that ComfyUI takes, `place` being that of its module's name."""
+    """Return the rank of a change among the names that ComfyUI accepts; `place` is the rank of its module's name."""
     parts = one.change.parts
     if place is None or one.adapter not in ("", _DEFAULT_ADAPTER) or one.pair == _OTHER_PAIR or "up_bias" in parts:
         return None
@@ -236,15 +237,15 @@ def _order(place: int | None, one: Spelling) -> tuple[int, int] | None:
 
 
 def _whole(names: Names, shapes: Iterable[str]) -> Iterator[str]:
-    """The file's names of whole weights and biases of a network, which PEFT saves beside changes."""
+    """Yield the file's names of full weights and biases of a network, which PEFT saves next to changes."""
     for name in shapes:
         module, _, leaf = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").rpartition(".")
         if leaf in ("weight", "bias") and len(name) <= _LONGEST_NAME and _split(name) is None and names.find(module):
             yield name
 
 
-def _meant_for(component: str, names: Iterable[str]) -> list[str]:
-    """The names that are for a denoiser called `component`: all, unless some name the second expert, which has these
+def _names_for_component(component: str, names: Iterable[str]) -> list[str]:
+    """Return the names for the denoiser `component`: all, unless some name the second expert, which gets those
     alone.
     """
     names = list(names)
@@ -255,8 +256,8 @@ def _meant_for(component: str, names: Iterable[str]) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
-    """The module that a tensor is for, the name of PEFT's adapter, if it has one, and which ending of `_PARTS`; None
-    for a name with another ending.
+    """Return the module of a tensor, the name of PEFT's adapter or "", and the ending in `_PARTS`; None for other
+    endings.
     """
     if len(name) > _LONGEST_NAME:
         return None
@@ -270,7 +271,7 @@ def _split(name: str) -> tuple[str, str, str] | None:
 
 
 def _check_sizes(path: str, parts: Mapping[str, str], shapes: Mapping[str, Shape]) -> None:
-    """Raises `LoraError` for tensors that hold nothing, and for an alpha of more than one number."""
+    """Raise `LoraError` for empty tensors, and for an alpha of more than one number."""
     for part, name in parts.items():
         size = math.prod(shapes[name])
         if size == 0 or (part == "alpha" and size != 1):
@@ -279,10 +280,12 @@ def _check_sizes(path: str, parts: Mapping[str, str], shapes: Mapping[str, Shape
             raise LoraError(f"The LoRA {path}: {name} has the shape {form}, which is not {expected}. Choose another.")
 
 
-def _changed(
+def _find_changed_weights(
     module: str, parts: Mapping[str, str], weights: Mapping[str, Shape]
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """The weights that parts of a module change, each with its own: of a module or of a parameter called `module`."""
+    """Yield the weights that parts of a module change, each with its parts: of the module, or of a parameter of that
+    name.
+    """
     targets = {module if module in weights else f"{module}.weight": _OF_WEIGHT, f"{module}.bias": _OF_BIAS}
     for target, kinds in targets.items():
         for needed, optional in kinds:
@@ -292,15 +295,15 @@ def _changed(
 
 
 def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
-    """Shapes by name, and PEFT's config where there is one."""
+    """Return shapes by name, and PEFT's config or {}."""
     from safetensors import SafetensorError
 
     try:
         tensors, metadata = read_header(Path(path))
-        said = metadata.get(_PEFT_METADATA)
+        config_text = metadata.get(_PEFT_METADATA)
         separate = Path(path).with_name(_PEFT_CONFIG)
-        if said is None and separate.is_file() and Path(path).name == "adapter_model.safetensors":
-            said = separate.read_text("utf-8")
+        if config_text is None and separate.is_file() and Path(path).name == "adapter_model.safetensors":
+            config_text = separate.read_text("utf-8")
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
         raise LoraError(
             f"The LoRA {path} is not a whole safetensors file ({error}). Download it again, or choose another."
@@ -314,7 +317,7 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
                 "Choose one that is not quantized."
             )
     try:
-        config = parse_json(said or "{}")
+        config = parse_json(config_text or "{}")
     except ValueError as error:
         raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
     if not isinstance(config, dict):

@@ -1,4 +1,4 @@
-"""What a file changes in one weight, and the number that multiplies it."""
+"""Change of one weight by a file, and its scale factor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from ..model_spec import Rows
 from ..redact import SafeError
 from .factors import Factors, Shape, factors
 
-# Of an alpha or the rank it is divided by; larger ones make infinities of weights.
+# Upper bound of an alpha, above which weights overflow.
 _LARGEST_ALPHA = 1e6
 
 
@@ -21,30 +21,28 @@ class LoraError(SafeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What PEFT's config says of a module, for a file without alphas: `alpha / rank ** power`.
+    """PEFT's scale factor of a module in a file without alphas: `alpha / rank ** power`."""
 
-    `rank` is None where it is that of the module's own matrices.
-    """
-
-    alpha: float | None = None
+    alpha: float | None = None  # None for a factor of 1
     power: float = 1.0
-    rank: int | None = None
+    rank: int | None = None  # None for that of the module's matrices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What a file changes in one weight of one layer: its tensors' names by part (see `factors`), and of which rows."""
+    """A file's change to one weight of one layer."""
 
-    parts: Mapping[str, str]
-    rows: Rows
-    scaling: Scaling = field(default_factory=Scaling)
+    parts: Mapping[str, str]  # tensor names by part (see `factors`)
+    rows: Rows  # of the weight that are changed
+    scaling: Scaling = field(default_factory=Scaling)  # by PEFT's config
 
     def read(self, path: Path, tensors: Mapping[str, torch.Tensor], shape: Shape) -> tuple[Factors, float]:
-        """The factors for the whole weight of `shape`, and what multiplies them besides the strength. `tensors` are
-        the file's by part, in float32.
+        """Return the factors for the whole weight of `shape`, and their scale factor other than the strength.
+
+        tensors: of the file by part, in float32, as in `factors`: `[rank, in]`, `[out, rank]` or the weight's shape.
         """
-        found = factors(tensors, self.rows, shape)
-        return found, self._scale(path, tensors, found)
+        delta = factors(tensors, self.rows, shape)
+        return delta, self._scale(path, tensors, delta)
 
     def _scale(self, path: Path, tensors: Mapping[str, torch.Tensor], found: Factors) -> float:
         is_product = bool(found.pairs) or found.rank is not None
@@ -57,7 +55,10 @@ class Change:
 
 
 def check_alpha(path: str | Path, name: str, alpha: Any) -> float:
-    """An alpha as a number; raises `LoraError` for one that no training has."""
+    """Return an alpha as a float. Raises `LoraError` for values out of bounds.
+
+    path, name: for the message.
+    """
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
         raise LoraError(
@@ -67,7 +68,7 @@ def check_alpha(path: str | Path, name: str, alpha: Any) -> float:
     return float(alpha)
 
 
-def short(value: Any) -> str:
-    """At most about sixty letters of a stranger's value."""
+def short(value: object) -> str:
+    """Return the `repr` of an untrusted value, truncated to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,7 +1,7 @@
-"""The tensors of one change as small factors of its difference, in the shape of the weight they change.
+"""Conversion of the tensors of one change to small factors of its difference, in the shape of the changed weight.
 
-The same code runs on real tensors and on those of the meta device, where it says whether shapes fit. Formulas: LoRA,
-arXiv:2106.09685; LoHa and LoKr, LyCORIS, arXiv:2309.14859; DoRA, arXiv:2402.09353.
+The same code runs on tensors of the meta device, to check shapes. Formulas: LoRA, arXiv:2106.09685; LoHa and LoKr,
+LyCORIS, arXiv:2309.14859; DoRA, arXiv:2402.09353.
 """
 
 import math
@@ -31,19 +31,16 @@ class WrongShape(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """`scale` times the element by element product of `up @ down` of all pairs, or times `dense`.
+    """A difference of a weight `[*out, *in]`: the element-wise product of `up @ down` of all pairs, or `dense`."""
 
-    For a weight `[*out, *in]`, `up` is `[*out, rank]`, `down` `[rank, *in]` and `dense` has its shape. With a
-    `magnitude`, whose shape the weight's broadcasts, the sum of weight and difference is brought to that norm.
-    """
-
-    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    dense: torch.Tensor | None = None
+    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # `up` [*out, rank] and `down` [rank, *in]
+    dense: torch.Tensor | None = None  # of the weight's shape; None with pairs
+    # DoRA: norms that weight plus difference is scaled to, broadcast to the weight's shape
     magnitude: torch.Tensor | None = None
-    rank: int | None = None
+    rank: int | None = None  # divisor of alpha; None without one
 
     def of(self, cut: Cut | None) -> "Factors":
-        """The same for a parameter that is cut out of the weight."""
+        """Return the factors for a parameter that is a slice of the weight; `cut` is None for the weight itself."""
         if cut is None:
             return self
         return Factors(
@@ -55,13 +52,13 @@ class Factors:
 
 
 def _part(cut: Cut, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The groups that `cut` takes, of a factor or vector whose dimension `dim` is the one that is cut."""
+    """Return the groups of `cut` in a factor or vector `[...]` whose dimension `dim` is cut."""
     dims = range(tensor.ndim + isinstance(cut.taken, slice))
     return replace(cut, shape=tuple(tensor.shape), dim=dim, order=tuple(dims)).take(tensor)
 
 
 def _cut_pair(cut: Cut, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of a matrix to those of a parameter cut out of it, which may have the matrix's columns first."""
+    """Return the factors of a slice of a matrix, which may have the matrix's columns first."""
     up, down = (_part(cut, up, 0), down) if cut.dim == 0 else (up, _part(cut, down, 1))
     rows = up.ndim - 1
     if cut.order[0] == 0:
@@ -71,7 +68,7 @@ def _cut_pair(cut: Cut, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Ten
 
 
 def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
-    """Of each row or column of a matrix, to the same of a parameter cut out of it."""
+    """Return the norms of a slice's rows or columns, from those of the matrix."""
     along = 0 if magnitude.shape[1] == 1 else 1
     if along != cut.dim and cut.taken != slice(None):
         raise WrongShape("a dora_scale whose norm other weights have a part in")
@@ -83,7 +80,11 @@ def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
-    """What `tensors`, by part, change in a weight of `shape`; raises `WrongShape`."""
+    """Return the change of a weight of `shape` by `tensors`, which are `[rank, in]`, `[out, rank]` or full, by part.
+
+    rows: of the weight that are changed.
+    Raises `WrongShape` if they do not match.
+    """
     for part in ("diff", "diff_b", "up_bias"):
         if part in tensors:
             rank = tensors["down"].shape[0] if "down" in tensors else None
@@ -100,12 +101,14 @@ def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
     cut = _cut(out * len(rows.groups) / rows.of, inner, shape)
     if cut is None:
         raise WrongShape(f"{out}x{inner}")
-    shaped = tuple((_of(up, rows).reshape(*shape[:cut], -1), down.reshape(-1, *shape[cut:])) for up, down in pairs)
+    shaped = tuple(
+        (_select_rows(up, rows).reshape(*shape[:cut], -1), down.reshape(-1, *shape[cut:])) for up, down in pairs
+    )
     return Factors(pairs=shaped, magnitude=_magnitude(tensors, rows, shape, cut), rank=rank)
 
 
-def _of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The rows of a tensor that are meant."""
+def _select_rows(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the rows of a tensor that are selected."""
     if not tensor.ndim:
         raise WrongShape("a single number")
     if tensor.shape[0] % rows.of:
@@ -114,21 +117,21 @@ def _of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _cut(out: float, inner: int, shape: Shape) -> int | None:
-    """How many of a weight's first dimensions are those of a matrix `[out, inner]`'s rows."""
+    """Return how many of a weight's first dimensions form the rows of a matrix `[out, inner]`, or None."""
     cuts = (cut for cut in range(1, len(shape)) if (math.prod(shape[:cut]), math.prod(shape[cut:])) == (out, inner))
     return next(cuts, None)
 
 
 def _dense(tensor: torch.Tensor, rows: Rows, shape: Shape) -> torch.Tensor:
-    chosen = _of(tensor, rows) if rows.of > 1 else tensor
-    found = tuple(chosen.shape)
-    if [size for size in found if size > 1] != [size for size in shape if size > 1]:
-        raise WrongShape("x".join(map(str, found)))
+    chosen = _select_rows(tensor, rows) if rows.of > 1 else tensor
+    shape_ = tuple(chosen.shape)
+    if [size for size in shape_ if size > 1] != [size for size in shape if size > 1]:
+        raise WrongShape("x".join(map(str, shape_)))
     return chosen.reshape(shape)
 
 
 def _magnitude(tensors: Tensors, rows: Rows, shape: Shape, cut: int) -> torch.Tensor | None:
-    """Of each row, or of each column, with ones for the other dimensions."""
+    """Return the norms of rows or of columns, with ones for the other dimensions."""
     magnitude = tensors.get("magnitude")
     if magnitude is None:
         return None
@@ -137,14 +140,14 @@ def _magnitude(tensors: Tensors, rows: Rows, shape: Shape, cut: int) -> torch.Te
         if rows.of > 1 or magnitude.numel() != math.prod(shape[cut:]):
             raise WrongShape("a dora_scale of columns")
         return magnitude.reshape(*[1] * cut, *shape[cut:])
-    chosen = _of(magnitude, rows)
+    chosen = _select_rows(magnitude, rows)
     if chosen.numel() != math.prod(shape[:cut]):
         raise WrongShape(f"a dora_scale of {chosen.numel()}")
     return chosen.reshape(*shape[:cut], *[1] * (len(shape) - cut))
 
 
 def _pairs(tensors: Tensors) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int | None]:
-    """Matrices `[out, rank]` and `[rank, in]`, and what alpha is divided by: None where there is no alpha."""
+    """Return matrices `[out, rank]` and `[rank, in]`, and the divisor of alpha, None without one."""
     if "up" in tensors:
         up, down = _matrix(tensors["up"]), _matrix(tensors["down"])
         return [(up, down)], down.shape[0]
@@ -160,17 +163,17 @@ def _pairs(tensors: Tensors) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], i
 
 
 def _factor(tensors: Tensors, name: str) -> tuple[tuple[torch.Tensor, torch.Tensor], int | None]:
-    """A factor of a LoKr as a product; a full matrix is one with the smaller identity."""
+    """Return a factor of a LoKr as a product; a full matrix is one with the smaller identity."""
     if name not in tensors:
         first, second = _matrix(tensors[f"{name}_a"]), _matrix(tensors[f"{name}_b"])
         return (first, second), second.shape[0]
     full = _matrix(tensors[name])
-    one = torch.eye(min(full.shape), dtype=full.dtype, device=full.device)
-    return ((one, full) if full.shape[0] < full.shape[1] else (full, one)), None
+    identity = torch.eye(min(full.shape), dtype=full.dtype, device=full.device)
+    return ((identity, full) if full.shape[0] < full.shape[1] else (full, identity)), None
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A convolution's weight too is a matrix: of its patches."""
+    """Return a tensor as a matrix; a convolution's weight is one of its patches."""
     if tensor.ndim < 2:
         raise WrongShape("a vector")
     return tensor.flatten(1)

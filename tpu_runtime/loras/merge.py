@@ -1,8 +1,8 @@
-"""Merging changes into weights, on the chips: `W0 + sum of strength * difference` in float32, then one cast.
+"""Merging of changes into weights on the chips: `W0 + sum of strength * difference` in float32, then one cast.
 
-`W0` comes from the checkpoint's files each time, so that nothing accumulates. A weight is merged layer by layer and
-shard by shard: next to its stack a chip holds a float32 shard of one layer, and the rows and columns of a
-change's factors that the shard needs. Only factors are computed on the host.
+`W0` is read from the checkpoint each time, so that nothing accumulates. A weight is merged layer by layer and shard by
+shard. In addition to the stack, a chip holds a float32 shard of one layer, and the rows and columns of a change's
+factors that the shard needs. Only factors are computed on the host.
 """
 
 import functools
@@ -25,32 +25,32 @@ from .adapter import Adapter
 from .change import Change, LoraError
 from .factors import Factors, Shape
 
-# Ranks are padded with zeros to this times a power of two, so that other files run the same programs.
+# Ranks are padded with zeros to this times a power of two, so that different files run the same programs.
 LEAST_RANK = 16
-# As LyCORIS: a row of zeros has no direction.
+# Added to norms, as LyCORIS does: a row of zeros has no direction.
 SMALLEST_NORM = float(jnp.finfo(jnp.float32).eps)
 
 Pair = tuple[jax.Array, jax.Array]
 
 
 class ChangedNorm(NamedTuple):
-    """DoRA: what `pairs` make of the weight is brought to the norm `magnitude`; `strength` of the change counts."""
+    """A DoRA change."""
 
-    pairs: tuple[Pair, ...]
-    magnitude: jax.Array
-    strength: np.float32
+    pairs: tuple[Pair, ...]  # factors of the difference (see `Factors`)
+    magnitude: jax.Array  # norm that weight plus difference is scaled to
+    strength: np.float32  # of the change
 
 
 class Changes(NamedTuple):
-    """All that is added to one layer of a weight: products of pairs (see `Factors`), full differences, DoRA's."""
+    """All changes of one layer of a weight."""
 
-    products: tuple[tuple[Pair, ...], ...] = ()
-    dense: tuple[jax.Array, ...] = ()
-    norms: tuple[ChangedNorm, ...] = ()
+    products: tuple[tuple[Pair, ...], ...] = ()  # pairs of each difference (see `Factors`)
+    dense: tuple[jax.Array, ...] = ()  # full differences
+    norms: tuple[ChangedNorm, ...] = ()  # DoRA changes
 
 
 def merged(weight: jax.Array, changes: Changes) -> jax.Array:
-    """One layer of a weight, in float32, with all its changes."""
+    """Return one layer of a weight `[*out, *in]` with all its changes, in float32."""
     start = weight.astype(jnp.float32)
     total = start
     for pairs in changes.products:
@@ -58,21 +58,26 @@ def merged(weight: jax.Array, changes: Changes) -> jax.Array:
     for dense in changes.dense:
         total = total + dense
     for pairs, magnitude, strength in changes.norms:
-        turned = start + _difference(pairs)
-        over = tuple(dim for dim, size in enumerate(magnitude.shape) if size != turned.shape[dim])
-        norm = jnp.sqrt(jnp.sum(turned * turned, axis=over, keepdims=True)) + SMALLEST_NORM
-        total = total + strength * (turned * (magnitude / norm) - start)
+        changed = start + _difference(pairs)
+        over = tuple(dim for dim, size in enumerate(magnitude.shape) if size != changed.shape[dim])
+        norm = jnp.sqrt(jnp.sum(changed * changed, axis=over, keepdims=True)) + SMALLEST_NORM
+        total = total + strength * (changed * (magnitude / norm) - start)
     return total
 
 
 def _difference(pairs: Sequence[Pair]) -> jax.Array:
-    """A TPU multiplies float32 in bfloat16 unless it is told not to."""
+    """Return the product of all pairs. A TPU multiplies float32 in bfloat16 unless the precision is set."""
     parts = [jnp.tensordot(up, down, 1, precision=jax.lax.Precision.HIGHEST) for up, down in pairs]
     return functools.reduce(jnp.multiply, parts)
 
 
 def merge_layer(stack: jax.Array, layer: jax.Array, weight: jax.Array, changes: Changes) -> jax.Array:
-    """Puts a layer with its changes into its place in `stack`."""
+    """Return `stack` `[layers, *out, *in]` with one layer replaced by the merged weight.
+
+    layer: its index, a scalar.
+    weight: `[*out, *in]` from the checkpoint.
+    changes: of this layer.
+    """
     return jax.lax.dynamic_update_index_in_dim(stack, merged(weight, changes).astype(stack.dtype), layer, 0)
 
 
@@ -87,7 +92,7 @@ def _program(sharding: NamedSharding, dtype: Any) -> Callable[..., jax.Array]:
 
 
 class Merge:
-    """The changes of several files to one network, as `load.load` asks for them."""
+    """The changes of several files to one network; implements `load.Changed`."""
 
     def __init__(
         self, adapters: Sequence[tuple[Adapter, Lora]], network: Network, check: Callable[[str], None]
@@ -101,7 +106,13 @@ class Merge:
     def read(
         self, reader: load.Reader, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
     ) -> jax.Array:
-        """A weight of `names` with its changes and the sharding of `want`; `files` are the checkpoint's."""
+        """Return a weight in `names` with its changes, `[layers, *out, *in]` or one layer, with the sharding of `want`.
+
+        reader: of the checkpoint and the LoRA files.
+        name: of the weight.
+        files: of the checkpoint, one per layer.
+        want: shape, dtype and sharding.
+        """
         weight, sharding = self._network.weights[name], want.sharding
         assert isinstance(sharding, NamedSharding)
         spec = (*sharding.spec, *[None] * (len(want.shape) - len(sharding.spec)))
@@ -123,33 +134,35 @@ class Merge:
         return stack
 
     def vectors(self, reader: load.Reader) -> dict[str, torch.Tensor]:
-        """The sum of what is added to each weight of one dimension, by its name in a checkpoint."""
+        """Return the sum of the differences of each one-dimensional weight, `[size]`, by its name in a checkpoint."""
         sums: dict[str, torch.Tensor] = {}
         for weight in self._network.weights.values():
             for source in weight.sources if len(weight.layer_shape) == 1 else ():
                 for adapter, lora in self._adapters:
                     for change in adapter.changes.get(source, ()):
-                        found, scale = _read(reader, adapter, change, weight)
-                        assert found.dense is not None  # a vector has no factors
-                        sums[source] = sums.get(source, 0) + scale * lora.strength * found.dense
+                        delta, scale = _read(reader, adapter, change, weight)
+                        assert delta.dense is not None  # a vector has no factors
+                        sums[source] = sums.get(source, 0) + scale * lora.strength * delta.dense
         return sums
 
     def _changes(self, reader: load.Reader, weight: Weight, source: str, place: "_LayerSharding") -> Changes:
-        """What all files change in one layer of a weight, `source` in a checkpoint, on the chips."""
+        """Return the changes of all files to one layer of a weight on the chips; `source` is its name in a
+        checkpoint.
+        """
         low_rank: list[tuple[torch.Tensor, torch.Tensor]] = []
         products, dense, norms = [], [], []
         for adapter, lora in self._adapters:
             for change in adapter.changes.get(source, ()):
-                found, scale = _read(reader, adapter, change, weight)
-                if found.dense is not None:
-                    dense.append(place.dense(found.dense * (scale * lora.strength)))
+                delta, scale = _read(reader, adapter, change, weight)
+                if delta.dense is not None:
+                    dense.append(place.dense(delta.dense * (scale * lora.strength)))
                     continue
-                strength = scale if found.magnitude is not None else scale * lora.strength
-                (up, down), *others = found.pairs
+                strength = scale if delta.magnitude is not None else scale * lora.strength
+                (up, down), *others = delta.pairs
                 pairs = [(up * strength, down), *others]
-                if found.magnitude is not None:
+                if delta.magnitude is not None:
                     placed = tuple(place.pair(*pair) for pair in pairs)
-                    norms.append(ChangedNorm(placed, place.magnitude(found.magnitude), np.float32(lora.strength)))
+                    norms.append(ChangedNorm(placed, place.magnitude(delta.magnitude), np.float32(lora.strength)))
                 elif others:
                     products.append(tuple(place.pair(*pair) for pair in pairs))
                 else:
@@ -161,23 +174,23 @@ class Merge:
 
 
 def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight) -> tuple[Factors, float]:
-    """The factors of a change in float32, and what multiplies them besides the strength."""
+    """Return the factors of a change in float32, and their scale factor other than the strength."""
     tensors = {}
     for part, name in change.parts.items():
         tensors[part] = adapter.tensor(reader, name)
         if not torch.isfinite(tensors[part]).all():
             raise LoraError(f"The LoRA {adapter.path}: {name} holds NaN or infinity; the file is damaged.")
-    found, scale = change.read(adapter.path, tensors, weight.tensor_shape)
-    return found.of(weight.cut), scale
+    delta, scale = change.read(adapter.path, tensors, weight.tensor_shape)
+    return delta.of(weight.cut), scale
 
 
 @dataclass(frozen=True)
 class _LayerSharding:
-    """The sharding of one layer of a weight of `shape`; `spec` has the mesh axes of each of its dimensions."""
+    """The sharding of one layer of a weight."""
 
     mesh: Mesh | AbstractMesh
-    spec: tuple[Any, ...]
-    shape: Shape
+    spec: tuple[Any, ...]  # mesh axes of each dimension
+    shape: Shape  # of the layer
 
     def sharding(self, spec: tuple[Any, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -186,14 +199,18 @@ class _LayerSharding:
         return placement.put(tensor.numpy(), self.sharding(spec))
 
     def dense(self, tensor: torch.Tensor) -> jax.Array:
+        """Return a difference `[*out, *in]` on the chips, with the weight's sharding."""
         return self._put(tensor, self.spec)
 
     def magnitude(self, tensor: torch.Tensor) -> jax.Array:
+        """Return norms `[*out, 1...]` or `[1..., *in]` on the chips, with the weight's sharding."""
         axes = zip(self.spec, tensor.shape, self.shape, strict=True)
         return self._put(tensor, tuple(axis if size == full else None for axis, size, full in axes))
 
     def pair(self, up: torch.Tensor, down: torch.Tensor) -> Pair:
-        """Rows of `up` and columns of `down` on the chips of the weight's; the rank is padded, and replicated."""
+        """Return `up` `[*out, rank]` and `down` `[rank, *in]` on the chips, with the weight's sharding; the rank is
+        padded and replicated.
+        """
         rank = LEAST_RANK
         while rank < up.shape[-1]:
             rank *= 2

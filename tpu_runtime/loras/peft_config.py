@@ -1,4 +1,4 @@
-"""PEFT's config of an adapter: what it says that a file's tensors do not, and what is refused of it.
+"""PEFT's config of an adapter: values that a file's tensors do not determine, and refusal of unsupported options.
 
 The formulas are those of the `peft` package: `lora_alpha / r` for LoRA and DoRA, `alpha / r` for LoHa and LoKr.
 """
@@ -7,20 +7,21 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..model_spec import Json
 from .change import LoraError, Scaling, check_alpha, short
 
 _METHODS = ("LORA", "LOHA", "LOKR")
-# What PEFT takes where a config says nothing.
+# PEFT's default of r and alpha.
 _DEFAULT = 8
 _LARGEST_RANK = 1_000_000
-# Ways to begin that leave the model's weights as they are, in lower case.
+# Initialisations that leave the model's weights as they are, in lower case.
 _BEGINNINGS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
-# What else changes the arithmetic; absent, null, false or empty it does nothing.
+# Other options that change the arithmetic unless they are absent, null, false or empty.
 _REFUSED = (
     *("target_parameters", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"),
     *("monteclora_config", "use_bdlora", "arrow_config", "kasa_config"),
 )
-# What a name of an option that this list does not know says; these do not change what an adapter computes.
+# Names of unknown options that may change the arithmetic, and known options that do not.
 _SWITCH = re.compile(r"use_\w+|\w+_config")
 _HARMLESS = frozenset({
     *("use_rslora", "use_dora", "use_effective_conv2d", "megatron_config", "loftq_config", "eva_config"),
@@ -30,13 +31,13 @@ _WAY_ON = "Merge the adapter into its model with PEFT, or choose another."
 
 
 class PeftConfig:
-    """A config, checked; `config` is the file's own object without the component's name before its keys.
+    """A checked config; `config` is the file's object without the component's name before its keys.
 
-    Its patterns name modules, fully or from a dot on, as diffusers and PEFT write them. PEFT takes the names for
-    regular expressions; a stranger's are not run here, because one can take forever.
+    Its patterns name modules, fully or from a dot on, as diffusers and PEFT write them. PEFT treats the names as
+    regular expressions. Untrusted ones are not run here, because one can take forever.
     """
 
-    def __init__(self, path: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, config: Json) -> None:
         self._path, self._config = path, config
         self._method = config.get("peft_type", _METHODS[0])
         if self._method not in _METHODS:
@@ -64,14 +65,14 @@ class PeftConfig:
         )
 
     def _pattern(self, name: str) -> dict[str, tuple[int, Any]]:
-        """Each module's value with its place among them."""
+        """Return each module's value with its position."""
         patterns = self._config.get(name) or {}
         if not isinstance(patterns, dict):
             raise LoraError(
                 f"The LoRA {self._path}: {name} is {short(patterns)}, and no object, which has a number for each "
                 "module. Save it again with PEFT, or choose another."
             )
-        found: dict[str, tuple[int, Any]] = {}
+        values: dict[str, tuple[int, Any]] = {}
         for order, (key, value) in enumerate(patterns.items()):
             module = key.removesuffix("$").replace("\\.", ".")
             if not re.fullmatch(r"\^?[\w.-]+", module):
@@ -79,15 +80,23 @@ class PeftConfig:
                     f"The LoRA {self._path}: {name} has {short(key)}, which is a regular expression; only names of "
                     "modules are taken, whole or from a dot on. Save it with the modules' names, or choose another."
                 )
-            found.setdefault(module, (order, value))
-        return found
+            values.setdefault(module, (order, value))
+        return values
 
     def scaling(self, module: str, bare: str) -> Scaling:
-        """Of a module by its name in the file, and by that without the prefixes of trainers."""
+        """Return the scale factor of a module.
+
+        module: its name in the file.
+        bare: its name without trainers' prefixes.
+        """
         name = "lora_alpha" if self._method == "LORA" else "alpha"
         default = _DEFAULT if "peft_type" in self._config else None
-        alpha = _found(self._alphas, module, bare, self._config.get(name, default))
-        rank = _found(self._ranks, module, bare, self._config.get("r", _DEFAULT)) if self._method == "LOKR" else None
+        alpha = _match_pattern(self._alphas, module, bare, self._config.get(name, default))
+        rank = (
+            _match_pattern(self._ranks, module, bare, self._config.get("r", _DEFAULT))
+            if self._method == "LOKR"
+            else None
+        )
         if rank is not None and (type(rank) is not int or not 0 < rank <= _LARGEST_RANK):
             raise LoraError(
                 f"The LoRA {self._path}: PEFT's r is {short(rank)}; a rank is a whole number from 1 to "
@@ -100,11 +109,11 @@ class PeftConfig:
         )
 
     def check_module(self, module: str, has_magnitude: bool) -> None:
-        """Raises `LoraError` where PEFT would compute something else with the tensors of a module of a LoRA."""
-        said = self._config.get("use_dora")
-        if said is not None and bool(said) != has_magnitude:
+        """Raise `LoraError` if PEFT would compute something else with the tensors of a LoRA's module."""
+        use_dora = self._config.get("use_dora")
+        if use_dora is not None and bool(use_dora) != has_magnitude:
             raise LoraError(
-                f"The LoRA {self._path}: PEFT's use_dora is {short(said)}, but {short(module)} has "
+                f"The LoRA {self._path}: PEFT's use_dora is {short(use_dora)}, but {short(module)} has "
                 f"{int(has_magnitude)} magnitude vectors; taken is one of each module, or none. "
                 "Save it again with PEFT, or choose another."
             )
@@ -125,7 +134,7 @@ class PeftConfig:
             )
 
     def check_whole(self, weights: Iterable[str]) -> None:
-        """Raises `LoraError` where the file holds whole weights, by their names here, that take others' place."""
+        """Raise `LoraError` if the file holds full weights that replace others, by their names here."""
         option = "modules_to_save" if self._config.get("modules_to_save") else ""
         option = option if self._config.get("bias", "none") in ("none", None) else "bias"
         first = min(weights, default=None) if option else None
@@ -136,16 +145,16 @@ class PeftConfig:
             )
 
 
-def _found(patterns: Mapping[str, tuple[int, Any]], module: str, bare: str, default: Any) -> Any:
-    """Of several names that fit, the first counts, as in PEFT."""
+def _match_pattern(patterns: Mapping[str, tuple[int, Any]], module: str, bare: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches, as PEFT does, or `default`."""
     parts = module.split(".")
     names = [f"^{bare}", *(".".join(parts[start:]) for start in range(len(parts)))]
-    fitting = [found for name in names if (found := patterns.get(name))]
-    return min(fitting, key=lambda one: one[0])[1] if fitting else default
+    fitting = [match for name in names if (match := patterns.get(name))]
+    return min(fitting, key=lambda match: match[0])[1] if fitting else default
 
 
-def of_component(config: Mapping[str, Any], component: str) -> Mapping[str, Any]:
-    """What a file says of one network: diffusers writes each key with the component's name before it."""
+def of_component(config: Json, component: str) -> Json:
+    """Return the config of one network. Diffusers writes each key with the component's name before it."""
     for name in (component, "transformer"):
         if any(key.startswith(f"{name}.") for key in config):
             return {key.removeprefix(f"{name}."): value for key, value in config.items() if key.startswith(f"{name}.")}

@@ -1,7 +1,8 @@
-"""One change under several names of a file: which of them counts.
+"""Resolution of one change under several names in a file.
 
-Equal ones count once. Of different ones those count that ComfyUI's map of names takes, as it takes them: of names for
-one module the last in its order, of a fused module and its parts both. Where it takes none the file is refused.
+Equal changes count once. Different changes count as ComfyUI's map of names selects them: the last in its order among
+names for one module, and both for a fused module and its parts. If ComfyUI accepts none of the names the file is
+refused.
 """
 
 import itertools
@@ -14,11 +15,11 @@ import torch
 from .change import Change, LoraError, short
 from .factors import Factors, Shape
 
-# Published files have two; each is compared with the others.
+# Names of one weight at most; published files have two. Each is compared with the others.
 _MOST = 16
-# As far as rounding another format of the same factors goes, of the root of the squares' sum.
+# Relative RMS difference of the same factors after rounding to another format.
 _ROUNDING = 2**-7
-# So many rows of two products are compared at once.
+# Rows of two products that are compared at once.
 _ROWS = 1024
 
 Read = Callable[[str], torch.Tensor]
@@ -26,30 +27,29 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """A change by its `module` in the file, the `adapter` of PEFT, if it has one, and the `pair` of matrices.
+    """A change under one name."""
 
-    `order` is its place among the names that ComfyUI takes for a module, None where it takes no such name; `target`
-    tells apart what ComfyUI adds up.
-    """
-
-    module: str
-    adapter: str
-    pair: str
-    target: Hashable
+    module: str  # in the file
+    adapter: str  # name of PEFT's adapter, or ""
+    pair: str  # of matrices
+    target: Hashable  # differs between changes that ComfyUI adds up
     change: Change
-    order: tuple[int, int] | None = None
+    order: tuple[int, int] | None = None  # rank among the names that ComfyUI accepts for a module; None for other names
 
     def is_another(self, other: "Spelling") -> bool:
-        """Whether these are two adapters of one module, which are both meant."""
+        """Return whether these are two adapters of one module, which both count."""
         return bool(self.adapter and other.adapter) and self.adapter != other.adapter
 
 
 def settled(
     path: Path, weight: str, shape: Shape, found: Sequence[Spelling], read: Read
 ) -> tuple[list[Spelling], list[Spelling]]:
-    """Those of `found` that count for a weight, and those that repeat one of them; `read` reads a tensor.
+    """Return the changes in `found` that count for a weight, and those that repeat one of them.
 
-    Raises `LoraError` where it is open which count.
+    path: of the file, for messages.
+    weight, shape: of the weight.
+    read: returns the tensor of a name.
+    Raises `LoraError` if it is undetermined which count.
     """
     if len(found) > _MOST:
         raise LoraError(
@@ -58,58 +58,58 @@ def settled(
         )
     kept: list[Spelling] = []
     repeated: list[Spelling] = []
-    for one in sorted(found, key=_rank, reverse=True):
-        rivals = (other for other in kept if not one.is_another(other))
-        is_new = not any(_equal(path, shape, one.change, other.change, read) for other in rivals)
-        (kept if is_new else repeated).append(one)
-    return list(_counting(path, weight, kept)), repeated
+    for spelling in sorted(found, key=_rank, reverse=True):
+        rivals = (other for other in kept if not spelling.is_another(other))
+        is_new = not any(_are_equal(path, shape, spelling.change, other.change, read) for other in rivals)
+        (kept if is_new else repeated).append(spelling)
+    return list(_select(path, weight, kept)), repeated
 
 
 def _rank(one: Spelling) -> tuple[int, bool, tuple[int, int]]:
-    """Those of more rows first, then those that count in ComfyUI, the later ones of its map first."""
+    """Return a sort key: more rows first, then names that ComfyUI accepts, later ones in its map first."""
     return -one.change.rows.squares, one.order is not None, one.order or (0, 0)
 
 
-def _counting(path: Path, weight: str, kept: Sequence[Spelling]) -> Iterator[Spelling]:
-    """Of different spellings, in the order of `_rank`."""
+def _select(path: Path, weight: str, kept: Sequence[Spelling]) -> Iterator[Spelling]:
+    """Yield the changes that count of different ones, which are in the order of `_rank`."""
     targets: set[Hashable] = set()
-    for one in kept:
-        rivals = [other for other in kept if other is not one and not one.is_another(other)]
+    for spelling in kept:
+        rivals = [other for other in kept if other is not spelling and not spelling.is_another(other)]
         if not rivals:
-            yield one
-        elif one.order is not None:
-            if one.target not in targets:
-                yield one
-            targets.add(one.target)
+            yield spelling
+        elif spelling.order is not None:
+            if spelling.target not in targets:
+                yield spelling
+            targets.add(spelling.target)
         elif all(other.order is None for other in rivals):
-            names = " and ".join(short(name) for name in sorted({one.module, rivals[0].module}))
+            names = " and ".join(short(name) for name in sorted({spelling.module, rivals[0].module}))
             raise LoraError(
                 f"The LoRA {path}: {names} are both {weight}, and hold different changes; taken is one change of a "
                 "weight. Choose one that has each change once, or take one of them out of the file."
             )
 
 
-def _equal(path: Path, shape: Shape, one: Change, other: Change, read: Read) -> bool:
-    """Whether two changes are the same, as far as both are of the same rows."""
+def _are_equal(path: Path, shape: Shape, one: Change, other: Change, read: Read) -> bool:
+    """Return whether two changes are equal, on the rows that both have."""
     (first, first_scale), (second, second_scale) = (
         change.read(path, {part: read(name) for part, name in change.parts.items()}, shape) for change in (one, other)
     )
     if (first.magnitude is None) != (second.magnitude is None):
         return False
     if first.magnitude is not None and second.magnitude is not None:
-        if first.magnitude.shape != second.magnitude.shape or not _near([(first.magnitude, second.magnitude)]):
+        if first.magnitude.shape != second.magnitude.shape or not _are_close([(first.magnitude, second.magnitude)]):
             return False
-    if first_scale == second_scale and _same(first, second):
+    if first_scale == second_scale and _have_same_numbers(first, second):
         return True
     rows = min((change.rows.squares * shape[-1] or shape[0] for change in (one, other)), default=shape[0])
-    return _near(
+    return _are_close(
         (first_scale * mine, second_scale * theirs)
         for mine, theirs in zip(_blocks(first, rows), _blocks(second, rows), strict=True)
     )
 
 
-def _same(one: Factors, other: Factors) -> bool:
-    """Whether two changes are of the same numbers."""
+def _have_same_numbers(one: Factors, other: Factors) -> bool:
+    """Return whether two changes have equal tensors."""
     if one.dense is not None and other.dense is not None:
         return torch.equal(one.dense, other.dense)
     mine, theirs = (list(itertools.chain.from_iterable(factors.pairs)) for factors in (one, other))
@@ -117,21 +117,24 @@ def _same(one: Factors, other: Factors) -> bool:
 
 
 def _blocks(factors: Factors, rows: int) -> Iterator[torch.Tensor]:
-    """The first rows of a difference, some at a time, each as a vector."""
+    """Yield the first `rows` of a difference in blocks, each as a vector `[size]`."""
     for start in range(0, rows, _ROWS):
-        part = slice(start, min(start + _ROWS, rows))
+        block = slice(start, min(start + _ROWS, rows))
         if factors.dense is not None:
-            yield factors.dense[part].flatten()
+            yield factors.dense[block].flatten()
             continue
-        found: torch.Tensor | None = None
+        difference: torch.Tensor | None = None
         for up, down in factors.pairs:
-            product = (up[part].flatten(0, -2) @ down.flatten(1)).flatten()
-            found = product if found is None else found * product
-        assert found is not None
-        yield found
+            product = (up[block].flatten(0, -2) @ down.flatten(1)).flatten()
+            difference = product if difference is None else difference * product
+        assert difference is not None
+        yield difference
 
 
-def _near(blocks: "Iterator[tuple[torch.Tensor, torch.Tensor]] | Sequence[tuple[torch.Tensor, torch.Tensor]]") -> bool:
+def _are_close(
+    blocks: "Iterator[tuple[torch.Tensor, torch.Tensor]] | Sequence[tuple[torch.Tensor, torch.Tensor]]",
+) -> bool:
+    """Return whether pairs of vectors `[size]` differ by rounding only."""
     off = size = 0.0
     for mine, theirs in blocks:
         off += (mine - theirs).square().sum().item()
