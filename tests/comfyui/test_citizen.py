@@ -287,7 +287,7 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
     assert "Wan 2.1 T2V 14B ran out of TPU memory in stage" in message and "allocating 123456789 bytes" in message
     assert "Needs less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
     if where == "step":
-        assert "num_frames 1 instead of 5 (50 % less beside the weights)" in message, message
+        assert "num_frames 1 instead of 5 (50 % less next to the weights)" in message, message
     until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)
     assert "trying once more" in server.log_tail()
     release(server)
@@ -360,7 +360,7 @@ def test_prompts_of_many_families_in_turn_stay_under_a_budget(server: Server, fa
         done.set()
         watcher.join()
     assert samples and 0 < max(samples) <= BUDGET_MIB * MIB
-    lines = [line for line in server.log.read_text()[start:].splitlines() if "leaves the devices" in line]
+    lines = [line for line in server.log.read_text()[start:].splitlines() if "is unloaded from the devices" in line]
     left = {re.search(r"of (tiny/[\w-]+) leaves", line).group(1) for line in lines}
     assert len(left) >= len(families) // 2 and len(lines) > len(families), lines
 

@@ -94,7 +94,7 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     run.loading_s = 0.5  # of a longer one the rate is said
     assert (said["peak_in_use"], said["peak_reserved"]) == (3 * GIB, 28 * GIB)
     assert said["loaded_bytes"] == weights
-    assert "the fullest chip says at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB" in str(run)
+    assert "the fullest chip reports at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB" in str(run)
     assert f"{weights / 1e6:.1f} MB loaded" in str(run) and "GB/s" not in str(run)
     assert units.loaded(28.6e9, 33.6) == "28.6 GB loaded at 0.85 GB/s"
     # Again: nothing is loaded.

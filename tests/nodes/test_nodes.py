@@ -268,8 +268,8 @@ def test_comfyuis_own_conditioning_is_taken(runtime: Recorder):
     [
         ([], "prompt_embeds has 0 entries; combined prompts are not supported."),
         (conditioning() * 2, "prompt_embeds has 2 entries; combined prompts are not supported. Connect one Wan21TextE"),
-        ("text", "prompt_embeds is no CONDITIONING. Connect Wan21TextEncoder."),
-        ([["a tensor"]], "prompt_embeds is no CONDITIONING. Connect Wan21TextEncoder."),
+        ("text", "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
+        ([["a tensor"]], "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
         (changed(mask="a mask", mask_strength=1.0), "prompt_embeds carries mask, mask_strength; areas, masks"),
         (changed(start_percent=0.0, end_percent=0.5), "prompt_embeds carries start_percent, end_percent; areas"),
         (changed(area=(8, 8, 0, 0), strength=0.5), "prompt_embeds carries area, strength; areas"),

@@ -1,1 +1,1 @@
-"""One generation at work: the engine, its caches and stages. May import `loras`, `checkpoints` and what these may."""
+"""The engine, its caches and the stages of a generation. May import `loras`, `checkpoints` and what these may."""

@@ -1,4 +1,4 @@
-"""What passes between nodes and the denoiser: CONDITIONING, conditions, LATENT, checked and brought into shape."""
+"""Checks and conversions of the values between nodes and the denoiser: CONDITIONING, image conditions and LATENT."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..model_spec import SIZE, ModelSpec, Settings
+from ..model_spec import SIZE, Json, ModelSpec, Settings
 from ..models import SPECS
 from ..programs import finite
 from ..programs.generation import Denoising
 from .payloads import Conditioning, ImageCondition, conditioning_entry
 
-# What a text encoder takes of a picture, by its number.
+# Names of the arrays of image embeddings that a text encoder takes, with the image's index.
 SEEN = r"seen_\d+"
 
 
 def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
-    """One prompt's CONDITIONING: the first encoder's states, with lengths and the other encoders' states beside it."""
+    """Return one prompt's CONDITIONING: the first encoder's states, with all lengths and the other states in its dict.
+
+    encoded: for each text encoder its states `[rows, max_length, dim]` float32 and lengths `[rows]`.
+    row: the prompt's row in these arrays.
+    """
     info: dict[str, Any] = {"tpu_family": spec.family}
     for text, (states, lengths) in zip(spec.text_encoders, encoded, strict=True):
         info[text.name] = torch.from_numpy(np.array(states[row : row + 1]))
@@ -28,17 +32,22 @@ def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray
 
 
 def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
-    """Raises `ValueError` where the model does not take so many pictures: a first frame, or a first and a last one."""
+    """Raise `ValueError` if the model does not support `number` images of the sizes in `settings`.
+
+    number: 1 for a first frame, 2 for a first and a last frame.
+    """
     if spec.pictures.encode is None:
         raise ValueError(f"{spec.title} does not take an image.")
     if spec.pictures.are_references:
         return
     if number not in spec.pictures.numbers:
-        alike = (
-            one for one in SPECS if one.family == spec.family and one.pictures.encode and number in one.pictures.numbers
+        siblings = (
+            other
+            for other in SPECS
+            if other.family == spec.family and other.pictures.encode and number in other.pictures.numbers
         )
-        other = next((f", or set model_id to a model such as {one.published.hub_id}" for one in alike), "")
-        end = "the picture that the video ends with"
+        other = next((f", or set model_id to a model such as {sibling.published.hub_id}" for sibling in siblings), "")
+        end = "the image that the video ends with"
         if number > 1:
             raise ValueError(
                 f"{spec.title}: last_image is connected, but this model has no use for {end}. Disconnect it{other}."
@@ -52,29 +61,41 @@ def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
         )
 
 
-def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, Any]) -> ImageCondition:
-    """An encoded image, with the size it was encoded for."""
+def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, torch.Tensor | np.ndarray]) -> ImageCondition:
+    """Return an encoded image with the size that it was encoded for; references have no size.
+
+    tensors: the arrays of `condition_shapes` by name, of any shape `[...]`; each is copied.
+    """
     size = {} if spec.pictures.are_references else {name: getattr(settings, name) for name in SIZE}
-    owned = {name: _owned(x) for name, x in tensors.items()}
+    owned = {name: _copy_to_torch(x) for name, x in tensors.items()}
     return ImageCondition(tpu_family=spec.family, **size, tensors=owned)
 
 
-def _owned(x: Any) -> torch.Tensor:
-    """A tensor of its own: what a program returns is memory that others read too, and read-only."""
+def _copy_to_torch(x: torch.Tensor | np.ndarray) -> torch.Tensor:
+    """Return a tensor with memory of its own. A program's result is shared and read-only.
+
+    x: a tensor or array of any shape `[...]`.
+    """
     return x.clone() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
 
 
 def denoiser_inputs(
     plan: Denoising, prompt: Conditioning, negative: Conditioning | None, condition: ImageCondition | None
 ) -> dict[str, np.ndarray]:
-    """The text of all branches and the condition by name; raises `ValueError` for what does not fit the model."""
+    """Return the text inputs of all guidance branches and the condition's arrays, by name, float32.
+
+    prompt, negative: CONDITIONING; `negative` may be None if there is one branch.
+    condition: an encoded image or None.
+    Raises `ValueError` if a value does not fit the model.
+    """
     named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
     rows = [_text_row(plan, name, named[name]) for name in list(named)[: plan.guided.branches]]
-    stacked = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    return {**stacked, **_condition_arrays(plan, condition)}
+    arrays = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    return {**arrays, **_condition_arrays(plan, condition)}
 
 
 def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[str, np.ndarray]:
+    """Return one branch's states `[1, max_length, dim]` and lengths `[1]` of every text encoder, by name."""
     spec, config = plan.spec, plan.config
     if given is None:
         raise ValueError(
@@ -85,12 +106,12 @@ def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[st
     row: dict[str, np.ndarray] = {}
     for index, text in enumerate(spec.text_encoders):
         tensor = main if index == 0 else info.get(text.name)
-        wanted = (1, text.max_length, int(config[text.width_key]))
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != wanted:
-            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+        shape = (1, text.max_length, int(config[text.width_key]))
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
+            actual_shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
             raise ValueError(
-                f"{spec.title}: {name} has {text.name} of shape {found}; this model takes {wanted}. Encode it with "
-                f"{spec.family}TextEncoder and the same model_id."
+                f"{spec.title}: {name} has {text.name} of shape {actual_shape}; this model takes {shape}. Encode it "
+                f"with {spec.family}TextEncoder and the same model_id."
             )
         finite.check_given(spec.title, name, tensor)
         row[text.name] = tensor.to(torch.float32).cpu().numpy()
@@ -105,6 +126,9 @@ def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[st
 
 
 def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str, np.ndarray]:
+    """Return the denoiser's arrays of an encoded image by name, zeros if `given` is None and the model runs without
+    one.
+    """
     spec = plan.spec
     shapes = spec.conditions(plan.config, plan.latent_shape)
     if given is not None and spec.pictures.are_references:
@@ -126,10 +150,10 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
         tensor = given["tensors"].get(name)
         if tensor is None or tuple(tensor.shape) != shape:
             size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
-            found = None if tensor is None else tuple(tensor.shape)
+            actual_shape = None if tensor is None else tuple(tensor.shape)
             raise ValueError(
-                f"{spec.title}: the condition holds {name} of shape {found}; this model takes {shape}. It was encoded "
-                f"for another model of the family. Give {spec.family}ImageEncoder the model of the sampler."
+                f"{spec.title}: the condition holds {name} of shape {actual_shape}; this model takes {shape}. It was "
+                f"encoded for another model of the family. Give {spec.family}ImageEncoder the model of the sampler."
                 if is_of_size
                 else f"{spec.title}: the condition was encoded for {size}; encode it for the video's size."
             )
@@ -138,27 +162,37 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
 
 
 def seen(spec: ModelSpec, given: ImageCondition | None, width: int) -> list[torch.Tensor]:
-    """What the text encoder is to look at of encoded pictures, in their order: `[1, rows, columns, width]` each."""
+    """Return the image embeddings for the text encoder in their order, `[1, rows, columns, width]` float32 each.
+
+    given: an encoded image, or None for no embeddings.
+    width: of the text encoder's states.
+    Raises `ValueError` for the condition of another model.
+    """
     if given is None:
         return []
-    found = {name: x for name, x in given["tensors"].items() if re.fullmatch(SEEN, name)}
-    if given["tpu_family"] != spec.family or not found:
+    embeddings = {name: x for name, x in given["tensors"].items() if re.fullmatch(SEEN, name)}
+    if given["tpu_family"] != spec.family or not embeddings:
         raise ValueError(
             f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder of another model. Connect "
             f"{spec.family}ImageEncoder with the model of the text encoder."
         )
-    for name, x in found.items():
+    for name, x in embeddings.items():
         if x.ndim != 4 or len(x) != 1 or 0 in x.shape or x.shape[3] != width:
             raise ValueError(
                 f"{spec.title}: the condition holds {name} of shape {tuple(x.shape)}; it must be (1, rows, columns, "
                 f"{width}). Connect {spec.family}ImageEncoder with the model of the text encoder."
             )
         finite.check_given(spec.title, "condition", x)
-    return [found[name].to(torch.float32).cpu().contiguous() for name in sorted(found, key=lambda name: int(name[5:]))]
+    return [
+        embeddings[name].to(torch.float32).cpu().contiguous()
+        for name in sorted(embeddings, key=lambda name: int(name[5:]))
+    ]
 
 
 def _reference_shape(plan: Denoising, name: str, reference: torch.Tensor) -> tuple[int, ...]:
-    """A reference has its own size, and for the rest the shape of the latents."""
+    """Return the shape of a reference image's latents `[1, channels, height, width]`, which have a size of their
+    own.
+    """
     spec, shape, latent = plan.spec, tuple(reference.shape), plan.latent_shape
     if not re.fullmatch(r"reference_\d+", name) or len(shape) != len(latent) or shape[:2] != latent[:2] or 0 in shape:
         raise ValueError(
@@ -169,7 +203,10 @@ def _reference_shape(plan: Denoising, name: str, reference: torch.Tensor) -> tup
 
 
 def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
-    """The samples of a LATENT, `[batch, channels, ...]` float32; raises `ValueError` for another model's."""
+    """Return the samples of a LATENT, `[batch, channels, (frames,) height, width]` float32 on the CPU.
+
+    Raises `ValueError` for the LATENT of another model.
+    """
     samples = latents["samples"]
     stride, channels = spec.geometry.stride_hw, spec.geometry.channels
     names = ["batch", str(channels), *(["frames"] if spec.geometry.stride_t else [])]
@@ -184,18 +221,21 @@ def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
     return samples.to(torch.float32).cpu()
 
 
-# --- single calls of the denoiser, for samplers of others -------------------------------------------------------------
+# --- single calls of the denoiser by ComfyUI's samplers ---------------------------------------------------------------
 
-# The inputs that are one number for each row, or one for all.
+# Inputs with one number per row, or one number shared by all rows.
 _NUMBERS = ("guidance", "next_timestep")
-_PICTURES = "Encode the picture with this model's VAE, for a video of this length."
-_SEEN = "Look at the picture with this model's image encoder."
+_PICTURES = "Encode the image with this model's VAE and the length of this video."
+_SEEN = "Encode the image with this model's image encoder."
 
 
-def check_asked(
-    spec: ModelSpec, config: Mapping[str, Any], sample: torch.Tensor, inputs: Mapping[str, np.ndarray]
-) -> None:
-    """Raises ValueError for a sample or inputs that a denoiser of this `config` does not take."""
+def check_asked(spec: ModelSpec, config: Json, sample: torch.Tensor, inputs: Mapping[str, np.ndarray]) -> None:
+    """Raise `ValueError` if a denoiser does not accept a sample or an input.
+
+    config: the denoiser's own.
+    sample: `[rows, channels, (frames,) height, width]`.
+    inputs: arrays of 1 or `rows` rows, by name (see `model_spec.Forward`).
+    """
     geometry, shape = spec.geometry, tuple(sample.shape)
     frames = ("frames",) if geometry.stride_t else ()
     names = ("rows", geometry.channels, *frames, "height", "width")
@@ -210,30 +250,34 @@ def check_asked(
     for text in spec.text_encoders:
         width = int(config[text.width_key])
         advice = "Encode the prompt with the text encoder of this model."
-        given = inputs.get(text.name)
-        if given is None:
+        states = inputs.get(text.name)
+        if states is None:
             raise ValueError(f"{spec.title}: {text.name} is missing; its network takes {width} wide states. {advice}")
-        _check_shape(spec, text.name, given.shape, ("rows", "tokens", width), advice)
-    wanted = spec.conditions(config, (1, *shape[1:]))
+        _check_shape(spec, text.name, states.shape, ("rows", "tokens", width), advice)
+    condition_shapes = spec.conditions(config, (1, *shape[1:]))
     for name, x in inputs.items():
         if len(x) not in (1, rows):
             raise ValueError(
                 f"{spec.title}: {name} has {len(x)} rows; it must have 1 or {rows}. Give one for each row."
             )
-        if name in wanted:
-            sizes = ("rows", "tokens", wanted[name][2]) if name == "image_embeds" else ("rows", *wanted[name][1:])
+        if name in condition_shapes:
+            sizes = (
+                ("rows", "tokens", condition_shapes[name][2])
+                if name == "image_embeds"
+                else ("rows", *condition_shapes[name][1:])
+            )
             _check_shape(spec, name, x.shape, sizes, _SEEN if name == "image_embeds" else _PICTURES)
         elif re.fullmatch(r"reference_\d+", name):
-            one = (1,) if frames else ()
-            _check_shape(spec, name, x.shape, ("rows", geometry.channels, *one, "height", "width"), _PICTURES)
+            frame_size = (1,) if frames else ()
+            _check_shape(spec, name, x.shape, ("rows", geometry.channels, *frame_size, "height", "width"), _PICTURES)
         elif name in _NUMBERS:
             _check_shape(spec, name, x.shape, ("rows",), "Give one number for each row.")
 
 
 def _check_shape(spec: ModelSpec, name: str, shape: tuple[int, ...], sizes: tuple[int | str, ...], advice: str) -> None:
-    """That an array has these sizes; those that are words are free, and not 0."""
+    """Raise `ValueError` if an array does not have these sizes. A size that is a word stands for any size but 0."""
     fits = len(shape) == len(sizes) and all(
-        size > 0 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, sizes, strict=True)
+        size > 0 if isinstance(needed, str) else size == needed for size, needed in zip(shape, sizes, strict=True)
     )
     if not fits:
         shown = ", ".join(map(str, sizes))

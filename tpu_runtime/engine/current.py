@@ -1,8 +1,7 @@
-"""The process's one engine: made by the first stage, only looked at by everything else; and how the process ends while
-XLA compiles, or when another host of the engine is gone. Imports no JAX by itself.
+"""The process's one engine, made by the first stage, and how the process ends. Imports no JAX by itself.
 
-XLA cannot be stopped, and looks for signals several times a second: a thread that it does so in after Python has begun
-to end is killed within C++, which aborts the process (up to Python 3.13).
+XLA compilations cannot be interrupted, and XLA checks for signals several times a second. Once Python has begun to
+exit, such a check kills its thread within C++ and so aborts the process (up to Python 3.13).
 """
 
 import atexit
@@ -28,21 +27,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Set where a process may start itself again, as `setup.py start` does.
+# Environment variable: set if the process may restart itself, as under `setup.py start`.
 RESTARTS = "COMFYUI_TPU_RESTARTS"
-# How long what was said last has until it is read, before the process ends.
+# Delay before the process ends, so that the last messages reach the user.
 LAST_WORDS_S = 2.0
 
 _engine: "Engine | None" = None
 _leader: "Leader | None" = None
 _lock = threading.Lock()
-_leaves = False
+_ends_at_exit = False
 _when_stuck: list[Callable[[str], None]] = []
 
 
 def engine(progress: Progress) -> "Engine":
-    """The engine, made on first use: only then a device is touched. With several hosts it waits for these, and raises
-    `HostsError` where they do not come.
+    """Return the engine; made on first use, which opens the devices.
+
+    With several hosts, wait until all have joined. Raises `HostsError` if one does not come.
     """
     global _engine
     with _lock:
@@ -52,33 +52,43 @@ def engine(progress: Progress) -> "Engine":
                 from .engine import Engine
 
                 chips = open_devices(progress.text, progress.check_cancelled)
-                _engine = Engine(chips, hosts=leader, when_halted=_halted)
-            if leader is not None and _leaves:
-                atexit.register(leave)  # again: before what JAX registered meanwhile, which waits for the other hosts
+                _engine = Engine(chips, hosts=leader, when_halted=_schedule_restart)
+            if leader is not None and _ends_at_exit:
+                atexit.register(leave)  # again: runs before JAX's own handlers, which wait for the other hosts
         return _engine
 
 
 def listen() -> "Leader | None":
-    """Takes the engine's other hosts in from now on, where this process was started as the first of several."""
+    """Start to accept the engine's other hosts, if this process was started as the first of several; else return
+    None.
+    """
     global _leader
-    found = place.from_environment()
-    if _leader is None and found is not None:
+    own_place = place.from_environment()
+    if _leader is None and own_place is not None:
         from ..hosts.leader import Leader
 
-        if not found.is_leader:
-            raise ValueError(f"{place.VARIABLE} is {found}: only process 0 runs workflows. Start `comfyui-tpu follow`.")
-        _leader = Leader(found, _start_again)
+        if not own_place.is_leader:
+            raise ValueError(
+                f"{place.VARIABLE} is {own_place}: only process 0 runs workflows. Start `comfyui-tpu follow`."
+            )
+        _leader = Leader(own_place, _start_again)
         _leader.listen()
     return _leader
 
 
 def when_stuck(say: Callable[[str], None]) -> None:
-    """`say` gets the sentence if a stage is stuck on the chips and the process ends: there it can raise no error."""
+    """Register a callback for a stage that is stuck on the chips while the process ends: no error can be raised there.
+
+    say: gets the sentence for the user.
+    """
     _when_stuck.append(say)
 
 
 def _start_again(sentence: str, stuck: Progress | None) -> None:
-    """Another host is gone, and with it the use of these chips: the process ends, to be started again."""
+    """End the process so that it is restarted, because another host was lost and the chips cannot be used any more.
+
+    stuck: progress of the running stage, None if no stage runs.
+    """
     try:
         for say in [stuck.text, *_when_stuck] if stuck else ():
             say(sentence)
@@ -87,8 +97,8 @@ def _start_again(sentence: str, stuck: Progress | None) -> None:
         _end(RESTART)
 
 
-def _halted() -> None:
-    """The chips are lost to this process. Where it may, it starts again once the stage has said so."""
+def _schedule_restart() -> None:
+    """Schedule a restart, if allowed, after the stage has reported that the chips were lost to this process."""
     if os.environ.get(SUPERVISED):
         in_daemon(lambda: (time.sleep(LAST_WORDS_S), _end(RESTART)), "comfyui-tpu-halted")
     elif os.environ.get(RESTARTS):
@@ -96,8 +106,9 @@ def _halted() -> None:
 
 
 def restart() -> None:
-    """Becomes the program that this process was started as, with its arguments and environment. Threads end, however
-    stuck; what libtpu holds of the chips is closed. Folders stay open: `setup.py start` has locked ComfyUI's.
+    """Replace this process by the program it was started as, with the same arguments and environment.
+
+    All threads end, and libtpu's handles of the chips are closed. Folders stay open: `setup.py start` locks ComfyUI's.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -109,15 +120,15 @@ def restart() -> None:
 
 
 def compilers() -> list[threading.Thread]:
-    """The threads in which XLA may be at work, or tracing is."""
+    """Return the threads that may be tracing or in an XLA compilation."""
     programs = sys.modules.get(f"{__package__}.program_cache")
     return [thread for thread in threading.enumerate() if programs and thread.name == programs.COMPILER]
 
 
 def leave(status: int = 0) -> None:
-    """Ends the process at once if XLA compiles, or other hosts have joined it, for which JAX would wait.
+    """End the process at once if XLA compiles or other hosts have joined, which JAX would wait for.
 
-    For a host that knows its exit code, as its last act.
+    For an application that knows its exit code (`status`), as its last call.
     """
     if _leader is not None:
         _leader.close()
@@ -126,9 +137,9 @@ def leave(status: int = 0) -> None:
 
 
 def leave_at_exit() -> None:
-    """`leave`, for a host whose exit code is 0 when it ends in order."""
-    global _leaves
-    _leaves = True
+    """Register `leave` to run at exit of an application whose exit code is 0 after a normal end."""
+    global _ends_at_exit
+    _ends_at_exit = True
     atexit.register(leave)
 
 
@@ -141,7 +152,9 @@ def _end(status: int) -> None:
 
 @atexit.register
 def _wait() -> None:
-    """Where no host has left: only Python knows the exit code, so it is let end in order, once XLA is done."""
+    """Cancel background work and wait for XLA, if the application did not call `leave`: only Python knows the exit
+    code.
+    """
     if _engine is not None:
         _engine.expect(())
     for thread in compilers():
@@ -149,5 +162,5 @@ def _wait() -> None:
 
 
 def current() -> "Engine | None":
-    """The engine, if a stage has made it."""
+    """Return the engine, or None if no stage has made it."""
     return _engine

@@ -1,8 +1,8 @@
-"""The denoising loop, one program a step: from noise, from latents, or from where another sampler stopped.
+"""The denoising loop, one program call per step: from noise, from latents, or resumed after another sampler.
 
-A LATENT with leftover noise holds what ComfyUI's own would: the sample, scaled so that the clean part of it counts
-whole. That is for previews and other nodes, and not exact. So it also carries the solver's own numbers: the next
-sampler goes on from these, to the bit as if one had run all steps, while nobody changed the latents between.
+A LATENT with leftover noise holds the same sample as ComfyUI's own, scaled so that its clean part has weight 1. That
+value serves previews and other nodes and is not exact. The LATENT therefore also carries the solver's own numbers. The
+next sampler resumes from these, bit for bit as if one sampler had run all steps, unless a node changed the latents.
 """
 
 import functools
@@ -39,58 +39,54 @@ log = logging.getLogger(__name__)
 
 Inputs = Mapping[str, np.ndarray]
 
-# The devices are given the next step while one runs, so that what the host does for a step costs them nothing; but not
-# earlier than this before that one should end, for after a cancel they run to the end of both.
+# Dispatch the next step this long before the current one should finish: it hides host work, and a cancel wastes at most
+# one extra step.
 AHEAD_S = 0.5
-_LOOK_AGAIN_S = 0.002  # a step that is over sooner must not wait for this
+_POLL_S = 0.002  # poll interval: an early end of a step is noticed within this time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Where a solver stands: its table, its state (float32 `[1, *latent]` each), and what draws its noise.
+    """Solver state between two denoising steps."""
 
-    `inputs` are the denoiser's, texts and condition by name; what of them is drawn was drawn from `origin`, the state
-    that the generator began with.
-    """
-
-    table: SolverTable
-    state: tuple[np.ndarray, ...]
-    inputs: Inputs
-    generator: torch.Generator
-    origin: torch.Tensor
+    table: SolverTable  # coefficients of the solver
+    state: tuple[np.ndarray, ...]  # sample, then the solver's memory; float32 `[1, *latent]` each
+    inputs: Inputs  # denoiser inputs that are constant over the steps, by name
+    generator: torch.Generator  # draws the noise of stochastic solvers
+    origin: torch.Tensor  # generator state before anything was drawn; drawn inputs start from it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A step that the devices were given, by its number: its estimate of the end result, whether that is finite, and
-    perhaps a picture of it.
-    """
+    """A dispatched step that has not been awaited."""
 
-    index: int
-    denoised: jax.Array
-    is_finite: jax.Array
-    picture: jax.Array | None = None
+    index: int  # of the step, from 0
+    denoised: jax.Array  # estimate of the end result, `[1, *latent]`
+    is_finite: jax.Array  # scalar bool
+    picture: jax.Array | None = None  # preview frame `[1, height, width, 3]`; None without a light decoder
 
 
 def denoise(
     stage: Stage, plan: Denoising, standing: Standing, programs: Mapping[str, Runnable] | None = None
 ) -> tuple[Standing, np.ndarray]:
-    """The steps that `plan` runs, with these `programs` or its own. Waits for each, at most one behind, so that
-    progress is true and a cancel stops within one step.
+    """Run the steps of `plan` and return the final state and the last estimate of the end result, both on the host.
 
-    Returns where the solver stands then, and the last step's estimate of the end result, on the host.
+    Waits for every step with at most one more in flight, so that progress is accurate and a cancel stops within one
+    step.
+    standing: the state before the first step.
+    programs: by expert; None for those of `denoiser_programs`.
     """
     spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.steps
     programs = dict(programs or denoiser_programs(stage, plan, standing.inputs))
-    pictured = _pictures(stage, plan)
+    decode_preview = _preview_decoder(stage, plan)
     noises = table.noises(lambda: spec.recipe.noise(plan.latent_shape, standing.generator).numpy(), steps)
     noise, state, launched = next(noises), standing.state, None
     for expert, indices in itertools.groupby(steps, lambda index: plan.experts[index][0]):
-        part = tuple(indices)
+        group = tuple(indices)
         program = programs.pop(expert)
-        state, placed = _placed(program, state, standing.inputs)
+        state, placed = _place_args(program, state, standing.inputs)
         weights = stage.weights(expert, program)
-        for index in part:
+        for index in group:
             if index == steps.start:
                 progress.text(f"Denoising, {len(steps)} steps")
                 progress.step(0, len(steps), "step")
@@ -101,48 +97,53 @@ def denoise(
                 args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
                 *state, denoised, is_finite = program(weights, *args)
                 state, before = tuple(state), launched
-                # Right behind its step: the picture is there when the step is.
-                launched = Launched(index=index, denoised=denoised, is_finite=is_finite, picture=pictured(denoised))
-                noise = next(noises, None)  # drawn while the devices are at work
+                # Dispatched right after its step, so that the preview is ready when the step is.
+                launched = Launched(
+                    index=index, denoised=denoised, is_finite=is_finite, picture=decode_preview(denoised)
+                )
+                noise = next(noises, None)  # drawn while the devices compute
                 if before is not None:
                     _settle(stage, plan, before)
-                if index < part[-1] and _goes_ahead(stage, program):
+                if index < group[-1] and _goes_ahead(stage, program):
                     _near_end(stage, launched)
                 else:
                     _settle(stage, plan, launched)
                     launched = None
-    ended = tuple(np.array(part) for part in state)
-    return replace(standing, state=ended), np.array(denoised)
+    final_state = tuple(np.array(group) for group in state)
+    return replace(standing, state=final_state), np.array(denoised)
 
 
 def measured(stage: Stage, plan: Denoising, standing: Standing) -> tuple[tuple[float, ...], ...]:
-    """The ratios of `Curve` for the steps that `plan` runs, where it measures. An expert's first step has 1."""
+    """Return the ratios of `Curve` for the steps that `plan` runs, one tuple per branch. An expert's first step has
+    1.
+    """
     programs = denoiser_programs(stage, plan, standing.inputs)
     denoise(stage, plan, standing, programs)
-    found = []
+    columns = []
     for program in programs.values():
         assert isinstance(program, CachedDenoiser)
         rows = [np.asarray(row).tolist() for row in program.ratios]
-        found += [[1.0] * plan.guided.branches, *([*row, *row[-1:]][: plan.guided.branches] for row in rows)]
-    return tuple(zip(*found, strict=True))
+        columns += [[1.0] * plan.guided.branches, *([*row, *row[-1:]][: plan.guided.branches] for row in rows)]
+    return tuple(zip(*columns, strict=True))
 
 
 def _goes_ahead(stage: Stage, program: Runnable) -> bool:
-    """Whether the next step is given to the devices before this one is known to have ended: once it is known how long
-    one takes, and not with a step cache, for kept features of two steps would be there at a time.
+    """Return whether the next step may be dispatched before this one has ended.
+
+    That needs a known step time. A step cache forbids it: kept features of two steps would be in memory at once.
     """
     return stage.progress.activity.seconds_per_unit is not None and isinstance(program, Executable)
 
 
 def _near_end(stage: Stage, launched: Launched) -> None:
-    """Waits until a step that begins now should end in `AHEAD_S`, or has ended."""
+    """Wait until a step that starts now should end within `AHEAD_S`, or has ended."""
     wait_until = time.monotonic() + (stage.progress.activity.seconds_per_unit or 0.0) - AHEAD_S
     while time.monotonic() < wait_until and not launched.is_finite.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_S)
 
 
 def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
-    """Waits for a step, and says that it is done."""
+    """Wait for a step and report it. Raises `NotFinite` if its values are not finite."""
     if not launched.is_finite:
         what = f"from step {launched.index + 1} of {plan.table.num_steps} on, the latents"
         raise stage.not_finite(what, stage.model.loras)
@@ -161,8 +162,10 @@ def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
         stage.progress.text(f"Denoising, step {done} of {total}, {pace}")
 
 
-def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """State and inputs where this program wants them; of a text's rows, one for each branch that it has."""
+def _place_args(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return solver state and inputs with the shardings of `program`; text inputs keep as many rows as it has
+    branches.
+    """
     shapes = program.program.args
     assert isinstance(shapes, denoise_step.StepArgs)
     rows = {name: x[: shapes.inputs[name].shape[0]] for name, x in inputs.items()}
@@ -170,79 +173,81 @@ def _placed(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[
     return put(state, shapes.state), put(rows, shapes.inputs)
 
 
-def _pictures(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array | None]:
-    """What gives the devices a step's estimate to decode: its middle frame, by the light decoder of a model that has
-    one in its VAE's place. None is given for other models, with several hosts, and where memory is short.
+def _preview_decoder(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array | None]:
+    """Return a function that dispatches the decoding of the middle frame of an estimate `[1, *latent]`.
+
+    It returns None for models whose decoder is not the light one, with several hosts, and if memory is short.
     """
     decode, light = stage.spec.vae.decode, stage.spec.vae.light
     if light is None or decode is not light.decode or type(stage.hosts) is not Together:
         return lambda denoised: None
     middle, shape = plan.latent_shape[2] // 2, (*plan.latent_shape[:2], 1, *plan.latent_shape[3:])
     # A scale and an offset for each value.
-    offset, one = (plan.finish(torch.full(shape, value)).numpy() for value in (0.0, 1.0))
-    found: dict[tuple[Any, ...], Executable] = {}
+    offset, scale = (plan.finish(torch.full(shape, value)).numpy() for value in (0.0, 1.0))
+    executables: dict[tuple[Any, ...], Executable] = {}
 
-    def loaded(request: CallRequest) -> Executable:
-        found[request.key] = stage.program(request)
-        return found[request.key]
+    def load(request: CallRequest) -> Executable:
+        executables[request.key] = stage.program(request)
+        return executables[request.key]
 
-    _first(decode, caller(loaded, lambda executable, request: executable.program.zeros()), torch.zeros(shape))
-    *_, last = found.values()
+    _first_chunk(decode, caller(load, lambda executable, request: executable.program.zeros()), torch.zeros(shape))
+    *_, last = executables.values()
     weights = stage.weights(light.component.name, last)
 
     def run(executable: Executable, request: CallRequest) -> tuple[Any, Any]:
         return executable(weights, *request.args)[:2]
 
-    def pictured(denoised: jax.Array) -> jax.Array | None:
-        is_gone = any(weight.is_deleted() for weight in weights.values())
-        if is_gone or not stage.device_cache.has_room(last, runs=True):
+    def decode_frame(denoised: jax.Array) -> jax.Array | None:
+        is_unloaded = any(weight.is_deleted() for weight in weights.values())
+        if is_unloaded or not stage.device_cache.has_room(last, runs=True):
             return None
-        frame = denoised[:, :, middle : middle + 1] * (one - offset) + offset
-        return _first(decode, caller(lambda request: found[request.key], run), frame)[0]
+        frame = denoised[:, :, middle : middle + 1] * (scale - offset) + offset
+        return _first_chunk(decode, caller(lambda request: executables[request.key], run), frame)[0]
 
-    return pictured
+    return decode_frame
 
 
-def _first(decode: Decode, call: Call, latents: Any) -> Any:
-    """The first chunk of frames that `decode` gives."""
+def _first_chunk(decode: Decode, call: Call, latents: Any) -> Any:
+    """Return the first chunk of frames of `decode`; `latents` are `[1, channels, frames, height, width]`."""
     return next(iter(decode(call, latents, lambda done, total: None)))
 
 
 def plan_of(stage: Stage, settings: Settings) -> Denoising:
-    """What a generation with these settings denoises, as the checkpoint has it."""
-    spec, found, progress = stage.spec, stage.found, stage.progress
-    scale = guider.scale_for(found, settings.guidance_scale, progress)
+    """Return the denoising plan of a generation with these settings and the checkpoint's scheduler."""
+    spec, source, progress = stage.spec, stage.found, stage.progress
+    scale = guider.scale_for(source, settings.guidance_scale, progress)
     return Denoising.of(
         spec,
         replace(settings, guidance_scale=scale),
         stage.resolved.configs,
-        checkpoint.read_json(found.folder("scheduler", progress) / "scheduler_config.json"),
-        found.index(progress)["boundary_ratio"] if len(spec.denoiser.experts) > 1 else 0.0,
+        checkpoint.read_json(source.folder("scheduler", progress) / "scheduler_config.json"),
+        source.index(progress)["boundary_ratio"] if len(spec.denoiser.experts) > 1 else 0.0,
     )
 
 
 def denoiser_programs(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, Runnable]:
-    """What is called for each step, by the expert that runs it. All are compiled before the first step."""
-    wanted = programs_wanted(stage, plan, inputs)
-    for later in [one for each in wanted.values() for one in each][1:]:
-        stage.program_cache.note(later)  # compiled beside the first
+    """Return the callable of every expert by name. All programs are compiled before the first step."""
+    requests = programs_wanted(stage, plan, inputs)
+    for later in [request for own_requests in requests.values() for request in own_requests][1:]:
+        stage.program_cache.note(later)  # compiled in parallel with the first
     programs: dict[str, Runnable] = {}
-    for expert, each in wanted.items():
-        full, *cached = map(stage.executable, each)
-        own = [plan.is_full[index] for index in plan.steps if plan.experts[index][0] == expert]
-        number = plan.spec.geometry.num_tokens(plan.latent_shape)
+    for expert, own_requests in requests.items():
+        full, *cached = map(stage.executable, own_requests)
+        is_full = [plan.is_full[index] for index in plan.steps if plan.experts[index][0] == expert]
+        num_tokens = plan.spec.geometry.num_tokens(plan.latent_shape)
         programs[expert] = (
             full
             if plan.guided.kind == "plain"
-            else CachedDenoiser(full=full, cached=next(iter(cached), None), is_full=own, num_tokens=number)
+            else CachedDenoiser(full=full, cached=next(iter(cached), None), is_full=is_full, num_tokens=num_tokens)
         )
     return programs
 
 
 def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, list[Wanted]]:
-    """For each expert that runs its program; with a step cache that of full steps, and that of the others.
+    """Return the program requests of every expert by name: one, or with a step cache that of full and of cached steps.
 
-    Experts share one, unless only one of them is guided.
+    Experts share a program, unless only one of them is guided.
+    inputs: denoiser inputs by name; the shapes of reference images count.
     """
     spec, target, settings = plan.spec, stage.target, plan.settings
     references = {
@@ -253,9 +258,9 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
         for component in map(spec.component, spec.denoiser.experts)
     )
     shape = replace(plan.shape, references=references, bounded=bounded)
-    wanted: dict[str, list[Wanted]] = {}
+    requests: dict[str, list[Wanted]] = {}
     for passage in plan.passages:
-        wanted.setdefault(passage.expert, []).append(
+        requests.setdefault(passage.expert, []).append(
             Wanted(
                 title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
                 key=("denoise", spec.name, plan.config, target, plan.latent_shape,
@@ -264,16 +269,18 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
                 build=functools.partial(plan.program, passage, target, shape),
             )
         )  # fmt: skip
-    return wanted
+    return requests
 
 
-# --- where it begins and ends -----------------------------------------------------------------------------------------
+# --- first and last state ---------------------------------------------------------------------------------------------
 
 
 def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, say: Callable[[str], None]) -> Standing:
-    """Before the first step; raises `ValueError` for latents that are missing or do not fit.
+    """Return the state before the first step. Raises `ValueError` for latents that are missing or do not fit.
 
-    `say` tells the user why what the latents carry is not used.
+    inputs: constant denoiser inputs by name.
+    latents: a LATENT to start from; None for noise.
+    say: tells the user why the solver state in the latents is not used.
     """
     spec, settings = plan.spec, plan.settings
     start, generator = plan.steps.start, torch.Generator().manual_seed(settings.seed)
@@ -283,16 +290,16 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
             f"{spec.title}: {why}, but no latents are connected to go on from. Connect latents, or begin with noise: "
             "start_step 0 and add_noise on."
         )
-    unscaled = None if latents is None else _unscaled(plan, latents)
+    unscaled = None if latents is None else _to_solver_scale(plan, latents)
     carried = None if latents is None or settings.add_noise else latents.get(CARRIED)
     if latents is not None and carried is not None:
-        problem, standing = _continued(plan, inputs, latents["samples"], carried)
+        problem, standing = _resume(plan, inputs, latents["samples"], carried)
         if standing is not None:
             return standing
         log.warning("%s: the latents are taken as they are, without what the solver knew: %s.", spec.title, problem)
         say(f"Going on from the latents alone: {problem}")
     table, origin = plan.table, generator.get_state()
-    inputs = dict(spec.recipe.draw_inputs(inputs, generator))  # as upstream, before the noise
+    inputs = dict(spec.recipe.draw_inputs(inputs, generator))  # before the noise, as upstream
     noise = spec.recipe.noise(plan.latent_shape, generator) if settings.add_noise else torch.zeros(())
     if unscaled is None:
         sample = noise
@@ -306,7 +313,10 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
 
 
 def end(plan: Denoising, standing: Standing, denoised: np.ndarray) -> Latent:
-    """The LATENT after the last step that ran; `denoised` is that step's estimate of the end result."""
+    """Return the LATENT after the last step that ran.
+
+    denoised: that step's estimate of the end result, `[1, *latent]` float32.
+    """
     settings, finish = plan.settings, plan.finish
     step, table = plan.steps.stop, standing.table
     sample = torch.from_numpy(standing.state[0])
@@ -328,14 +338,17 @@ def end(plan: Denoising, standing: Standing, denoised: np.ndarray) -> Latent:
 
 
 def digest(samples: torch.Tensor) -> str:
-    """Of latents, to see whether a node changed them."""
+    """Return a digest of latents `[batch, channels, ...]`, which shows whether a node changed them."""
     return hashlib.sha256(
         repr(tuple(samples.shape)).encode() + samples.float().cpu().contiguous().numpy().tobytes()
     ).hexdigest()
 
 
-def _continued(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: Carried) -> tuple[str, Standing | None]:
-    """Where another sampler stopped, or in words why that cannot be gone on from."""
+def _resume(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: Carried) -> tuple[str, Standing | None]:
+    """Return "" and the state where another sampler stopped, or the reason why it cannot be resumed and None.
+
+    samples: of the LATENT, `[1, channels, ...]`.
+    """
     start, shape = plan.steps.start, plan.latent_shape
     if carried["samples"] != digest(samples):
         return "another node changed them", None
@@ -365,15 +378,15 @@ def _continued(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: 
     return "", standing
 
 
-def _unscaled(plan: Denoising, latents: Mapping[str, Any]) -> torch.Tensor:
-    """The latents in the solver's scale and layout: what `plan.finish` would bring to their samples.
+def _to_solver_scale(plan: Denoising, latents: Mapping[str, Any]) -> torch.Tensor:
+    """Return the latents `[1, *latent]` in the solver's scale and layout: the inverse of `plan.finish`.
 
-    That is one factor and one offset for each value, and maybe the first frames left out, which only fill up patches:
-    for those the first that is there is repeated, as upstream does with pictures.
+    `finish` is one factor and one offset per value, and may drop first frames that only fill up patches. The first
+    frame that is there is repeated for those, as upstream does with images.
     """
     spec, shape = plan.spec, plan.latent_shape
     samples = conditioning.latent_samples(spec, latents)
-    offset, one = (plan.finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
+    offset, scale = (plan.finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
     if len(samples) > 1 and samples.shape[1:] == offset.shape[1:]:
         raise ValueError(
             f"{spec.title}: the latents are a batch of {len(samples)}, and a TPU sampler goes on from one at a time. "
@@ -389,7 +402,7 @@ def _unscaled(plan: Denoising, latents: Mapping[str, Any]) -> torch.Tensor:
         raise ValueError(
             f"{spec.title}: the latents have a noise mask, and masks are not supported. Connect them without it."
         )
-    unscaled = ((samples.double() - offset) / (one - offset)).float()
+    unscaled = ((samples.double() - offset) / (scale - offset)).float()
     if spec.is_image:
         return unscaled
     missing = shape[2] - unscaled.shape[2]

@@ -1,8 +1,7 @@
-"""What is on the devices and why: weights by component, loaded programs, the least recently used leaving when room is
-needed.
+"""Weights by component and loaded programs on the devices, with eviction of the least recently used.
 
-All sizes are bytes on one chip. A budget holds the weights of all residents, the code of all loaded programs and the
-memory that the one about to run needs beside them; it is checked before a byte is read.
+All sizes are bytes on one chip. The budget covers the weights of all residents, the code of all loaded programs and the
+workspace of the program about to run. It is checked before a byte is read.
 """
 
 import logging
@@ -25,9 +24,9 @@ from .memory_advice import VARIABLE, OutOfMemory
 
 log = logging.getLogger(__name__)
 
-# What a chip's runtime and fragmentation take of the memory that it reports, unless the machine's record says more.
+# Share of the reported memory lost to the runtime and fragmentation, unless the machine's record has a larger one.
 RESERVE_SHARE = 0.04
-# More loaded programs than this are those of sizes that nobody runs any more.
+# Loaded programs kept at most; older ones belong to sizes that are not used any more.
 MAX_PROGRAMS = 64
 
 Key = tuple[str, ...]
@@ -35,19 +34,16 @@ Key = tuple[str, ...]
 
 @dataclass(kw_only=True)
 class Resident:
-    """A component's weights on the devices.
+    """A component's weights on the devices."""
 
-    `variant` says what was done to them, and `changed` names those that are not as the checkpoint has them.
-    """
-
-    id: str
-    component: str
-    model: str
-    weights: Weights
-    size_bytes: int
-    variant: str = ""
-    changed: frozenset[str] = frozenset()
-    last_used: float = field(default_factory=time.time)
+    id: str  # digest of the cache key
+    component: str  # name
+    model: str  # its id
+    weights: Weights  # by name
+    size_bytes: int  # on one chip
+    variant: str = ""  # digest of the LoRAs merged into them; "" for none
+    changed: frozenset[str] = frozenset()  # names of the weights that differ from the checkpoint
+    last_used: float = field(default_factory=time.time)  # seconds since the epoch
 
     @property
     def title(self) -> str:
@@ -55,7 +51,10 @@ class Resident:
 
 
 def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | None:
-    """Bytes that one chip may hold; None where the device does not say and nobody set a limit."""
+    """Return how many bytes one chip may hold; None if the device does not report it and no limit is set.
+
+    reserve_share: of the reported memory, kept free.
+    """
     if limit := os.environ.get(VARIABLE):
         try:
             return int(float(limit) * GIB)
@@ -65,13 +64,13 @@ def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | 
     if memory.limit_bytes is None:
         return None
     budget = int(memory.limit_bytes * (1 - reserve_share))
-    # A runtime may reserve less than it has for programs and arrays together.
+    # A runtime may reserve less than its limit for programs and arrays together.
     return budget if memory.reservable_limit_bytes is None else min(budget, memory.reservable_limit_bytes)
 
 
 class DeviceCache:
-    """Resident components and loaded programs, in order of use. One stage at a time uses it; programs may be added, and
-    looked up, by other threads.
+    """Resident components and loaded programs, in order of use. Only one stage uses it at a time; other threads may add
+    and look up programs.
     """
 
     def __init__(self, device: Device, reserve_share: float | None = None) -> None:
@@ -92,139 +91,145 @@ class DeviceCache:
         load: Callable[[Resident | None], tuple[Weights, frozenset[str]]],
         variant: str = "",
     ) -> Resident:
-        """The component `key`, loaded if it is not resident, with room for the program `running` on it.
+        """Return the resident component `key`, loaded if need be, with enough free memory to run the program `running`.
 
-        `load` returns weights and the names of those that are changed; if another `variant` of the component is
-        resident, it gets that, and returns the same weights with what differs replaced. Others leave first if all
-        would not fit.
-        Raises `OutOfMemory` before loading what cannot fit at all.
+        component, model: names for messages.
+        size_bytes: of its weights, on one chip.
+        load: returns the weights and the names of those that differ from the checkpoint. It gets the resident component
+            if that has another `variant`, and then returns the same weights with the differing ones replaced; else
+            None.
+        variant: digest of the LoRAs; "" for none.
+        Evicts others first if all would not fit. Raises `OutOfMemory` before loading if it cannot fit at all.
         """
         self._make_room(key, f"{component} of {model}", size_bytes, running)
-        held = self._held.get(key)
-        assert not isinstance(held, Executable)
-        if held is None or held.variant != variant:
+        current = self._held.get(key)
+        assert not isinstance(current, Executable)
+        if current is None or current.variant != variant:
             try:
-                weights, changed = load(held)
+                weights, changed = load(current)
             except BaseException:
-                if held is not None:  # some of its weights may be gone
+                if current is not None:  # some of its weights may be deleted
                     self._evict(key)
                 raise
-            resident = Resident(
+            loaded = Resident(
                 id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes,
                 variant=variant, changed=changed,
             )  # fmt: skip
             with self._lock:
-                self._held[key] = resident
+                self._held[key] = loaded
         self._workspace_bytes = running.workspace_bytes
-        resident = self._used(key)
+        resident = self._mark_used(key)
         assert isinstance(resident, Resident)
         resident.last_used = time.time()
         return resident
 
     def program(self, digest: str) -> Executable | None:
-        """The loaded program `digest`; None if there is none."""
+        """Return the loaded program `digest`, or None."""
         key = ("program", digest)
         with self._lock:
-            program = self._used(key) if key in self._held else None
+            program = self._mark_used(key) if key in self._held else None
         assert not isinstance(program, Resident)
         return program
 
     def drop_program(self, digest: str) -> None:
-        """Unloads a program, if it is loaded."""
+        """Unload a program if it is loaded."""
         with self._lock:
             if ("program", digest) in self._held:
                 self._evict(("program", digest))
 
     def state(self, key: Key, variant: str) -> str:
-        """Of a component: whether it is resident as `variant`, as another one, or not."""
-        held = self._held.get(key)
-        assert not isinstance(held, Executable)
-        return "absent" if held is None else "resident" if held.variant == variant else "another"
+        """Return whether a component is resident with this `variant`, with another one, or absent."""
+        current = self._held.get(key)
+        assert not isinstance(current, Executable)
+        return "absent" if current is None else "resident" if current.variant == variant else "another"
 
     def has_room(self, program: Executable, *, runs: bool = False) -> bool:
-        """Whether a program may be loaded beside what is held and the one that ran last, with nothing leaving; one that
-        `runs`, is held already, run beside that.
+        """Return whether a program fits next to everything loaded and the program that ran last, without eviction.
+
+        runs: False to load it; True to run one that is loaded already.
         """
         budget = budget_bytes(self._device, self._reserve_share)
-        held = self.size_bytes + self.code_bytes + self._workspace_bytes
-        return budget is None or held + (program.workspace_bytes if runs else program.code_bytes) <= budget
+        used_bytes = self.size_bytes + self.code_bytes + self._workspace_bytes
+        return budget is None or used_bytes + (program.workspace_bytes if runs else program.code_bytes) <= budget
 
     def add_program(self, digest: str, program: Executable) -> None:
-        """Keeps a loaded program; the longest unused leaves when there are too many."""
+        """Keep a loaded program; evict the least recently used ones above `MAX_PROGRAMS`."""
         with self._lock:
             self._held["program", digest] = program
-            programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
+            programs = [key for key, entry in self._held.items() if not isinstance(entry, Resident)]
             for key in programs[:-MAX_PROGRAMS]:
                 self._evict(key)
 
-    def _used(self, key: Key) -> Resident | Executable:
+    def _mark_used(self, key: Key) -> Resident | Executable:
         with self._lock:
             self._held.move_to_end(key)
             return self._held[key]
 
     def _make_room(self, key: Key, title: str, size_bytes: int, running: Runnable) -> None:
+        """Evict the least recently used entries until the component and the program fit. Raises `OutOfMemory`."""
         budget = budget_bytes(self._device, self._reserve_share)
         if budget is None:
             return
-        beside = running.workspace_bytes + sum(part.code_bytes for part in running.parts)
-        if size_bytes + beside > budget:
+        needed = running.workspace_bytes + sum(part.code_bytes for part in running.parts)
+        if size_bytes + needed > budget:
             raise OutOfMemory(
-                f"{title} needs {readable(size_bytes)} for its weights and {readable(beside)} to run, on each chip; a "
+                f"{title} needs {readable(size_bytes)} for its weights and {readable(needed)} to run, on each chip; a "
                 f"chip has {readable(budget)}."
             )
-        staying = {id(part) for part in running.parts}
+        kept = {id(part) for part in running.parts}
         with self._lock:
-            others = [other for other, held in self._held.items() if other != key and id(held) not in staying]
+            others = [other for other, entry in self._held.items() if other != key and id(entry) not in kept]
             for other in others:
-                if sum(_bytes(self._held[one]) for one in others if one in self._held) + size_bytes + beside <= budget:
+                if sum(_bytes(self._held[key]) for key in others if key in self._held) + size_bytes + needed <= budget:
                     return
                 self._evict(other)
 
     def _evict(self, key: Key) -> None:
         with self._lock:
-            held = self._held.pop(key)
-        if isinstance(held, Resident):
-            log.info("%s leaves the devices (%s a chip)", held.title, readable(held.size_bytes))
-            for array in held.weights.values():
+            entry = self._held.pop(key)
+        if isinstance(entry, Resident):
+            log.info("%s is unloaded from the devices (%s a chip)", entry.title, readable(entry.size_bytes))
+            for array in entry.weights.values():
                 array.delete()
 
     @property
     def size_bytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         return sum(resident.size_bytes for resident in self.list())
 
     @property
     def code_bytes(self) -> int:
-        """Of all loaded programs."""
+        """Bytes of all loaded programs."""
         return sum(program.code_bytes for program in self.programs())
 
     def list(self) -> tuple[Resident, ...]:
-        # Of a copy: the monitor asks from another thread.
-        return tuple(held for held in tuple(self._held.values()) if isinstance(held, Resident))
+        # Iterate over a copy: the monitor reads from another thread.
+        return tuple(entry for entry in tuple(self._held.values()) if isinstance(entry, Resident))
 
     def programs(self) -> tuple[Executable, ...]:
-        return tuple(held for held in tuple(self._held.values()) if not isinstance(held, Resident))
+        return tuple(entry for entry in tuple(self._held.values()) if not isinstance(entry, Resident))
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Unloads single residents; ids that are not resident are passed over."""
-        wanted = set(ids)
+        """Unload single residents. Ids that are not resident are ignored."""
+        chosen = set(ids)
         with self._lock:
-            for key, held in list(self._held.items()):
-                if isinstance(held, Resident) and held.id in wanted:
+            for key, entry in list(self._held.items()):
+                if isinstance(entry, Resident) and entry.id in chosen:
                     self._evict(key)
 
     def release_in_stages(self, model: str) -> Iterator[str]:
-        """Unload what costs least to bring back first, and yield what was unloaded, so that a caller can try between.
+        """Unload in order of reload cost, and yield the title of every unloaded group, so that a caller can retry in
+        between.
 
-        Compiled programs go first, then weights of other models than `model` from the least recently used on, then
-        everything.
+        Compiled programs are unloaded first, then weights of models other than `model` from the least recently used on,
+        then everything.
         """
-        programs = [key for key, held in self._held.items() if not isinstance(held, Resident)]
+        programs = [key for key, entry in self._held.items() if not isinstance(entry, Resident)]
         for key in programs:
             self._evict(key)
         if programs:
             yield "compiled programs"
-        while others := [(key, held) for key, held in self._held.items() if _is_other(held, model)]:
+        while others := [(key, entry) for key, entry in self._held.items() if _is_other(entry, model)]:
             key, oldest = others[0]
             self._evict(key)
             yield oldest.title
@@ -232,7 +237,7 @@ class DeviceCache:
         yield "everything else"
 
     def clear(self) -> None:
-        """Drops all weights and programs."""
+        """Unload all weights and programs."""
         with self._lock:
             self._workspace_bytes = 0
             for key in list(self._held):

@@ -1,5 +1,6 @@
-"""The engine: its devices, what is kept on them and in host memory, and one stage at a time that uses it. Behind that
-stage it compiles and reads what the later ones of an expected generation need.
+"""The engine: devices, caches, and one stage at a time that uses them.
+
+While a stage runs, background threads compile and read for the later stages of an announced generation.
 """
 
 import functools
@@ -44,12 +45,13 @@ Result = TypeVar("Result")
 
 
 class Dropped(Exception):
-    """Background work was cancelled."""
+    """Cancellation of background work."""
 
 
 class Ahead(Silent):
-    """The progress of what is done behind a stage: nobody sees it, and it ends once it `is_dropped`. `noted` are the
-    stages whose programs and weights it is about, and their settings.
+    """Progress sink for background work. Not displayed; raises once `is_dropped` is set.
+
+    noted: prefetched stages by name, with the settings that their programs were requested for, None before that.
     """
 
     def __init__(self) -> None:
@@ -62,10 +64,12 @@ class Ahead(Silent):
 
 
 class Engine:
-    """Runs one stage at a time. `counts` tells how often weights were loaded, LoRAs merged, prompts encoded, programs
-    compiled. `kernel` is that of the denoisers (see `AttentionPolicy`). With several `hosts` each has an engine over
-    all `devices`, and holds what is on its `own`. `when_halted` is called once a core has halted:
-    this process cannot use the chips any more.
+    """Devices with their caches; runs one stage at a time.
+
+    counts: how often weights were loaded, LoRAs merged, prompts encoded and programs compiled.
+    kernel: of the denoisers (see `AttentionPolicy`).
+    hosts: each has an engine over all `devices` and holds the arrays of its `own` devices.
+    when_halted: called once a core has halted, after which this process cannot use the chips.
     """
 
     def __init__(
@@ -88,9 +92,9 @@ class Engine:
         self.lost: Halted | None = None
         self._when_halted = when_halted
         self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
-        found = self.ladder.record
-        self.device_cache = DeviceCache(self.own[0], found.reserve_share)
-        self.program_cache = ProgramCache(self.device_cache, self.counts, found.compilers_behind)
+        machine = self.ladder.record
+        self.device_cache = DeviceCache(self.own[0], machine.reserve_share)
+        self.program_cache = ProgramCache(self.device_cache, self.counts, machine.compilers_behind)
         self.prompt_cache = PromptCache()
         self.activity: telemetry.Activity | None = None
         self.last_run: telemetry.LastRun | None = None
@@ -101,18 +105,20 @@ class Engine:
         self._ahead = Ahead()
 
     def expect(self, generations: Iterable[Expected]) -> None:
-        """Says what is about to run, in place of what was said before; nothing happens until its first stage runs."""
+        """Announce the generations about to run, replacing the earlier announcement. Nothing happens until a stage of
+        one runs.
+        """
         expected = {}
-        for one in reversed(list(generations)):
-            base = _base(one.model)
-            expected[base] = replace(one, model=base, settings=_seedless(one.settings))
+        for generation in reversed(list(generations)):
+            base = _without_loras(generation.model)
+            expected[base] = replace(generation, model=base, settings=_without_seed(generation.settings))
         if expected != self._expected:
             self.hosts.tell("expect", {"generations": list(expected.values())[::-1]})
             self._expected = expected
-            self._drop_ahead()
+            self._cancel_background()
 
     def prepare(self, calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> None:
-        """Lets the programs of single calls, see `run.note_call`, be compiled behind what runs, in this order."""
+        """Compile the programs of single calls in the background, in this order (see `run.note_call`)."""
         ahead = self._ahead
 
         def work() -> None:
@@ -124,25 +130,28 @@ class Engine:
                 run.note_call(self._stage(model, watched), **arguments)
 
         if type(self.hosts) is Together:
-            _ahead_of_time(work, COMPILER)
+            _run_in_background(work, COMPILER)
 
     def free(self, ids: Iterable[str] | None = None) -> None:
-        """Drops weights and compiled programs; with `ids`, the weights of those residents alone."""
+        """Unload weights and compiled programs.
+
+        ids: of residents, whose weights alone are unloaded; None for everything.
+        """
         with self._lock:
             if ids is None:
                 self.hosts.tell("free", {})
                 self._clear()
             else:
                 ids = set(ids)
-                chosen = [one.title for one in self.device_cache.list() if one.id in ids]
+                chosen = [resident.title for resident in self.device_cache.list() if resident.id in ids]
                 self.hosts.tell("free_titled", {"titles": chosen})
                 self.device_cache.drop(ids)
 
     def free_titled(self, titles: Iterable[str]) -> None:
-        """Drops the weights of residents by title; ids are of one host's files."""
+        """Unload the weights of residents by title, because ids differ between hosts."""
         with self._lock:
-            wanted = set(titles)
-            self.device_cache.drop([one.id for one in self.device_cache.list() if one.title in wanted])
+            chosen = set(titles)
+            self.device_cache.drop([resident.id for resident in self.device_cache.list() if resident.title in chosen])
 
     def _clear(self) -> None:
         self.device_cache.clear()
@@ -151,9 +160,11 @@ class Engine:
     # -- how a stage runs ----------------------------------------------------------------------------------------------
 
     def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
-        """What `run.WORK[stage]` returns for these arguments, on all hosts; see `pipeline` for those of each stage.
+        """Run one stage on all hosts and return its result.
 
-        One at a time, without gradients; ComfyUI calls nodes in inference mode, which torchax cannot use.
+        stage: a key of `run.WORK`.
+        arguments: of that function (see `pipeline`).
+        Runs one stage at a time and without gradients. ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
         if stage in run.CALLS and type(self.hosts) is not Together:
             raise ValueError(
@@ -172,33 +183,39 @@ class Engine:
                 if self.lost is not None:
                     raise Halted(str(self.lost))
                 with profiling.trace_stage(stage):
-                    result = self._attempted(stage, model, progress, activity, arguments)
+                    result = self._run_with_fallbacks(stage, model, progress, activity, arguments)
                 if stage in STAGES:
                     progress.text(activity.summary())
             except BaseException:
-                self._drop_ahead()
+                self._cancel_background()
                 self.ladder.gave_up()
                 raise
             finally:
                 self.activity = None
                 self.note_peak()
-            self._finished(activity)
+            self._record_stage(activity)
             return result
 
-    def _attempted(
+    def _run_with_fallbacks(
         self, stage: str, model: ModelRef, progress: Progress, activity: telemetry.Activity, arguments: dict[str, Any]
     ) -> Any:
-        """What the stage returns, from the first rung of the ladder on that the machine takes."""
+        """Return the stage's result, retried with one kernel or option less after each failure that a fallback can
+        avoid.
+        """
         settings = arguments.get("settings")
         while True:
-            begun = self.hosts.attempt(lambda: self._begun(model, settings, progress, activity), _ending)
+            context = self.hosts.attempt(
+                lambda: self._open_stage(model, settings, progress, activity), _classify_failure
+            )
             try:
-                result = self._within_memory(begun, functools.partial(run.WORK[stage], begun, **arguments), settings)
+                result = self._within_memory(
+                    context, functools.partial(run.WORK[stage], context, **arguments), settings
+                )
             except Unsupported as error:
                 if (sentence := self.ladder.down(error)) is None:
                     raise
             except NotFinite:
-                options = self._step_options(begun) if stage in ("denoise", "predict") else {}
+                options = self._step_options(context) if stage in ("denoise", "predict") else {}
                 if (sentence := self.ladder.try_without_overlap(options)) is None:
                     raise
             except jax.errors.JaxRuntimeError as error:
@@ -212,25 +229,25 @@ class Engine:
             else:
                 self.ladder.held()
                 return result
-            # Here, not above: the error's traceback holds arrays.
+            # Outside of the `except` blocks: the error's traceback holds arrays.
             log.warning("%s", sentence)
             progress.text(sentence)
 
     def _step_options(self, stage: Stage) -> Mapping[str, str]:
-        """The compiler options of a denoiser's step, before any is left out."""
+        """Return the compiler options of a denoising step before any is left out."""
         config = stage.config(stage.spec.denoiser.experts[0])
         return step_options(stage.target.mesh(stage.spec.parallelism.arranged(len(self.devices), 1, config)))
 
-    def _begun(
+    def _open_stage(
         self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity
     ) -> Stage:
-        """A stage whose checkpoint is found, with what may be done ahead under way."""
+        """Return the stage's context with its checkpoint located, after starting background work for later stages."""
         stage = self._stage(model, telemetry.Watched(host=progress, activity=activity))
-        self._look_ahead(stage, model, settings)
+        self._prefetch(stage, model, settings)
         return stage
 
     def _stage(self, model: ModelRef, watched: telemetry.Watched) -> Stage:
-        # What one host's record leaves out, all must: the leader's holds.
+        # All hosts must leave out the same: the leader's record counts.
         without = record.parsed(self.hosts.decide(MachineRecord(fallbacks=self.ladder.fallbacks).to_json())).fallbacks
         return Stage(
             model=model,
@@ -250,37 +267,38 @@ class Engine:
             hosts=self.hosts,
         )
 
-    def _look_ahead(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
-        """Lets what the later stages need be compiled, and read from the disk, behind this one."""
-        expected = self._expected.get(_base(model))
+    def _prefetch(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
+        """Start to compile and to read from disk, in the background, what the later stages need."""
+        expected = self._expected.get(_without_loras(model))
         if expected is None or stage.name not in STAGES:
             return
-        settings = _seedless(settings) if stage.name == "denoise" else expected.settings
+        settings = _without_seed(settings) if stage.name == "denoise" else expected.settings
         later = STAGES[STAGES.index(stage.name) + 1 :]
         stages = [name for name in later if name in expected.stages]
-        noted = self._ahead.noted
-        unread = [name for name in (stage.name, *stages) if name not in noted]
-        unnoted = [name for name in stages if settings is not None and noted.get(name) != settings]
-        noted.update(dict.fromkeys(unread))
-        noted.update(dict.fromkeys(unnoted, settings))
+        prefetched = self._ahead.noted
+        unread = [name for name in (stage.name, *stages) if name not in prefetched]
+        uncompiled = [name for name in stages if settings is not None and prefetched.get(name) != settings]
+        prefetched.update(dict.fromkeys(unread))
+        prefetched.update(dict.fromkeys(uncompiled, settings))
         quiet = replace(stage, progress=telemetry.Watched(host=self._ahead, activity=replace(stage.progress.activity)))
-        if unread and len(self.own) == len(self.devices):  # each of several hosts needs only part of each file
-            _ahead_of_time(lambda: run.read_ahead(quiet, unread), "comfyui-tpu-read")
-        if settings is not None and unnoted:
+        if unread and len(self.own) == len(self.devices):  # with several hosts each needs only part of each file
+            _run_in_background(lambda: run.read_ahead(quiet, unread), "comfyui-tpu-read")
+        if settings is not None and uncompiled:
             with stage.progress.activity.spends("importing_s"):
-                modules.import_upstream(model.spec.components)  # not by two threads at once
-            _ahead_of_time(lambda: run.note(quiet, settings, unnoted), COMPILER)
+                modules.import_upstream(model.spec.components)  # not safe in two threads at once
+            _run_in_background(lambda: run.note(quiet, settings, uncompiled), COMPILER)
 
-    def _drop_ahead(self) -> None:
-        """Ends what was begun for later stages, but for what XLA is at work on."""
+    def _cancel_background(self) -> None:
+        """Cancel background work, except for compilations that XLA has begun."""
         self._ahead.is_dropped = True
         self._ahead = Ahead()
         self.program_cache.drop()
 
     def _within_memory(self, stage: Stage, work: Callable[[], Result], settings: Settings | None) -> Result:
-        """Run `work`; out of memory, again after each stage of unloading. Then `OutOfMemory` says what would fit.
+        """Run `work`; after out-of-memory errors retry it following each step of unloading, then raise `OutOfMemory`
+        with advice.
 
-        A program that the compiler refuses is not tried again: its answer does not depend on what is loaded.
+        A program that the compiler refuses is not tried again: the refusal does not depend on the memory in use.
         """
         reason = host_reason = ""
         for unloaded in itertools.chain(("",), self._unload_in_stages(stage)):
@@ -289,9 +307,9 @@ class Engine:
                 stage.progress.text(f"Out of memory: unloaded {unloaded}, trying once more")
             try:
                 with host_memory.explained(f"{stage.spec.title}, stage {stage.name},"):
-                    return self.hosts.attempt(work, _ending)
+                    return self.hosts.attempt(work, _classify_failure)
             except refusal.HostFull as error:
-                # What is on the chips takes none of it, but for what computes on the host.
+                # Arrays on the chips need no host memory, unless the host is the device.
                 host_reason, again = str(error), self.devices[0].platform == "cpu"
                 reason = host_reason
             except refusal.DoesNotFit as error:
@@ -300,7 +318,7 @@ class Engine:
                 )
                 raise OutOfMemory(advice) from None
             except (OutOfMemory, Elsewhere, jax.errors.JaxRuntimeError) as error:
-                # Only its text leaves this block: the error's traceback holds arrays.
+                # Keep only its text: the error's traceback holds arrays.
                 reason, again = _out_of_memory(error)
                 host_reason = ""
             if not again:
@@ -311,7 +329,9 @@ class Engine:
         raise OutOfMemory(memory_advice.sentence(stage.spec, stage.name, settings, reason, len(self.devices)))
 
     def _unload_in_stages(self, stage: Stage) -> Iterator[str]:
-        """Yield what was unloaded. Several hosts unload everything at once: theirs may hold different things."""
+        """Yield the title of each unloaded group. With several hosts unload everything at once: their contents may
+        differ.
+        """
         if type(self.hosts) is not Together:
             self._clear()
             yield "everything else"
@@ -320,40 +340,40 @@ class Engine:
             self._ahead.noted.clear()
             yield unloaded
 
-    def _finished(self, activity: telemetry.Activity) -> None:
-        """Adds a stage to the generation it belongs to; decoding ends one, and warming up is none."""
+    def _record_stage(self, activity: telemetry.Activity) -> None:
+        """Add a stage to its generation. Decoding completes a generation; a warm-up is not counted."""
         if activity.stage not in STAGES:
             return
-        found = self._generation
-        if found is None or found.model != activity.model or activity.stage in dict(found.stages):
-            found = telemetry.LastRun(model=activity.model)
-        found.add(activity, device_memory.fullest(self.own))
-        self.last_run = found
-        self._generation = None if activity.stage == "decode" else found
+        generation = self._generation
+        if generation is None or generation.model != activity.model or activity.stage in dict(generation.stages):
+            generation = telemetry.LastRun(model=activity.model)
+        generation.add(activity, device_memory.fullest(self.own))
+        self.last_run = generation
+        self._generation = None if activity.stage == "decode" else generation
         if activity.stage == "decode":
-            log.info("%s", found)
+            log.info("%s", generation)
 
     def note_peak(self) -> list[int]:
-        """Bytes held on each own device now; remembers the most."""
-        held = telemetry.held_bytes(self.own)
-        self.peak_bytes = [max(pair) for pair in zip(held, self.peak_bytes, strict=True)]
-        return held
+        """Return the bytes held on each own device now, and update `peak_bytes`."""
+        held_bytes = telemetry.held_bytes(self.own)
+        self.peak_bytes = [max(pair) for pair in zip(held_bytes, self.peak_bytes, strict=True)]
+        return held_bytes
 
 
-def _base(model: ModelRef) -> ModelRef:
-    """The model without LoRAs, which a workflow's later nodes may add and which change no settings, and without its
-    quality, which samplers have in theirs.
+def _without_loras(model: ModelRef) -> ModelRef:
+    """Return the model without LoRAs, which later nodes may add, and with the default quality, which samplers
+    override.
     """
     return replace(model, loras=(), quality=QUALITIES[0])
 
 
-def _seedless(settings: Settings | None) -> Settings | None:
-    """Settings that are equal where the programs are."""
+def _without_seed(settings: Settings | None) -> Settings | None:
+    """Return settings that are equal if the programs are."""
     return settings and replace(settings, seed=0)
 
 
-def _ahead_of_time(work: Callable[[], None], name: str) -> None:
-    """Does what may be done ahead, in a thread called `name`; its errors do not matter."""
+def _run_in_background(work: Callable[[], None], name: str) -> None:
+    """Run `work` in a daemon thread called `name`; its errors are only logged."""
 
     def quietly() -> None:
         try:
@@ -361,14 +381,14 @@ def _ahead_of_time(work: Callable[[], None], name: str) -> None:
                 work()
         except Dropped:
             pass
-        except Exception as error:  # whatever it is, the stage that it was for will meet it, and say it to the user
-            log.warning("Nothing more is prepared ahead: %s: %s", type(error).__name__, error)
+        except Exception as error:  # the stage that needs the result meets the same error and reports it
+            log.warning("Nothing more is prepared in the background: %s: %s", type(error).__name__, error)
 
     in_daemon(quietly, name)
 
 
-def _ending(error: BaseException) -> Ending:
-    """Whether memory ran out, and whether less beside it might help: what was known before loading, would not."""
+def _classify_failure(error: BaseException) -> Ending:
+    """Return `"no room"` if memory cannot suffice, "again" if unloading may help, "failed" for other errors."""
     if isinstance(error, OutOfMemory | refusal.HostFull):
         return "no room"
     if not isinstance(error, jax.errors.JaxRuntimeError) or refusal.of_host(str(error)):
@@ -377,10 +397,10 @@ def _ending(error: BaseException) -> Ending:
 
 
 def _out_of_memory(error: Exception) -> tuple[str, bool]:
-    """Of an error that says memory ran out, here or elsewhere: its first line, and whether to try again. Any other is
-    raised again.
+    """Return the first line of an out-of-memory error, of this or another host, and whether to retry. Raise any other
+    error.
     """
-    ending = error.ending if isinstance(error, Elsewhere) else _ending(error)
+    ending = error.ending if isinstance(error, Elsewhere) else _classify_failure(error)
     if ending == "failed":
         raise error
     return str(error).partition("\n")[0], ending == "again"

@@ -1,4 +1,4 @@
-"""Decoded frames on their way from the chips: fetched while the next call computes, into one tensor."""
+"""Buffers of decoded frames: fetched from the chips while the next call computes, into one tensor."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -11,8 +11,7 @@ import torch
 class PendingFrames:
     """Frames `[n, height, width, 3]` float32 of a launched program, on the chips until `copy_into` waits for them.
 
-    The copy to the host begins as soon as the program has ended, from every chip that holds a part. Indexing with a
-    slice keeps some of the frames.
+    Every chip starts its copy to the host when the program ends. Indexing with a slice keeps some of the frames.
     """
 
     def __init__(self, array: jax.Array, is_finite: jax.Array, failure: Callable[[], Exception]) -> None:
@@ -24,9 +23,9 @@ class PendingFrames:
             shard.data.copy_to_host_async()
 
     def __getitem__(self, kept: slice) -> "PendingFrames":
-        chosen = copy.copy(self)
-        chosen._kept = kept
-        return chosen
+        selection = copy.copy(self)
+        selection._kept = kept
+        return selection
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,12 +34,14 @@ class PendingFrames:
         return (len(range(*self._kept.indices(num_frames))), *size)
 
     def wait(self) -> None:
-        """Wait for the program. Raises the failure that was given if its values are not finite."""
+        """Wait for the program. Raises the error of `failure` if its values are not finite."""
         if not np.asarray(self._is_finite):
             raise self._failure()
 
     def copy_into(self, out: torch.Tensor) -> None:
-        """Wait for the frames, and write them into `out` of the same shape, whatever their layout on the chips."""
+        """Wait for the frames, and write them into `out` `[n, height, width, 3]`, whatever their layout on the
+        chips.
+        """
         self.wait()
         for shard in self._shards:
             _, rows, columns, _ = shard.index
@@ -67,7 +68,7 @@ class FrameBuffer:
 
     @property
     def frames(self) -> torch.Tensor:
-        """All frames so far `[n, height, width, 3]`."""
+        """Frames `[n, height, width, 3]` added so far."""
         return self._frames[: self._count]
 
 
@@ -84,7 +85,7 @@ def one_behind(chunks: Iterable[PendingFrames], take: Callable[[PendingFrames], 
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """Return an array that is not written to as a tensor, without a copy where NumPy allows that."""
+    """Return a read-only array `[...]` as a tensor, without a copy if NumPy allows it."""
     try:
         return torch.from_dlpack(array)
     except BufferError:  # NumPy before 2.1, of a read-only array

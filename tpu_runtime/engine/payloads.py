@@ -1,5 +1,5 @@
-"""What travels between the stages: CPU tensors in plain dicts and lists, as ComfyUI passes them from node to node, and
-the same as the bytes of a safetensors file.
+"""Values that pass between stages: CPU tensors in plain dicts and lists as in ComfyUI, and their form as safetensors
+bytes.
 """
 
 from collections.abc import Mapping
@@ -11,26 +11,26 @@ from ..model_spec import SIZE, ModelSpec
 if TYPE_CHECKING:
     import torch
 
-# ComfyUI's CONDITIONING: `[[tensor [1, length, dim], info]]`. Of ours `info` has `tpu_family`, `length`, and under
-# their own names the states and lengths of further text encoders.
+# ComfyUI's CONDITIONING: `[[tensor [1, length, dim], info]]`. This pack's `info` has `tpu_family`, `length`, and the
+# states and lengths of further text encoders by their names.
 Conditioning = list
-# Every text encoder of ComfyUI's own writes it into CONDITIONING; these models have no use for it.
-_UNUSED = "pooled_output"
+# Written into CONDITIONING by every text encoder of ComfyUI; these models do not use it.
+_IGNORED = "pooled_output"
 
 
 class Carried(TypedDict):
-    """Where a solver stopped, see `denoise`: of which `step` was next, with which noise."""
+    """Solver state in a LATENT, from which another sampler resumes (see `denoise`)."""
 
-    solver: str  # the digest of its table
-    samples: str  # of the LATENT that this belongs to
-    begin: int  # the step that it began with
-    step: int
-    state: "torch.Tensor"  # [1 + memory, channels, ...], float32: the sample, and what it remembers
-    generator: "torch.Tensor"  # the state of the generator that draws noise, uint8
-    origin: "torch.Tensor"  # that which it began with
+    solver: str  # digest of the solver's table
+    samples: str  # digest of the samples that it belongs to
+    begin: int  # the first step that ran
+    step: int  # the next step
+    state: "torch.Tensor"  # [1 + memory, channels, ...] float32: the sample, then the solver's memory
+    generator: "torch.Tensor"  # uint8 state of the generator that draws noise
+    origin: "torch.Tensor"  # uint8 state of the generator before anything was drawn
 
 
-# What a LATENT with leftover noise has beside its samples; nodes that do not know it hand it on.
+# Key of the solver's state in a LATENT with leftover noise; other nodes pass it on.
 CARRIED = "tpu_solver"
 
 
@@ -42,7 +42,7 @@ class Latent(TypedDict):
 
 
 class ImageCondition(TypedDict):
-    """An encoded image, with the size of the video it was encoded for; references have none."""
+    """An encoded image with the size of the video it was encoded for; reference images have no size."""
 
     tpu_family: str
     height: NotRequired[int]
@@ -52,15 +52,17 @@ class ImageCondition(TypedDict):
 
 
 def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The embeddings and what is said of them, of input `name`; raises `ValueError` for what `spec` cannot follow.
+    """Return the embeddings `[1, length, dim]` and the dict of input `name`. Raises `ValueError` for unsupported
+    content.
 
-    Core nodes write more into CONDITIONING: several prompts, areas, masks, ranges of steps, controls. What is not known
-    here would be left out of the image in silence. ComfyUI's own CONDITIONING carries no family and may pass.
+    given: a CONDITIONING. One of ComfyUI's own has no family, which is accepted.
+    Core nodes add further content: several prompts, areas, masks, ranges of steps, controls. Ignoring such content
+        would give a wrong image silently.
     """
     if not isinstance(given, list | tuple) or not all(
-        isinstance(one, list | tuple) and len(one) == 2 and isinstance(one[1], Mapping) for one in given
+        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], Mapping) for entry in given
     ):
-        raise ValueError(f"{spec.title}: {name} is no CONDITIONING. Connect {spec.family}TextEncoder.")
+        raise ValueError(f"{spec.title}: {name} is not CONDITIONING. Connect {spec.family}TextEncoder.")
     if len(given) != 1:
         raise ValueError(
             f"{spec.title}: {name} has {len(given)} entries; combined prompts are not supported. Connect one "
@@ -72,7 +74,7 @@ def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Map
         raise ValueError(
             f"{spec.title}: {name} comes from a {family} text encoder; it must come from {spec.family}TextEncoder."
         )
-    if unknown := [key for key, value in info.items() if value is not None and key not in _known(spec)]:
+    if unknown := [key for key, value in info.items() if value is not None and key not in _list_allowed_keys(spec)]:
         raise ValueError(
             f"{spec.title}: {name} carries {', '.join(map(str, unknown))}; areas, masks, strengths, ranges of steps "
             f"and controls are not supported. Connect {spec.family}TextEncoder without a node between that sets them."
@@ -80,9 +82,9 @@ def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Map
     return embeddings, info
 
 
-def _known(spec: ModelSpec) -> set[str]:
+def _list_allowed_keys(spec: ModelSpec) -> set[str]:
     names = [text.name for text in spec.text_encoders]
-    return {"tpu_family", "length", _UNUSED, *names, *(f"{name}_length" for name in names)}
+    return {"tpu_family", "length", _IGNORED, *names, *(f"{name}_length" for name in names)}
 
 
 # --- as bytes: a folder of stage files and the cache of prompts hold them ---------------------------------------------
@@ -95,11 +97,11 @@ _PROMPTS, _CONDITION, _SOLVER = ("prompt_embeds", "negative_prompt_embeds"), "co
 def pack_embeddings(
     prompt_embeds: Conditioning, negative_prompt_embeds: Conditioning | None, condition: ImageCondition | None = None
 ) -> bytes:
-    """Encoded prompts, and an encoded picture if there is one.
+    """Return encoded prompts, and an encoded image if there is one, as the bytes of a safetensors file.
 
-    Tensor names are `prompt_embeds`, `negative_prompt_embeds`, and with a dot and their name after it what further text
-    encoders gave; those of a picture are `condition.<name>`. Whole numbers (lengths, the size that a picture was
-    encoded for) are metadata under the same kind of name.
+    prompt_embeds, negative_prompt_embeds: CONDITIONING of one entry.
+    Tensor names are `prompt_embeds`, `negative_prompt_embeds`, `<either>.<name>` for further text encoders, and
+    `condition.<name>` for an image. Integers (lengths, the image's size) are metadata with the same form of name.
     """
     tensors, numbers = {}, {}
     for name, conditioning in zip(_PROMPTS, (prompt_embeds, negative_prompt_embeds), strict=True):
@@ -110,14 +112,17 @@ def pack_embeddings(
     if condition is not None:
         tensors |= {f"{_CONDITION}.{key}": value for key, value in condition["tensors"].items()}
         numbers |= {f"{_CONDITION}.{key}": value for key, value in condition.items() if isinstance(value, int)}
-    return _packed(tensors, numbers)
+    return _pack(tensors, numbers)
 
 
 def unpack_embeddings(
     content: bytes, family: str
 ) -> tuple[Conditioning | None, Conditioning | None, ImageCondition | None]:
-    """What `pack_embeddings` packed; None for what is not there. `ValueError` for what is no such file."""
-    tensors, numbers = _unpacked(content)
+    """Return prompt, negative prompt and condition of `pack_embeddings`, each None if absent.
+
+    Raises `ValueError` for other content.
+    """
+    tensors, numbers = _unpack(content)
 
     def below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         return {key.removeprefix(f"{prefix}."): value for key, value in values.items() if key.startswith(f"{prefix}.")}
@@ -128,13 +133,13 @@ def unpack_embeddings(
         return [[tensors[name], {"tpu_family": family, **below(name, tensors), **below(name, numbers)}]]
 
     size = {name: number for name, number in below(_CONDITION, numbers).items() if name in SIZE}
-    pictures = below(_CONDITION, tensors)
-    condition = ImageCondition(tpu_family=family, **size, tensors=pictures) if pictures else None
+    arrays = below(_CONDITION, tensors)
+    condition = ImageCondition(tpu_family=family, **size, tensors=arrays) if arrays else None
     return conditioning(_PROMPTS[0]), conditioning(_PROMPTS[1]), condition
 
 
 def pack_latents(latents: Mapping[str, Any]) -> bytes:
-    """A LATENT: `latents`, and `solver.<name>` of what one with leftover noise carries."""
+    """Return a LATENT as the bytes of a safetensors file: `latents`, and `solver.<name>` for its solver state."""
     import torch
 
     tensors = {"latents": latents["samples"]}
@@ -142,12 +147,12 @@ def pack_latents(latents: Mapping[str, Any]) -> bytes:
         if isinstance(value, str):
             value = torch.tensor(list(bytes.fromhex(value)), dtype=torch.uint8)
         tensors[f"{_SOLVER}.{name}"] = torch.tensor(value) if isinstance(value, int) else value
-    return _packed(tensors, {})
+    return _pack(tensors, {})
 
 
 def unpack_latents(content: bytes) -> Latent | None:
-    """What `pack_latents` packed; None where it is not there. `ValueError` for what is no such file."""
-    tensors, _ = _unpacked(content)
+    """Return the LATENT of `pack_latents`, None if absent. Raises `ValueError` for other content."""
+    tensors, _ = _unpack(content)
     if "latents" not in tensors:
         return None
     carried: dict[str, Any] = {}
@@ -160,7 +165,8 @@ def unpack_latents(content: bytes) -> Latent | None:
     return {"samples": tensors["latents"], CARRIED: cast(Carried, carried)}
 
 
-def _packed(tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int]) -> bytes:
+def _pack(tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int]) -> bytes:
+    """Return the bytes of a safetensors file with `tensors` of any shape `[...]` and `numbers` as metadata."""
     from safetensors.torch import save
 
     # Copies: safetensors refuses tensors that share memory, and one CONDITIONING may be on both inputs.
@@ -168,13 +174,13 @@ def _packed(tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int]) -
     return save(owned, metadata={**{name: str(number) for name, number in numbers.items()}, **MADE_BY})
 
 
-def _unpacked(content: bytes) -> "tuple[dict[str, torch.Tensor], dict[str, int]]":
-    """Tensors, and the whole numbers in the metadata that are ours; `ValueError` for what is no safetensors file."""
+def _unpack(content: bytes) -> "tuple[dict[str, torch.Tensor], dict[str, int]]":
+    """Return tensors and this pack's integers in the metadata, by name. Raises `ValueError` for other content."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        # safetensors has them in an order of its own; shorter names first, and so the tenth picture behind the second.
+        # safetensors has its own order. Here shorter names come first, so that image 10 follows image 2.
         tensors = dict(sorted(load(content).items(), key=lambda item: (len(item[0]), item[0])))
     except SafetensorError as error:
         raise ValueError(str(error)) from error

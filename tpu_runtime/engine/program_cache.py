@@ -1,8 +1,8 @@
-"""The compiled programs of this process, by all that they depend on. Each is compiled once, in a thread of its own.
+"""Compiled programs of this process, by everything that they depend on. Each is compiled once, in its own thread.
 
-A stage asks for a program (`get`) and waits, so that it can be cancelled. What later stages will ask for is noted
-before (`note`) and compiled behind the running one, in that order. XLA cannot be stopped: what it is at work on is
-finished and kept, whoever does not want it any more.
+A stage requests a program (`get`) and waits, so that it can be cancelled. Programs of later stages are requested ahead
+(`note`) and compiled in the background, in that order. XLA compilations cannot be interrupted; they run to completion
+and are cached.
 """
 
 import json
@@ -31,56 +31,57 @@ from .device_cache import DeviceCache
 
 log = logging.getLogger(__name__)
 
-# The name of threads that compile, for which a process waits before it ends (see `current`).
+# Name of the threads that compile. A process waits for these before it ends (see `current`).
 COMPILER = "comfyui-tpu-compile"
-# How many compile behind a stage, unless the machine's record says otherwise; XLA has more threads of its own.
+# Background compilations at a time, unless the machine's record has another number. XLA has threads of its own.
 MAX_BEHIND = 2
-# How often who waits looks whether the user cancelled.
+# Poll interval for cancellation, in seconds.
 LOOK_AGAIN_S = 0.2
-# How long the programs of a model took to compile on such chips, whatever their size: what the next may take.
+# Last compile time of each kind of program, in seconds: the estimate for the next one.
 SECONDS = Store("compile_seconds")
-# Of a shorter wait no bar is shown.
+# Waits that should be shorter show no progress bar.
 LEAST_BAR_S = 10
-# No compilation takes a day; a cache's file may say anything.
+# Upper bound of a believable compile time: a cache file may hold anything.
 LONGEST_S = 24 * 3600
-# The unit of such a bar.
+# Unit of that progress bar.
 SECOND = "second"
-# What compiling again would not change.
+# Errors that a second compilation would raise again.
 _FINAL = (DoesNotFit, Unsupported)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A program that somebody will run: what to call it, all that it depends on, how to make it."""
+    """A request for a program."""
 
-    title: str
-    key: tuple[Any, ...]
-    build: Callable[[], Program]
+    title: str  # for messages
+    key: tuple[Any, ...]  # everything that the program depends on
+    build: Callable[[], Program]  # describes the program; traces nothing yet
 
     @property
     def kind(self) -> str:
-        """What programs have in common that differ in their sizes alone; they take about as long to compile."""
-        words = [part for part in self.key if isinstance(part, str)]
+        """Digest that is equal for programs which differ in their sizes alone and so take about as long to compile."""
+        words = [entry for entry in self.key if isinstance(entry, str)]
         chips = jax.devices()
         return signature(*words, re.sub(r"\d+", "", self.title), chips[0].device_kind, len(chips))
 
     @property
     def digest(self) -> str:
+        """Digest of the key."""
         return signature(*(json.dumps(part, sort_keys=True) if isinstance(part, dict) else part for part in self.key))
 
 
 @dataclass(eq=False, kw_only=True)
 class Compilation:
-    """A program on its way: it waits to be compiled, is compiled, or was refused."""
+    """A program that is waiting to be compiled, being compiled, or was refused."""
 
     wanted: Wanted
     digest: str
-    started: float | None = None
+    started: float | None = None  # monotonic seconds; None while it waits
     is_awaited: bool = False  # by a stage
-    is_new: bool = False  # XLA's cache does not have it
-    done: threading.Event = field(default_factory=threading.Event)
-    found: Executable | None = None
-    error: BaseException | None = None
+    is_new: bool = False  # not in XLA's persistent cache
+    done: threading.Event = field(default_factory=threading.Event)  # set when compiled or refused
+    found: Executable | None = None  # the loaded program
+    error: BaseException | None = None  # the reason of a refusal
     _program: Program | None = None
 
     def not_cached(self) -> None:
@@ -88,150 +89,167 @@ class Compilation:
 
     @property
     def program(self) -> Program:
-        if self._program is None:  # else nobody need wait for what another thread traces
+        if self._program is None:  # else no need to wait while another thread traces
             with TRACING:
                 self._program = self._program or self.wanted.build()
         return self._program
 
 
 class ProgramCache:
-    """Compiled programs by key, loaded on the devices. `counts["compile"]` tells how many were in no cache."""
+    """Compiled programs by key, loaded on the devices. `counts["compile"]` counts those that were in no cache."""
 
     def __init__(self, device_cache: DeviceCache, counts: Counter[str], max_behind: int | None = None) -> None:
         self._max_behind = MAX_BEHIND if max_behind is None else max_behind
         self._device_cache = device_cache
         self._counts = counts
         self._lock = threading.Lock()
-        # What is not loaded yet, by digest: waiting (in `_queue`), compiling, or refused.
-        self._coming: dict[str, Compilation] = {}
+        # Programs that are not loaded yet, by digest: waiting (in `_queue`), compiling, or refused.
+        self._pending: dict[str, Compilation] = {}
         self._queue: list[Compilation] = []
-        self._threads_behind = 0
+        self._num_threads = 0
 
     def get(self, wanted: Wanted, progress: telemetry.Watched) -> Executable:
-        """The program: loaded, or compiled now. If it is being compiled, this waits for it."""
+        """Return the program: loaded, or compiled now. Waits if another thread compiles it. Raises its compile
+        error.
+        """
         digest = wanted.digest
         progress.check_cancelled()
         with self._lock:
             if (loaded := self._device_cache.program(digest)) is not None:
                 return loaded
-            one = self._coming.setdefault(digest, Compilation(wanted=wanted, digest=digest))
-            if one in self._queue:
-                self._queue.remove(one)
-            is_ours, begun = one.started is None, one.started or time.monotonic()
-            one.started, one.is_awaited = begun, True
+            pending = self._pending.setdefault(digest, Compilation(wanted=wanted, digest=digest))
+            if pending in self._queue:
+                self._queue.remove(pending)
+            is_ours, started = pending.started is None, pending.started or time.monotonic()
+            pending.started, pending.is_awaited = started, True
         if is_ours:
-            in_daemon(lambda: self._compile(one), COMPILER)
-        self._wait(one, time.monotonic() - begun, progress)
-        if one.found is not None:
-            return one.found
-        assert one.error is not None
+            in_daemon(lambda: self._compile(pending), COMPILER)
+        self._wait(pending, time.monotonic() - started, progress)
+        if pending.found is not None:
+            return pending.found
+        assert pending.error is not None
         with self._lock:
-            self._coming.pop(digest, None)
-        if is_ours or isinstance(one.error, _FINAL):
-            raise one.error
-        return self.get(wanted, progress)  # it failed behind another stage: now by ourselves
+            self._pending.pop(digest, None)
+        if is_ours or isinstance(pending.error, _FINAL):
+            raise pending.error
+        return self.get(wanted, progress)  # it failed in the background: compile it here
 
-    def _wait(self, one: Compilation, age_s: float, progress: telemetry.Watched) -> None:
-        expected_s = _expected_s(one.wanted)
+    def _wait(self, pending: Compilation, age_s: float, progress: telemetry.Watched) -> None:
+        """Wait for a compilation, reporting progress. Raises if the user cancels.
+
+        age_s: seconds since it began.
+        """
+        expected_s = _expected_s(pending.wanted)
         facts = ["once for this size"]
         facts += [f"about {expected_s:.0f} s as the last time"] if expected_s >= 1 else []
         facts += [f"begun {age_s:.0f} s ago"] if age_s >= 1 else []
-        progress.text(f"Preparing the program of {one.wanted.title}")
+        progress.text(f"Preparing the program of {pending.wanted.title}")
         activity, waiting = progress.activity, time.monotonic()
-        began, said = waiting - age_s, None
+        began, shown_s = waiting - age_s, None
         try:
-            while not one.done.wait(LOOK_AGAIN_S):
+            while not pending.done.wait(LOOK_AGAIN_S):
                 progress.check_cancelled()
-                if not one.is_new:
+                if not pending.is_new:
                     continue
                 if not activity.compiling:
                     activity.compiling = True
-                    progress.text(f"Compiling {one.wanted.title} ({', '.join(facts)})")
-                # The bar stays short of its end until that is reached.
+                    progress.text(f"Compiling {pending.wanted.title} ({', '.join(facts)})")
+                # The bar stays below its end until the program is ready.
                 now = int(min(time.monotonic() - began, expected_s - 1))
-                if expected_s >= LEAST_BAR_S and now != said:
+                if expected_s >= LEAST_BAR_S and now != shown_s:
                     progress.step(now, int(expected_s), SECOND)
-                    said = now
+                    shown_s = now
         finally:
-            one.is_awaited = activity.compiling = False
-            activity.spent("compiling_s" if one.is_new else "preparing_s", time.monotonic() - waiting)
+            pending.is_awaited = activity.compiling = False
+            activity.spent("compiling_s" if pending.is_new else "preparing_s", time.monotonic() - waiting)
         progress.check_cancelled()
 
     def note(self, wanted: Wanted) -> Compilation | Executable:
-        """The program as it is or will be: it is compiled behind what runs."""
+        """Return the program, or its pending compilation, which is queued to run in the background."""
         digest = wanted.digest
         with self._lock:
             if (loaded := self._device_cache.program(digest)) is not None:
                 return loaded
-            one = self._coming.get(digest)
-            if one is None:
-                one = self._coming[digest] = Compilation(wanted=wanted, digest=digest)
-                self._queue.append(one)
-            if self._queue and self._threads_behind < self._max_behind:
-                self._threads_behind += 1
-                in_daemon(self._compile_behind, COMPILER)
-        return one
+            pending = self._pending.get(digest)
+            if pending is None:
+                pending = self._pending[digest] = Compilation(wanted=wanted, digest=digest)
+                self._queue.append(pending)
+            if self._queue and self._num_threads < self._max_behind:
+                self._num_threads += 1
+                in_daemon(self._compile_in_background, COMPILER)
+        return pending
 
     def unload(self, wanted: Wanted) -> None:
-        """Lets `get` load the program again."""
+        """Unload the program, so that `get` loads it again."""
         self._device_cache.drop_program(wanted.digest)
 
     def drop(self) -> None:
-        """Forgets what was noted and is not begun."""
+        """Cancel the queued compilations that have not begun."""
         with self._lock:
-            for one in self._queue:
-                del self._coming[one.digest]
+            for compilation in self._queue:
+                del self._pending[compilation.digest]
             self._queue.clear()
 
     def behind(self) -> list[dict[str, object]]:
-        """What is compiled behind the running stage, or waits for that, in order; seconds since each was begun."""
+        """Return title and elapsed seconds (None if not begun) of the compilations that no stage waits for, in
+        order.
+        """
         now = time.monotonic()
         with self._lock:
-            coming = [one for one in self._coming.values() if not (one.is_awaited or one.done.is_set())]
+            unawaited = [
+                compilation
+                for compilation in self._pending.values()
+                if not (compilation.is_awaited or compilation.done.is_set())
+            ]
         return [
-            {"title": one.wanted.title, "elapsed_s": None if one.started is None else now - one.started}
-            for one in coming
+            {
+                "title": compilation.wanted.title,
+                "elapsed_s": None if compilation.started is None else now - compilation.started,
+            }
+            for compilation in unawaited
         ]
 
-    def _compile_behind(self) -> None:
+    def _compile_in_background(self) -> None:
         while True:
             with self._lock:
                 if not self._queue:
-                    self._threads_behind -= 1
+                    self._num_threads -= 1
                     return
-                one = self._queue.pop(0)
-                one.started = time.monotonic()
-            self._compile(one)
-            if isinstance(one.error, _FINAL):
+                pending = self._queue.pop(0)
+                pending.started = time.monotonic()
+            self._compile(pending)
+            if isinstance(pending.error, _FINAL):
                 with self._lock:
-                    self._coming[one.digest] = one  # said to the stage that asks for it, if one does
-            elif one.error is not None:
+                    self._pending[pending.digest] = pending  # raised in the stage that asks for it, if any
+            elif pending.error is not None:
                 log.warning(
-                    "%s failed to compile ahead (%s); the stage that needs it tries again.", one.wanted.title, one.error
+                    "%s failed to compile in the background (%s); the stage that needs it tries again.",
+                    pending.wanted.title,
+                    pending.error,
                 )
 
-    def _compile(self, one: Compilation) -> None:
+    def _compile(self, pending: Compilation) -> None:
         try:
             began = time.monotonic()
-            with torch.no_grad(), when_missed(one.not_cached):  # a thread begins with gradients
-                found, one.is_new = executables.obtain(one.program)
-            if one.is_new:
-                SECONDS.put(one.wanted.kind, f"{time.monotonic() - began:.1f}".encode())
+            with torch.no_grad(), when_missed(pending.not_cached):  # gradients are enabled in a new thread
+                executable, pending.is_new = executables.obtain(pending.program)
+            if pending.is_new:
+                SECONDS.put(pending.wanted.kind, f"{time.monotonic() - began:.1f}".encode())
             with self._lock:
-                # Where it does not fit next to what runs, its stage takes it from XLA's cache.
-                if one.is_awaited or self._device_cache.has_room(found):
-                    self._device_cache.add_program(one.digest, found)
-                self._counts["compile"] += one.is_new
-            one.found = found
-        except BaseException as error:  # handed on to the stage that waits
-            one.error = error
+                # If it does not fit next to the running program, its stage loads it from XLA's cache later.
+                if pending.is_awaited or self._device_cache.has_room(executable):
+                    self._device_cache.add_program(pending.digest, executable)
+                self._counts["compile"] += pending.is_new
+            pending.found = executable
+        except BaseException as error:  # raised again in the waiting stage
+            pending.error = error
         with self._lock:
-            self._coming.pop(one.digest, None)
-        one.done.set()
+            self._pending.pop(pending.digest, None)
+        pending.done.set()
 
 
 def _expected_s(wanted: Wanted) -> float:
-    """How long such a program took to compile the last time; 0 where that is not known."""
+    """Return the last compile time of such a program in seconds; 0 if unknown."""
     try:
         seconds = float(SECONDS.get(wanted.kind) or 0)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Encoded prompts, kept in host memory and on disk by their content: the same text is encoded once per model."""
+"""Encoded prompts, cached in host memory and on disk by content: a model encodes the same text once."""
 
 import logging
 from collections import OrderedDict
@@ -11,35 +11,36 @@ from .payloads import Conditioning
 log = logging.getLogger(__name__)
 
 STORE = Store("prompts")
-# Kept in host memory: one is at most 512 x 15360 float32 numbers.
+# Entries kept in host memory; one is at most 512 x 15360 float32 numbers.
 MAX_IN_MEMORY = 16
 
 Encoded = tuple[Conditioning, Conditioning | None]
-# On a follower that does not have what the leader found: only the leader's result goes on.
+# Placeholder on a follower that lacks the leader's entry: only the leader's result is used.
 NOBODYS: Encoded = ([], None)
 
 
 class PromptCache:
-    """Encoded prompts by key: the text, the model and all else that they depend on."""
+    """Encoded prompts by key: a digest of the text, the model and everything else that they depend on."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Encoded] = OrderedDict()
 
     def get(self, key: str, family: str, encode: Callable[[], Encoded], decide: Callable[[bool], bool]) -> Encoded:
-        """The entry `key`: from memory, else from disk, else by `encode`. Whether it is there is what the leader of
-        several hosts finds: `decide` returns that.
+        """Return the entry `key`: from memory, else from disk, else from `encode`.
+
+        decide: returns the leader's value of a bool on all hosts; the leader's finding counts.
         """
-        found = self._kept.get(key) or _read(key, family)
-        if not decide(found is not None):
-            found = encode()
-            STORE.put(key, payloads.pack_embeddings(*found))
-        if found is None:
+        encoded = self._kept.get(key) or _read(key, family)
+        if not decide(encoded is not None):
+            encoded = encode()
+            STORE.put(key, payloads.pack_embeddings(*encoded))
+        if encoded is None:
             return NOBODYS
-        self._kept[key] = found
+        self._kept[key] = encoded
         if len(self._kept) > MAX_IN_MEMORY:
             self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return found
+        return encoded
 
 
 def _read(key: str, family: str) -> Encoded | None:

@@ -1,6 +1,4 @@
-"""The stages of a generation, each a function of a `Stage`, single calls of networks for nodes of others, and warming
-up: what an engine runs, by name, is `WORK`.
-"""
+"""The stages of a generation, single calls of networks, and warming up: functions of a `Stage`, by name in `WORK`."""
 
 import functools
 import hashlib
@@ -32,34 +30,43 @@ from .stage import Stage
 log = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "negative prompt")
-MOST_WORDS = 8  # of those that a miniature does not know, in its sentence
+MOST_WORDS = 8  # unknown words listed in a warning of a tiny model
 
 
 def encode(
     stage: Stage, prompt: str, negative_prompt: str, condition: ImageCondition | None = None
 ) -> tuple[Conditioning, Conditioning | None]:
-    """Prompt and negative prompt as CONDITIONING, from the cache where the same text was encoded before. They are about
-    the pictures of a `condition`, where the text encoder looks at these.
+    """Return prompt and negative prompt as CONDITIONING, cached by content; no negative one if the model has no
+    guidance.
+
+    condition: an encoded image for a text encoder that takes image embeddings.
     """
     spec = stage.spec
     prompts = (prompt, negative_prompt) if spec.recipe.guidance == "cfg" else (prompt,)
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
-    parts = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
+    identities = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
     sources = (*versions.environment(), versions.source_digest())
     looking = [text for text in spec.text_encoders if text.tokenize_beside]
     width = int(stage.config(looking[0].component)["hidden_size"]) if looking else 0
-    seen = conditioning.seen(spec, condition if looking else None, width)
-    pictures = [(x.shape, hashlib.sha256(x.numpy().tobytes()).hexdigest()) for x in seen]
-    key = signature(spec.name, parts, stage.target.precision, prompts, sources, *pictures)
-    found = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts, seen), stage.hosts.decide)
-    if lost := [sentence for named in zip(PROMPTS, prompts, found, strict=False) for sentence in _lost(stage, *named)]:
-        stage.progress.activity.remark = " ".join(lost)
-        log.warning("%s", " ".join(lost), extra={TOLD: True})
-    return found
+    embeddings = conditioning.seen(spec, condition if looking else None, width)
+    embedding_digests = [(x.shape, hashlib.sha256(x.numpy().tobytes()).hexdigest()) for x in embeddings]
+    key = signature(spec.name, identities, stage.target.precision, prompts, sources, *embedding_digests)
+    encoded = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts, embeddings), stage.hosts.decide)
+    if warnings := [
+        sentence
+        for named in zip(PROMPTS, prompts, encoded, strict=False)
+        for sentence in _prompt_warnings(stage, *named)
+    ]:
+        stage.progress.activity.remark = " ".join(warnings)
+        log.warning("%s", " ".join(warnings), extra={TOLD: True})
+    return encoded
 
 
-def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) -> Iterator[str]:
-    """What of a prompt does not reach the model as it may be meant, in sentences for the user."""
+def _prompt_warnings(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) -> Iterator[str]:
+    """Yield sentences about parts of a prompt that do not reach the model as they may be meant.
+
+    name: one of `PROMPTS`.
+    """
     title = stage.spec.title
     if literals := ", ".join(tokens.literals(prompt)):
         yield (
@@ -67,10 +74,10 @@ def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) ->
             "words."
         )
     if name == PROMPTS[0] and (example := tiny.texts(stage.spec, stage.found.model_id).get("prompt")):
-        yield from _unknown(stage, prompt, example)
+        yield from _warn_unknown_words(stage, prompt, example)
     for text in stage.spec.text_encoders if encoded else ():
         assert encoded
-        # Only what fills all places may have been longer.
+        # Only a prompt that fills all tokens may have been longer.
         if encoded[0][1].get(f"{text.name}_length", text.max_length) < text.max_length:
             continue
         tokenizer = tokens.load_tokenizer(stage.found.folder(text.tokenizer_folder, stage.progress))
@@ -84,8 +91,11 @@ def _lost(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) ->
             )
 
 
-def _unknown(stage: Stage, prompt: str, example: str) -> Iterator[str]:
-    """What a trained miniature never saw: its picture would look as if the pack were broken."""
+def _warn_unknown_words(stage: Stage, prompt: str, example: str) -> Iterator[str]:
+    """Yield sentences about words that a trained tiny model never saw and cannot draw.
+
+    example: a prompt that it knows.
+    """
     if not prompt.strip():
         yield f'The prompt is empty. The miniature knows "{example}".'
         return
@@ -100,6 +110,10 @@ def _unknown(stage: Stage, prompt: str, example: str) -> Iterator[str]:
 def _encode(
     stage: Stage, prompts: Sequence[str], seen: Sequence[torch.Tensor]
 ) -> tuple[Conditioning, Conditioning | None]:
+    """Return CONDITIONING of one or two prompts.
+
+    seen: image embeddings `[1, rows, columns, width]` each.
+    """
     encoded = [_encode_text(stage, text, prompts, seen) for text in stage.spec.text_encoders]
     rows = [conditioning.conditioning(stage.spec, encoded, row) for row in range(len(prompts))]
     stage.counts["encode"] += 1
@@ -109,22 +123,27 @@ def _encode(
 def _encode_text(
     stage: Stage, text: TextEncoding, prompts: Sequence[str], seen: Sequence[torch.Tensor]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """States `[rows, max_length, dim]` and lengths `[rows]` of one text encoder."""
+    """Return states `[rows, max_length, dim]` and lengths `[rows]` of one text encoder.
+
+    seen: image embeddings `[1, rows, columns, width]` each.
+    """
     tokenizer = tokens.load_tokenizer(stage.found.folder(text.tokenizer_folder, stage.progress))
-    beside = text.tokenize_beside if seen else None
-    ids, mask, *more = beside(tokenizer, prompts, seen) if beside else text.tokenize(tokenizer, prompts)
+    tokenize_with_images = text.tokenize_beside if seen else None
+    ids, mask, *more = (
+        tokenize_with_images(tokenizer, prompts, seen) if tokenize_with_images else text.tokenize(tokenizer, prompts)
+    )
     stage.progress.text("Encoding the prompt")
     states, _ = stage.call(text.component, text.encode, ids, mask, *more)
     return states, mask.sum(axis=1).astype(np.int32)
 
 
 def encode_image(stage: Stage, image: torch.Tensor, settings: Settings) -> ImageCondition:
-    """An IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition."""
-    seen = media.pictures(image)
-    conditioning.check_pictures(stage.spec, settings, len(seen))
+    """Return an IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition."""
+    images = media.pictures(image)
+    conditioning.check_pictures(stage.spec, settings, len(images))
     assert stage.spec.pictures.encode is not None
     stage.progress.text("Encoding the image")
-    tensors = stage.spec.pictures.encode(stage.call, seen, settings, stage.config(stage.spec.vae.component))
+    tensors = stage.spec.pictures.encode(stage.call, images, settings, stage.config(stage.spec.vae.component))
     return conditioning.condition(stage.spec, settings, tensors)
 
 
@@ -136,7 +155,12 @@ def denoise(
     condition: ImageCondition | None = None,
     latents: Mapping[str, Any] | None = None,
 ) -> Latent:
-    """From noise, or from latents, to a LATENT."""
+    """Return the LATENT of a generation.
+
+    prompt_embeds, negative_prompt_embeds: CONDITIONING; the negative one may be None without guidance.
+    condition: an encoded image or None.
+    latents: a LATENT to start from; None for noise.
+    """
     plan = denoising.plan_of(stage, settings)
     inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
     standing = denoising.begin(plan, inputs, latents, stage.progress.text)
@@ -150,7 +174,10 @@ def calibrate(
     negative_prompt_embeds: Conditioning | None,
     condition: ImageCondition | None = None,
 ) -> Curve:
-    """The curve of a model, measured in one generation of full steps. None of these leaves blocks out."""
+    """Return MagCache's curve of a model, measured in one generation of full steps without sparse attention.
+
+    prompt_embeds, negative_prompt_embeds, condition: as for `denoise`.
+    """
     quality = min(settings.quality, QUALITIES[1], key=QUALITIES.index)
     plan = denoising.plan_of(stage, replace(settings, step_cache=MagCache(threshold=0.0), quality=quality))
     inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
@@ -158,7 +185,7 @@ def calibrate(
 
 
 def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
-    """The samples `[batch, channels, ...]` of a LATENT to IMAGE frames of all of them."""
+    """Return the samples `[batch, channels, ...]` of a LATENT as IMAGE frames `[n, height, width, 3]`."""
     samples = conditioning.latent_samples(stage.spec, latents)
     stage.progress.text("Decoding")
     geometry, num_latent_frames = stage.spec.geometry, samples.shape[2] if samples.ndim == 5 else 1
@@ -180,66 +207,63 @@ def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
 
 
 def warm(stage: Stage, settings: Settings) -> int:
-    """Compiles every program of a generation of this size, loading no weights; how many were not compiled yet."""
+    """Compile every program of a generation with these settings without loading weights; return how many were new."""
     before = stage.counts["compile"]
     _each_program(stage, settings, STAGES, lambda wanted: stage.program_cache.get(wanted, stage.progress))
     return stage.counts["compile"] - before
 
 
-# --- single calls of networks, for nodes of others --------------------------------------------------------------------
+# --- single calls of networks, for nodes of ComfyUI -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is asked: a denoiser's prediction for rows of a sample, all at one timestep.
+    """A request for a denoiser's prediction for rows of a sample, all at one timestep."""
 
-    `sample` is `[rows, *latent]` float32, `timestep` as the denoiser takes it, and `inputs` are those of
-    `model_spec.Forward`, each with one row for all or one for each; what is absent the network does without. `expert`
-    is the number of the denoiser.
-    """
-
-    sample: torch.Tensor
-    timestep: float
+    sample: torch.Tensor  # [rows, *latent] float32
+    timestep: float  # in the denoiser's scale
+    # of `model_spec.Forward` by name, 1 or `rows` rows each; optional ones may be absent
     inputs: Mapping[str, np.ndarray]
-    expert: int = 0
+    expert: int = 0  # index of the denoiser
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Rows of a prediction that share a call, as many as guidance has branches: what all have in common is one row."""
+class _BranchBatch:
+    """Rows of a prediction that share a call, as many as guidance has branches. Values common to all are one row."""
 
-    sample: np.ndarray
-    inputs: Mapping[str, np.ndarray]
-    rows: int
+    sample: np.ndarray  # [1 or rows, *latent] float32
+    inputs: Mapping[str, np.ndarray]  # by name, 1 or `rows` rows each
+    rows: int  # 1 or 2
 
 
-def _parts(spec: ModelSpec, prediction: Prediction) -> Iterator[_Part]:
+def _split_branches(spec: ModelSpec, prediction: Prediction) -> Iterator[_BranchBatch]:
+    """Yield the rows of a prediction in batches."""
     sample = prediction.sample.numpy()
     number = max(len(sample), *(len(x) for x in prediction.inputs.values()))
     most = 2 if spec.recipe.guidance == "cfg" else 1
 
-    def chosen(x: np.ndarray, part: slice) -> np.ndarray:
+    def select(x: np.ndarray, part: slice) -> np.ndarray:
         return np.ascontiguousarray(x if len(x) == 1 else x[part])
 
     for start in range(0, number, most):
-        part = slice(start, min(start + most, number))
-        inputs = {name: chosen(x, part) for name, x in prediction.inputs.items()}
-        yield _Part(sample=chosen(sample, part), inputs=inputs, rows=part.stop - start)
+        rows = slice(start, min(start + most, number))
+        inputs = {name: select(x, rows) for name, x in prediction.inputs.items()}
+        yield _BranchBatch(sample=select(sample, rows), inputs=inputs, rows=rows.stop - start)
 
 
 def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
-    """`[rows, *latent]` float32. Rows are independent."""
-    name, found = stage.spec.denoiser.experts[prediction.expert], []
+    """Return the prediction `[rows, *latent]` float32. Rows are independent."""
+    name, results = stage.spec.denoiser.experts[prediction.expert], []
     conditioning.check_asked(stage.spec, stage.config(name), prediction.sample, prediction.inputs)
-    for part in _parts(stage.spec, prediction):
-        executable = stage.executable(_wanted(stage, name, part))
+    for part in _split_branches(stage.spec, prediction):
+        executable = stage.executable(_prediction_request(stage, name, part))
         weights = stage.weights(name, executable)
         stage.check(f"a prediction of {name}")
         result, is_finite = executable(weights, part.sample, np.float32(prediction.timestep), part.inputs)
-        found.append(as_tensor(np.asarray(result)))
+        results.append(as_tensor(np.asarray(result)))
         if not is_finite:
             raise stage.not_finite("values of the denoiser", stage.model.loras)
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def states(
@@ -250,39 +274,50 @@ def states(
     seen: Sequence[torch.Tensor] = (),
     layers: int | None = None,
 ) -> torch.Tensor:
-    """The states `[rows, length, dim]` of a text encoder, by its number, for tokens and their mask, `[rows, length]`
-    each. What stands before a prompt is not cut off. Tokens below 0 are those of pictures `seen`, as `look` gives them.
-    With `layers`, of an encoder that has a `depth_key`, its later ones are left out.
+    """Return a text encoder's states `[rows, length, dim]`; the prefix of a prompt is kept.
+
+    encoder: index of the text encoder.
+    ids, mask: `[rows, length]` int32; ids below 0 stand for image embeddings.
+    seen: image embeddings as returned by `look`, in the order of these ids.
+    layers: how many of the first layers run; None for all. Needs an encoder with a `depth_key`.
     """
     text = stage.spec.text_encoders[encoder]
     more = text.place_beside(ids < 0, seen) if text.place_beside and seen else ()
     if layers is not None:
-        stage = _shallower(stage, text.component, {text.depth_key: layers})
-    found, _ = stage.call(text.component, text.encode, np.maximum(ids, 0), mask, *more)
-    return torch.from_numpy(np.array(found))
+        stage = _with_depth(stage, text.component, {text.depth_key: layers})
+    states_, _ = stage.call(text.component, text.encode, np.maximum(ids, 0), mask, *more)
+    return torch.from_numpy(np.array(states_))
 
 
-def _shallower(stage: Stage, component: str, depth: Mapping[str, int]) -> Stage:
+def _with_depth(stage: Stage, component: str, depth: Mapping[str, int]) -> Stage:
+    """Return the stage with values of a component's config replaced."""
     configs = {**stage.resolved.configs, component: {**stage.config(component), **depth}}
     return replace(stage, resolved=replace(stage.resolved, configs=configs))
 
 
 def look(stage: Stage, prepared: Sequence[Any]) -> torch.Tensor:
-    """What the image encoder makes of a picture that is prepared for it, see `model_spec.functions.Look`."""
+    """Return the image encoder's output `[rows, tokens, dim]` for a preprocessed image.
+
+    prepared: arguments of `model_spec.functions.Look` after the call.
+    """
     if stage.spec.pictures.look is None:
         raise ValueError(f"{stage.spec.title} has no image encoder.")
     return torch.from_numpy(np.array(stage.spec.pictures.look(stage.call, *prepared)))
 
 
 def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
-    """A video's frames `[1, 3, frames, height, width]` in -1..1, or a picture as one frame, to samples of a LATENT."""
+    """Return samples of a LATENT `[1, channels, ...]` for frames `[1, 3, frames, height, width]` in -1..1.
+
+    An image is one frame.
+    """
     encode = stage.spec.vae.encode
     if encode is None:
         raise ValueError(f"{stage.spec.title}: its VAE's encoder is not available on the TPU.")
     return encode(stage.call, pixels, stage.report("chunk"))
 
 
-def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
+def _prediction_request(stage: Stage, name: str, part: _BranchBatch) -> Wanted:
+    """Return the program request of a batch of a prediction by the denoiser `name`."""
     spec, config, component = stage.spec, stage.config(name), stage.spec.component(name)
     folder = stage.fetched(component)
     bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
@@ -308,24 +343,27 @@ def _wanted(stage: Stage, name: str, part: _Part) -> Wanted:
 
 
 def _size(spec: ModelSpec, shape: tuple[int, ...]) -> str:
-    """What latents of this shape are of, in words."""
+    """Return the size of the result of latents `[rows, channels, (frames,) height, width]`, as text."""
     geometry, (*frames, height, width) = spec.geometry, shape[2:]
     number = (frames[0] - 1) * geometry.stride_t + 1 if frames else 1
     return f"{width * geometry.stride_hw}x{height * geometry.stride_hw}, {number} frames"
 
 
 def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple[int, ...] = ()) -> None:
-    """Lets the programs of single calls be compiled behind what runs: those of a prediction like this one, and of
-    decoding samples of this shape; of a model without either those of its text encoders.
+    """Compile the programs of single calls in the background.
+
+    prediction: a prediction like the one to come.
+    decoded: shape of samples to be decoded.
+    With neither, the programs of the text encoders.
     """
     spec = stage.spec
     call = network_call.caller(lambda request: _note(stage, stage.wanted(request)).program, generation.zeros)
     if prediction is not None:
         name = spec.denoiser.experts[prediction.expert]
-        # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
+        # The program depends on some of the weights, and downloads belong to the stage, which reports them.
         if stage.found.weights_here(spec.component(name)):
-            for part in _parts(spec, prediction):
-                _note(stage, _wanted(stage, name, part))
+            for part in _split_branches(spec, prediction):
+                _note(stage, _prediction_request(stage, name, part))
     elif decoded:
         for _ in spec.vae.decode(call, torch.zeros(decoded), lambda done, total: None):
             pass
@@ -335,11 +373,11 @@ def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple
             call(text.component, text.encode, ids, ids)
 
 
-# --- what runs --------------------------------------------------------------------------------------------------------
+# --- the functions by name --------------------------------------------------------------------------------------------
 
 _STAGES = (encode, encode_image, denoise, decode)
-# What nodes of ComfyUI's own ask for.
-CALLS: Mapping[str, Callable[..., Any]] = {work.__name__: work for work in (predict, states, look, latents)}
+# Calls of ComfyUI's own nodes.
+CALLS: Mapping[str, Callable[..., Any]] = {"predict": predict, "states": states, "look": look, "latents": latents}
 WORK: Mapping[str, Callable[..., Any]] = {
     **dict(zip(STAGES, _STAGES, strict=True)),
     **CALLS,
@@ -354,20 +392,20 @@ def _note(stage: Stage, wanted: Wanted) -> Compilation | Executable:
 
 
 def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
-    """Lets the programs of later stages (some of `model_spec.STAGES`) be compiled behind the one that runs."""
-    # Its program depends on some of the weights, and a download belongs to the stage, which shows it.
+    """Compile the programs of later stages (names of `model_spec.STAGES`) in the background."""
+    # The program depends on some of the weights, and downloads belong to the stage, which reports them.
     is_here = all(stage.found.weights_here(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
-    wanted = [name for name in stages if is_here or name != "denoise"]
-    _each_program(stage, settings, wanted, functools.partial(_note, stage))
+    names = [name for name in stages if is_here or name != "denoise"]
+    _each_program(stage, settings, names, functools.partial(_note, stage))
 
 
 def read_ahead(stage: Stage, stages: Sequence[str]) -> None:
-    """Lets the weights of the denoiser and the decoder be in the kernel's page cache when these stages load them."""
+    """Read the weights of the denoiser and the decoder into the kernel's page cache before these stages load them."""
     names = [
         *(stage.spec.denoiser.experts if "denoise" in stages else ()),
         *((stage.spec.vae.component,) if "decode" in stages else ()),
     ]
-    loaded = [(one.component, one.model) for one in stage.device_cache.list()]
+    loaded = [(resident.component, resident.model) for resident in stage.device_cache.list()]
     files = [
         stage.found.weights_here(stage.spec.component(name))
         for name in names
@@ -379,7 +417,7 @@ def read_ahead(stage: Stage, stages: Sequence[str]) -> None:
 def _each_program(
     stage: Stage, settings: Settings, stages: Sequence[str], prepare: Callable[[Wanted], Compilation | Executable]
 ) -> None:
-    """Passes every program of these stages to `prepare`, in the order in which they run; loads no weights."""
+    """Pass every program of these stages to `prepare`, in the order in which they run. Loads no weights."""
     plan = denoising.plan_of(stage, settings)
     call = network_call.caller(lambda request: prepare(stage.wanted(request)).program, generation.zeros)
     for name in STAGES:

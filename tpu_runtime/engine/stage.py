@@ -1,4 +1,4 @@
-"""One stage at work: a located checkpoint, what it is compiled for, the host that watches, and the caches it uses."""
+"""The context of one running stage: a located checkpoint, the compile target, progress, and the caches."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.model_ref import Lora, ModelRef, Resolved
 from ..hosts.together import Together
 from ..loras import apply
-from ..model_spec import Call, Component, ModelSpec
+from ..model_spec import Call, Component, Json, ModelSpec
 from ..programs import finite, network_call
 from ..programs.executables import Executable
 from ..programs.program import Target
@@ -32,17 +32,17 @@ from .prompt_cache import PromptCache
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What the host code of a stage may ask for: networks to call, weights, progress."""
+    """Networks, weights and progress for the host code of a stage."""
 
-    model: ModelRef
-    resolved: Resolved
-    target: Target
-    progress: telemetry.Watched
+    model: ModelRef  # as requested
+    resolved: Resolved  # its spec, checkpoint and configs
+    target: Target  # devices, precision and kernels to compile for
+    progress: telemetry.Watched  # of the application, with the stage's activity
     device_cache: DeviceCache
     program_cache: ProgramCache
     prompt_cache: PromptCache
-    counts: Counter[str]
-    hosts: Together
+    counts: Counter[str]  # of the engine
+    hosts: Together  # all hosts of the engine
 
     @property
     def spec(self) -> ModelSpec:
@@ -52,8 +52,8 @@ class Stage:
     def found(self) -> Checkpoint:
         return self.resolved.checkpoint
 
-    def config(self, component: str) -> Mapping[str, Any]:
-        """A component's own `config.json`."""
+    def config(self, component: str) -> Json:
+        """Return a component's own `config.json`."""
         return self.resolved.configs[component]
 
     @property
@@ -62,27 +62,29 @@ class Stage:
 
     @property
     def call(self) -> Call:
-        """Runs a network; see `model_spec.Call`."""
+        """Function that runs a network (see `model_spec.Call`)."""
         return network_call.caller(self.program, self._execute)
 
     def program(self, request: network_call.CallRequest) -> Executable:
         return self.executable(self.wanted(request))
 
     def executable(self, wanted: Wanted) -> Executable:
-        """A program, the same on all hosts."""
-        found = self.program_cache.get(wanted, self.progress)
-        while not self.hosts.agree(f"load {wanted.title}, {wanted.digest[:12]}", found.runs):
+        """Return a loaded program, the same on all hosts."""
+        program = self.program_cache.get(wanted, self.progress)
+        while not self.hosts.agree(f"load {wanted.title}, {wanted.digest[:12]}", program.runs):
             self.program_cache.unload(wanted)
-            found = self.program_cache.get(wanted, self.progress)
-        return found
+            program = self.program_cache.get(wanted, self.progress)
+        return program
 
     def check(self, what: str) -> None:
-        """Before a program runs: raises if the user cancelled, and waits until all hosts are about to run it."""
+        """Synchronise before a program runs: raise if the user cancelled, and wait until all hosts are about to run
+        `what`.
+        """
         self.progress.check_cancelled()
         self.hosts.agree(f"run {what}")
 
     def wanted(self, request: network_call.CallRequest) -> Wanted:
-        """The program that a request needs."""
+        """Return the program request for a call."""
         config = self.config(request.component)
         return Wanted(
             title=f"the {request.component.replace('_', ' ')}",
@@ -91,6 +93,7 @@ class Stage:
         )
 
     def _execute(self, executable: Executable, request: network_call.CallRequest) -> tuple[Any, Any]:
+        """Run a program; return its result (or pending frames) and the value that stays on the devices."""
         weights = self.weights(request.component, executable)
         self.check(executable.program.name)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, request.args)
@@ -105,15 +108,15 @@ class Stage:
         return result, carried
 
     def not_finite(self, what: str, loras: Sequence[Lora] = ()) -> finite.NotFinite:
-        """The error for `what`, which weights with these LoRAs gave."""
+        """Return the error for `what`, values that are not finite, computed by weights with these LoRAs."""
         names = [Path(lora.path).name for lora in loras if lora.strength]
         return finite.failure(self.spec.title, what, self.target.precision, names)
 
     def weights(self, name: str, executable: Runnable) -> Weights:
-        """A component's weights as `executable` wants them, loaded if they are not resident."""
+        """Return the weights of the component `name` as `executable` takes them, loaded if they are not resident."""
         component = self.spec.component(name)
-        wanted = executable.program.weights
-        assert wanted is not None
+        abstract = executable.program.weights
+        assert abstract is not None
 
         loras = self.model.loras_of(name)
         # Models that share a file need not need the same layers of it.
@@ -126,10 +129,10 @@ class Stage:
             key,
             component=name,
             model=self.found.model_id,
-            size_bytes=bytes_per_chip(wanted),
+            size_bytes=bytes_per_chip(abstract),
             running=executable,
             variant=variant,
-            load=lambda held: self._load(component, loras, wanted, held),
+            load=lambda held: self._load(component, loras, abstract, held),
         )
         activity = self.progress.activity
         needed = self.device_cache.size_bytes + self.device_cache.code_bytes + executable.workspace_bytes
@@ -137,12 +140,12 @@ class Stage:
         return resident.weights
 
     def fetched(self, component: Component) -> Path:
-        """A component's folder with its weights in it."""
+        """Return a component's folder after downloading its weights if need be."""
         with self.progress.activity.spends("downloading_s"):
             return self.found.fetch_weights(component, self.progress)
 
     def added_to_norms(self, component: Component) -> dict[str, torch.Tensor]:
-        """What LoRAs add to norms and biases of a denoiser, by name."""
+        """Return the sums of all LoRA differences of a denoiser's norms and biases, by name."""
         loras = self.model.loras_of(component.name)
         if not loras or not self.spec.denoiser.head_norms:
             return {}
@@ -153,10 +156,14 @@ class Stage:
         self,
         component: Component,
         loras: tuple[Lora, ...],
-        wanted: Mapping[str, jax.ShapeDtypeStruct],
-        held: Resident | None,
+        abstract: Mapping[str, jax.ShapeDtypeStruct],
+        resident: Resident | None,
     ) -> tuple[Weights, frozenset[str]]:
-        """A component's weights with `loras`, and which those change: of a resident only what differs is read."""
+        """Return a component's weights with `loras` merged, and the names of the changed ones.
+
+        abstract: shape, dtype and sharding of every weight by name.
+        resident: a resident variant, of which only the differing weights are read again; else None.
+        """
         folder = self.fetched(component)
         network = described(component, self.config(component.name))
         files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
@@ -166,19 +173,19 @@ class Stage:
         title = f"{component.name} of {self.found.model_id}"
         if loras:
             title += f" with {', '.join(Path(lora.path).name for lora in loras)}"
-        if held is None:
+        if resident is None:
             self.counts["load"] += 1
         else:
-            again = held.changed | changed.names
-            wanted = {name: want for name, want in wanted.items() if name.removesuffix(WORTH) in again}
-        activity, kept = self.progress.activity, held.weights if held else None
+            stale = resident.changed | changed.names
+            abstract = {name: want for name, want in abstract.items() if name.removesuffix(WORTH) in stale}
+        activity, kept = self.progress.activity, resident.weights if resident else None
         with activity.spends("loading_s"):
-            weights = load.load(network, files, wanted, title, self.progress, changed, kept, self.check)
-        activity.loaded_bytes += sum(math.prod(want.shape) * want.dtype.itemsize for want in wanted.values())
+            weights = load.load(network, files, abstract, title, self.progress, changed, kept, self.check)
+        activity.loaded_bytes += sum(math.prod(want.shape) * want.dtype.itemsize for want in abstract.values())
         return weights, changed.names
 
     def report(self, unit: str) -> Callable[[int, int], None]:
-        """Moves the host's bar and lets it cancel."""
+        """Return a function of done and total that moves the progress bar and raises if the user cancelled."""
 
         def report(done: int, total: int) -> None:
             self.progress.step(done, total, unit)

@@ -1,7 +1,8 @@
-"""What passes between the stages, as files of a folder, so that each stage may run in another process or machine.
+"""Values between stages as files of a folder, so that each stage may run in another process or on another machine.
 
-`stage1_embeddings.safetensors`, `stage2_latents.safetensors`, and `generation_config.json` with the settings and the
-model that made them. What is read may come from anyone; files of these names that others made are never overwritten.
+The files are `stage1_embeddings.safetensors`, `stage2_latents.safetensors` and `generation_config.json` with the
+settings and the model. Their content is untrusted. Files of these names that this pack did not write are never
+overwritten.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ Value = TypeVar("Value")
 
 
 class StageFileError(ValueError):
-    """Stage files that are missing, damaged or another model's, in a sentence for the user."""
+    """An error for stage files that are missing, damaged or another model's, in a sentence for the user."""
 
 
 def save_embeddings(
@@ -35,19 +36,23 @@ def save_embeddings(
     model: "ModelRef",
     condition: ImageCondition | None = None,
 ) -> None:
-    """Writes the encoded prompts, and an encoded picture if there is one, to `folder`, which is made if need be. Raises
-    `StageFileError` where that cannot be.
+    """Write the encoded prompts, and an encoded image if there is one, to `folder`, which is created if need be.
+
+    prompt_embeds, negative_prompt_embeds: CONDITIONING; None to leave the negative one out.
+    model: recorded in the folder's config.
+    condition: an encoded image or None.
+    Raises `StageFileError` if the folder cannot be written or has files of another origin.
     """
     check_ours(folder)
-    for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
-        if given is not None:
-            conditioning_entry(model.spec, name, given)
+    for name, value in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
+        if value is not None:
+            conditioning_entry(model.spec, name, value)
     _replace(folder / EMBEDDINGS, payloads.pack_embeddings(prompt_embeds, negative_prompt_embeds, condition))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
 def load_embeddings(folder: Path, model: "ModelRef") -> tuple[Conditioning, Conditioning | None]:
-    """The encoded prompts of `folder`; raises `StageFileError` where another model made them."""
+    """Return prompt and negative prompt of `folder`. Raises `StageFileError` if another model made them."""
     prompt, negative, _ = _embeddings(folder, model)
     if prompt is None:
         raise StageFileError(f"{folder / EMBEDDINGS} holds no prompt_embeds; run `comfyui-tpu encode` again.")
@@ -55,7 +60,7 @@ def load_embeddings(folder: Path, model: "ModelRef") -> tuple[Conditioning, Cond
 
 
 def load_condition(folder: Path, model: "ModelRef") -> ImageCondition | None:
-    """The encoded picture of `folder`, None where there is none; raises `StageFileError` for another model's."""
+    """Return the encoded image of `folder`, or None. Raises `StageFileError` if another model made it."""
     return _embeddings(folder, model)[2]
 
 
@@ -66,14 +71,14 @@ def _embeddings(
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
-    """Writes a LATENT to `folder`; raises `StageFileError` where that cannot be."""
+    """Write a LATENT to `folder`. Raises `StageFileError` if that fails."""
     check_ours(folder)
     _replace(folder / LATENTS, payloads.pack_latents(latents))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
 def load_latents(folder: Path, model: "ModelRef") -> Latent:
-    """The LATENT of `folder`; raises `StageFileError` where another model made it."""
+    """Return the LATENT of `folder`. Raises `StageFileError` if another model made it."""
     latents = _load(folder, LATENTS, "denoise", model, payloads.unpack_latents)
     if latents is None:
         raise StageFileError(f"{folder / LATENTS} holds no latents; run `comfyui-tpu denoise` again.")
@@ -81,7 +86,7 @@ def load_latents(folder: Path, model: "ModelRef") -> Latent:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings in `folder`; empty where there are none."""
+    """Return the settings in `folder`, {} without a config. Raises `StageFileError` for invalid content."""
     path = folder / CONFIG
     with _as_sentence(path):
         try:
@@ -97,20 +102,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def update_config(folder: Path, values: Mapping[str, Any]) -> None:
-    """Adds `values` to the folder's settings."""
+    """Add `values` to the folder's settings."""
     merged = {**read_config(folder), **values}
     _replace(folder / CONFIG, json.dumps(merged, indent=2, ensure_ascii=False).encode())
 
 
 def present(folder: Path) -> dict[str, int]:
-    """The stage files that `folder` has by name, with when they were last written, in nanoseconds."""
+    """Return the stage files in `folder` by name, with their modification times in nanoseconds."""
     with _as_sentence(folder):
         paths = [folder / name for name in (EMBEDDINGS, LATENTS)]
         return {path.name: path.stat().st_mtime_ns for path in paths if path.is_file()}
 
 
 def check_ours(folder: Path) -> None:
-    """Raises `StageFileError` where `folder` has files of these names that are not this pack's: they stay."""
+    """Raise `StageFileError` if `folder` has files of these names that this pack did not write."""
     with _as_sentence(folder):
         foreign = [name for name in (EMBEDDINGS, LATENTS) if (folder / name).exists() and not _is_ours(folder / name)]
         config = folder / CONFIG
@@ -137,7 +142,7 @@ def _is_ours(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _as_sentence(path: Path) -> Iterator[None]:
-    """Errors of the file system as `StageFileError`."""
+    """Raise errors of the file system as `StageFileError`."""
     try:
         yield
     except OSError as error:
@@ -151,9 +156,9 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _load(folder: Path, name: str, stage: str, model: "ModelRef", unpack: Callable[[bytes], Value]) -> Value:
-    maker = read_config(folder).get("model_name", model.spec_name)
-    if maker != model.spec_name:
-        raise StageFileError(f"{folder} was made by {maker}; it cannot be continued with {model.spec_name}.")
+    writer = read_config(folder).get("model_name", model.spec_name)
+    if writer != model.spec_name:
+        raise StageFileError(f"{folder} was made by {writer}; it cannot be continued with {model.spec_name}.")
     path = folder / name
     if name not in present(folder):
         raise StageFileError(f"{path} is missing; run `comfyui-tpu {stage} --folder {folder}` first.")

@@ -1,4 +1,4 @@
-"""What the process does and did: the running stage, the last one, bytes held on the devices."""
+"""Records of the running stage, the last generation and the bytes held on the devices."""
 
 import contextlib
 import time
@@ -14,14 +14,14 @@ from ..programs.program import shard_bytes
 from ..progress import TOOK, Preview, Progress
 from ..units import GIB, loaded
 
-# The shortest part of a stage that is said at its end.
+# Shorter parts of a stage are left out of its summary.
 LEAST_SAID_S = 0.1
-LEAST_PACE_S = 0.005  # less is 0.00 s a step
+LEAST_PACE_S = 0.005  # a faster step would show as 0.00 s
 
 
 @dataclass(kw_only=True)
 class Activity:
-    """The stage that is running, as its host is told; written by the run's thread, read by others."""
+    """The running stage as reported to the application. Written by the stage's thread, read by others."""
 
     stage: str
     model: str
@@ -30,35 +30,37 @@ class Activity:
     total: int = 0
     unit: str = ""
     compiling: bool = False
-    remark: str = ""  # what the host's last line says besides: of earlier ones it shows nothing any more
-    needed_bytes: int = 0  # the most that one chip had to hold at a time: weights, and the running program
+    remark: str = ""  # appended to the final status line, because earlier lines are not visible any more
+    needed_bytes: int = 0  # largest need of one chip so far: weights and the running program
     loaded_bytes: int = 0  # of weights
-    # How long it did what; the rest is the host's other work.
-    compiling_s: float = 0.0  # it waited for that, and for programs that a cache had
-    preparing_s: float = 0.0
-    importing_s: float = 0.0  # once in a process: of the libraries with upstream's networks
+    # Seconds by kind of work; the rest is other work of the host.
+    compiling_s: float = 0.0  # waiting for compilations
+    preparing_s: float = 0.0  # waiting for programs from a cache
+    importing_s: float = 0.0  # libraries of the upstream networks, once per process
     downloading_s: float = 0.0
     loading_s: float = 0.0
     running_s: float = 0.0
-    started: float = field(default_factory=time.monotonic)
-    unit_started: float | None = None
-    unit_first: int = 0
+    started: float = field(default_factory=time.monotonic)  # monotonic seconds
+    unit_started: float | None = None  # monotonic seconds of the first report in `unit`
+    unit_first: int = 0  # `done` in that report
 
     def reached(self, done: int, total: int, unit: str) -> None:
+        """Update the progress: `done` of `total` in `unit`."""
         if unit != self.unit or self.unit_started is None or done < self.done:
-            # Counted from the first report on: what came before belongs to something else.
+            # Counted from the first report on: earlier time belongs to other work.
             self.unit_started, self.unit_first = time.monotonic(), done
         self.done, self.total, self.unit = done, total, unit
 
     @property
     def seconds_per_unit(self) -> float | None:
+        """Mean seconds per unit since the first report; None before the second one."""
         if self.unit_started is None or self.done <= self.unit_first:
             return None
         return (time.monotonic() - self.unit_started) / (self.done - self.unit_first)
 
     @contextlib.contextmanager
     def spends(self, part: str) -> Iterator[None]:
-        """Counts how long the body takes to the field `part`."""
+        """Add the duration of the block to the field `part`."""
         began = time.monotonic()
         try:
             yield
@@ -69,29 +71,29 @@ class Activity:
         setattr(self, part, getattr(self, part) + span_s)
 
     def pace(self) -> str:
-        """How long a step takes; nothing where that is not known, or too little to say."""
-        each = self.seconds_per_unit if self.unit == "step" else None
-        return f"{each:.2f} s a step" if each and each >= LEAST_PACE_S else ""
+        """Return the seconds per step as text; "" if unknown or below `LEAST_PACE_S`."""
+        seconds = self.seconds_per_unit if self.unit == "step" else None
+        return f"{seconds:.2f} s a step" if seconds and seconds >= LEAST_PACE_S else ""
 
     def summary(self) -> str:
-        """How long the stage took, and what of it in which part; for its host, at the end. The parts add up."""
-        whole = round(time.monotonic() - self.started, 1)
+        """Return the time that the stage and each kind of work took, as its last status line. The parts add up."""
+        total_s = round(time.monotonic() - self.started, 1)
         parts = {
             "importing diffusers": self.importing_s, "compiling": self.compiling_s,
             "preparing programs": self.preparing_s, "downloading": self.downloading_s,
             "loading": self.loading_s, "running": self.running_s,
         }  # fmt: skip
-        said = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= LEAST_SAID_S}
-        # Each part is rounded by itself, so that together they may be a little more than the whole.
-        said["other work on the host"] = round(max(0.0, whole - sum(said.values())), 1)
-        whole = sum(said.values())
+        shown = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= LEAST_SAID_S}
+        # Each part is rounded separately, so their sum may slightly exceed the total.
+        shown["other work on the host"] = round(max(0.0, total_s - sum(shown.values())), 1)
+        total_s = sum(shown.values())
         pace = f" ({self.pace()})" if self.pace() else ""
         texts = [
             f"{name} {seconds:.1f} s{pace if name == 'running' else ''}"
-            for name, seconds in said.items()
+            for name, seconds in shown.items()
             if seconds >= LEAST_SAID_S
         ]
-        took = f"{TOOK} {whole:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {whole:.1f} s"
+        took = f"{TOOK} {total_s:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {total_s:.1f} s"
         return f"{took}. {self.remark}" if self.remark else took
 
     def describe(self) -> dict[str, object]:
@@ -105,7 +107,7 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """A host's progress, with what it is told also noted in an `Activity`."""
+    """The application's progress, with every report also recorded in an `Activity`."""
 
     host: Progress
     activity: Activity
@@ -124,21 +126,19 @@ class Watched:
 
 @dataclass(kw_only=True)
 class LastRun:
-    """The stages of one generation that ended, in order, with their seconds. `peak_hbm`: the bytes that one chip had to
-    hold by the compiler's numbers; `memory`: what the fullest chip says itself.
-    """
+    """The completed stages of one generation."""
 
     model: str
-    stages: list[tuple[str, float]] = field(default_factory=list)
+    stages: list[tuple[str, float]] = field(default_factory=list)  # names in order, with seconds
     steps_per_second: float | None = None
-    peak_hbm: int | None = None
-    memory: DeviceMemory = field(default_factory=DeviceMemory)
-    loaded_bytes: int = 0
+    peak_hbm: int | None = None  # largest need of one chip by the compiler's numbers, in bytes
+    memory: DeviceMemory = field(default_factory=DeviceMemory)  # reported by the fullest chip
+    loaded_bytes: int = 0  # of weights
     loading_s: float = 0.0
     compiling_s: float = 0.0
 
     def add(self, activity: Activity, memory: DeviceMemory) -> None:
-        """One stage more, with what the fullest chip says after it."""
+        """Add a completed stage, with the memory that the fullest chip reports after it."""
         self.stages.append((activity.stage, time.monotonic() - activity.started))
         if activity.stage == "denoise" and activity.seconds_per_unit:
             self.steps_per_second = 1 / activity.seconds_per_unit
@@ -164,22 +164,22 @@ class LastRun:
         if self.peak_hbm is not None:
             parts.append(f"at most {self.peak_hbm / GIB:.2f} GiB on a chip")
         if self.memory.known:
-            parts.append(f"the fullest chip says {self.memory}")
+            parts.append(f"the fullest chip reports {self.memory}")
         if self.loaded_bytes:
             parts.append(loaded(self.loaded_bytes, self.loading_s))
         return f"{self.model}: {', '.join(parts)}"
 
 
 def held_bytes(devices: Sequence[Device]) -> list[int]:
-    """Bytes in use on each of `devices`: what it says, or where one does not, this process's live arrays."""
-    said = [device_memory.of(device).in_use_bytes for device in devices]
-    known = [one for one in said if one is not None]
-    if len(known) == len(said):
+    """Return the bytes in use on each of `devices`: as reported, or else the size of this process's live arrays."""
+    reported = [device_memory.of(device).in_use_bytes for device in devices]
+    known = [used for used in reported if used is not None]
+    if len(known) == len(reported):
         return known
-    held = dict.fromkeys(devices, 0)
+    sizes = dict.fromkeys(devices, 0)
     for array in jax.live_arrays():
         size = shard_bytes(array)
         for device in array.sharding.device_set:
-            if device in held:
-                held[device] += size
-    return list(held.values())
+            if device in sizes:
+                sizes[device] += size
+    return list(sizes.values())

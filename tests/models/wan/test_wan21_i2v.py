@@ -172,12 +172,12 @@ def test_the_nodes_of_wan_2_2_find_it(spec: ModelSpec):
     [
         (
             BOTH, {"last_image": None},
-            "Wan 2.1 FLF2V 14B 720P: last_image is not connected; this model needs the picture that the video ends "
+            "Wan 2.1 FLF2V 14B 720P: last_image is not connected; this model needs the image that the video ends "
             "with. Connect it, or set model_id to a model such as Wan-AI/Wan2.2-I2V-A14B-Diffusers.",
         ),
         (
             FIRST, {"last_image": torch.zeros(1, 64, 64, 3)},
-            "Wan 2.1 I2V 14B 480P: last_image is connected, but this model has no use for the picture that the video "
+            "Wan 2.1 I2V 14B 480P: last_image is connected, but this model has no use for the image that the video "
             "ends with. Disconnect it, or set model_id to a model such as Wan-AI/Wan2.2-I2V-A14B-Diffusers.",
         ),
         (
