@@ -142,6 +142,6 @@ def test_a_full_disk_names_the_folder_and_the_variable(cache_folder: Path):
 
     with disk_that_takes(4000), pytest.raises(WriteError) as error:
         folders.kept("tiny", "x", large)
-    assert str(error.value).startswith(f"{folder} takes no more (File too large)")
+    assert str(error.value).startswith(f"{folder} cannot hold more (File too large)")
     assert store.VARIABLE in str(error.value) and list(folder.iterdir()) == []
     folders.kept("tiny", "x", large)

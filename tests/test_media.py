@@ -197,7 +197,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path: Path, name:
     with disk_that_takes(taken), pytest.raises(WriteError) as error:
         save()
     assert re.match(
-        rf"{re.escape(str(path.parent))} takes no more \(.*name another folder with --out\.$", str(error.value)
+        rf"{re.escape(str(path.parent))} cannot hold more \(.*name another folder with --out\.$", str(error.value)
     )
     assert list(path.parent.iterdir()) == []
     save()

@@ -1,10 +1,10 @@
-"""A PyTorch module that stands for what the pack holds on the TPU, for hosts that only manage PyTorch modules."""
+"""A PyTorch module that represents the pack's models on the TPU, for applications that only manage PyTorch modules."""
 
 import torch
 
 
 class TPUModels(torch.nn.Module):
-    """Named so because ComfyUI's log shows it. It holds no weights: those are on the TPU."""
+    """A module without weights, which are on the TPU. ComfyUI's log shows its name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes of our own that say lines of JSON, and what such a process does to say them.
+"""Child processes that send lines of JSON, and the child's side of it.
 
 A child ends with the block that it runs in, with this process, and with a deadline; so do the processes it has started.
 """
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# How long a process has to end in order before it is killed, and a killed one until it has ended, in seconds.
+# Seconds that a process has to end after SIGTERM, and after SIGKILL.
 TERMINATE_S, KILLED_S = 10.0, 30.0
 PACKAGE = "comfyui_tpu"
 
 
 class Child:
-    """A running child; `running` makes one."""
+    """A running child, made by `running`."""
 
     def __init__(self, process: subprocess.Popen, complaints: IO[str]) -> None:
         self.process, self._complaints = process, complaints
@@ -39,7 +39,9 @@ class Child:
         self._lines.put(None)
 
     def line(self, within_s: float) -> dict[str, Any] | None:
-        """What it says next, None once it has ended. Raises `TimeoutError` where it says nothing for so long."""
+        """Return the next message, None once the child has ended. Raises `TimeoutError` without a message in
+        time.
+        """
         until = time.monotonic() + within_s
         while True:
             try:
@@ -49,27 +51,29 @@ class Child:
             if line is None:
                 return None
             with contextlib.suppress(ValueError):  # cut off, where the process was killed within it
-                if isinstance(said := json.loads(line), dict):
-                    return said
+                if isinstance(message := json.loads(line), dict):
+                    return message
 
     def ending(self, within_s: float) -> int:
-        """Its exit code. Raises `TimeoutError` where it has not ended by then, as within a driver that hangs."""
+        """Return the exit code. Raises `TimeoutError` if the child has not ended in time, for example hanging in a
+        driver.
+        """
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
 
     def last_words(self) -> str:
-        """The last line of its complaints, " (in parentheses)"; empty where it had none."""
+        """Return the last line of the child's stderr in parentheses, after a space; "" without one."""
         self._complaints.seek(0)
-        said = [line.strip() for line in self._complaints.read()[-4000:].splitlines() if line.strip()]
-        return f" ({said[-1][:200]})" if said else ""
+        lines = [line.strip() for line in self._complaints.read()[-4000:].splitlines() if line.strip()]
+        return f" ({lines[-1][:200]})" if lines else ""
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Child]:
-    """The process of `command`, in this process's environment unless another is given."""
-    # A process that crashes may say anything.
+    """Yield the process of `command`, with this process's environment unless another is given."""
+    # A crashing process may print any bytes.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         process = subprocess.Popen(
             command, env=environment, encoding="utf-8", errors="replace", start_new_session=True,
@@ -79,11 +83,11 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
         try:
             yield Child(process, complaints)
         finally:
-            # A killed process leaves libtpu without its shutdown, and the chips busy for the next one.
+            # SIGKILL skips libtpu's shutdown, after which the chips stay busy.
             for signal_number, limit_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILLED_S)):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal_number)
-                # A process that not even SIGKILL ends, within its driver, is left behind.
+                # A process hanging in its driver survives SIGKILL and is abandoned.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(limit_s)
             process.stdin.close()
@@ -93,10 +97,12 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
 def answering(
     module: str, job: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> contextlib.AbstractContextManager[Child]:
-    """A process that calls `main(say, job)` of a module of the runtime. It is started by this file's path: ComfyUI's
-    folder of the pack need not be installed, and may have any name.
+    """Return the context of a process that calls `main(say, job)` of a module of the runtime.
+
+    environment: of the process; None for that of this one.
+    It is started by this file's path: ComfyUI's folder of the pack need not be installed and may have any name.
     """
-    # -P: folders hold modules, which must not hide others.
+    # -P: modules in the working folder must not hide others.
     return running([sys.executable, "-P", __file__, module, json.dumps(job)], environment)
 
 
@@ -104,15 +110,16 @@ def answering(
 
 
 def speaker() -> Callable[..., None]:
-    """Called first thing in a child: what says a line, made of its keyword arguments. Whatever libraries print is a
-    complaint. When the other process ends, so does this one, with its own children.
+    """Return a function that sends its keyword arguments as a line. Called first in a child.
+
+    Output of libraries goes to stderr. When the parent ends, so do this process and its own children.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     threading.Thread(target=_end_with_the_other, daemon=True).start()
     lock = threading.Lock()
 
-    def say(**line: Any) -> None:
+    def say(**line: object) -> None:
         with lock:
             out.write(json.dumps(line) + "\n")
             out.flush()
@@ -121,7 +128,7 @@ def speaker() -> Callable[..., None]:
 
 
 def _end_with_the_other() -> None:
-    os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
+    os.read(0, 1)  # nothing is ever written: returns when the pipe closes
     os.killpg(0, signal.SIGTERM)
     time.sleep(TERMINATE_S)
     os.killpg(0, signal.SIGKILL)

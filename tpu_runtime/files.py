@@ -1,6 +1,4 @@
-"""Reading JSON and headers that may come from anyone, such as a checkpoint's; what is wrong with one as a sentence.
-Writing files completely or not at all.
-"""
+"""Reading of untrusted JSON and headers with errors as sentences, and writing of files completely or not at all."""
 
 import contextlib
 import errno
@@ -28,19 +26,19 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     import torch
 
-# A part of a tensor, a slice of each dimension; () is all of it.
+# Part of a tensor: a slice per dimension; () is all of it.
 Index = tuple[slice, ...]
-# Lists and objects within each other: deeper ones exhaust Python's stack, here or where they are printed.
+# Nesting of lists and objects: deeper ones exhaust Python's stack, here or when they are printed.
 MOST_LEVELS = 100
-# Bytes of a safetensors header: ten times what the largest published files have.
+# Bytes of a safetensors header: ten times the largest published ones.
 MOST_HEADER = 2**24
 
 
 class CheckpointError(SafeError):
-    """A model id that cannot be used, in a sentence for the user."""
+    """An unusable model id or checkpoint, in a sentence for the user."""
 
 
-# Errors of a disk that takes no more.
+# Errors of a full disk.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
@@ -51,15 +49,15 @@ class WriteError(SafeError):
 
 @contextlib.contextmanager
 def writing(folder: Path, instead: str) -> Iterator[None]:
-    """Makes a `WriteError` of a disk that takes no more; `instead` says what to do besides making room there."""
+    """Raise the error of a full disk as `WriteError`; `instead` is advice other than freeing disk space."""
     try:
         yield
-    except Exception as error:  # PyAV's errors of the disk are none of Python's
+    except Exception as error:  # PyAV has error classes of its own for the disk
         if (number := _error_number(error)) not in FULL:
             raise
         raise WriteError(
-            f"{folder} takes no more ({os.strerror(number)}); nothing of the file is left there. Make room on that "
-            f"disk, or {instead}."
+            f"{folder} cannot hold more ({os.strerror(number)}); no part of the file was kept. "
+            f"Make room on that disk, or {instead}."
         ) from error
 
 
@@ -73,34 +71,38 @@ def _error_number(error: Exception) -> int | None:
 # A scratch file: the machine that writes it, a number, and the ending of the file that it becomes.
 _SCRATCH = ".comfyui-tpu-"
 _LEFT = re.compile(re.escape(_SCRATCH) + r"([0-9a-f]{8})-[0-9a-f]{16}(?:\.[^.]{1,16})?")
-# Another machine's scratch file on a shared disk, whose locks may not be seen here, is older than this when it is left.
+# Another machine's scratch file on a shared disk counts as abandoned after this time, because its lock may be invisible.
 ABANDONED_S = 24 * 3600
 
 
 @contextlib.contextmanager
 def written_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """A scratch file of the same ending that becomes `path` if the block ends well, and leaves nothing if not.
+    """Yield a scratch file of the same ending that becomes `path` if the block succeeds, and is removed otherwise.
 
-    It is locked while it is written. What killed processes left beside it is removed first. `mode` is for a new file,
-    less the umask. Raises `OSError`.
+    It is locked while it is written. Scratch files of killed processes in the folder are removed first.
+    mode: of a new file, less the umask.
+    Raises `OSError`.
     """
     _remove_left(path.parent)
     with contextlib.ExitStack() as stack:
         scratch = _locked_scratch(path, mode, stack)
         try:
             yield scratch
-            os.replace(scratch, path)  # while it is locked: nobody takes it for what a killed process left
+            os.replace(scratch, path)  # while it is locked, so that it is not taken for an abandoned file
         finally:
             with contextlib.suppress(OSError):
                 scratch.unlink(missing_ok=True)
 
 
 def _locked_scratch(path: Path, mode: int, stack: contextlib.ExitStack) -> Path:
-    """A new file beside `path`; on Windows, which replaces no open file, it is not held."""
+    """Return a new file in the folder of `path`, locked until `stack` closes.
+
+    It is not locked on Windows, where an open file cannot be replaced.
+    """
     ending = path.suffix if _LEFT.fullmatch(f"{_SCRATCH}{'0' * 8}-{'0' * 16}{path.suffix}") else ""
     while True:
         scratch = path.with_name(f"{_SCRATCH}{_this_machine()}-{secrets.token_hex(8)}{ending}")
-        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)  # through no link that is there
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)  # does not follow a link
         if fcntl is None:
             os.close(descriptor)
             return scratch
@@ -114,7 +116,7 @@ def _locked_scratch(path: Path, mode: int, stack: contextlib.ExitStack) -> Path:
 
 
 def _remove_left(folder: Path) -> None:
-    """Removes scratch files of this user whose writer was killed: nobody holds them."""
+    """Remove scratch files of this user whose writer was killed: they are not locked."""
     if fcntl is None:
         return
     try:
@@ -128,7 +130,7 @@ def _remove_left(folder: Path) -> None:
 
 
 def _remove_unheld(path: Path, *, is_ours: bool) -> None:
-    """Removes a regular file of this user that nobody has locked; another machine's only after a day."""
+    """Remove a regular, unlocked file of this user; another machine's only after `ABANDONED_S`."""
     status = os.lstat(path)
     is_old = time.time() - status.st_mtime > ABANDONED_S
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not (is_ours or is_old):
@@ -148,9 +150,9 @@ def _this_machine() -> str:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value of a JSON text, of UTF-8 where it is bytes, with a byte order mark or without.
+    """Return the value of a JSON text; bytes are UTF-8 with or without a byte order mark.
 
-    `ValueError` says what is wrong with any other content.
+    Raises `ValueError` with the reason for other content.
     """
     try:
         value = json.loads(content if isinstance(content, str) else content.decode("utf-8-sig"))
@@ -164,48 +166,44 @@ def parse_json(content: str | bytes) -> Any:
     return value
 
 
-def _entries(value: Any) -> Iterable[Any]:
+def _entries(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a checkpoint's JSON file; `CheckpointError` for anything else."""
+    """Return the object in a checkpoint's JSON file. Raises `CheckpointError` for other content."""
     try:
-        found = parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(found).__name__}; it must be an object. Download it again.")
-    return found
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; it must be an object. Download it again.")
+    return value
 
 
 class Made(Protocol):
-    """How a tensor is made of what a file holds (see `formats`); `read` reads one that is there as it is."""
+    """A view of stored tensors (see `formats`); its `read` calls the given `read` for stored values."""
 
     def read(self, index: Index, read: "Callable[[TensorFile, Index], torch.Tensor]") -> "torch.Tensor": ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorFile:
-    """Where a tensor is: the file, its name, its shape and its format (as `BF16`) there.
-
-    One that is `made` of others, such as codes and scales, has their place and name, and the shape and the format that
-    it comes in.
-    """
+    """The location of a tensor in a file."""
 
     path: Path
-    name: str
+    name: str  # in the file; a view has that of its first source
     shape: tuple[int, ...]
-    dtype: str = "F32"
-    made: Made | None = None
+    dtype: str = "F32"  # as safetensors names it, such as `BF16`
+    made: Made | None = None  # view that computes the values, such as codes times scales; None for a stored tensor
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
-    """The tensors of a safetensors file by name, and its metadata; reads no weights.
+    """Return the tensors of a safetensors file by name, and its metadata. Reads no weights.
 
-    Raises `OSError`, safetensors' own `SafetensorError`, or `CheckpointError` for a header longer than any published.
+    Raises `OSError`, safetensors' `SafetensorError`, or `CheckpointError` for a header longer than any published one.
     """
     from safetensors import safe_open
 
@@ -226,7 +224,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
 
 
 def check_names(path: Path, names: Iterable[str]) -> None:
-    """Raises `CheckpointError` for a tensor's name with what does not print, such as a line break or an escape."""
+    """Raise `CheckpointError` for a tensor name with unprintable characters, such as a line break or an escape."""
     for name in names:
         if not name.isprintable():
             raise CheckpointError(
@@ -235,11 +233,13 @@ def check_names(path: Path, names: Iterable[str]) -> None:
 
 
 def write_file(path: Path, *parts: bytes, mode: int = 0o666) -> None:
-    """Writes the file completely or not at all, in place of one that is there; `mode` is for a new one, less the umask.
+    """Write the file completely or not at all, replacing an existing one.
 
-    Raises `OSError`. What a process that is killed meanwhile leaves, the next writer in that folder removes.
+    parts: written one after another.
+    mode: of a new file, less the umask.
+    Raises `OSError`. If the process is killed, the next writer in the folder removes its scratch file.
     """
     with written_file(path, mode) as scratch:
-        # Through no link that somebody put there meanwhile.
+        # Does not follow a link that somebody created meanwhile.
         with open(os.open(scratch, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)), "wb") as file:
             file.writelines(parts)

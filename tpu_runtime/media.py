@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING, Any
 from .files import writing, written_file
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL import Image
 
 _BT709 = 1
 _NTSC = Fraction(1000, 1001)
-# What to do where the disk of the results takes no more.
+# Advice for a full disk.
 _INSTEAD = "name another folder with --out"
-NAME_HEIGHT = 24  # pixels, of the line above each of several pictures side by side
+NAME_HEIGHT = 24  # pixels, of the label above each image
 
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """Frames and how many of them a second holds."""
+    """Frames and the number of frames per second."""
 
-    frames: Any
+    frames: "torch.Tensor"  # IMAGE [frames, height, width, rgb] in 0..1
     frame_rate: Fraction
 
     def __repr__(self) -> str:
@@ -35,7 +36,7 @@ class Video:
 
 
 def frame_rate(fps: float) -> Fraction:
-    """The exact rate that `fps` stands for: 16.0 is 16, and 23.976 is NTSC's 24000/1001."""
+    """Return the exact rate that `fps` stands for: 16.0 is 16, and 23.976 is NTSC's 24000/1001."""
     ntsc = round(fps / _NTSC) * _NTSC
     if not float(fps).is_integer() and abs(ntsc - Fraction(fps)) < Fraction(5, 1000):
         return ntsc
@@ -43,7 +44,9 @@ def frame_rate(fps: float) -> Fraction:
 
 
 def free_path(folder: Path, stem: str, suffix: str) -> Path:
-    """`folder/stem.suffix`, or the first of `stem_00002`, `stem_00003`, … that does not exist. Makes the folder."""
+    """Return `folder/stem.suffix`, or the first of `stem_00002`, `stem_00003`, … that does not exist. Creates the
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path, number = folder / f"{stem}{suffix}", 1
     while path.exists():
@@ -53,12 +56,14 @@ def free_path(folder: Path, stem: str, suffix: str) -> Path:
 
 
 def save_video(path: Path, video: Video, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes H.264 (yuv420p, BT.709, fast start) in an MP4, with `metadata` by its names.
+    """Write H.264 (yuv420p, BT.709, fast start) in an MP4.
 
-    On one machine the same frames become the same file; x264's number of threads, and so its file, follows the cores.
-
-    The file is there whole or not at all. Raises ValueError for no frames, and for an odd width or height, which
-    yuv420p cannot hold; `WriteError` where the disk takes no more.
+    path: of the file, which is written completely or not at all.
+    video: with even width and height, which yuv420p needs.
+    metadata: by name; None for none.
+    On one machine the same frames give the same file. x264's number of threads depends on the cores and changes the
+    file.
+    Raises `ValueError` for no frames and for odd sizes, `WriteError` if the disk is full.
     """
     if len(video.frames) == 0:
         raise ValueError(f"{path}: there are no frames to write.")
@@ -77,7 +82,7 @@ def _write_video(path: Path, video: Video, metadata: Mapping[str, str]) -> None:
     flags = "+faststart+use_metadata_tags" if metadata else "+faststart"
     with av.open(str(path), mode="w", options={"movflags": flags}) as container:
         container.metadata.update(metadata)
-        # Otherwise x264 weighs blocks by code made for the processor, whose results differ from run to run as well.
+        # Otherwise x264 uses code for the specific processor, whose results also differ from run to run.
         options = {"crf": "18", "x264-params": "cpu-independent=1"}
         stream = container.add_stream("libx264", rate=video.frame_rate, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
@@ -91,27 +96,27 @@ def _write_video(path: Path, video: Video, metadata: Mapping[str, str]) -> None:
 
 
 def _mark_bt709(target: Any) -> None:
-    """Untagged, players guess the colours from the size; `color_range` 1 is MPEG's 16..235."""
+    """Tag BT.709; players guess the colours of untagged videos from the size. `color_range` 1 is MPEG's 16..235."""
     target.color_primaries = target.color_trc = target.colorspace = _BT709
     target.color_range = 1
 
 
-def _bytes(image: Any) -> Any:
-    """`[height, width, rgb]` in [0, 1] as bytes, rounded."""
+def _bytes(image: "torch.Tensor") -> "np.ndarray":
+    """Return `[height, width, rgb]` in [0, 1] as uint8, rounded."""
     import torch
 
     return pictures(image[None])[0].mul(255).round().to(torch.uint8).numpy()
 
 
 def as_bytes(image: "torch.Tensor") -> "Image.Image":
-    """An IMAGE `[height, width, rgb]` as Pillow's, as upstream's processors take it."""
+    """Return an IMAGE `[height, width, rgb]` as a Pillow image, the input of upstream's processors."""
     from PIL import Image
 
     return Image.fromarray(_bytes(image))
 
 
 def check_pictures(images: "torch.Tensor") -> None:
-    """Raises `ValueError` for what is no IMAGE: `[N, height, width, 1, 3 or 4]` with pixels, floating and finite."""
+    """Raise `ValueError` unless images are floating, finite, not empty and `[N, height, width, 1, 3 or 4]`."""
     import torch
 
     if images.ndim != 4 or images.shape[3] not in (1, 3, 4) or not images.numel() or not images.is_floating_point():
@@ -124,9 +129,9 @@ def check_pictures(images: "torch.Tensor") -> None:
 
 
 def pictures(images: "torch.Tensor") -> "torch.Tensor":
-    """An IMAGE of any node as `[N, height, width, rgb]` float32 on the CPU in 0..1; `ValueError` for what is none.
+    """Return an IMAGE `[N, height, width, channels]` of any node as RGB float32 on the CPU in 0..1.
 
-    Alpha is dropped, grey becomes RGB, and values beyond the range are clamped.
+    Drops alpha, expands grey, and clamps values beyond the range. Raises `ValueError` for other tensors.
     """
     import torch
 
@@ -135,44 +140,46 @@ def pictures(images: "torch.Tensor") -> "torch.Tensor":
     return colours.expand(*colours.shape[:3], 3)
 
 
-def save_image(path: Path, image: Any, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes one `[height, width, rgb]` image in the format of `path`'s ending; a PNG with `metadata` by its names."""
+def save_image(path: Path, image: "torch.Tensor", metadata: Mapping[str, str] | None = None) -> None:
+    """Write one image `[height, width, rgb]` in the format of `path`'s ending; a PNG with `metadata` by name."""
     from PIL.PngImagePlugin import PngInfo
 
-    told = PngInfo()
+    chunks = PngInfo()
     for name, value in (metadata or {}).items():
-        told.add_text(name, value)
-    picture, encoded = as_bytes(image), io.BytesIO()
-    picture.save(encoded, _format(path), pnginfo=told)  # which other formats do not look at
+        chunks.add_text(name, value)
+    pillow_image, encoded = as_bytes(image), io.BytesIO()
+    pillow_image.save(encoded, _format(path), pnginfo=chunks)  # ignored by other formats
     _write(path, encoded)
 
 
 def _format(path: Path) -> str:
-    """Pillow's name of the format of a file; ValueError for an ending that it does not know."""
+    """Return Pillow's name of a file's format. Raises `ValueError` for an unknown ending."""
     from PIL import Image
 
     known = Image.registered_extensions()
     if (suffix := path.suffix.lower()) not in known:
-        raise ValueError(f"{path} ends in {suffix or 'nothing'}, which is no image's; use .png, .jpg or .webp.")
+        raise ValueError(
+            f"{path} ends in {suffix or 'nothing'}, which is not an image format; use .png, .jpg or .webp."
+        )
     return known[suffix]
 
 
 def _write(path: Path, encoded: io.BytesIO) -> None:
-    """Writes a whole file at once: on a full disk some of Pillow's encoders leave half of one, and say nothing."""
+    """Write a whole file at once: on a full disk some of Pillow's encoders leave a partial file without an error."""
     with _written(path) as scratch:
         scratch.write_bytes(encoded.getbuffer())
 
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[Path]:
-    """A scratch file that becomes `path`, whose folder is made; a full disk is a `WriteError`."""
+    """Yield a scratch file that becomes `path`, whose folder is created; raises `WriteError` on a full disk."""
     with writing(path.parent, _INSTEAD):
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_file(path) as scratch:
             yield scratch
 
 
-_EXIF_MODEL = 0x0110  # where ComfyUI writes a prompt into a WebP, and its page reads it
+_EXIF_MODEL = 0x0110  # tag of the prompt in ComfyUI's WebP files
 
 
 def save_animation(
@@ -185,10 +192,16 @@ def save_animation(
     effort: int,
     prompt: str | None = None,
 ) -> None:
-    """Writes IMAGE frames as one animated WebP that repeats forever, `prompt` (JSON) where ComfyUI's page looks for it.
+    """Write IMAGE frames `[N, height, width, channels]` as one animated WebP that repeats forever.
 
-    `quality` is 0 to 100, `effort` 0 to 6. A frame lasts a whole number of milliseconds. Raises `ValueError` for what
-    is no IMAGE.
+    path: of the file.
+    images: in 0..1.
+    fps: frames per second; a frame lasts an integer number of milliseconds.
+    lossless: whether to compress without loss.
+    quality: 0 to 100.
+    effort: 0 to 6.
+    prompt: JSON that ComfyUI's page reads from the file; None for none.
+    Raises `ValueError` for invalid images.
     """
     check_pictures(images)
     first, *others = map(as_bytes, images)
@@ -212,14 +225,15 @@ def save_animation(
 
 
 def _ascii(text: str) -> str:
-    """Returns JSON in ASCII, which is all that EXIF holds; a text that is no JSON is kept as it is but for that."""
+    """Return JSON in ASCII, which is all that EXIF holds. Other text is kept except for its non-ASCII characters."""
     return re.sub(r"[^\x00-\x7f]+", lambda found: json.dumps(found[0])[1:-1], text)
 
 
-def load_image(path: Path) -> tuple[Any, Any]:
-    """An IMAGE of one frame, and its MASK `[1, height, width]`: 1 where the image is transparent, as in ComfyUI.
+def load_image(path: Path) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return an IMAGE `[1, height, width, 3]` and its MASK `[1, height, width]`, which is 1 where the image is
+    transparent.
 
-    Raises ValueError when there is no such file or it is not an image.
+    Raises `ValueError` if the file does not exist or is not an image.
     """
     import numpy as np
     import torch
@@ -240,10 +254,13 @@ RESIZE = ("crop", "fit")
 
 
 def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.Tensor":
-    """IMAGE of any node to `[N, height, width, 3]` in 0..1 (see `pictures`) without distorting it.
+    """Return IMAGE `[N, height, width, channels]` of any node as RGB of another size, without distortion (see
+    `pictures`).
 
-    "crop" fills the frame and cuts what is over, evenly on both sides; "fit" shows everything between black bars. An
-    image of the right size comes back as it is. Raises `ValueError` for another choice.
+    images: in 0..1.
+    height, width: in pixels.
+    how: "crop" fills the frame and trims the edges evenly, "fit" adds black bars.
+    An image of the right size is returned unchanged. Raises `ValueError` for another `how`.
     """
     import torch.nn.functional as functional
 
@@ -264,28 +281,35 @@ def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.
 
 
 def joined(images: "list[torch.Tensor]") -> "torch.Tensor":
-    """IMAGEs of one size as one, in that order."""
+    """Return IMAGEs `[N, height, width, 3]` of one size concatenated in order."""
     import torch
 
     return torch.cat(images)
 
 
 def side_by_side(columns: "Sequence[torch.Tensor]", names: Sequence[str]) -> "torch.Tensor":
-    """Pictures or frames `[number, height, width, 3]` in 0..1 next to each other, each below a line with its name. What
-    has fewer frames stays on its last.
+    """Return images or frames `[number, height, width, 3]` in 0..1 next to each other, with labels above.
+
+    columns: the images. The last frame is repeated in those with fewer frames.
+    names: their labels.
     """
     import torch
 
     most = max(len(frames) for frames in columns)
     whole = (torch.cat([frames, frames[-1:].expand(most - len(frames), -1, -1, -1)]) for frames in columns)
-    return torch.cat([_labelled(frames, name) for frames, name in zip(whole, names, strict=True)], dim=2)
+    return torch.cat([_add_label(frames, name) for frames, name in zip(whole, names, strict=True)], dim=2)
 
 
 def contact_sheet(
     videos: "Sequence[torch.Tensor]", names: Sequence[str], pictures: int, columns: int
 ) -> "torch.Tensor":
-    """At most so many frames of each video, evenly from its first to its last, in rows of `columns`: one picture
-    `[1, height, width, 3]`, each frame below a line with the video's name and which of its frames it is.
+    """Return evenly spaced frames of each video in rows: one image `[1, height, width, 3]`, with a label above each
+    frame.
+
+    videos: `[frames, height, width, 3]` each.
+    names: in the labels, before the frame's number.
+    pictures: frames of each video at most.
+    columns: frames in a row at most.
     """
     import torch
 
@@ -293,14 +317,17 @@ def contact_sheet(
     for frames, name in zip(videos, names, strict=True):
         count, last = min(pictures, len(frames)), len(frames) - 1
         places = [round(index * last / max(1, count - 1)) for index in range(count)]
-        shown = [_labelled(frames[at : at + 1], f"{name} {at + 1}/{last + 1}".strip()) for at in places]
-        shown += [torch.zeros_like(shown[0])] * (-count % columns)
-        rows += [torch.cat(shown[first : first + columns], dim=2) for first in range(0, len(shown), columns)]
+        labelled = [
+            _add_label(frames[frame_index : frame_index + 1], f"{name} {frame_index + 1}/{last + 1}".strip())
+            for frame_index in places
+        ]
+        labelled += [torch.zeros_like(labelled[0])] * (-count % columns)
+        rows += [torch.cat(labelled[first : first + columns], dim=2) for first in range(0, len(labelled), columns)]
     return torch.cat(rows, dim=1)
 
 
-def _labelled(frames: "torch.Tensor", name: str) -> "torch.Tensor":
-    """Frames below a line with `name`."""
+def _add_label(frames: "torch.Tensor", name: str) -> "torch.Tensor":
+    """Return frames `[N, height, width, 3]` with the label `name` above."""
     import numpy as np
     import torch
     from PIL import Image, ImageDraw, ImageFont
@@ -312,9 +339,10 @@ def _labelled(frames: "torch.Tensor", name: str) -> "torch.Tensor":
 
 
 def main_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:
-    """A colouring of latents `[1, channels, ...]`: their three main axes as red, green and blue in -1..1.
+    """Return a linear map from latents `[1, channels, ...]` to colours: their three main axes as red, green, blue in
+    -1..1.
 
-    Gives factors, one triple a channel, and an offset.
+    The map is factors, one triple per channel, and an offset.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""The runtime's door: the stages as nodes call them, and all else of the runtime that nodes, commands and batches use.
+"""The runtime's public API: the stages as nodes call them, and all other names that nodes, commands and batches use.
 
-Cheap to import: torch and JAX come in when a stage runs, or with the names of `_LATER`.
+Cheap to import: torch and JAX are imported when a stage runs, or with the names of `_LATER`.
 """
 
 import functools
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from .programs.program import Program, Target
     from .remote.client import Client
 
-# What imports torch or JAX: the module, and what of it if not all.
+# Names that import torch or JAX: the module, and the name in it ("" for the module itself).
 _LATER = {
     "versions": ("versions", ""),
     "TPUModels": ("anchor", "TPUModels"),
@@ -124,25 +124,27 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, part = _LATER[name]
-    found = importlib.import_module(f".{module}", __package__)
-    return getattr(found, part) if part else found
+    imported = importlib.import_module(f".{module}", __package__)
+    return getattr(imported, part) if part else imported
 
 
 log = logging.getLogger(__name__)
 
-# What the running prompt is to run on other machines, by `str(ModelRef)`, in which LoRAs do not count: each stage is
-# asked for by a client of its own, and says it.
+# Planned generations of the running prompt on other machines, by `str(ModelRef)`, which has no LoRAs. Each stage has a
+# client of its own, which sends its generation.
 _elsewhere: dict[str, Expected] = {}
 
 
-# What ran since `noted` was entered, where it was.
+# Notes of the stages that ran within `noted`; None outside of it.
 _notes: ContextVar[list[dict[str, Any]] | None] = ContextVar("notes", default=None)
 
 
 @contextmanager
 def noted() -> Iterator[list[dict[str, Any]]]:
-    """A list that gets a note of every stage that ends inside: `stage`, `model`, `quality`, `precision`, `chips`, and
-    `seconds`. Nothing in it is of the user's: no prompt, no path, no address.
+    """Yield a list that gets a note of every stage that ends within the block.
+
+    A note has `stage`, `model`, `quality`, `precision`, `chips` and `seconds`, but no prompt, path or address of the
+    user's.
     """
     notes: list[dict[str, Any]] = []
     token = _notes.set(notes)
@@ -153,6 +155,7 @@ def noted() -> Iterator[list[dict[str, Any]]]:
 
 
 def _note(stage: str, model: ModelRef, quality: str, began: float) -> dict[str, Any]:
+    """Return the note of a stage; `began` is its start in monotonic seconds."""
     here = None if model.address else current()
     platform = here.devices[0].platform if here else ""
     return {
@@ -166,7 +169,7 @@ def _note(stage: str, model: ModelRef, quality: str, began: float) -> dict[str, 
 
 
 def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
-    """Who runs a model's stages: this process's engine, or the machine that the model is on."""
+    """Return the runner of a model's stages: this process's engine, or a client of the model's machine."""
     if not model.address:
         return engine(progress)
     from .remote.client import Client
@@ -175,7 +178,7 @@ def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError for what are no addresses of other machines; connects to none."""
+    """Raise `ValueError` for an invalid list of addresses. Opens no connection."""
     from .remote.client import parse_all
 
     parse_all(address)
@@ -190,8 +193,13 @@ def remote_model(
     quality: str = QUALITIES[0],
     progress: Progress,
 ) -> ModelRef:
-    """The model of a family that `model_id` is on another machine, whose stages then run there. Of several addresses,
-    with commas between them, each stage is run by one.
+    """Return the model of a family that `model_id` is on another machine, which then runs its stages.
+
+    address: of one machine, or several with commas between them, each of which runs some of the stages.
+    spec: a model of the family.
+    model_id, precision, quality: of the `ModelRef`.
+    progress: for the connection.
+    Raises `ValueError` if `quality` is not supported.
     """
     from .remote.client import Client
 
@@ -202,8 +210,12 @@ def remote_model(
 
 
 def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
-    """One of `engine.run.WORK`, where the model is; see below for the arguments. Settings among them are of widgets, or
-    were checked; what the model's makers would not advise is logged once.
+    """Run one stage on the model's machine and return its result.
+
+    stage: a key of `engine.run.WORK`.
+    model: the reference.
+    progress: of the application.
+    arguments: of that function. Settings must be checked; a warning about unusual ones is logged once.
     """
     if (settings := arguments.get("settings")) is not None:
         if not model.address:
@@ -221,8 +233,13 @@ def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> An
 def encode_prompt(
     model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress, condition: ImageCondition | None = None
 ) -> tuple[Conditioning, Conditioning | None]:
-    """Prompt and negative prompt as CONDITIONING, CPU float32; no negative one where the model has no use for it. They
-    are about the pictures of a `condition`, where the text encoder looks at these.
+    """Return prompt and negative prompt as CONDITIONING, CPU float32; None for the negative one of a model without
+    guidance.
+
+    model: the reference.
+    prompt, negative_prompt: texts.
+    progress: of the application.
+    condition: an encoded image for a text encoder that takes image embeddings; else None.
     """
     return run("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt, condition=condition)
 
@@ -237,9 +254,15 @@ def denoise(
     condition: ImageCondition | None = None,
     latents: Mapping[str, Any] | None = None,
 ) -> Latent:
-    """From noise to LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE.
+    """Return a LATENT `{"samples": [1, channels, frames, h, w]}`, CPU float32, in the scale of the VAE.
 
-    With `latents`, another LATENT, from that one, see `Settings`. With leftover noise it holds more (see `denoise`).
+    model: the reference.
+    settings: of the generation.
+    prompt_embeds, negative_prompt_embeds: CONDITIONING; the negative one may be None without guidance.
+    progress: of the application.
+    condition: an encoded image or None.
+    latents: a LATENT to start from (see `Settings`); None for noise.
+    With leftover noise the LATENT also holds the solver's state (see `engine.denoise`).
     """
     return run(
         "denoise", model, progress, settings=settings, prompt_embeds=prompt_embeds,
@@ -256,7 +279,14 @@ def calibrate(
     progress: Progress,
     condition: ImageCondition | None = None,
 ) -> "tuple[Curve, Path]":
-    """MagCache's curve of a model, measured in a generation with these settings and kept for later ones; and where."""
+    """Measure MagCache's curve of a model in one generation, save it, and return it with the file's path.
+
+    model: the reference.
+    settings: of the generation; its step cache is ignored.
+    prompt_embeds, negative_prompt_embeds: CONDITIONING; the negative one may be None without guidance.
+    progress: of the application.
+    condition: an encoded image or None.
+    """
     curve = run(
         "calibrate", model, progress, settings=replace(settings, step_cache=None), prompt_embeds=prompt_embeds,
         negative_prompt_embeds=negative_prompt_embeds, condition=condition,
@@ -265,7 +295,7 @@ def calibrate(
 
 
 def _with_curve(model: ModelRef, settings: Settings) -> Settings:
-    """As they run; `ValueError` where MagCache's curve of the model is not known."""
+    """Return the settings with MagCache's curve of the model. Raises `ValueError` if it is not known."""
     return replace(settings, step_cache=curves.with_curve(model.spec, model.model_id, settings.step_cache))
 
 
@@ -277,14 +307,18 @@ def _warn_once(sentence: str) -> None:
 def encode_image(
     model: ModelRef, image: "torch.Tensor", size: Mapping[str, int], *, progress: Progress
 ) -> ImageCondition:
-    """An IMAGE in 0..1 as the condition of a video of `size` (height, width, num_frames): its first frame, and the last
-    where there are two.
+    """Return the condition of an IMAGE `[N, height, width, 3]` in 0..1: a first frame, and a last one if N is 2.
+
+    model: the reference.
+    image: resized to the video already.
+    size: of the video, by name (height, width, num_frames).
+    progress: of the application.
     """
     return run("image", model, progress, image=image, settings=model.spec.settings(**size))
 
 
 def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
-    """Encoded references of several calls as one condition, in that order."""
+    """Return encoded references of several calls as one condition, in that order."""
     joined: dict[str, torch.Tensor] = {}
     for condition in conditions:
         before = sum(name.startswith("reference_") for name in joined)
@@ -295,7 +329,12 @@ def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
 
 
 def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelRef, str]:
-    """The model with one more LoRA, and what of its file applies, in words. ValueError where nothing does."""
+    """Return the model with one more LoRA, and a report on it. Raises `ValueError` if nothing of it matches.
+
+    model: the reference.
+    lora: to be added.
+    progress: of the application.
+    """
     if model.address:
         from .remote.client import Client
 
@@ -306,28 +345,33 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
 
 
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
-    """LATENT to IMAGE `[frames, height, width, 3]`, CPU float32 in 0..1."""
+    """Return IMAGE frames `[frames, height, width, 3]` of a LATENT, CPU float32 in 0..1.
+
+    model: the reference.
+    latents: samples `[batch, channels, ...]`.
+    progress: of the application.
+    """
     return run("decode", model, progress, latents={"samples": latents["samples"]})
 
 
 def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
-    """Says which generations are about to run: while one stage runs, programs of the next are compiled behind it, on
-    the machine that the model is on.
+    """Announce the generations about to run, on this and other machines. While a stage runs, programs of the next
+    are compiled.
     """
-    found = list(generations)
+    planned = list(generations)
     _elsewhere.clear()
-    _elsewhere.update({str(one.model): one for one in found if one.model.address})
-    expect_here([one for one in found if not one.model.address], progress=progress)
+    _elsewhere.update({str(generation.model): generation for generation in planned if generation.model.address})
+    expect_here([generation for generation in planned if not generation.model.address], progress=progress)
 
 
 def expect_here(generations: Sequence[Expected], *, progress: Progress) -> None:
-    """`expect`, of models of this machine alone."""
+    """Announce generations of this machine alone (see `expect`)."""
     if generations or current():
         engine(progress).expect(map(_as_it_runs, generations))
 
 
 def _as_it_runs(expected: Expected) -> Expected:
-    """With the settings as they will run; without any where they will be refused."""
+    """Return a planned generation with its final settings, None if these will be refused."""
     try:
         settings = expected.settings and _with_curve(expected.model, expected.settings)
     except ValueError:
@@ -336,16 +380,17 @@ def _as_it_runs(expected: Expected) -> Expected:
 
 
 def prepare(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progress: Progress) -> None:
-    """Lets the programs that nodes of others will ask for, see `run.note_call`, be compiled behind what runs; another
-    thread takes the calls.
+    """Compile the programs of calls by ComfyUI's own nodes in the background (see `run.note_call`). Another thread
+    iterates.
     """
     engine(progress).prepare(calls)
 
 
 def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
-    """Does this host's part of what the leader of `place` runs, until the process ends with that one.
+    """Join the hosts of `place` and execute the leader's requests until it disconnects.
 
-    `chips` says what the monitor shows of an engine's own. Raises `Refused`.
+    chips: returns the monitor's rows of an engine's own chips.
+    Raises `Refused`.
     """
     from .hosts.follower import Follower
 
@@ -357,8 +402,9 @@ def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
 
 
 def check_packages() -> None:
-    """Says in the log, once, which packages are missing or were not run. Raises RuntimeError where no model runs with
-    what is installed, with the command that helps. Imports neither torch nor JAX.
+    """Log once which packages are missing or untested. Does not import torch or JAX.
+
+    Raises `RuntimeError` with the command that helps if no model can run with the installed packages.
     """
     try:
         from . import versions
@@ -373,28 +419,33 @@ def check_packages() -> None:
 
 
 def compilation_summary() -> str:
-    """How many XLA programs this process compiled, and how many came from the persistent cache."""
+    """Return how many XLA programs this process compiled or took from the persistent cache, as text."""
     from .cache.xla_cache import compilations
 
     return str(compilations())
 
 
 def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
-    """Compiles every program of a generation with these settings, loading no weights; how many were not there yet."""
+    """Compile every program of a generation without loading weights, and return how many were new.
+
+    model: the reference.
+    settings: of the generation.
+    progress: of the application.
+    """
     return run("warmup", model, progress, settings=settings)
 
 
 def free(ids: Iterable[str] | None = None) -> None:
-    """Drops weights and compiled programs from the devices; the next stage loads what it needs.
+    """Unload weights and compiled programs from the devices; the next stage loads them again.
 
-    With `ids` (see `monitor.snapshot`), the weights of those residents alone. Waits for a running stage; starts no
-    device.
+    ids: of residents (see `monitor.snapshot`), whose weights alone are unloaded; None for everything.
+    Waits for a running stage. Does not open devices.
     """
     if engine := current():
         engine.free(ids)
 
 
 def resident_bytes() -> int:
-    """Bytes of weights on one chip; 0 before the first run."""
+    """Return the bytes of weights on one chip; 0 before the first run."""
     engine = current()
     return engine.device_cache.size_bytes if engine else 0

@@ -1,48 +1,49 @@
-"""What a running stage tells its host (ComfyUI, a terminal) and asks of it, and work next to it."""
+"""Interface between a running stage and the application (ComfyUI, a terminal), and background threads."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 
-# How the line begins with which a stage ends.
+# Start of a stage's last status line.
 TOOK = "Took"
-# Marks a record of the log that the host is told too.
+# Attribute of log records that the application also shows to the user.
 TOLD = "is_told"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What the result looks like so far. `sample()` fetches the estimate from the devices, `[1, channels, ...]`
-    float32 in the denoiser's scale; `latent_format` is ComfyUI's name for that layout. `picture()`, where the model has
-    a light decoder, fetches its middle frame `[height, width, 3]` in 0..1.
-    """
+    """A preview of the result."""
 
-    latent_format: str
+    latent_format: str  # ComfyUI's name for the layout of the sample
+    # fetches the estimate [1, channels, ...] float32, in the denoiser's scale, from the devices
     sample: "Callable[[], torch.Tensor]"
+    # fetches the middle frame [height, width, 3] in 0..1; None without a light decoder
     picture: "Callable[[], torch.Tensor] | None" = None
 
 
 class Progress(Protocol):
-    """A host's view of a running stage; each host implements it."""
+    """The progress of a running stage; implemented by each application."""
 
     def text(self, message: str) -> None:
-        """Shows one line of status."""
+        """Show one line of status."""
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
-        """Moves the bar. `unit` says what is counted: "step", "chunk", "MiB"."""
+        """Move the progress bar. `unit` is the unit of `done` and `total`: "step", "chunk", "MiB"; `preview` is of
+        this step, or None.
+        """
 
     def check_cancelled(self) -> None:
-        """Raises the host's own exception if the user cancelled."""
+        """Raise the application's own exception if the user cancelled."""
 
 
 class Silent:
-    """Reports to nobody and is never cancelled."""
+    """A progress that reports nothing and is never cancelled."""
 
     def text(self, message: str) -> None:
         pass
@@ -54,14 +55,16 @@ class Silent:
         pass
 
 
-def in_daemon(work: Callable[[], Any], name: str) -> Future:
-    """Does `work` in a thread of its own, which unlike an executor's cannot keep the process from ending."""
+def in_daemon(work: Callable[[], object], name: str) -> Future:
+    """Run `work` in a daemon thread, which unlike an executor's cannot keep the process from ending; return its
+    future.
+    """
     future: Future = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # the future hands it on to whoever waits
+        except BaseException as error:  # raised again where the future's result is read
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,5 +1,6 @@
-"""Keeps out of what users and logs get to see: access tokens, passwords in addresses, signatures of links; and what
-names from anyone's file would do there, such as further lines and escapes of a terminal.
+"""Removal of secrets from messages and logs: access tokens, passwords in addresses, and signatures of links.
+
+Also removes unprintable characters of untrusted names, such as line breaks and escapes of a terminal.
 """
 
 import logging
@@ -8,7 +9,7 @@ import re
 
 HIDDEN = "***"
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "COMFYUI_TPU_TOKEN")
-# What libraries log: the addresses that they ask (`httpx` at INFO), those of downloads that break off, and answers.
+# Libraries that log addresses of requests (`httpx` at INFO) and of failed downloads, and responses.
 LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "urllib3")
 _PATTERNS = (
     re.compile(r"()\b(?:hf|api_org)_[A-Za-z0-9]{16,}"),
@@ -21,33 +22,35 @@ _PATTERNS = (
 )
 
 
-# What moves a cursor, turns the direction of a line, or is no character: escapes of a terminal begin with one of these.
+# Control characters, direction marks and surrogates; escapes of a terminal begin with one of these.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LINES = re.compile(r"[\t\n]")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    """`text` with what does not print as Python's literals have it, `\\x1b`; of `one_line` line breaks too."""
-    text = _UNPRINTABLE.sub(_escaped, text)
-    return _LINES.sub(_escaped, text) if one_line else text
+    r"""Return `text` with unprintable characters escaped as in Python's literals, `\\x1b`; with `one_line` also line
+    breaks.
+    """
+    text = _UNPRINTABLE.sub(_escape, text)
+    return _LINES.sub(_escape, text) if one_line else text
 
 
-# ComfyUI's page shows a text as HTML, and makes links of addresses in it.
+# ComfyUI's page shows text as HTML, and turns addresses in it into links.
 _TAGS = str.maketrans("<>", "\u2039\u203a")
 _ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=\bwww)(?=\.)", re.IGNORECASE)
 
 
 def for_page(text: str) -> str:
-    """`text` as ComfyUI's page may show it: `printable`, with no tags and no links in what names of files say."""
+    """Return `text` for ComfyUI's page: `printable`, and without tags and links from names of files."""
     return _ADDRESS.sub("\N{WORD JOINER}", printable(text).translate(_TAGS))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
 
 
 def hide_tokens(text: str) -> str:
-    """`text` without the access tokens of this process's environment; everything else stays as it is."""
+    """Return `text` without the access tokens of this process's environment."""
     for variable in VARIABLES:
         if len(token := os.environ.get(variable, "").strip()) > 4:
             text = text.replace(token, HIDDEN)
@@ -55,7 +58,7 @@ def hide_tokens(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """`text` without access tokens: those of this process's environment, and whatever looks like one."""
+    """Return `text` without access tokens: those of this process's environment, and anything that looks like one."""
     text = hide_tokens(text)
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\1{HIDDEN}", text)
@@ -70,7 +73,7 @@ class SafeError(ValueError):
 
 
 class Redacted(logging.Filter):
-    """Takes secrets out of log records, their tracebacks included."""
+    """A filter that removes secrets from log records, including their tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -85,7 +88,7 @@ _FILTER = Redacted()
 
 
 def guard_logs() -> None:
-    """Lets no secret into the log lines of the libraries that download, which must be imported.
+    """Filter secrets out of the log records of the libraries that download, which must be imported before.
 
     A logger filters its own records alone, not those of its children.
     """
@@ -95,23 +98,23 @@ def guard_logs() -> None:
 
 
 class _Printable(logging.Handler):
-    """A handler of the pack's own logger, before all others: a record's values become one line each, without escapes.
+    """A handler of the pack's own logger, before all others: each value of a record becomes one line without escapes.
 
-    What libraries raise may hold names of anyone's file, so tracebacks are cleaned too, but for their lines.
+    Errors of libraries may hold untrusted names, so tracebacks are cleaned too, except for their line breaks.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record.args, tuple):
-            record.args = tuple(_cleaned(value) for value in record.args)
+            record.args = tuple(_clean(value) for value in record.args)
         record.msg = printable(str(record.msg))
         if record.exc_info and not record.exc_text:
             record.exc_text = printable(redact(logging.Formatter().formatException(record.exc_info)))
-        # A logger with a handler is no longer one of which Python writes warnings where the process has no log.
+        # Python's last-resort handler does not write the warnings of a logger with a handler.
         if not logging.root.handlers and logging.lastResort and record.levelno >= logging.lastResort.level:
             logging.lastResort.handle(record)
 
 
-def _cleaned(value: object) -> object:
+def _clean(value: object) -> object:
     return value if isinstance(value, int | float) else printable(str(value), one_line=True)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, as its folder holds it; what of a prompt it cuts off, and what is read as it stands."""
+"""A checkpoint's tokenizer, its truncation of prompts, and syntax in prompts that has no effect here."""
 
 import contextlib
 import functools
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from .model_spec import TextEncoding
 
 TOKENIZER = "tokenizer.json"
-# What has a meaning in prompts elsewhere. A time or a ratio in parentheses is no weight, and JSON is no choice.
+# Prompt syntax of other programs. A time or ratio in parentheses is not a weight, and JSON is not a choice.
 LITERAL = {
     "a weight": re.compile(r"(?<!\\)\([^()]*[^()\d\s:]\s*:\s*[+-]?(?:\d?\.\d+|\d)\s*\)"),
     "a choice": re.compile(r"(?<!\\)\{[^{}\"|]*\|[^{}\"]*\}"),
     "an embedding": re.compile(r"\bembedding:[^\s,()]+"),
 }
-# Regular expressions of published tokenizers, and of those that transformers makes of published files. Others may take
-# time without end, or end the thread: Qwen 2's, Mistral's, Qwen 3.5's, an earlier one, Llama 3's, GPT-2's.
+# Allowed regular expressions: of published tokenizers, and those that transformers makes of published files. Others may
+# never end, or end the thread. In order: Qwen 2, Mistral, Qwen 3.5, an earlier one, Llama 3, GPT-2.
 WORDS_QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,13 +47,13 @@ PATTERNS = frozenset(
         *(" {2,}", r"\s{2,}|[\n\r\t]", r"\s+", r"\n", r"[\n\r\t]", r"\A +| +\z", "^▁+$", r"\A▁", " +▁"),
     ]
 )
-# Where processors had their template before it had a file of its own; tokenizers do not look there.
+# Older file of a processor's template, which tokenizers do not read.
 TEMPLATE = "chat_template.json"
-# What begins a turn in a template.
+# Start of a turn in a template.
 _TURN = re.compile(r"<\|im_start\|>|\[INST\]")
 # Parts of a tokenizer.json that may hold regular expressions.
 _WITH_PATTERNS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-# Numbers of a tokenizer_config.json by which transformers makes tokens; published ones have 300 at most.
+# Numbers of tokens in a tokenizer_config.json that transformers creates; published ones are at most 300.
 _COUNTS = ("extra_ids", "offset", "num_madeup_words")
 MOST_MADE = 4096
 SHOWN = 60  # characters
@@ -62,9 +62,10 @@ _WORD = re.compile(r"\w+")
 
 @contextlib.contextmanager
 def guarded(source: object) -> Iterator[None]:
-    """Makes a sentence of a panic of the tokenizers' Rust code, which is no `Exception` and would end the thread.
+    """Raise panics of the tokenizers' Rust code as `CheckpointError`; a panic is not an `Exception` and would end the
+    thread.
 
-    `source` is the file or folder that the tokenizer is from. Raises `CheckpointError`.
+    source: file or folder of the tokenizer.
     """
     try:
         yield
@@ -80,38 +81,36 @@ def guarded(source: object) -> Iterator[None]:
 class Tokenizer:
     """A tokenizer of transformers whose calls are all `guarded`."""
 
-    def __init__(self, own: Any, folder: Path) -> None:
-        self._own, self._folder = own, folder
+    def __init__(self, upstream: Any, folder: Path) -> None:
+        self._own, self._folder = upstream, folder
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         with guarded(self._folder):
             return self._own(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copies and pickles look for
+        if name.startswith("__"):  # looked up by copy and pickle
             raise AttributeError(name)
         with guarded(self._folder):
-            found = getattr(self._own, name)
-        if not callable(found):
-            return found
+            attribute = getattr(self._own, name)
+        if not callable(attribute):
+            return attribute
 
-        @functools.wraps(found)
+        @functools.wraps(attribute)
         def call(*args: Any, **options: Any) -> Any:
             with guarded(self._folder):
-                return found(*args, **options)
+                return attribute(*args, **options)
 
         return call
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder, with the text of the chat template that is in it, which is never run.
+    """Return the tokenizer of a folder, with the text of its chat template, which is never run.
 
-    A `tokenizer.json` is used as it stands, as transformers 4 did it. By the name of a class, transformers 5 takes the
-    vocabulary out of it and recreates the rest: a T5Tokenizer has its unknown token at 2, UMT5's is at 3. Without that
-    file (a SentencePiece model alone, or bytes) the class is asked; one that comes with the checkpoint as code is not.
-
-    Raises `CheckpointError` for files that hold none, or one with a regular expression or a number that no published
-    tokenizer has.
+    A `tokenizer.json` is used unchanged, as transformers 4 did it. By class name, transformers 5 extracts the
+    vocabulary and recreates the rest: a T5Tokenizer has its unknown token at 2, UMT5's is at 3. Without that file (a
+    SentencePiece model alone, or bytes) the class is used, unless it is code of the checkpoint.
+    Raises `CheckpointError` for other files, and for a regular expression or a number that no published tokenizer has.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -123,11 +122,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             tokenizer = upstream.from_pretrained(folder, trust_remote_code=False)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever upstream's code makes of files that may hold anything
+    except Exception as error:  # any error of upstream's code on untrusted files
         if "trust_remote_code" not in str(error):
             raise CheckpointError(
-                f"{folder} holds no tokenizer that can be read ({type(error).__name__}: {error}). Download the folder "
-                "again."
+                f"{folder} holds no readable tokenizer ({type(error).__name__}: {error}). Download the folder again."
             ) from error
         raise CheckpointError(
             f"{folder} comes with code of its own, which is never run here. Use a checkpoint whose tokenizer is one of "
@@ -141,8 +139,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _check_patterns(path: Path) -> None:
-    said = read_json(path) if path.is_file() else {}
-    waiting = [said.get(part) for part in _WITH_PATTERNS]
+    document = read_json(path) if path.is_file() else {}
+    waiting = [document.get(part) for part in _WITH_PATTERNS]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
@@ -154,7 +152,7 @@ def _check_patterns(path: Path) -> None:
 
 
 def check_pattern(pattern: object, source: object) -> None:
-    """Raises `CheckpointError` for a regular expression that no published tokenizer has."""
+    """Raise `CheckpointError` for a regular expression that no published tokenizer has; `source` is for the message."""
     if pattern not in PATTERNS:
         raise CheckpointError(
             f"{source} cuts text by the regular expression {str(pattern)[:SHOWN]!r}, which no published tokenizer of "
@@ -163,9 +161,9 @@ def check_pattern(pattern: object, source: object) -> None:
 
 
 def _check_counts(path: Path) -> None:
-    said = read_json(path) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     for name in _COUNTS:
-        if isinstance(count := said.get(name), int | float) and not -1 <= count <= MOST_MADE:
+        if isinstance(count := config.get(name), int | float) and not -1 <= count <= MOST_MADE:
             raise CheckpointError(
                 f"{path}: {name} is {str(count)[:SHOWN]}; it may be {MOST_MADE} at most, and published ones are 300 or "
                 "less. Download the folder again."
@@ -182,25 +180,28 @@ def tokenize_chats(
     add_generation_prompt: bool,
     template_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """Ids and mask `[rows, max_length]` int32 of conversations in a template, the family's.
+    """Return ids and mask `[rows, max_length]` int32 of conversations in the family's template.
 
-    A template is a program: that of a model's folder, which anyone may have written, is never run. It is looked at, so
-    that a tokenizer of another kind of model is refused.
-    `padding_side` is the model's, not the tokenizer's: where a tokenizer_config.json does not state it, transformers 4
-    used the default of the tokenizer's class, and transformers 5 pads every class on the right.
-    `template_options` are what this template takes besides the conversation.
+    tokenizer: of the folder. Its own template is untrusted and never run, only checked for the kind of model.
+    chats: conversations, as transformers has them.
+    max_length: tokens, after truncation and padding.
+    padding_side: of the model. A tokenizer_config.json may not state it, and the default differs between transformers 4
+        and 5.
+    template: of the family, which is run.
+    add_generation_prompt: whether the assistant's turn is begun.
+    template_options: further variables of the template.
     """
     import numpy as np
 
-    if (own := tokenizer.chat_template) is None:
+    if (own_template := tokenizer.chat_template) is None:
         raise CheckpointError(
             f"{tokenizer.name_or_path}: there is no chat template in tokenizer_config.json, chat_template.jinja or "
             f"{TEMPLATE}; the checkpoint is incomplete. Download the folder again."
         )
     turn = _TURN.search(template)
-    if not isinstance(own, str) or (turn and turn.group() not in own):
+    if not isinstance(own_template, str) or (turn and turn.group() not in own_template):
         raise CheckpointError(
-            f"{tokenizer.name_or_path} has another chat template, {shown(str(own))}; that of this model has "
+            f"{tokenizer.name_or_path} has another chat template, {shown(str(own_template))}; that of this model has "
             f"{turn and turn.group()} before each turn. Use the tokenizer that the model was published with."
         )
     tokens = tokenizer.apply_chat_template(
@@ -220,14 +221,19 @@ def tokenize_chats(
 
 
 def literals(prompt: str) -> Iterator[str]:
-    """What of a prompt is read as it stands and means more elsewhere: the first of each kind, and the kind."""
+    """Yield syntax of other programs in a prompt, the first of each kind, with the kind."""
     for kind, pattern in LITERAL.items():
-        if found := pattern.search(prompt):
-            yield f"{shown(found.group())} ({kind})"
+        if match := pattern.search(prompt):
+            yield f"{shown(match.group())} ({kind})"
 
 
 def cut_off(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str]:
-    """How many tokens of a prompt in its conversation a text encoder does not take, and the prompt's words in them."""
+    """Return how many tokens of a prompt the text encoder truncates, and their text.
+
+    text: the encoding.
+    tokenizer: of the text encoder.
+    prompt: a text.
+    """
     import numpy as np
 
     (kept,), _ = text.tokenize(tokenizer, [prompt])
@@ -237,27 +243,27 @@ def cut_off(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str
     full, empty = (row[np.concatenate([prefix, mask.astype(bool)])] for row, mask in zip(ids, masks, strict=True))
     if len(full) <= len(kept):
         return 0, ""
-    # Some tokenizers put a last token behind what they cut; a conversation goes on behind the prompt.
+    # Some tokenizers append a last token after truncation; a conversation continues after the prompt.
     start = _equal(kept, full)
     end = len(full) - _equal(full[::-1], empty[::-1])
     return len(full) - len(kept), tokenizer.decode(full[start:end], skip_special_tokens=True).strip()
 
 
 def unknown(tokenizer: Any, prompt: str) -> Iterator[str]:
-    """The words of a prompt that a tokenizer has no token of their own for, each once: of a trained miniature, what it
-    never saw.
+    """Yield the words of a prompt that are not single tokens, each once: for a trained tiny model, words it never
+    saw.
     """
     for word in dict.fromkeys(_WORD.findall(prompt)):
-        # Behind another, as tokenizers tell a word from a part of one.
+        # After another word, so that tokenizers treat it as a whole word.
         if len(tokenizer.tokenize(f"a {word}")) > 2:
             yield word
 
 
-def _equal(ones: Iterable[Any], others: Iterable[Any]) -> int:
-    """At how many places from the first on two rows are equal."""
+def _equal(ones: Iterable[object], others: Iterable[object]) -> int:
+    """Return how many leading elements of two sequences are equal."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ones, others, strict=False)))
 
 
 def shown(words: str) -> str:
-    """Words of a prompt as a sentence quotes them: of many the first."""
+    """Return the `repr` of words, truncated to `SHOWN` characters."""
     return repr(words if len(words) <= SHOWN else f"{words[:SHOWN]}...")

@@ -1,7 +1,7 @@
-"""What results depend on: versions of other packages, which installed ones were not tested, flags, and the own source.
+"""Versions of packages, flags and the pack's own source, which results depend on; and checks of untested versions.
 
-`requirements.txt` states what is needed, `supported.txt` the versions that were run, PyTorch's among them. Which jaxlib
-and libtpu belong to a jax, that jax says itself. Nothing here imports torch or JAX.
+`requirements.txt` has the allowed versions, `supported.txt` the tested ones, including PyTorch's. The metadata of jax
+has its matching jaxlib and libtpu. Nothing here imports torch or JAX.
 """
 
 import contextlib
@@ -26,56 +26,56 @@ ROOT = Path(__file__).parents[1]
 # The build for the CPU: only the TPU computes.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 OF_JAX = ("jaxlib", "libtpu")
-# ComfyUI imports these beside torch, and each is built for one minor version of it.
+# Imported by ComfyUI together with torch; each is built for one minor version of it.
 OF_TORCH = ("torchvision", "torchaudio")
-# Outside their ranges nothing runs, and without these nothing does.
+# Packages that must be in their ranges, and packages that must be installed.
 BINDING = ("torch", "jax", "torchax")
 ESSENTIAL = (*BINDING, "jaxlib", "diffusers", "transformers", "safetensors", "numpy")
-# What results and their speed depend on.
-_OF_RESULTS = ("comfyui-tpu", "jax", *OF_JAX, "torch", "torchax", "diffusers", "transformers", "numpy")
-# What else changes compiled programs.
+# Packages that results and their speed depend on.
+_RESULT_PACKAGES = ("comfyui-tpu", "jax", *OF_JAX, "torch", "torchax", "diffusers", "transformers", "numpy")
+# Environment variables that change compiled programs.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
 # The folders whose code computes results.
 _SOURCES = ("attention", "kernels", "sharding", "tpu_runtime")
 
 
 class UnsupportedPackages(RuntimeError):
-    """Packages with which no model runs; the message says which they are, and the commands that help."""
+    """Packages with which no model runs; the message names them and the commands that help."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package, the versions of it that were run, and the command that installs one of them."""
+    """A package with its tested versions."""
 
     name: str
-    range: SpecifierSet
-    command: str
+    range: SpecifierSet  # of tested versions
+    command: str  # that installs one of them
 
     @property
     def installed(self) -> str | None:
-        """The installed version; None if there is none."""
+        """Installed version, or None."""
         try:
             return importlib.metadata.version(self.name)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def is_newer(self, version: str) -> bool:
-        """Whether `version` is above what was run, and allowed all the same."""
-        above = [SpecifierSet(f">={each.version}") for each in self.range if each.operator == "<"]
-        is_above = any(each.contains(version, prereleases=True) for each in above)
+        """Return whether `version` is above the tested ones and nevertheless allowed."""
+        above = [SpecifierSet(f">={bound.version}") for bound in self.range if bound.operator == "<"]
+        is_above = any(bound.contains(version, prereleases=True) for bound in above)
         return is_above and self.name not in (*BINDING, *OF_JAX)
 
     def doubt(self, version: str) -> str:
-        """What is to be said behind `version`; nothing where it was run."""
+        """Return the remark on an untested `version`, "" for a tested one."""
         if self.range.contains(version, prereleases=True):
             return ""
         if self.is_newer(version):
-            return f"; newer than what was tested, {self.range}: change it if a model fails"
+            return f"; newer than the tested versions, {self.range}: change it if a model fails"
         return f"; tested with {self.range}"
 
     @property
     def refusal(self) -> str:
-        """Why nothing runs with what is installed, and the command that helps; empty where something does."""
+        """Reason why no model runs with the installed version, and the command that helps; "" if one can run."""
         help_ = f"Run this command, then start again: {shlex.quote(sys.executable)} -m {self.command}"
         version = self.installed
         if version is None:
@@ -87,52 +87,52 @@ class Package:
 
 
 def packages() -> tuple[Package, ...]:
-    """Every package that the pack needs."""
-    supported = {each.name: each for each in requirements(ROOT / "supported.txt")}
-    own = list(requirements(ROOT / "requirements.txt"))
-    for requirement in own:
+    """Return every package that the pack needs."""
+    supported = {requirement_.name: requirement_ for requirement_ in requirements(ROOT / "supported.txt")}
+    required = list(requirements(ROOT / "requirements.txt"))
+    for requirement in required:
         if requirement.name in supported:
             requirement.specifier &= supported[requirement.name].specifier
-    (jax,) = (each for each in own if each.name == "jax")
+    (jax,) = (requirement_ for requirement_ in required if requirement_.name == "jax")
     command = " ".join((f"pip install --index-url {TORCH_INDEX} '{supported['torch']}'", *OF_TORCH))
-    found = [Package(name="torch", range=supported["torch"].specifier, command=command)]
-    for requirement in own:
-        found.append(Package(name=requirement.name, range=requirement.specifier, command=_install(requirement)))
+    result = [Package(name="torch", range=supported["torch"].specifier, command=command)]
+    for requirement in required:
+        result.append(Package(name=requirement.name, range=requirement.specifier, command=_install(requirement)))
         if requirement is jax:
             ranges = _ranges_of_jax()
-            found.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in OF_JAX)
-    return tuple(found)
+            result.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in OF_JAX)
+    return tuple(result)
 
 
 @functools.cache
 def refusals() -> tuple[str, ...]:
-    """Why no model runs in this environment, a package each, with the command that helps; of what it began with."""
+    """Return the reasons why no model runs, one per package, as of the first call."""
     return tuple(refusal for package in packages() if (refusal := package.refusal))
 
 
 def check() -> None:
-    """Raises `UnsupportedPackages` where no model runs with what is installed."""
-    if found := refusals():
-        raise UnsupportedPackages("\n".join(found))
+    """Raise `UnsupportedPackages` if no model runs with the installed packages."""
+    if reasons := refusals():
+        raise UnsupportedPackages("\n".join(reasons))
 
 
 def of_results() -> dict[str, str]:
-    """The installed versions that a record of results is to name."""
-    found = {}
-    for name in _OF_RESULTS:
+    """Return the installed versions that a record of results names."""
+    installed = {}
+    for name in _RESULT_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def environment() -> tuple[object, ...]:
-    """What a compiled program depends on apart from its own text: versions and flags."""
+    """Return the versions and flags that a compiled program depends on apart from its own text."""
     return (*of_results().items(), *(os.environ.get(name, "") for name in FLAGS))
 
 
 @functools.cache
 def source_digest(root: Path = ROOT) -> str:
-    """Of the names and contents of the code that computes results, in the pack's folder `root`."""
+    """Return a digest of the code that computes results, in the pack's folder `root`."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((root / folder).rglob("*.py")):
@@ -142,10 +142,10 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def requirements(path: Path) -> Iterator[Requirement]:
-    """The lines of a requirements file that hold on this machine."""
+    """Yield the lines of a requirements file that apply to this machine."""
     for line in path.read_text("utf-8").splitlines():
         text = line.partition("#")[0].strip()
-        # An option such as `-r other.txt` is no requirement.
+        # Skip options such as `-r other.txt`.
         if text and not text.startswith("-"):
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate():
@@ -159,7 +159,7 @@ def _install(requirement: Requirement) -> str:
 
 
 def _ranges_of_jax() -> dict[str, SpecifierSet]:
-    """What the installed jax asks for on a TPU; nothing where there is no jax."""
+    """Return the version ranges that the installed jax requires on a TPU; unbounded ones without jax."""
     ranges: dict[str, SpecifierSet] = dict.fromkeys(OF_JAX, SpecifierSet())
     try:
         lines = importlib.metadata.requires("jax") or []
@@ -172,7 +172,7 @@ def _ranges_of_jax() -> dict[str, SpecifierSet]:
 
 
 def unserved(path: Path) -> Iterator[tuple[Requirement, Package]]:
-    """The lines of another requirements file that no version serves which we know of and which was run."""
+    """Yield the lines of another requirements file that contradict the tested versions, with the package."""
     pins = {pin.name: pin.specifier for pin in requirements(ROOT / "constraints.txt")}
     known = {package.name: package for package in packages()}
     for asked in requirements(path):
@@ -185,11 +185,11 @@ def unserved(path: Path) -> Iterator[tuple[Requirement, Package]]:
 
 @functools.cache
 def warn_once() -> None:
-    """Says in the log which packages are missing or were not run, but for refused ones: a process says it once."""
+    """Log once per process which packages are missing or untested, except for refused ones."""
     for package in packages():
         version = package.installed
         if package.refusal:
-            continue  # who asks to run gets it (see `check`)
+            continue  # raised by `check` when a model is to run
         if version is None and package.name != "libtpu":  # needed only on a TPU machine
             log.warning("%s is not installed. To install it: %s", package.name, package.command)
         elif version and (doubt := package.doubt(version)):

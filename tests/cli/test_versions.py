@@ -110,7 +110,7 @@ def test_a_newer_version_of_what_comfyui_brings_is_no_fault(installed: dict[str,
     installed["transformers"] = "5.25.1"
     (found,) = [each for each in packages.versions_here(HostMachine()) if each.topic == "transformers"]
     assert not found.is_fault and found.remedy == "pip install 'transformers<5.25,>=5.6.0'"
-    assert found.found.startswith("5.25.1; newer than what was tested, <5.25,>=5.6.0")
+    assert found.found.startswith("5.25.1; newer than the tested versions, <5.25,>=5.6.0")
 
 
 def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
