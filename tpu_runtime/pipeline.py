@@ -310,7 +310,7 @@ def encode_image(
     """Return the condition of an IMAGE `[N, height, width, 3]` in 0..1: a first frame, and a last one if N is 2.
 
     model: the reference.
-    image: resized to the video already.
+    image: of the video's size; references may have any size.
     size: of the video, by name (height, width, num_frames).
     progress: of the application.
     """

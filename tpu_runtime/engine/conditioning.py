@@ -82,7 +82,7 @@ def _copy_to_torch(x: torch.Tensor | np.ndarray) -> torch.Tensor:
 def denoiser_inputs(
     plan: Denoising, prompt: Conditioning, negative: Conditioning | None, condition: ImageCondition | None
 ) -> dict[str, np.ndarray]:
-    """Return the text inputs of all guidance branches and the condition's arrays, by name, float32.
+    """Return the text inputs of all guidance branches and the condition's arrays, by name.
 
     prompt, negative: CONDITIONING; `negative` may be None if there is one branch.
     condition: an encoded image or None.

@@ -63,7 +63,7 @@ class Launched:
     index: int  # of the step, from 0
     denoised: jax.Array  # estimate of the end result, `[1, *latent]`
     is_finite: jax.Array  # scalar bool
-    picture: jax.Array | None = None  # preview frame `[1, height, width, 3]`; None without a light decoder
+    picture: jax.Array | None = None  # preview frame `[height, width, 3]`; None without a light decoder
 
 
 def denoise(
@@ -174,7 +174,7 @@ def _place_args(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tu
 
 
 def _preview_decoder(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array | None]:
-    """Return a function that dispatches the decoding of the middle frame of an estimate `[1, *latent]`.
+    """Return a function from an estimate `[1, *latent]` to its middle frame `[height, width, 3]`, which it dispatches.
 
     It returns None for models whose decoder is not the light one, with several hosts, and if memory is short.
     """
