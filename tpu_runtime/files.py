@@ -71,7 +71,7 @@ def _error_number(error: Exception) -> int | None:
 # A scratch file: the machine that writes it, a number, and the ending of the file that it becomes.
 _SCRATCH = ".comfyui-tpu-"
 _LEFT = re.compile(re.escape(_SCRATCH) + r"([0-9a-f]{8})-[0-9a-f]{16}(?:\.[^.]{1,16})?")
-# Another machine's scratch file on a shared disk counts as abandoned after this time, because its lock may be invisible.
+# Another machine's scratch file on a shared disk is abandoned after this time, because its lock may be invisible.
 ABANDONED_S = 24 * 3600
 
 

@@ -50,8 +50,8 @@ class Feed:
     async def answer(self) -> bytes:
         """Return the newest statistics as a JSON object.
 
-        They are at most `FRESH_S` old if a sample takes no longer than `PROMPT_S`. Otherwise the previous sample is returned
-        while a new one is taken, after `PATIENCE_S` with a note of its age.
+        They are at most `FRESH_S` old if a sample takes no longer than `PROMPT_S`. Otherwise the previous sample is
+        returned while a new one is taken, after `PATIENCE_S` with a note of its age.
         """
         if self._body and time.monotonic() - self._body_s < FRESH_S:
             return self._body
