@@ -41,6 +41,7 @@ from .engine.memory_advice import VARIABLE as HBM_VARIABLE
 from .engine.memory_advice import OutOfMemory
 from .engine.payloads import Conditioning, ImageCondition, Latent
 from .files import TensorFile, parse_json, written_file
+from .garbage import set_aside
 from .hosts import place as places
 from .hosts import supervisor
 from .hosts.place import Place

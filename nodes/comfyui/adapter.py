@@ -196,6 +196,8 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
             return io.NodeOutput(*results, *more)
         except pipeline.OutOfMemory as error:
             failure = str(error)
+        finally:
+            memory.set_imports_aside()
         # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.
         raise comfy.model_management.OOM_EXCEPTION(failure)
 

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import threading
+from collections.abc import Iterator
 
 import comfy.model_management
 import comfy.model_patcher
@@ -74,6 +75,20 @@ def _patcher() -> _Patcher:
 def register() -> None:
     """Puts the pack among ComfyUI's loaded models. Unloading takes it out again, so this is called at every use."""
     comfy.model_management.load_models_gpu([_patcher()])
+
+
+def set_imports_aside() -> None:
+    """Leaves what our imports made out of ComfyUI's searches for garbage (see `pipeline.set_aside`), unless a model of
+    ComfyUI's or another pack's is there. Ours hold no weights.
+    """
+    package = __name__.rpartition(".")[0]
+    pipeline.set_aside([kind for kind in _kinds(comfy.model_patcher.ModelPatcher) if package not in kind.__module__])
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    yield kind
+    for inner in kind.__subclasses__():
+        yield from _kinds(inner)
 
 
 def wrap_unload() -> None:

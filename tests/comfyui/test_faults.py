@@ -11,7 +11,7 @@ pytestmark = needs_comfyui
 
 # A neighbour pack. A check waits until it is let go; a node ends as Rust's code ends one that panics.
 PROBE = """
-    import sys, threading
+    import gc, sys, threading
     from aiohttp import web
     from server import PromptServer
 
@@ -42,6 +42,10 @@ PROBE = """
     async def go(request):
         let_go.set()
         return web.json_response({})
+
+    @PromptServer.instance.routes.get("/probe/garbage")
+    async def garbage(request):
+        return web.json_response({"aside": gc.get_freeze_count(), "searched": len(gc.get_objects())})
 
     PanicException = type("PanicException", (BaseException,), {})
 
@@ -90,6 +94,13 @@ def test_prompts_go_on_after_a_library_ended_a_node(server: Server):
     assert failed["status"]["status_str"] == "error"
     assert "A library failed within the node (PanicException: Onig" in str(failed["status"]["messages"])
     server.run(workflow)
+
+
+def test_comfyuis_search_for_garbage_leaves_out_what_imports_made(server: Server):
+    """It took half a second, every ten seconds, in which the page stood still."""
+    server.run(tiny_workflow("imported", seed=8))
+    found = server.get("/probe/garbage")
+    assert found["aside"] > 300_000 and found["searched"] < 200_000, found
 
 
 def test_a_prompt_runs_while_hundreds_of_requests_come(server: Server):
