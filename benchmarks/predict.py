@@ -2,9 +2,9 @@
 
 Inputs are the models' defaults. Under that table stands what machines with a TPU said, by `benchmarks/measured/`.
 
-Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise]. Takes minutes a model; no
-TPU is needed. Models and stages that are not named keep what was recorded before. Other topologies have files of their
-own, `benchmarks/predicted_<generation>.json`, and no table there.
+Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise] [--page]. Takes minutes a
+model; no TPU is needed. Models and stages that are not named keep what was recorded before. Other topologies have files
+of their own, `benchmarks/predicted_<generation>.json`, and no table there.
 """
 
 import argparse
@@ -15,12 +15,15 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+# Run as a file, this folder is where Python looks first.
+import ranges
 from comfyui_tpu.cli import bench, verify
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
 from comfyui_tpu.tpu_runtime.plan import plan
+from comfyui_tpu.tpu_runtime.plan import report as plan_report
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
 from comfyui_tpu.tpu_runtime.selftest import report
@@ -31,6 +34,7 @@ DEFAULT = "v6e:2x4"
 PAGE = ROOT / "docs" / "performance.md"
 MEASURED = ROOT / "benchmarks" / "measured"
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
+RANGES = "<!-- ranges:begin -->", "<!-- ranges:end -->"
 # Files of this machine and sentences for a reader are not for comparing.
 DROPPED = ("findings", "notes")
 
@@ -66,7 +70,7 @@ def predict(name: str, topology: str, stages: Sequence[str] = STAGES, widgets: M
     request = PlanRequest(spec=spec, settings=settings, topology=chips.topology(topology), stages=tuple(stages))
     record = plan.make_plan(request, _say).to_json()
     programs = [{key: value for key, value in program.items() if key not in DROPPED} for program in record["programs"]]
-    return {**record, "title": spec.title, "programs": programs}
+    return {**record, "title": spec.title, "programs": programs, "weights_bytes": ranges.weights_bytes(spec)}
 
 
 def merged(new: Record, old: Record) -> Record:
@@ -137,7 +141,7 @@ def _row(record: Record) -> tuple[str, ...]:
         str(settings["num_inference_steps"]),
         step["mesh"],
         f"{record['residency_bytes'] / GIB:.1f}" + ("" if record["fits"] else " (does not fit)"),
-        number(seconds),
+        floored(step),
         _share(step["kernel_cycles"] / clock, seconds),
         _share(step["collectives_exposed_s"], seconds),
         _share(step["mfu"], 1),
@@ -155,6 +159,24 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
+def floored(program: Record) -> str:
+    """Return a program's seconds, and that they are a floor where the prediction is the chips' peak."""
+    # Older records have no word of their kernels.
+    is_floor = plan_report.is_floor(program["ceiling_share"], program.get("kernels_share"))
+    return number(program["predicted_s"]) + f" ({plan_report.FLOOR})" * is_floor
+
+
+def without_starts(records: Sequence[Record]) -> str:
+    """Return a sentence that names the records from before a collective's start was counted; "" without any."""
+    names = [record.get("recipe", record["title"]) for record in records if is_older(record)]
+    return f" Recorded before the start of a collective was counted: {', '.join(names)}." if names else ""
+
+
+def is_older(record: Record) -> bool:
+    """Return whether a record has collectives whose start is not in its seconds."""
+    return "transfer_start" not in record and any(program["collectives"] for program in record["programs"])
+
+
 def _share(part: float | None, whole: float | None) -> str:
     return "-" if part is None or not whole else f"{100 * part / whole:.0f} %"
 
@@ -167,7 +189,9 @@ def section(records: Sequence[Record]) -> str:
         f"{first['label'].capitalize()} ({first['compiler']}) for {first['topology']}, {first['chips']} chips, "
         f"{first['precision']}, by `benchmarks/predict.py`; {only}. GiB: all components "
         "loaded and the largest program running. Links: collectives that no computation covers. Shapes allow less than "
-        "the peak where contractions are shallower than a matrix unit (attention heads).\n\n" + table(records)
+        "the peak where contractions are shallower than a matrix unit (attention heads). A floor: a prediction at "
+        f"{100 * plan_report.FLOOR_SHARE:.0f} % of the peak or above, which no chip reaches."
+        f"{without_starts(records)}\n\n" + table(records)
     )
     return "\n\n".join(filter(None, [predicted, machine_table(machine_rows(MEASURED))]))
 
@@ -311,14 +335,25 @@ def write_page(text: str, begin: str, end: str) -> None:
     PAGE.write_text(insert(PAGE.read_text("utf-8"), text, begin, end), "utf-8")
 
 
+def write_tables(known: Mapping[str, Record]) -> None:
+    """Put the tables of the flagships among the `known` records into the page."""
+    records = [known[spec.name] for spec in FLAGSHIPS if spec.name in known]
+    write_page(section(records), BEGIN, END)
+    write_page(ranges.table(records), *RANGES)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--topology", default=DEFAULT)
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; others stay as recorded")
+    parser.add_argument("--page", action="store_true", help="only write the page's tables from what is recorded")
     options = parser.parse_args(arguments)
     file = recorded(options.topology)
     known = read(file)
+    if options.page:
+        write_tables(read(recorded(DEFAULT)))
+        return
     for name in options.model or [spec.name for spec in FLAGSHIPS]:
         _say(f"== {name}")
         found = predict(name, options.topology, options.stages.split(","))
@@ -326,8 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # After each: a run of all takes long, and may be broken off.
         write(file, known, [key for key, record in known.items() if "recipe" in record])
         if options.topology == DEFAULT:
-            records = [known[spec.name] for spec in FLAGSHIPS if spec.name in known]
-            write_page(section(records), BEGIN, END)
+            write_tables(known)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import predict
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.plan import report as plan_report
 from comfyui_tpu.tpu_runtime.units import GIB
 
 BEGIN, END = "<!-- recipes:begin -->", "<!-- recipes:end -->"
@@ -106,7 +107,7 @@ def _row(record: predict.Record) -> tuple[str, ...]:
         f"{settings['width']}x{settings['height']}",
         str(settings["num_frames"]),
         f"{max(program['memory']['peak'] for program in record['programs']) / GIB:.1f}",
-        predict.number(step["predicted_s"]),
+        predict.floored(step),
         seconds("text_encoder"),
         seconds("vae_encoder", "image_encoder"),
         seconds(step["name"]),
@@ -121,7 +122,9 @@ def section(records: Sequence[predict.Record]) -> str:
     return (
         f"{first['label'].capitalize()} ({first['compiler']}), by `benchmarks/recipes.py`; nothing in this table was "
         "measured. Seconds of the programs alone: weights are there, everything is compiled. Where not all stages "
-        "fit at once, one after the other is in memory.\n\n" + table(records)
+        "fit at once, one after the other is in memory. A floor: a prediction at "
+        f"{100 * plan_report.FLOOR_SHARE:.0f} % of the peak or above, which no chip reaches; the sums beside it are "
+        f"floors too.{predict.without_starts(records)}\n\n" + table(records)
     )
 
 

@@ -44,6 +44,7 @@ SCHEMA = 1
 @dataclass(frozen=True, kw_only=True)
 class MeasuredProgram:
     """Seconds of one program: of the compiler, and of `runs` in one generation each; predicted, where that was asked.
+    `predicts_floor`: the prediction is the chip's peak, and seconds are more.
 
     `peak_bytes`: what the compiler says that a device holds while it runs.
     """
@@ -57,6 +58,7 @@ class MeasuredProgram:
     most_s: float
     predicted_s: float | None
     peak_bytes: int
+    predicts_floor: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,10 @@ def measure(
                 compiled.append(compiling.compiled(program, executable, topology, compile_s))
     if topology:  # what `plan` says of the very programs that ran
         plans = plan.predict(compiled, topology, print_now)
-        rows = [replace(row, predicted_s=planned.predicted_s) for row, planned in zip(rows, plans, strict=True)]
+        rows = [
+            replace(row, predicted_s=planned.predicted_s, predicts_floor=planned.is_floor)
+            for row, planned in zip(rows, plans, strict=True)
+        ]
     memory = device_memory.fullest(devices)
     return Measured(
         model=spec.name, title=spec.title, settings=asdict(settings), device_kind=devices[0].device_kind,
@@ -226,7 +231,7 @@ def text(found: Measured) -> str:
         (
             row.name, str(row.runs), row.mesh, f"{row.compile_s:.0f} s", report.gib(row.peak_bytes),
             *(f"{value:.4f}" for value in (row.median_s, row.least_s, row.most_s, row.median_s * row.runs)),
-            "-" if row.predicted_s is None else f"{row.predicted_s:.4f}",
+            "-" if row.predicted_s is None else f"{row.predicted_s:.4f}" + f" {report.FLOOR}" * row.predicts_floor,
             "-" if not row.predicted_s else f"{100 * row.median_s / row.predicted_s:.0f} %",
         )
         for row in found.programs

@@ -29,6 +29,9 @@ from .report import Plan, ProgramPlan, TransferStart
 
 Write = Callable[[str], None]
 
+# Of a program's cycles, from which on its kernels' share of the peak says anything of it.
+KERNELS_OF_NOTE = 0.2
+
 
 def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
     """Compiles and times every program; `write` gets a line as each is done."""
@@ -101,6 +104,8 @@ def plan_program(
         timing, best = timing + missing, best + missing
     seconds = timing.cycles / chip.clock_hz if timing else None
     peak_flop_s = chip.peak_tflop_s * 1e12 * topology.num_chips
+    ceiling_share = done.flops.charged / (seconds * peak_flop_s) if seconds else None
+    kernels_share = _kernels_share(timing, done.flops, topology) if timing else None
     return ProgramPlan(
         name=program.name,
         runs=program.runs,
@@ -115,10 +120,15 @@ def plan_program(
         best_s=best.cycles / chip.clock_hz if best else None,
         rerun_s=(timing.cycles + timing.reruns) / chip.clock_hz if timing else None,
         mfu=done.flops.total / (seconds * peak_flop_s) if seconds else None,
-        ceiling_share=done.flops.charged / (seconds * peak_flop_s) if seconds else None,
+        ceiling_share=ceiling_share,
+        kernels_share=kernels_share,
         findings=_findings(done, module, timing, costs) if module and timing else {},
         notes=tuple(
-            [*_notes(module, timing, costs), *_sparse_steps(module, best.cycles / chip.clock_hz)]
+            [
+                *_floor_notes(ceiling_share, kernels_share),
+                *_notes(module, timing, costs),
+                *_sparse_steps(module, best.cycles / chip.clock_hz),
+            ]
             if module and timing and best
             else [f"does not compile: {done.refusal}", *findings.huge_products(program)]
         ),
@@ -129,6 +139,20 @@ def _missing_to_the_peak(timing: step_time.Timing, counted: flops.Flops, topolog
     """Bundles are a lower bound; where one bundle keeps the MXU busy for many cycles (TPU7x) it is too low."""
     least = counted.kernels / topology.num_devices / topology.chip.flop_per_cycle
     return step_time.Timing(kernels=max(0.0, least - timing.kernels))
+
+
+def _kernels_share(timing: step_time.Timing, counted: flops.Flops, topology: Topology) -> float | None:
+    """Return the share of the peak at which the kernels' products run; None where kernels are little of the program."""
+    if timing.kernels < KERNELS_OF_NOTE * timing.cycles:
+        return None
+    return counted.kernels / topology.num_devices / topology.chip.flop_per_cycle / timing.kernels
+
+
+def _floor_notes(ceiling_share: float | None, kernels_share: float | None) -> list[str]:
+    if not report.is_floor(ceiling_share, kernels_share):
+        return []
+    share = 100 * max(ceiling_share or 0.0, kernels_share or 0.0)
+    return [f"a floor, not a prediction: it is at {share:.0f} % of the chips' peak, and seconds on a chip will be more"]
 
 
 def _sparse_steps(module: hlo.Module, seconds: float) -> list[str]:

@@ -13,6 +13,16 @@ from ..programs.program import DENOISE_STEP
 from ..units import GIB
 
 LABEL = "predicted by the compiler"
+# A prediction at this share of the peak is a floor: published kernels of this kind reach 90 % of their ceiling.
+FLOOR_SHARE = 0.95
+FLOOR = "floor"
+
+
+def is_floor(ceiling_share: float | None, kernels_share: float | None) -> bool:
+    """Return whether a program's share of what its shapes allow, or its kernels' share of the peak, is no prediction
+    but the peak.
+    """
+    return max(ceiling_share or 0.0, kernels_share or 0.0) >= FLOOR_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +48,7 @@ class ProgramPlan:
     """One program. `timing` and `best_s` are None where it did not compile. `notes`: what the figures leave out.
 
     `rerun_s`: `predicted_s` if everything that kernels repeat where a flag says so were repeated everywhere.
+    `kernels_share`: of the peak that the kernels' products are predicted to reach; None without kernels.
     """
 
     name: str
@@ -56,6 +67,12 @@ class ProgramPlan:
     ceiling_share: float | None
     findings: Mapping[str, Sequence[str]]
     notes: tuple[str, ...] = ()
+    kernels_share: float | None = None
+
+    @property
+    def is_floor(self) -> bool:
+        """Return whether the prediction is the chip's peak, as a whole or in its kernels: seconds will be more."""
+        return is_floor(self.ceiling_share, self.kernels_share)
 
     def to_json(self) -> dict[str, Any]:
         timing = self.timing or Timing()
@@ -81,6 +98,8 @@ class ProgramPlan:
             "model_flops": self.flops.total,
             "mfu": self.mfu,
             "ceiling_share": self.ceiling_share,
+            "kernels_share": self.kernels_share,
+            "is_floor": self.is_floor,
             "findings": {title: list(sentences) for title, sentences in self.findings.items()},
             "notes": list(self.notes),
         }
@@ -180,7 +199,7 @@ def _row(program: ProgramPlan) -> tuple[str, ...]:
         program.name, str(program.runs), program.mesh, gib(memory.weights), gib(memory.temporaries),
         gib(memory.output), gib(memory.peak), "yes" if program.fits else "NO", f"{program.compile_s:.0f} s",
         "-" if timing is None else f"{timing.xla / 1e6:.1f}", "-" if timing is None else f"{timing.kernels / 1e6:.1f}",
-        _seconds(waiting), _seconds(program.predicted_s), _seconds(total),
+        _seconds(waiting), _seconds(program.predicted_s) + f" {FLOOR}" * program.is_floor, _seconds(total),
         _percent(program.mfu), _percent(program.ceiling_share),
     )  # fmt: skip
 
