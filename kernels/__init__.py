@@ -1,4 +1,4 @@
-"""The Pallas kernels for TPUs, each next to its plain reference in float32, and when a kernel refuses a call.
+"""Pallas kernels for TPUs, each next to a plain float32 reference, and the reasons why a kernel cannot compute a call.
 
-May import `sharding`, for the facts of chips.
+May import `sharding`: its table of chips.
 """

@@ -1,4 +1,7 @@
-"""The attention kernel: arrays, grid and blocks around `attention_body`, all flat, `[tokens, heads * head_dim]`."""
+"""Flash attention for TPUs: arrays, grid and block specs around `attention_body`, all flat, `[tokens, lanes]`.
+
+Arrays are flat, `[batch, tokens, heads * head_dim]`.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,16 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from . import attention_int8, names
 from .attention_body import Block, Extent, Scratch, grid_step, turn_of
 from .attention_form import Form
 from .attention_reference import Blocks, Keys
-from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, Interpret, round_up
+from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, Interpret, Ref, Scalar, round_up
 from .choice import KernelRefusal
 
-TURNED_ROWS = 2048  # at once
+TURNED_ROWS = 2048  # rows that one grid step of `turn` transposes
 
 
 def flat_attention(
@@ -31,40 +35,47 @@ def flat_attention(
     scale: float,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
-    """Softmax attention of `q` to all of `keys`, and if asked the log-sum-exp of its scores; exact but for rounding,
-    where the form's `scores` are.
+    """Return softmax attention of `q` to all of `keys`, and the log-sum-exp of its scores.
 
-    `head_dim` is 64 (an even number of heads) or a multiple of 128, else `NotImplementedError` says so. A row without
-    keys returns zeros and a log-sum-exp of `NEGATIVE`. Padding may hold anything.
+    The result is exact up to rounding if `form.scores` is "exact". A row without keys returns zeros and a log-sum-exp
+    of `NEGATIVE`. Padding may hold anything.
+
+    q: queries of all heads, `[batch, q_seq, heads * head_dim]`.
+    keys: arrays of keys and values; queries attend to the valid rows of all of them.
+    head_dim: 64 with an even number of heads, or a multiple of 128. Raises `NotImplementedError` for another.
+    form: tile sizes and the way the maximum of the scores is found.
+    log_sums: whether to return the log-sum-exp, `[batch, heads, q_seq]` float32; else None is returned for it.
+    scale: factor of the scores, usually `head_dim ** -0.5`.
+    interpret: how to run without a TPU, see `chip.Interpret`.
     """
     batch, q_seq, lanes = q.shape
     heads = lanes // head_dim
     listed = keys[0].blocks
     refusal(heads, head_dim, listed, form).check()
-    least = max(1, LANES // head_dim)  # a block has 128 lanes at least
-    together = form.heads if form.heads % least == 0 and heads % form.heads == 0 else least
-    # Blocks of equal size: of a last one that is nearly empty the rest would be computed for nothing.
+    min_heads = max(1, LANES // head_dim)  # a block has 128 lanes at least
+    heads_per_step = form.heads if form.heads % min_heads == 0 and heads % form.heads == 0 else min_heads
+    # Blocks of equal size, so that no last block is nearly empty: its padding would be computed for nothing.
     block_q = round_up(-(-q_seq // -(-q_seq // form.block_q)), LANES) if listed is None else listed.size
-    width = together * head_dim
-    turned = form.turned(head_dim)
-    blocks = _key_blocks(keys, form, LANES if turned else PACKED_ROWS)
+    width = heads_per_step * head_dim
+    is_transposed = form.turned(head_dim)
+    blocks = _key_blocks(keys, form, LANES if is_transposed else PACKED_ROWS)
     num_kv = -(-max(keys[0].rows, 1) // blocks[0])
-    step = min(form.step, max(blocks)) if listed is None else _step_in(listed.size, form.step, turned)
-    online_step = min(form.online_step, step) if listed is None else _step_in(step, form.online_step, turned)
+    step = min(form.step, max(blocks)) if listed is None else _choose_step(listed.size, form.step, is_transposed)
+    online_step = min(form.online_step, step) if listed is None else _choose_step(step, form.online_step, is_transposed)
     form = replace(
-        form, heads=together, block_q=block_q, columns=min(form.columns or block_q, block_q), step=step,
+        form, heads=heads_per_step, block_q=block_q, columns=min(form.columns or block_q, block_q), step=step,
         online_step=online_step,
     )  # fmt: skip
     lengths = jnp.stack(
         [jnp.full(batch, part.rows) if part.length is None else part.length for part in keys], axis=1
     ).astype(jnp.int32)
     query_blocks = -(-q_seq // block_q) if listed is None or len(listed.kept) == 1 else len(listed.kept)
-    grid = (batch, heads // together, query_blocks, *((num_kv,) if num_kv > 1 else ()))
+    grid = (batch, heads // heads_per_step, query_blocks, *((num_kv,) if num_kv > 1 else ()))
     mode = {"pipeline_mode": pl.Buffered(1)} if form.single_buffered else {}
     query_spec = pl.BlockSpec((None, block_q, width), lambda row, group, index, *_: (row, index, group))
-    sums_spec = pl.BlockSpec((None, together, 1, block_q), lambda row, group, index, *_: (row, group, 0, index))
+    sums_spec = pl.BlockSpec((None, heads_per_step, 1, block_q), lambda row, group, index, *_: (row, group, 0, index))
     key_specs = [
-        tuple(_key_spec(block, width, part is keys[0] and num_kv > 1, turns, mode) for turns in (False, turned))
+        tuple(_key_spec(block, width, part is keys[0] and num_kv > 1, turns, mode) for turns in (False, is_transposed))
         for part, block in zip(keys, blocks, strict=True)
     ]
     units = means = None
@@ -73,7 +84,8 @@ def flat_attention(
         block_of = functools.partial(attention_int8.Int8Block, interpreted=bool(interpret))
         keys, units, means = attention_int8.rounded_keys(keys, batch, head_dim)
     arrays = [
-        (part.keys, turn(part.values, part.blocks, interpret=interpret) if turned else part.values) for part in keys
+        (part.keys, turn(part.values, part.blocks, interpret=interpret) if is_transposed else part.values)
+        for part in keys
     ]
     ones = ones_spec = None
     if listed is not None and form.scores == "int8":
@@ -102,7 +114,7 @@ def flat_attention(
         ),
         interpret=interpret,
         cost_estimate=_cost(q, keys, head_dim),
-        metadata=_skipped(listed, step, form.unroll),
+        metadata=_describe_skips(listed, step, form.unroll),
         name=form.kernel + names.WITH_RERUN * (form.maximum == "sampled" and num_kv == 1),
     )((lengths, units, listed and _scalars(listed)), q, arrays, ones)
     if not log_sums:
@@ -111,16 +123,22 @@ def flat_attention(
 
 
 def refusal(heads: int, head_dim: int, blocks: Blocks | None = None, form: Form | None = None) -> KernelRefusal:
-    """Why the kernel does not take heads of this size as they are, or keys in these blocks."""
+    """Return the reasons why the kernel cannot compute attention of this shape.
+
+    heads, head_dim: number and size of the heads on one chip.
+    blocks: block sparsity of the keys; None if dense.
+    form: the kernel's configuration; None to check the shapes only.
+    """
     reasons = []
     if head_dim % LANES and (head_dim != LANES // 2 or heads % 2):
         reasons.append(
-            f"{heads} heads of {head_dim} lanes are neither of a multiple of {LANES} nor an even number of {LANES // 2}"
+            f"{heads} heads of {head_dim} lanes: a head must have a multiple of {LANES} lanes, or {LANES // 2} if the "
+            "number of heads is even"
         )
     if blocks is not None and blocks.size % LANES:
-        reasons.append(f"blocks of {blocks.size} keys are no multiple of {LANES}")
+        reasons.append(f"blocks of {blocks.size} keys are not a multiple of {LANES}")
     if blocks is not None and form is not None and form.block_kv is not None and form.block_kv < blocks.rows:
-        reasons.append("keys in blocks that are left out must all be in VMEM")
+        reasons.append("block-sparse keys must all fit in VMEM at once")
     return KernelRefusal(kernel=names.ATTENTION, reasons=tuple(reasons))
 
 
@@ -129,43 +147,58 @@ def _scalars(blocks: Blocks) -> tuple[Array, ...]:
     return jnp.asarray(blocks.kept), jnp.asarray(blocks.real), jnp.asarray(is_sparse, jnp.int32)[None]
 
 
-def _skipped(blocks: Blocks | None, step: int, unroll: int) -> dict[str, str] | None:
-    """What the cost model must know of a kernel that may leave blocks out: how many turns of its loop that saves."""
+def _describe_skips(blocks: Blocks | None, step: int, unroll: int) -> dict[str, str] | None:
+    """Return metadata for the cost model: the loop turns that a sparse call skips; None if dense.
+
+    None if dense.
+    """
     if blocks is None or not blocks.left_out:
         return None
     per_block = blocks.size // step
     return {names.SKIPPED: str(blocks.left_out * per_block // turn_of(per_block, unroll))}
 
 
-def _step_in(size: int, wanted: int, turned: bool) -> int:
-    """The longest step, of `wanted` keys at most, that divides a block; values that are turned are read by lanes."""
+def _choose_step(size: int, wanted: int, turned: bool) -> int:
+    """Return the largest step of at most `wanted` keys that divides a block of `size` keys.
+
+    turned: whether values are transposed, so that steps are whole registers of lanes.
+    """
     multiple = LANES if turned else PACKED_ROWS
     return max(
         step for step in range(multiple, size + 1, multiple) if size % step == 0 and step <= max(wanted, multiple)
     )
 
 
-def _scratch(form: Form, head_dim: int, dtype: Any) -> Scratch:
-    def held(rows: int, kind: Any = jnp.float32) -> Any:
+def _scratch(form: Form, head_dim: int, dtype: DTypeLike) -> Scratch:
+    """Return the kernel's scratch buffers, without contents."""
+
+    def vmem(rows: int, kind: DTypeLike = jnp.float32) -> Any:
         return pltpu.VMEM((form.heads, rows, form.block_q), kind)
 
-    is_int8 = form.scores == "int8"
-    two = {"weights": (held(form.step, jnp.bfloat16 if is_int8 else dtype),) * 2}
-    if form.maximum != "zero":
-        row = held(SUBLANES)
-        two |= {"top": (row, row), "kept": (row, row), "raw": (held(form.online_step),) * 2}
-    depth = max(LANES, head_dim)
-    if is_int8:
-        two |= {"scaled": held(depth + LANES, jnp.int8), "out": held(head_dim + SUBLANES), "worth": held(SUBLANES)}
-    return Scratch(**{"scaled": held(depth, dtype), "sums": held(SUBLANES), "out": held(head_dim), **two})
+    is_int8, has_maximum = form.scores == "int8", form.maximum != "zero"
+    depth, row = max(LANES, head_dim), vmem(SUBLANES)
+    return Scratch(
+        scaled=vmem(depth + LANES, jnp.int8) if is_int8 else vmem(depth, dtype),
+        sums=row,
+        out=vmem(head_dim + SUBLANES if is_int8 else head_dim),
+        weights=(vmem(form.step, jnp.bfloat16 if is_int8 else dtype),) * 2,
+        top=(row, row) if has_maximum else (),
+        kept=(row, row) if has_maximum else (),
+        raw=(vmem(form.online_step),) * 2 if has_maximum else (),
+        worth=row if is_int8 else None,
+    )
 
 
 def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[str, Any]) -> pl.BlockSpec:
-    """`block` keys of a group of heads; `divided`: those of the grid's last index."""
+    """Return the block spec of `block` keys of a group of heads.
 
-    def index_map(row: Any, group: Any, index: Any, *rest: Any) -> tuple:
-        at = rest[0] if divided else 0
-        return (row, group, at) if turned else (row, at, group)
+    width: lanes of the group. divided: whether the grid's last index selects the block of keys. turned: whether the
+      array is transposed. mode: pipeline mode of the block.
+    """
+
+    def index_map(row: Scalar, group: Scalar, index: Scalar, *rest: Any) -> tuple[Scalar, ...]:
+        key_block = rest[0] if divided else 0
+        return (row, group, key_block) if turned else (row, key_block, group)
 
     return pl.BlockSpec((None, width, block) if turned else (None, block, width), index_map, **mode)
 
@@ -173,22 +206,24 @@ def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[st
 def turn(
     x: Float[Array, "batch rows lanes"], blocks: Blocks | None = None, *, interpret: Interpret = False
 ) -> Float[Array, "batch lanes columns"]:
-    """`x` with rows as lanes, their number rounded up to a multiple of 128; lanes after the last may hold anything, but
-    those of padding in `blocks` are zero.
+    """Return `x`, `[batch, rows, lanes]`, transposed to `[batch, lanes, columns]`.
 
-    Values of heads of 64 are read as the product wants them, once for all blocks of queries: turned in the loop they
+    The number of columns is that of rows, rounded up to a multiple of 128. Columns after the last row may hold
+    anything. If `blocks` is given, columns of padding are zero. interpret: see `chip.Interpret`.
+
+    Values of heads of 64 are transposed once for all blocks of queries. Transposing them in the kernel's loop would
     cost 3 % of the kernel (docs/LOG.md).
     """
     batch, rows, lanes = x.shape
     columns = round_up(rows, LANES) if blocks is None else blocks.rows
     block = min(TURNED_ROWS, columns) if blocks is None else blocks.size
 
-    def body(real: Any, source: Any, result: Any) -> None:
-        found = source[...].T
+    def body(real: Ref | None, source: Ref, result: Ref) -> None:
+        transposed = source[...].T
         if real is not None:
-            lane = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
-            found = jnp.where(lane < real[pl.program_id(2)], found, jnp.zeros_like(found))
-        result[...] = found
+            lane = jax.lax.broadcasted_iota(jnp.int32, transposed.shape, 1)
+            transposed = jnp.where(lane < real[pl.program_id(2)], transposed, jnp.zeros_like(transposed))
+        result[...] = transposed
 
     return pl.pallas_call(
         body,
@@ -206,7 +241,7 @@ def turn(
 
 
 def _cost(q: Array, keys: Sequence[Keys], head_dim: int) -> pl.CostEstimate:
-    """For XLA's scheduler, and for counting model FLOPs."""
+    """Return the cost estimate of a call, for XLA's scheduler and for counting model FLOPs."""
     rows = sum(part.rows if part.blocks is None else part.blocks.size * part.blocks.kept.shape[1] for part in keys)
     scores = q.size // head_dim * rows
     moved = 2 * q.size + 2 * rows * q.size // q.shape[1]
@@ -214,7 +249,10 @@ def _cost(q: Array, keys: Sequence[Keys], head_dim: int) -> pl.CostEstimate:
 
 
 def _key_blocks(keys: Sequence[Keys], form: Form, multiple: int) -> list[int]:
-    """Rows of each part that are in VMEM at once: all, but for the first part where the form divides it."""
+    """Return the rows of each array of keys that are in VMEM at once: all, unless the form divides the first array.
+
+    multiple: rows are rounded up to a multiple of this.
+    """
     rows = [round_up(max(part.rows, 1), multiple) for part in keys]
     if form.block_kv is not None and form.block_kv < rows[0]:
         rows[0] = round_up(-(-rows[0] // -(-rows[0] // form.block_kv)), multiple)

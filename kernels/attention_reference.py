@@ -1,10 +1,7 @@
-"""Plain softmax attention in float32, with which the kernel is compared and which stands in for it, and the keys that a
-call of either takes.
-"""
+"""Plain softmax attention in float32, the kernel's reference and fallback, and the keys that a call of either takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +10,35 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from .chip import VMEM_MIB, device_kind
 
-# Stands for minus infinity where the arithmetic must stay finite (a row without any valid key).
+# Used instead of minus infinity to keep the arithmetic finite in a row without valid keys.
 NEGATIVE = -1e30
-# Scores in memory at once. At a model's size all would be many times the memory of a chip. On a CPU larger pieces go
-# back to the system each time, which takes longer than the arithmetic.
+# Bytes of scores in memory at once. At a model's size all scores would exceed a chip's memory many times. On a CPU,
+# larger buffers are returned to the system after each use, which takes longer than the arithmetic.
 SCORES_BYTES, SCORES_BYTES_OF_A_CPU = 2**29, 2**25
-# Blocks that are left out by a turn of the kernel's loop that is not taken.
+# Blocks per turn of the kernel's loop: sparse calls skip whole turns.
 TOGETHER = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
-    """Keys in blocks of `size` rows, of which the first `real` are real, one at least; known before the trace.
+    """Block sparsity: the blocks of keys that each block of queries attends to, known before the trace.
 
-    A block of as many queries attends to those of its row in `kept`, but where `is_sparse`, which the program knows
-    when it runs, not to the last `left_out`, a multiple of `TOGETHER`. Two at least are kept, for the kernel goes
-    through some out of its loop, and takes the first maximum from the first. All queries have the same where there is
-    one row.
+    At least two blocks remain: the kernel processes some outside its loop, and samples the maximum from the first.
     """
 
-    size: int
-    real: Int[np.ndarray, " blocks"]
-    kept: Int[np.ndarray, "query_blocks count"]
-    left_out: int = 0
-    is_sparse: Bool[Array, ""] | None = None
+    size: int  # rows of a block of keys or queries
+    real: Int[np.ndarray, " blocks"]  # leading rows of each block that are valid, at least 1
+    kept: Int[
+        np.ndarray, "query_blocks count"
+    ]  # blocks that each block of queries attends to; one row: the same for all
+    left_out: int = 0  # blocks at the end of `kept` that a sparse call skips, a multiple of `TOGETHER`
+    is_sparse: Bool[Array, ""] | None = None  # whether this call is sparse, known at run time; None: it is not
 
     def __post_init__(self) -> None:
         if self.left_out % TOGETHER or not (self.left_out == 0 or 0 < self.left_out <= self.kept.shape[1] - 2):
             raise ValueError(
-                f"of {self.kept.shape[1]} blocks {self.left_out} cannot be left out: in {TOGETHER}s, but for two."
+                f"left_out is {self.left_out}; it must be a multiple of {TOGETHER} and at most "
+                f"{self.kept.shape[1] - 2}, so that 2 of {self.kept.shape[1]} blocks remain."
             )
 
     @property
@@ -53,27 +50,25 @@ class Blocks:
         return (np.arange(self.size) < self.real[:, None]).ravel()
 
     def allowed(self, q_seq: int) -> Bool[Array, "q_seq blocks"]:
-        """Which blocks of keys each query attends to; those behind the last block of queries to any."""
+        """Return the mask of key blocks that each query attends to. Queries after the last block use the last list."""
 
-        def to(kept: Int[np.ndarray, "query_blocks count"]) -> Array:
-            found = np.zeros((len(kept), len(self.real)), bool)
-            np.put_along_axis(found, kept, True, 1)
-            return jnp.asarray(found[np.minimum(np.arange(q_seq) // self.size, len(found) - 1)])
+        def make_mask(kept: Int[np.ndarray, "query_blocks count"]) -> Array:
+            mask = np.zeros((len(kept), len(self.real)), bool)
+            np.put_along_axis(mask, kept, True, 1)
+            return jnp.asarray(mask[np.minimum(np.arange(q_seq) // self.size, len(mask) - 1)])
 
-        every, few = to(self.kept), to(self.kept[:, : self.kept.shape[1] - self.left_out])
-        return every if self.is_sparse is None else jnp.where(self.is_sparse, few, every)
+        dense, sparse = make_mask(self.kept), make_mask(self.kept[:, : self.kept.shape[1] - self.left_out])
+        return dense if self.is_sparse is None else jnp.where(self.is_sparse, sparse, dense)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class WholeKeys:
-    """Keys as whole numbers in int8, `[batch, kv_seq, lanes]`; what one is worth, float32 `[batch, heads]`; the mean
-    that they lost, `[batch, lanes]`: see `attention_int8`.
-    """
+    """Quantized keys, see `attention_int8`."""
 
-    numbers: Any
-    unit: Any
-    mean: Any
+    numbers: Array  # int8 `[batch, kv_seq, lanes]`
+    unit: Array  # scale of each head, `[batch, heads]` float32
+    mean: Array  # mean key that was subtracted, `[batch, lanes]`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,63 +77,69 @@ class WholeKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """The first `rows` rows of `keys` and `values` may be real; what follows may hold anything.
+    """Keys and values of one sequence, with padding that may hold anything."""
 
-    The first `certain` of them are real in every batch row, of the rest those before `length` (None: all). Of keys in
-    `blocks`, which a call's first may be, these say what is real. Of `WholeKeys` all parts have one unit and mean.
-    """
-
+    # All `WholeKeys` of a call have the same scale and mean.
     keys: Float[Array, "batch kv_seq lanes"] | Int8[Array, "batch kv_seq lanes"] | WholeKeys
     values: Float[Array, "batch kv_seq lanes"]
-    rows: int
-    certain: int
-    length: Int[Array, " batch"] | None = None
-    blocks: Blocks | None = None
+    rows: int  # leading rows that may be valid; the rest is padding
+    certain: int  # leading rows that are valid in every batch row
+    length: Int[Array, " batch"] | None = None  # valid rows of each batch row; None: all of `rows`
+    blocks: Blocks | None = None  # for the first keys of a call: block sparsity, which states the valid rows instead
 
 
 def first(keys: Array | WholeKeys, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0) -> Keys:
-    """The first `length` rows, a number or one for each batch row, of which `certain` are known before the trace."""
+    """Return keys and values `[batch, kv_seq, lanes]` of which the first `length` rows are valid.
+
+    length: a number, or one per batch row. certain: if one per row, the rows that are valid in every batch row.
+    """
     if isinstance(length, int):
         return Keys(keys=keys, values=values, rows=length, certain=length)
     return Keys(keys=keys, values=values, rows=keys.shape[1], certain=certain, length=length)
 
 
 def in_blocks(keys: Array | WholeKeys, values: Array, blocks: Blocks) -> Keys:
+    """Return keys and values `[batch, kv_seq, lanes]` in blocks that state which rows are valid."""
     return Keys(keys=keys, values=values, rows=blocks.rows, certain=0, blocks=blocks)
 
 
 def flat_attention(
     q: Float[Array, "batch q_seq lanes"], keys: Sequence[Keys], *, head_dim: int, log_sums: bool
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
-    """Attention of `q` to the real keys of all parts, and if asked the log-sum-exp of its scores.
+    """Return attention of `q` to the valid keys of all arrays, and the log-sum-exp of its scores.
 
-    Heads are side by side. Keys and values that are not real are never used: they may hold NaN. A row without keys
-    returns zeros and a log-sum-exp of `NEGATIVE`.
+    Keys and values that are not valid are never used: they may hold NaN. A row without keys returns zeros and a
+    log-sum-exp of `NEGATIVE`.
+
+    q: queries of all heads, side by side. keys: arrays of keys and values.
+    head_dim: lanes of a head. log_sums: whether to return the log-sum-exp; else None is returned for it.
     """
     valid = jnp.concatenate([valid_rows(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
     blocks = keys[0].blocks
     allowed, size = (None, 0) if blocks is None else (blocks.allowed(q.shape[1]), blocks.size)
 
-    def joined(arrays: list[Array]) -> Float[Array, "batch kv_seq heads head_dim"]:
+    def join(arrays: list[Array]) -> Float[Array, "batch kv_seq heads head_dim"]:
         rows = jnp.concatenate([x[:, : part.rows] for x, part in zip(arrays, keys, strict=True)], axis=1)
         return _heads(jnp.where(valid[:, :, None], rows, 0).astype(jnp.float32), head_dim)
 
-    given = [part.keys for part in keys if not isinstance(part.keys, WholeKeys)]
-    k, v = joined(given), joined([part.values for part in keys])
+    key_arrays = [part.keys for part in keys if not isinstance(part.keys, WholeKeys)]
+    k, v = join(key_arrays), join([part.values for part in keys])
     queries = jnp.swapaxes(_heads(q.astype(jnp.float32), head_dim), 1, 2)
     batch, heads, q_seq, _ = queries.shape
-    room = SCORES_BYTES if device_kind() in VMEM_MIB else SCORES_BYTES_OF_A_CPU
-    block = max(1, room // (4 * batch * heads * max(1, k.shape[1])))
+    max_bytes = SCORES_BYTES if device_kind() in VMEM_MIB else SCORES_BYTES_OF_A_CPU
+    block = max(1, max_bytes // (4 * batch * heads * max(1, k.shape[1])))
     if block >= q_seq:
         out, log_sum = _attend(queries, k, v, valid, allowed, size)
     else:
         count = -(-q_seq // block)
         padded = jnp.pad(queries, ((0, 0), (0, 0), (0, count * block - q_seq), (0, 0)))
         parts = jnp.moveaxis(padded.reshape(batch, heads, count, block, head_dim), 2, 0)
-        own = None
+        masks = None
         if allowed is not None:
-            own = jnp.pad(allowed, ((0, count * block - q_seq), (0, 0))).reshape(count, block, -1)
-        outs, log_sums_of_blocks = jax.lax.map(lambda each: _attend(each[0], k, v, valid, each[1], size), (parts, own))
+            masks = jnp.pad(allowed, ((0, count * block - q_seq), (0, 0))).reshape(count, block, -1)
+        outs, log_sums_of_blocks = jax.lax.map(
+            lambda part: _attend(part[0], k, v, valid, part[1], size), (parts, masks)
+        )
         out = jnp.moveaxis(outs, 0, 2).reshape(padded.shape)[:, :, :q_seq]
         log_sum = jnp.moveaxis(log_sums_of_blocks, 0, 2).reshape(batch, heads, -1)[:, :, :q_seq]
     return jnp.swapaxes(out, 1, 2).reshape(q.shape).astype(q.dtype), log_sum if log_sums else None
@@ -152,18 +153,20 @@ def _attend(
     allowed: Bool[Array, "rows blocks"] | None,
     size: int,
 ) -> tuple[Float[Array, "batch heads rows head_dim"], Float[Array, "batch heads rows"]]:
-    """All scores of these queries at once. `allowed`: the blocks of `size` keys that each attends to, of the first.
+    """Return the attention of these queries and its log-sum-exp, with all of their scores in memory at once.
 
-    Few passes over the scores, for on a CPU these take most of a step. A key that is not seen adds exactly nothing,
-    also to a row that sees none: its maximum is far above what it was masked with.
+    It makes few passes over the scores, because on a CPU these take most of a step. A masked key adds exactly nothing,
+    also in a row without valid keys: the row's maximum is far above the mask's value.
+
+    valid: mask of the keys. allowed: mask of the blocks of `size` keys that each query attends to, of the first array.
     """
-    counts = valid[:, None, None, :]
+    mask = valid[:, None, None, :]
     if allowed is not None:
-        own = jnp.repeat(allowed, size, axis=1)
-        counts = counts & jnp.pad(own, ((0, 0), (0, k.shape[1] - own.shape[1])), constant_values=True)
+        key_mask = jnp.repeat(allowed, size, axis=1)
+        mask = mask & jnp.pad(key_mask, ((0, 0), (0, k.shape[1] - key_mask.shape[1])), constant_values=True)
     highest = jax.lax.Precision.HIGHEST
     queries = queries * queries.shape[-1] ** -0.5
-    scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) + jnp.where(counts, 0, NEGATIVE)
+    scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) + jnp.where(mask, 0, NEGATIVE)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=NEGATIVE), NEGATIVE / 2)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)  # [batch, heads, rows, 1]
@@ -176,7 +179,7 @@ def _heads(x: Array, head_dim: int) -> Array:
 
 
 def valid_rows(part: Keys, batch: int) -> Bool[Array, "batch rows"]:
-    """Which of a part's `rows` are real."""
+    """Return the mask of a part's valid rows, `[batch, rows]`."""
     if part.blocks is not None:
         return jnp.broadcast_to(jnp.asarray(part.blocks.is_real)[None], (batch, part.rows))
     length = jnp.full(batch, part.rows) if part.length is None else part.length

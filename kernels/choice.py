@@ -1,7 +1,7 @@
-"""The choice between a kernel and its reference.
+"""Dispatch between a kernel and its reference.
 
-A kernel that is called by name raises what it refuses. Where the choice is automatic, XLA computes what the kernel
-refuses, and the reasons are logged once.
+A kernel that is called directly raises its reasons for not computing a call. Where the choice is automatic, XLA
+computes such a call, and the reasons are logged once.
 """
 
 import contextlib
@@ -19,21 +19,19 @@ SWITCHED_OFF = "it is switched off on this machine"
 
 @dataclass(frozen=True, kw_only=True)
 class Rungs:
-    """How far this machine follows each kernel, by the names in `names.KERNELS`: `off` are computed by XLA, `small`
-    take tiles for half of the on-chip memory. Both are sorted, so that equal rungs have equal keys.
-    """
+    """Fallbacks of the kernels on one machine, by the names in `names.KERNELS`. Equal fallbacks have equal hashes."""
 
-    off: tuple[str, ...] = ()
-    small: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()  # kernels that XLA replaces, sorted
+    small: tuple[str, ...] = ()  # kernels that use tiles for half of VMEM, sorted
 
 
-_ALL_TAKEN = Rungs()
-_RUNGS: ContextVar[Rungs] = ContextVar("rungs", default=_ALL_TAKEN)
+_NO_FALLBACKS = Rungs()
+_RUNGS: ContextVar[Rungs] = ContextVar("rungs", default=_NO_FALLBACKS)
 
 
 @contextlib.contextmanager
 def on(rungs: Rungs) -> Iterator[None]:
-    """Within it kernels are chosen, and their tiles, as `rungs` says."""
+    """Choose kernels and their tiles by `rungs` inside the context."""
     token = _RUNGS.set(rungs)
     try:
         yield
@@ -42,13 +40,13 @@ def on(rungs: Rungs) -> Iterator[None]:
 
 
 def is_small(kernel: str) -> bool:
-    """Whether the kernel takes tiles for half of the on-chip memory."""
+    """Return whether the kernel uses tiles for half of VMEM."""
     return kernel in _RUNGS.get().small
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRefusal:
-    """Why `kernel` does not compute a call; false, and without reasons, where it does."""
+    """Reasons why `kernel` cannot compute a call. False, and without reasons, if it can."""
 
     kernel: str
     reasons: tuple[str, ...] = ()
@@ -64,13 +62,16 @@ class KernelRefusal:
         return f"The kernel {self.kernel} does not compute this call: {'; '.join(self.reasons)}."
 
     def check(self) -> None:
-        """Raises `NotImplementedError` with the reasons, if there are any."""
+        """Raise `NotImplementedError` with the reasons, if there are any."""
         if self:
             raise NotImplementedError(str(self))
 
 
 def accepted(refusal: KernelRefusal) -> bool:
-    """Whether an automatic choice takes the kernel. Reasons against it are logged, but for a program for no TPU."""
+    """Return whether an automatic choice uses the kernel.
+
+    Log the reasons against it, unless the program is not for a TPU.
+    """
     if refusal and NO_TPU not in refusal.reasons:
         _warn_once(refusal)
     return not refusal

@@ -1,15 +1,15 @@
-"""Linear layers with products of int8 numbers, for twice the pace of bfloat16's: not exact, and asked for by name.
+"""Linear layers with int8 products, twice as fast as bfloat16: approximate, and only used on request.
 
-A weight is rounded with one scale an output, while it is loaded; tokens with one each, in the kernel, where a block of
-them stays while all outputs are computed. Sums are exact, in int32. Before, both are rotated by the same orthogonal
-matrix, which leaves their product as it is and spreads a channel far wider than the others over `block` lanes (QuaRot,
-https://arxiv.org/abs/2404.00456). `docs/quality.md` says what it costs.
+A weight is quantized with one scale per output when it is loaded. Tokens are quantized with one scale each, in the
+kernel, where a block of them stays while all outputs are computed. Sums are exact, in int32. Before quantization both
+are rotated by the same orthogonal matrix. It leaves their product unchanged and spreads a channel far larger than the
+others over `block` lanes (QuaRot, https://arxiv.org/abs/2404.00456). `docs/quality.md` states the accuracy.
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,48 +17,47 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from . import names
-from .chip import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, device_kind, round_up
+from .chip import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, device_kind, round_up
 from .choice import KernelRefusal, accepted, is_small
 
 # Chips whose matrix units multiply int8 twice as fast as bfloat16.
 TAKES_INT8 = ("TPU v5 lite", "TPU v6 lite")
 LARGEST = 127
-LEAST = 1e-30  # of a token's or a weight's largest value, lest a scale be zero
-TOKENS = (256, 128)  # a grid step, of fewer where many would leave no room
-PIECE = 256 * 1536  # results at once: enough for what becomes of some to run beside products of others
+LEAST = 1e-30  # added to the largest magnitude of a token or a weight, so that no scale is zero
+TOKENS = (256, 128)  # tokens of a grid step: the second if the first leaves no VMEM for weights
+PIECE = 256 * 1536  # results computed at once: enough to overlap the epilogue of some with products of others
 MXU_WIDTH = 256
 COMPILER_BYTES = 8 * MIB
-# Of a first product alone, or what multiplies its pair's.
+# "gelu": of each product. "silu": of the first of two products, which then multiplies the second.
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu, None: lambda x: x}
 
 
 class Rounded(NamedTuple):
-    """A weight as whole numbers in int8, `[outs, ins]` or `[ins, outs]`, or those of all layers; what one of an output
-    is worth, float32 `[outs]`; a bias `[outs]` or None. Or what stands for each of these, such as its place on a mesh.
-    """
+    """A quantized weight, with arrays, refs or partition specs as its fields."""
 
-    numbers: Any
-    worth: Any
-    bias: Any = None
+    numbers: Any  # int8 `[outs, ins]` or `[ins, outs]`, or `[layers, ...]` of all layers
+    worth: Any  # scale of each output, `[outs]` float32
+    bias: Any = None  # `[outs]` or None
 
     def outs(self, turned: bool) -> int:
+        """Return the number of outputs. turned: whether the weight is `[ins, outs]`."""
         return self.numbers.shape[-1 if turned else -2]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers", "worth"], meta_fields=["dtype"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RoundedTokens:
-    """Tokens as the kernel rounds them: rotated, as whole numbers in int8 `[rows, tokens, lanes]`, what one of a token
-    is worth, float32 `[rows, tokens, 1]`, and the format that they had.
-    """
+    """Quantized tokens, rotated, with arrays or partition specs as its fields."""
 
-    numbers: Any
-    worth: Any
-    dtype: Any
+    numbers: Any  # int8 `[rows, tokens, lanes]`
+    worth: Any  # scale of each token, `[rows, tokens, 1]` float32
+    # Of the tokens before, and of the results of products with them.
+    dtype: DTypeLike = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,32 +65,37 @@ class RoundedTokens:
 
 
 class Residual(NamedTuple):
-    """What a product is added to, `[rows, tokens, outs]`, and what it is multiplied by before, `[rows or 1, outs]`."""
+    """Residual sum with a product: `x + gate * product`, with arrays, refs or partition specs as its fields."""
 
-    x: Any
-    gate: Any
+    x: Any  # `[rows, tokens, outs]`
+    gate: Any  # `[rows or 1, outs]`
 
 
 def rounded(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
-    """`x` as whole numbers of at most 127, and what one is worth, the same along `axes`. What holds a NaN is worth NaN:
-    no whole number is.
+    """Return `x` quantized to int8, `[...]`, and its scale, shared along `axes`, which it lacks.
+
+    A NaN makes its scale NaN, because no integer is.
     """
     x = x.astype(jnp.float32)
-    worth = (jnp.max(jnp.abs(x), axis=axes, keepdims=True) + LEAST) / LARGEST
-    worth = worth + 0 * jnp.sum(x, axis=axes, keepdims=True)
-    return jnp.round(x / worth).astype(jnp.int8), jnp.squeeze(worth, axes)
+    scale = (jnp.max(jnp.abs(x), axis=axes, keepdims=True) + LEAST) / LARGEST
+    scale = scale + 0 * jnp.sum(x, axis=axes, keepdims=True)
+    return jnp.round(x / scale).astype(jnp.int8), jnp.squeeze(scale, axes)
 
 
 def block_of(*lanes: int, chips: int) -> int:
-    """How many lanes are rotated together: as many as fill a matrix unit, if they divide what each of `chips` has of
-    `lanes`, else the largest power of two that does.
+    """Return the number of lanes that are rotated together.
+
+    It is the width of a matrix unit if that divides every size in `lanes`, divided by `chips` where this is possible;
+    else the largest power of two that does.
     """
     return math.gcd(MXU_WIDTH, *(size if size % chips else size // chips for size in lanes))
 
 
 def rotation(block: int) -> np.ndarray:
-    """`[block, block]` of ones with signs; times itself transposed it is `block` times the identity. Hadamard's matrix
-    behind signs that are a bent function (Rudin and Shapiro's): what is the same in all lanes is spread over all, too.
+    """Return the rotation matrix, `[block, block]` of 1 and -1; times its transpose it is `block` times the identity.
+
+    It is a Hadamard matrix with signs from a bent function (Rudin-Shapiro), so that equal values in all lanes are
+    spread over all lanes, too.
     """
     lane = np.arange(block)
     signs = np.bitwise_count(lane & lane >> 1)[:, None] + np.bitwise_count(lane[:, None] & lane)
@@ -99,41 +103,49 @@ def rotation(block: int) -> np.ndarray:
 
 
 def rotated_weight(weight: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
-    """In float32; `axis` is the last over which a product sums. By the inverse of what rotates tokens."""
+    """Return the weight `[...]` in float32, rotated by the inverse of the tokens' rotation.
+
+    axis: the last dimension over which a product sums. block: lanes that are rotated together.
+    """
     x = jnp.moveaxis(weight.astype(jnp.float32), axis, -1)
     blocks = x.reshape(*x.shape[:-1], -1, block)
-    found = jnp.matmul(blocks, rotation(block) / block, precision="highest")
-    return jnp.moveaxis(found.reshape(x.shape), -1, axis)
+    rotated = jnp.matmul(blocks, rotation(block) / block, precision="highest")
+    return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)
 
 
-def _rotated(x: Float[Array, "... lanes"], matrix: Any) -> Float[Array, "... lanes"]:
-    """In float32, exactly: of bfloat16 a matrix unit sums the same numbers."""
+def _rotate(x: Float[Array, "... lanes"], matrix: Float[Array, "lanes lanes"]) -> Float[Array, "... lanes"]:
+    """Return `x` times the rotation matrix, `[..., lanes]` float32.
+
+    It is exact: the matrix unit sums bfloat16 products in float32.
+    """
     precision = "default" if x.dtype == jnp.bfloat16 else "highest"
-    over = (((x.ndim - 1,), (0,)), ((), ()))
-    return jax.lax.dot_general(x, matrix.astype(x.dtype), over, precision=precision, preferred_element_type=jnp.float32)
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def round_tokens(
     x: Float[Array, "rows tokens lanes"], *, block: int, kernel: bool, interpret: Interpret = False
 ) -> RoundedTokens:
-    """Tokens rounded for several products, or before chips exchange them, in place of in `linear_int8`; `block` and
-    `kernel` as there.
+    """Return tokens `x` `[rows, tokens, lanes]` quantized for several products, or before chips exchange them.
+
+    Without it, `linear_int8` quantizes them itself. block: lanes that are rotated together.
+    kernel: whether to use Pallas, unless the kernel does not support the shape. interpret: see `chip.Interpret`.
     """
     rows, seq, size = x.shape
     if not (kernel and accepted(refusal([size], [LANES]))):
-        blocks = _rotated(x.reshape(rows, seq, -1, block), jnp.asarray(rotation(block)))
-        numbers, worth = rounded(blocks.reshape(x.shape), (2,))
-        return RoundedTokens(numbers=numbers, worth=worth[..., None], dtype=x.dtype)
+        blocks = _rotate(x.reshape(rows, seq, -1, block), jnp.asarray(rotation(block)))
+        numbers, scale = rounded(blocks.reshape(x.shape), (2,))
+        return RoundedTokens(numbers=numbers, worth=scale[..., None], dtype=x.dtype)
     total, tokens = rows * seq, TOKENS[-1]
     rotating = _rotating([size], block, x.dtype)
 
     def lanes(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((tokens, width), lambda at: (at, 0))
 
-    def body(matrix: Any, x: Any, numbers: Any, worth: Any, lanes: Any) -> None:
-        worth[...] = _round_tokens([x], matrix, lanes, numbers)
+    def body(matrix: Ref, x: Ref, numbers: Ref, scale: Ref, lanes: Ref) -> None:
+        scale[...] = _round_tokens([x], matrix, lanes, numbers)
 
-    numbers, worth = pl.pallas_call(
+    numbers, scale = pl.pallas_call(
         body,
         grid=(pl.cdiv(total, tokens),),
         in_specs=[pl.BlockSpec(rotating.shape, lambda at: (0, 0)), lanes(size)],
@@ -147,7 +159,7 @@ def round_tokens(
         interpret=interpret,
         name=names.ROUND_TOKENS,
     )(rotating, x.reshape(total, size))
-    return RoundedTokens(numbers=numbers.reshape(x.shape), worth=worth.reshape(rows, seq, 1), dtype=x.dtype)
+    return RoundedTokens(numbers=numbers.reshape(x.shape), worth=scale.reshape(rows, seq, 1), dtype=x.dtype)
 
 
 def linear_int8(
@@ -162,17 +174,20 @@ def linear_int8(
     kernel: bool,
     interpret: Interpret = False,
 ) -> list[Float[Array, "rows tokens _"]]:
-    """The lanes of all `parts`, side by side, times each of `weights`, with its bias. A part that was rounded before is
-    the only one.
+    """Return the concatenated lanes of all `parts` times each of `weights`, plus its bias; `[rows, tokens, outs]` each.
 
-    With "gelu" each product is activated; with "silu" the first is, and multiplies the second, which is all there is
-    then. `block`: lanes that are rotated together, as those of the weights were; it divides those of each part.
-    `turned`: numbers are `[ins, outs]`. Of those of all layers, those of `layer` are taken. `onto`: the only product is
-    added to this, which is read and written once, in float32. `kernel`: by Pallas, unless it refuses the shapes.
+    parts: tokens, `[rows, tokens, lanes]` each; quantized tokens must be the only part.
+    weights: quantized, as many as there are results.
+    block: lanes that are rotated together, equal to that of the weights; it divides the lanes of each part.
+    activation: "gelu" is applied to each product; "silu" to the first of two, which multiplies the second: one result.
+    turned: whether weights are `[ins, outs]`. layer: which layer to use of weights that have all layers.
+    onto: residual sum with the only product, read and written once, in float32; None for none.
+    kernel: whether to use Pallas, unless the kernel does not support the shapes.
+    interpret: how to run without a TPU, see `chip.Interpret`.
     """
     assert onto is None or (len(weights) == 1 and activation is None)
     run = by_reference
-    if kernel and accepted(refusal([part.shape[2] for part in parts], [each.outs(turned) for each in weights])):
+    if kernel and accepted(refusal([part.shape[2] for part in parts], [weight.outs(turned) for weight in weights])):
         run = functools.partial(by_kernel, interpret=interpret)
     return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer, onto=onto)
 
@@ -187,27 +202,30 @@ def by_reference(
     layer: Int[Array, ""] | None = None,
     onto: Residual | None = None,
 ) -> list[Array]:
-    """By XLA."""
+    """Return the same as `linear_int8`, `[rows, tokens, outs]` each, computed by XLA.
+
+    parts, weights, block, activation, turned, layer, onto: as for `linear_int8`.
+    """
     x = parts[0]
     if not isinstance(x, RoundedTokens):
-        given: list[Any] = [*parts]
-        x = round_tokens(jnp.concatenate(given, axis=-1), block=block, kernel=False)
+        arrays = [part for part in parts if not isinstance(part, RoundedTokens)]
+        x = round_tokens(jnp.concatenate(arrays, axis=-1), block=block, kernel=False)
 
     def product(weight: Rounded) -> Array:
-        over = (((2,), (0 if turned else 1,)), ((), ()))
+        dims = (((2,), (0 if turned else 1,)), ((), ()))
         factor = weight.numbers if layer is None else jax.lax.dynamic_index_in_dim(weight.numbers, layer, 0, False)
-        sums = jax.lax.dot_general(x.numbers, factor, over, preferred_element_type=jnp.int32)
-        found = sums.astype(jnp.float32) * x.worth * weight.worth
-        return found if weight.bias is None else found + weight.bias.astype(jnp.float32)
+        sums = jax.lax.dot_general(x.numbers, factor, dims, preferred_element_type=jnp.int32)
+        result = sums.astype(jnp.float32) * x.worth * weight.worth
+        return result if weight.bias is None else result + weight.bias.astype(jnp.float32)
 
-    found = activated([*map(product, weights)], activation)
+    results = activated([*map(product, weights)], activation)
     if onto is not None:
-        found = [onto.x.astype(jnp.float32) + onto.gate[:, None].astype(jnp.float32) * found[0]]
-    return [each.astype(x.dtype) for each in found]
+        results = [onto.x.astype(jnp.float32) + onto.gate[:, None].astype(jnp.float32) * results[0]]
+    return [result.astype(x.dtype) for result in results]
 
 
 def activated(products: list[Array], activation: Activation | None) -> list[Array]:
-    """In float32: each, or of a pair the first, which multiplies the second."""
+    """Return the activated products, `[...]` float32 each; "silu" returns one, the product of two."""
     function = ACTIVATIONS[activation]
     if activation == "silu":
         first, second = products
@@ -216,15 +234,19 @@ def activated(products: list[Array], activation: Activation | None) -> list[Arra
 
 
 class Tiles(NamedTuple):
-    """`tokens` a grid step; of each weight a `groups`-th in VMEM at once."""
+    """Tile sizes of the kernel."""
 
-    tokens: int
-    groups: int
+    tokens: int  # tokens of a grid step
+    groups: int  # groups of outputs that each weight is split into; one is in VMEM at once
 
 
 def tiles_for(ins: int, outs: Sequence[int], itemsize: int = 2, arrays: int = 1) -> Tiles | None:
-    """What fits the chip of the mesh in context: all weights if they do, which are then read once; None: nothing. So
-    many `arrays` as large as the results are read or written.
+    """Return the largest tiles that fit in the VMEM of the mesh in context, or None.
+
+    One group is preferred, because weights are then read once.
+
+    ins, outs: inputs of the product, and outputs of each weight. itemsize: bytes of a token's element.
+    arrays: buffers as large as the results, which are read or written.
     """
     limit = _limit_bytes()
     for groups in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
@@ -243,12 +265,12 @@ def _limit_bytes() -> int:
 
 
 def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
-    """Why the kernel does not multiply parts of so many lanes by weights with so many outputs."""
+    """Return the reasons why the kernel cannot multiply parts of `ins` lanes each by weights of `outs` outputs each."""
     reasons = []
     if sizes := [size for size in (*ins, *outs) if size % LANES]:
         reasons.append(f"{sizes[0]} lanes are not a multiple of {LANES}")
     elif tiles_for(sum(ins), outs) is None:
-        reasons.append(f"weights of {sum(ins)} x {sum(outs)} do not fit the chip")
+        reasons.append(f"weights of {sum(ins)} x {sum(outs)} do not fit in the chip's VMEM")
     return KernelRefusal(kernel=names.LINEAR_INT8, reasons=tuple(reasons))
 
 
@@ -257,14 +279,18 @@ def by_kernel(
     activation: Activation | None, turned: bool, layer: Int[Array, ""] | None = None, onto: Residual | None = None,
     interpret: Interpret = False,
 ) -> list[Array]:  # fmt: skip
-    """Raises `NotImplementedError` where the kernel refuses the shapes."""
+    """Return the same as `linear_int8`, `[rows, tokens, outs]` each, by Pallas.
+
+    Raises `NotImplementedError` if the kernel does not support the shapes.
+    parts, weights, block, activation, turned, layer, onto, interpret: as for `linear_int8`.
+    """
     first, ins = parts[0], [part.shape[2] for part in parts]
     is_rounded = isinstance(first, RoundedTokens)
-    given_parts: list[Any] = [first.numbers, first.worth] if is_rounded else [*parts]
+    operands: list[Any] = [first.numbers, first.worth] if isinstance(first, RoundedTokens) else [*parts]
     dtype, shape = first.dtype, first.shape[:2]
-    # Tokens of all rows follow each other, unless a gate is of a row.
+    # Rows are concatenated, unless each has its own gate.
     rows, seq = shape if onto is not None and len(onto.gate) > 1 else (1, math.prod(shape))
-    outs = [each.outs(turned) for each in weights]
+    outs = [weight.outs(turned) for weight in weights]
     refusal(ins, outs).check()
     arrays = 1 if onto is None else 2
     tiles = tiles_for(sum(ins), outs, dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
@@ -278,18 +304,18 @@ def by_kernel(
         return pl.BlockSpec((None, tokens, size // groups), lambda group, row, at, layer: (row, at, group))
 
     def matrix(size: int) -> pl.BlockSpec:
-        shape, at = (None, sum(ins), size // groups), lambda group, row, at, layer: (layer[0], 0, group)
+        shape, index_map = (None, sum(ins), size // groups), lambda group, row, at, layer: (layer[0], 0, group)
         if not turned:
-            shape, at = (None, shape[2], shape[1]), lambda group, row, at, layer: (layer[0], group, 0)
-        return pl.BlockSpec(shape, at, pipeline_mode=pl.Buffered(1))
+            shape, index_map = (None, shape[2], shape[1]), lambda group, row, at, layer: (layer[0], group, 0)
+        return pl.BlockSpec(shape, index_map, pipeline_mode=pl.Buffered(1))
 
     def vectors(weight: Rounded) -> tuple[Array, Array | None]:
         return jax.tree.map(lambda v: v.astype(jnp.float32)[None], (weight.worth, weight.bias))
 
-    given = [Rounded(each.numbers if layer is not None else each.numbers[None], *vectors(each)) for each in weights]
+    stacked = [Rounded(w.numbers if layer is not None else w.numbers[None], *vectors(w)) for w in weights]
     specs = [
-        Rounded(matrix(size), vector(size), None if each.bias is None else vector(size))
-        for each, size in zip(given, outs, strict=True)
+        Rounded(matrix(size), vector(size), None if weight.bias is None else vector(size))
+        for weight, size in zip(stacked, outs, strict=True)
     ]
     added = added_specs = None
     if onto is not None:
@@ -307,7 +333,7 @@ def by_kernel(
             pltpu.VMEM((tokens, LANES), jnp.float32),
         )
     )
-    (found,) = pl.pallas_call(
+    (outputs,) = pl.pallas_call(
         functools.partial(_body, activation=activation, turned=turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -316,7 +342,7 @@ def by_kernel(
                 None if rotating is None else pl.BlockSpec(rotating.shape, lambda group, row, at, layer: (0, 0)),
                 tuple(
                     pl.BlockSpec((None, tokens, part.shape[2]), lambda group, row, at, layer: (row, at, 0))
-                    for part in given_parts
+                    for part in operands
                 ),
                 specs,
                 added_specs,
@@ -329,7 +355,7 @@ def by_kernel(
         cost_estimate=pl.CostEstimate(
             flops=2 * total * sum(ins) * sum(outs),
             transcendentals=total * sum(results) if activation else 0,
-            bytes_accessed=sum(part.nbytes for part in given_parts)
+            bytes_accessed=sum(part.nbytes for part in operands)
             + total * arrays * sum(results) * dtype.itemsize
             + sum(ins) * sum(outs),
         ),
@@ -338,78 +364,86 @@ def by_kernel(
     )(
         jnp.asarray(0 if layer is None else layer, jnp.int32)[None],
         rotating,
-        tuple(part.reshape(rows, seq, part.shape[2]) for part in given_parts),
-        given,
+        tuple(part.reshape(rows, seq, part.shape[2]) for part in operands),
+        stacked,
         added,
     )
-    return [each.reshape(*shape, each.shape[2]) for each in found]
+    return [output.reshape(*shape, output.shape[2]) for output in outputs]
 
 
 def _body(
-    layer: Any, matrix: Any, parts: Sequence[Any], weights: Sequence[Any], onto: Residual | None, outs: Sequence[Any],
-    *scratch: Any, activation: Activation | None, turned: bool,
+    layer: Ref, matrix: Ref | None, parts: Sequence[Ref], weights: Sequence[Rounded], onto: Residual | None,
+    outs: Sequence[Ref], *scratch: Ref, activation: Activation | None, turned: bool,
 ) -> None:  # fmt: skip
+    """Compute a block of tokens for one group of outputs. scratch: empty if the tokens are quantized already."""
     if scratch:
-        lanes, numbers, worth = scratch
-        worth[...] = jnp.broadcast_to(_round_tokens(parts, matrix, lanes, numbers), worth.shape)
+        assert matrix is not None
+        lanes, numbers, scale = scratch
+        scale[...] = jnp.broadcast_to(_round_tokens(parts, matrix, lanes, numbers), scale.shape)
     else:
-        numbers, worth = parts
-    each = [([out], [weight]) for out, weight in zip(outs, weights, strict=activation != "silu")]
-    together = [(outs, weights)] if activation == "silu" else each
-    for results, factors in together:
+        numbers, scale = parts
+    single = [([out], [weight]) for out, weight in zip(outs, weights, strict=activation != "silu")]
+    for results, factors in [(outs, weights)] if activation == "silu" else single:
         size = results[0].shape[1]
         columns = _columns(size, numbers.shape[0] * len(factors))
 
         def piece(
-            index: Array, _: None, results: Any = results, factors: Any = factors, columns: int = columns
+            index: Array,
+            _: None,
+            results: Sequence[Ref] = results,
+            factors: Sequence[Rounded] = factors,
+            columns: int = columns,
         ) -> None:
-            at = pl.ds(pl.multiple_of(index * columns, columns), columns)
-            products = [_product(numbers, worth, weight, at, turned) for weight in factors]
-            for out, found in zip(results, activated(products, activation), strict=True):
+            lanes = pl.ds(pl.multiple_of(index * columns, columns), columns)
+            products = [_product(numbers, scale, weight, lanes, turned) for weight in factors]
+            for out, result in zip(results, activated(products, activation), strict=True):
                 if onto is not None:
-                    found = onto.x[:, at].astype(jnp.float32) + onto.gate[:, at] * found
-                out[:, at] = found.astype(out.dtype)
+                    result = onto.x[:, lanes].astype(jnp.float32) + onto.gate[:, lanes] * result
+                out[:, lanes] = result.astype(out.dtype)
 
         jax.lax.fori_loop(0, size // columns, piece, None)
 
 
 def _columns(size: int, rows: int) -> int:
-    """Outputs at once, a part of `size`: whole matrix units if possible."""
-    most = max(LANES, PIECE // rows)
-    fitting = [each for each in range(LANES, min(size, most) + 1, LANES) if size % each == 0]
-    whole = [each for each in fitting if each % MXU_WIDTH == 0]
-    return max(whole or fitting)
+    """Return the number of outputs that are computed at once, a divisor of `size`: whole matrix units if possible.
+
+    rows: tokens of the block, times the products that are computed together.
+    """
+    limit = max(LANES, PIECE // rows)
+    divisors = [columns for columns in range(LANES, min(size, limit) + 1, LANES) if size % columns == 0]
+    return max([columns for columns in divisors if columns % MXU_WIDTH == 0] or divisors)
 
 
-def _product(numbers: Any, worth: Any, weight: Any, at: Any, turned: bool) -> Array:
-    factor = weight.numbers[:, at] if turned else weight.numbers[at, :]
-    over = (((1,), (0 if turned else 1,)), ((), ()))
-    sums = jax.lax.dot_general(numbers[...], factor, over, preferred_element_type=jnp.int32)
-    found = sums.astype(jnp.float32) * worth[:, :1] * weight.worth[:, at]
-    return found if weight.bias is None else found + weight.bias[:, at]
+def _product(numbers: Ref, scale: Ref, weight: Rounded, lanes: pl.Slice, turned: bool) -> Array:
+    """Return some `lanes` of the product with a weight, plus its bias, `[tokens, lanes]` float32."""
+    factor = weight.numbers[:, lanes] if turned else weight.numbers[lanes, :]
+    dims = (((1,), (0 if turned else 1,)), ((), ()))
+    sums = jax.lax.dot_general(numbers[...], factor, dims, preferred_element_type=jnp.int32)
+    result = sums.astype(jnp.float32) * scale[:, :1] * weight.worth[:, lanes]
+    return result if weight.bias is None else result + weight.bias[:, lanes]
 
 
-def _rotating(ins: Sequence[int], block: int, dtype: Any) -> Array:
-    """The rotation of a matrix unit's lanes, or of half of them where some part has no more."""
+def _rotating(ins: Sequence[int], block: int, dtype: DTypeLike) -> Array:
+    """Return the rotation matrix of a matrix unit's lanes, or of half of them if some part has no more."""
     side = LANES if any(size % MXU_WIDTH for size in ins) else MXU_WIDTH
     return jnp.asarray(np.kron(np.eye(side // block), rotation(block)), dtype)
 
 
-def _round_tokens(parts: Sequence[Any], matrix: Any, lanes: Any, numbers: Any) -> Float[Array, "tokens 1"]:
-    """Writes tokens, rotated, as whole numbers, and as they are to `lanes`; what one of a token is worth."""
-    side, at = matrix.shape[0], 0
+def _round_tokens(parts: Sequence[Ref], matrix: Ref, lanes: Ref, numbers: Ref) -> Float[Array, "tokens 1"]:
+    """Write the rotated tokens to `lanes` and quantized to `numbers`, and return their scales, `[tokens, 1]`."""
+    side, offset = matrix.shape[0], 0
     top, total = 0.0, 0.0
     for part in parts:
         for start in range(0, part.shape[1], side):
-            found = _rotated(part[:, pl.ds(start, side)], matrix[...])
-            size = jnp.abs(found)
+            piece = _rotate(part[:, pl.ds(start, side)], matrix[...])
+            size = jnp.abs(piece)
             top, total = jnp.maximum(top, size), total + size
-            lanes[:, pl.ds(at, side)] = found.astype(lanes.dtype)
-            at += side
+            lanes[:, pl.ds(offset, side)] = piece.astype(lanes.dtype)
+            offset += side
     top, total = jnp.max(top, axis=1, keepdims=True) + LEAST, jnp.sum(total, axis=1, keepdims=True)
     factor = LARGEST / top
-    for start in range(0, at, LANES):
-        found = lanes[:, pl.ds(start, LANES)].astype(jnp.float32)
-        whole = jnp.round(found * factor).astype(jnp.int32)  # a register at a time, which packs in fewer steps
-        numbers[:, pl.ds(start, LANES)] = whole.astype(jnp.int8)
+    for start in range(0, offset, LANES):
+        piece = lanes[:, pl.ds(start, LANES)].astype(jnp.float32)
+        integers = jnp.round(piece * factor).astype(jnp.int32)  # one register at a time packs in fewer steps
+        numbers[:, pl.ds(start, LANES)] = integers.astype(jnp.int8)
     return top / LARGEST + 0 * total

@@ -1,10 +1,9 @@
-"""An affine map of channels, one of pixels whose rows are fewer, and SiLU in one pass over memory, by a Pallas kernel.
+"""Affine map of channels, a second one of pixels with fewer rows, and SiLU in one pass over memory, by a Pallas kernel.
 
-XLA writes both of the second map's arrays out at full size first, in float32.
+XLA would first write both arrays of the second map at full size, in float32.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,67 +13,72 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from . import names
-from .chip import Interpret
+from .chip import Interpret, Ref
 from .choice import KernelRefusal
 from .convolution import COLUMNS, ROWS, chip_reasons
 
-Picture = Float[Array, "1 channels frames height width"]
-FewerRows = Float[Array, "1 channels frames rows width"]  # each of which stands for several of a picture's
+Image = Float[Array, "1 channels frames height width"]
+FewerRows = Float[Array, "1 channels frames rows width"]  # each row applies to several rows of the image
 Vector = Float[Array, " channels"]
 
 
 def modulated(
-    x: Picture, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows, *, interpret: Interpret = False
-) -> Picture:
-    """SiLU of `(x * factor + shift) * scale + offset` on the mesh in context, whose axes split rows and columns."""
-    picture = P(None, None, None, ROWS, COLUMNS)
-    specs = picture, P(), P(), picture, picture
-    local = functools.partial(_modulated, interpret=interpret)
-    return jax.shard_map(local, in_specs=specs, out_specs=picture, check_vma=False)(x, factor, shift, scale, offset)
+    x: Image, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows, *, interpret: Interpret = False
+) -> Image:
+    """Return SiLU of `(x * factor + shift) * scale + offset` on the mesh in context, which splits rows and columns.
+
+    x: `[1, channels, frames, height, width]`. factor, shift: `[channels]`.
+    scale, offset: `[1, channels, frames, rows, width]`; `rows` divides the height.
+    interpret: how to run without a TPU, see `chip.Interpret`.
+    """
+    image = P(None, None, None, ROWS, COLUMNS)
+    specs = image, P(), P(), image, image
+    local = functools.partial(_modulate, interpret=interpret)
+    return jax.shard_map(local, in_specs=specs, out_specs=image, check_vma=False)(x, factor, shift, scale, offset)
 
 
-def reference(x: Picture, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows) -> Picture:
-    """As `modulated`, by XLA."""
+def reference(x: Image, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows) -> Image:
+    """Return the same as `modulated`, computed by XLA: x, factor, shift, scale and offset are those of `modulated`."""
     rows = x.reshape(*x.shape[:3], scale.shape[3], -1, x.shape[4]).astype(jnp.float32)
-    beyond = (..., None, None, None, None)
-    found = rows * factor[beyond] + shift[beyond]
-    found = found * scale[:, :, :, :, None] + offset[:, :, :, :, None]
-    return jax.nn.silu(found).astype(x.dtype).reshape(x.shape)
+    by_channel = (..., None, None, None, None)
+    result = rows * factor[by_channel] + shift[by_channel]
+    result = result * scale[:, :, :, :, None] + offset[:, :, :, :, None]
+    return jax.nn.silu(result).astype(x.dtype).reshape(x.shape)
 
 
 def refusal() -> KernelRefusal:
-    """Why the kernel does not run on the chips of the mesh in context."""
+    """Return the reasons why the kernel cannot run on the chips of the mesh in context."""
     return KernelRefusal(kernel=names.MODULATION, reasons=chip_reasons())
 
 
-def _modulated(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: Interpret) -> Array:
-    """A chip's part."""
-    x, scale, offset = (jnp.moveaxis(each[0], 0, -1) for each in (x, scale, offset))
+def _modulate(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: Interpret) -> Array:
+    """Return one chip's part."""
+    x, scale, offset = (jnp.moveaxis(array[0], 0, -1) for array in (x, scale, offset))
     frames, height, width, channels = x.shape
-    several = height // scale.shape[1]
-    vectors = [each.astype(jnp.float32)[None] for each in (factor, shift)]
+    rows_per_step = height // scale.shape[1]
+    vectors = [vector.astype(jnp.float32)[None] for vector in (factor, shift)]
 
-    def rows(count: int) -> Any:
+    def rows(count: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, count, width, channels), lambda frame, at: (frame, at, 0, 0))
 
     vector = pl.BlockSpec((1, channels), lambda frame, at: (0, 0))
-    found = pl.pallas_call(
+    result = pl.pallas_call(
         _body,
-        grid=(frames, height // several),
-        in_specs=[rows(several), vector, vector, rows(1), rows(1)],
-        out_specs=rows(several),
+        grid=(frames, height // rows_per_step),
+        in_specs=[rows(rows_per_step), vector, vector, rows(1), rows(1)],
+        out_specs=rows(rows_per_step),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(flops=8 * x.size, transcendentals=x.size, bytes_accessed=2 * x.nbytes),
         interpret=interpret,
         name=names.MODULATION,
     )(x, *vectors, scale, offset)
-    return jnp.moveaxis(found, -1, 0)[None]
+    return jnp.moveaxis(result, -1, 0)[None]
 
 
-def _body(x: Any, factor: Any, shift: Any, scale: Any, offset: Any, out: Any) -> None:
-    # One map of each pixel, for all rows of the block.
-    scales, offsets = (each[0].astype(jnp.float32) for each in (scale, offset))
+def _body(x: Ref, factor: Ref, shift: Ref, scale: Ref, offset: Ref, out: Ref) -> None:
+    # One map per pixel, which applies to all rows of the block.
+    scales, offsets = (ref[0].astype(jnp.float32) for ref in (scale, offset))
     offsets = offsets + shift[...] * scales
     scales = factor[...] * scales
 

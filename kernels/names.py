@@ -1,7 +1,7 @@
-"""The kernels' names in a compiled program's text, by which `cost_model` knows how to count them."""
+"""Names of the kernels in a compiled program's text; `cost_model` finds them by these."""
 
 WITH_RERUN = "_with_rerun"  # ends the name of a kernel that repeats a step's work where its faster form has failed
-SKIPPED = "skipped_turns"  # of a kernel's longest loop, in its metadata: so many need not be taken
+SKIPPED = "skipped_turns"  # metadata key: turns of a kernel's longest loop that a sparse call skips
 ATTENTION = "attention"
 ATTENTION_WITH_RERUN = ATTENTION + WITH_RERUN
 ATTENTION_INT8 = "attention_int8"
@@ -15,7 +15,7 @@ MODULATION = "modulation"
 LINEAR_INT8 = "linear_int8"
 ROUND_TOKENS = "round_tokens"
 
-# Those that a machine may do without, each by one name for all that it consists of, by the words that switch them off.
+# Kernels that can be switched off on a machine: the word that switches one off, and its name.
 SWITCHES = {
     "attention": ATTENTION,
     "attention_int8": ATTENTION_INT8,
@@ -26,7 +26,7 @@ SWITCHES = {
     "residual_norm": RESIDUAL_NORM,
 }
 KERNELS = tuple(SWITCHES.values())
-# What else stands in a program's text for one of them.
+# Further kernel names in a program's text, and the kernel that each is part of.
 PARTS = {
     ATTENTION_WITH_RERUN: ATTENTION,
     ATTENTION_INT8_WITH_RERUN: ATTENTION_INT8,

@@ -1,5 +1,6 @@
-"""Norm and rotary embedding of queries and keys, in the layout that chips exchange, and the way back: the kernels
-`divide` and `join`. Flat, `[tokens, heads * head_dim]`, each in one pass over memory.
+"""Norm and rotary embedding of queries and keys, in the layout that chips exchange, and the way back.
+
+The kernels `divide` and `join` take flat arrays, `[batch, tokens, heads * head_dim]`. Each makes one pass over memory.
 """
 
 import functools
@@ -14,28 +15,28 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from . import names
-from .chip import LANES, Interpret, precision, round_up
+from .chip import LANES, Interpret, Ref, precision, round_up
 from .choice import KernelRefusal, is_small
 
-# Tokens a grid step: with 5120 lanes 5 MiB of VMEM, both buffers of both arrays.
+# Tokens of a grid step. With 5120 lanes both buffers of both arrays take 5 MiB of VMEM.
 BLOCK = 128
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """RMS norm over each head, or over all heads where `weight` `[lanes]` is as long; with a `bias` a layer norm.
+    """Norm of queries or keys: over each head, or over all heads if `weight` has all lanes.
 
-    Of arrays, or of anything that stands for them in a tree.
+    Its fields are arrays, or their specs in a tree of equal structure.
     """
 
-    weight: Any
-    bias: Any = None
+    weight: Any  # `[head_dim]` or `[lanes]`
+    bias: Any = None  # None: an RMS norm; else a layer norm, of the weight's shape
     eps: float = field(metadata={"static": True})
 
 
 def refusal(head_dim: int, lanes: int) -> KernelRefusal:
-    """Why the kernels do not take heads of `head_dim`, of which each part has `lanes` for each chip."""
+    """Return the reasons why the kernels cannot process heads of `head_dim`, with `lanes` of each array per chip."""
     reasons = []
     if head_dim not in (LANES // 2, LANES):
         reasons.append(f"heads have {head_dim} lanes, not {LANES // 2} or {LANES}")
@@ -45,12 +46,18 @@ def refusal(head_dim: int, lanes: int) -> KernelRefusal:
 
 
 def takes_one(lanes: int, groups: int, parts: int) -> bool:
-    """Whether `divide` can write the groups of one chip, for it reads a part's in blocks of their width."""
+    """Return whether `divide` can write the groups of one chip alone: it reads each part in blocks of the part's width.
+
+    lanes: of one chip. groups, parts: as for `divide`.
+    """
     return all(groups * start % width == 0 for start, width in _parts(lanes, parts))
 
 
 def _parts(lanes: int, parts: int) -> list[tuple[int, int]]:
-    """Where each part of a chip's lanes starts, in whole registers, and its width: equal ones, or nearly."""
+    """Return the start, in whole registers, and the width of each part of a chip's lanes.
+
+    Widths are equal, or nearly so.
+    """
     starts = [round_up(lanes * part // parts, LANES) for part in range(parts)]
     return [(start, end - start) for start, end in zip(starts, [*starts[1:], lanes], strict=True)]
 
@@ -63,7 +70,10 @@ def _block() -> int:
 
 
 def normed(x: Float[Array, "... lanes"], norm: Norm, head_dim: int) -> Float[Array, "... lanes"]:
-    """In float32, as `torch.nn.RMSNorm` and `LayerNorm` do it."""
+    """Return the norm of `x` `[..., lanes]` in float32, as `torch.nn.RMSNorm` and `LayerNorm` compute it.
+
+    norm: its weight is as long as a head, or as all lanes. head_dim: not used, since the weight decides the length.
+    """
     parts = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, norm.weight.size)
     if norm.bias is not None:
         parts = parts - jnp.mean(parts, axis=-1, keepdims=True)
@@ -74,23 +84,26 @@ def normed(x: Float[Array, "... lanes"], norm: Norm, head_dim: int) -> Float[Arr
 def divide_reference(
     x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None, tables: Any, *, head_dim: int
 ) -> list[Float[Array, "batch groups seq _"]]:
-    """As `divide`, of all groups."""
-    found = x.astype(jnp.float32) if norm is None else normed(x, norm, head_dim)
+    """Return the same as `divide` for all groups, computed by XLA.
+
+    x, groups, parts, norm, tables, head_dim: as for `divide`.
+    """
+    result = x.astype(jnp.float32) if norm is None else normed(x, norm, head_dim)
     if tables is not None:
-        heads = found.reshape(*x.shape[:2], -1, head_dim)
+        heads = result.reshape(*x.shape[:2], -1, head_dim)
         pairs = heads.reshape(*heads.shape[:3], -1, 2)
         partner = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(heads.shape)
         cosines, sines = (table[:, :, None].astype(jnp.float32) for table in tables)
-        found = (heads * cosines + partner * sines).reshape(x.shape)
-    found = found.astype(x.dtype)
+        result = (heads * cosines + partner * sines).reshape(x.shape)
+    result = result.astype(x.dtype)
     return [
-        jnp.moveaxis(found[..., groups * start : groups * (start + width)].reshape(*x.shape[:2], groups, width), 2, 1)
+        jnp.moveaxis(result[..., groups * start : groups * (start + width)].reshape(*x.shape[:2], groups, width), 2, 1)
         for start, width in _parts(x.shape[2] // groups, parts)
     ]
 
 
 def join_reference(parts: list[Float[Array, "batch groups seq _"]]) -> Float[Array, "batch seq lanes"]:
-    """As `join`."""
+    """Return the same as `join`, computed by XLA. parts: `[batch, groups, seq, lanes]` each."""
     batch, _, seq, _ = parts[0].shape
     return jnp.concatenate([jnp.moveaxis(part, 1, 2).reshape(batch, seq, -1) for part in parts], axis=2)
 
@@ -109,8 +122,16 @@ def divide(
     interpret: Interpret = False,
     chip: Int[Array, ""] | None = None,
 ) -> list[Float[Array, "batch written seq _"]]:
-    """Norm and rotary embedding of `x` in float32, rounded once. The heads follow each other in parts, and those of a
-    part in `groups`; all groups of each part are written, or those of one `chip`.
+    """Return the norm and rotary embedding of `x` in parts of each chip's heads, `[batch, groups, seq, lanes]` each.
+
+    It is computed in float32 and rounded once. The result is a list with one array per part.
+
+    x: `[batch, seq, lanes]`. groups: chips that the heads are split over. parts: arrays that the heads of a chip are
+      split into.
+    norm: None for none. tables: cosines and sines of the rotary embedding, `[rows, seq, head_dim]` each; None for none.
+    head_dim: 64 or 128; raises `NotImplementedError` for another.
+    chip: the only group to write, which then is the only one in the result; None: all groups.
+    interpret: how to run without a TPU, see `chip.Interpret`.
     """
     batch, seq, lanes = x.shape
     refusal(head_dim, lanes // groups).check()
@@ -130,10 +151,10 @@ def divide(
     tables = jax.tree.map(lambda table: table.astype(jnp.float32), tables or (None, None))
     specs = (
         *jax.tree.map(lambda v: pl.BlockSpec(v.shape, lambda row, at, chip: (0, 0)), vectors),
-        *jax.tree.map(lambda table: pl.BlockSpec((None, block, head_dim), _of_row(len(table))), tables),
+        *jax.tree.map(lambda table: pl.BlockSpec((None, block, head_dim), _table_index(len(table))), tables),
     )
     outs = [pl.BlockSpec((None, written, block, width), lambda row, at, chip: (row, 0, at, 0)) for _, width in places]
-    (found,) = pl.pallas_call(
+    (results,) = pl.pallas_call(
         functools.partial(_divide_body, head_dim=head_dim, eps=norm.eps if norm else 0.0),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -151,32 +172,37 @@ def divide(
         interpret=interpret,
         name=names.PROLOGUE,
     )(jnp.zeros(1, jnp.int32) if chip is None else chip[None], (x,) * len(sources), *vectors, *tables)
-    return list(found)
+    return list(results)
 
 
-def _of_row(rows: int) -> Callable[..., tuple[Any, ...]]:
-    """The block of a table for a grid step: of its row, or of the one for all rows."""
+def _table_index(rows: int) -> Callable[..., tuple[Any, ...]]:
+    """Return the index map of a table: its own row for each batch row, or the only row."""
     return lambda row, at, chip: (row if rows > 1 else 0, at, 0)
 
 
 def _divide_body(
-    chip: Any, sources: Any, weight: Any, bias: Any, cosines: Any, sines: Any, outs: Any, *, head_dim: int, eps: float
-) -> None:
-    """`sources` are all lanes of some tokens, or of each part one chip's; a norm or tables that are not there, None."""
+    chip: Ref, sources: tuple[Ref, ...], weight: Ref | None, bias: Ref | None, cosines: Ref | None, sines: Ref | None,
+    outs: tuple[Ref, ...], *, head_dim: int, eps: float,
+) -> None:  # fmt: skip
+    """Compute `divide` for a block of tokens.
+
+    sources: all lanes in one array, or one array per part with the lanes of one chip.
+    weight, bias: None without a norm. cosines, sines: None without a rotary embedding.
+    """
     rows = sources[0].shape[0]
-    # Of every register of lanes, in their order: where it is read, and where it is written.
-    reads = [(source, at) for source in sources for at in range(0, source.shape[1], LANES)]
-    writes = [(out, group, at) for out in outs for group in range(out.shape[0]) for at in range(0, out.shape[2], LANES)]
+    # Where each register of lanes is read and where it is written, in order.
+    reads = [(source, lane) for source in sources for lane in range(0, source.shape[1], LANES)]
+    writes = [(o, group, lane) for o in outs for group in range(o.shape[0]) for lane in range(0, o.shape[2], LANES)]
     lanes = len(reads) * LANES
     starts = range(0, lanes, LANES)
-    widened = functools.partial(_widened, head_dim=head_dim)
+    widened = functools.partial(_widen, head_dim=head_dim)
     moments = functools.partial(
         _moments, is_centred=bias is not None, eps=eps, is_short=sources[0].dtype == jnp.bfloat16
     )
 
     def part(start: int) -> Array:
-        source, at = reads[start // LANES]
-        return source[:, pl.ds(at, LANES)].astype(jnp.float32)
+        source, lane = reads[start // LANES]
+        return source[:, pl.ds(lane, LANES)].astype(jnp.float32)
 
     over_all = weight is not None and weight.shape[1] > head_dim
     middle, factor = 0.0, 1.0
@@ -184,14 +210,14 @@ def _divide_body(
         middle, factor = moments(
             lambda function, _: jnp.sum(sum(function(part(start)) for start in starts), axis=1, keepdims=True) / lanes
         )
-    if cosines is not None:
+    if cosines is not None and sines is not None:
         is_even = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) % 2 == 0
         by_cosines, by_sines = widened(cosines[...]), widened(sines[...])
         by_sines = jnp.where(is_even, -by_sines, by_sines)
     for start in starts:
         y = part(start)
 
-        def vector(ref: Any, start: int = start) -> Array:
+        def vector(ref: Ref, start: int = start) -> Array:
             return ref[:, pl.ds(start, LANES)] if over_all else widened(ref[...])
 
         if weight is not None:
@@ -203,29 +229,30 @@ def _divide_body(
         if cosines is not None:
             partner = jnp.where(is_even, pltpu.roll(y, LANES - 1, 1), pltpu.roll(y, 1, 1))
             y = y * by_cosines + partner * by_sines
-        out, group, at = writes[start // LANES]
-        out[group, :, pl.ds(at, LANES)] = y.astype(out.dtype)
+        out, group, lane = writes[start // LANES]
+        out[group, :, pl.ds(lane, LANES)] = y.astype(out.dtype)
 
 
-def _widened(x: Float[Array, "rows head_dim"], head_dim: int) -> Float[Array, "rows lanes"]:
-    """What holds for each head, for all heads of a register."""
+def _widen(x: Float[Array, "rows head_dim"], head_dim: int) -> Float[Array, "rows lanes"]:
+    """Return a vector of one head, repeated for all heads of a register."""
     return jnp.concatenate([x] * (LANES // head_dim), axis=1)
 
 
 def _over_head(y: Float[Array, "rows lanes"], head_dim: int, terms: int) -> Array:
-    """The mean of each head in a register of numbers that are sums of so many of bfloat16; three are any float32.
+    """Return the mean over each head in a register of values that are sums of `terms` bfloat16 numbers.
 
-    By the matrix unit, whose products with ones are exact and whose sums are float32: sums across lanes would take
-    longer than all else. Terms lie one behind the other, for the unit is deeper than a register is wide.
+    Three terms represent any float32. The mean is computed by the matrix unit: its products with ones are exact, its
+    sums float32. Sums across lanes would take longer than everything else. Terms are concatenated, because the unit is
+    deeper than a register is wide.
     """
-    one, other = (jax.lax.broadcasted_iota(jnp.int32, (terms * LANES, LANES), axis) % LANES for axis in (0, 1))
-    is_same_head = jnp.where(one // head_dim == other // head_dim, 1.0, 0.0).astype(jnp.bfloat16)
-    found, rest = [], y
+    rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (terms * LANES, LANES), axis) % LANES for axis in (0, 1))
+    is_same_head = jnp.where(rows // head_dim == columns // head_dim, 1.0, 0.0).astype(jnp.bfloat16)
+    summands, rest = [], y
     for _ in range(terms):
-        found.append(rest.astype(jnp.bfloat16))
-        rest = rest - found[-1].astype(jnp.float32)
+        summands.append(rest.astype(jnp.bfloat16))
+        rest = rest - summands[-1].astype(jnp.float32)
     total = jax.lax.dot(
-        jnp.concatenate(found, axis=1),
+        jnp.concatenate(summands, axis=1),
         is_same_head,
         preferred_element_type=jnp.float32,
         precision=precision(is_same_head.dtype),
@@ -236,11 +263,11 @@ def _over_head(y: Float[Array, "rows lanes"], head_dim: int, terms: int) -> Arra
 def _moments(
     mean: Callable[[Callable[[Array], Array], int], Array], *, is_centred: bool, eps: float, is_short: bool
 ) -> tuple[Array | float, Array]:
-    """The mean to subtract (0 of an RMS norm) and the factor; `mean` is that of a function of the values, which is the
-    sum of so many numbers of bfloat16.
+    """Return the mean to subtract, 0 for an RMS norm, and the factor of a norm.
 
-    `is_short`: values are bfloat16. Then two are their squares; the square of a deviation they miss by 2^-17 at most,
-    a 256th of what the result is rounded by.
+    mean: returns the mean of a function of the values, whose results are sums of the given number of bfloat16 numbers.
+    is_short: whether values are bfloat16. Two terms then represent their squares exactly. They miss the square of a
+      deviation by at most 2^-17, 1/256 of the rounding of the result.
     """
     middle = mean(lambda y: y, 1 if is_short else 3) if is_centred else 0.0
     return middle, jax.lax.rsqrt(mean(lambda y: jnp.square(y - middle), 2 if is_short else 3) + eps)
@@ -249,7 +276,10 @@ def _moments(
 def join(
     parts: list[Float[Array, "batch groups seq _"]], *, interpret: Interpret = False
 ) -> Float[Array, "batch seq lanes"]:
-    """All heads side by side again."""
+    """Return all heads side by side again, `[batch, seq, lanes]`: the inverse of `divide` for all groups.
+
+    parts: `[batch, groups, seq, lanes]` each. interpret: how to run without a TPU, see `chip.Interpret`.
+    """
     batch, groups, seq, _ = parts[0].shape
     lanes, block = groups * sum(part.shape[3] for part in parts), _block()
     return pl.pallas_call(
@@ -269,7 +299,7 @@ def join(
     )(tuple(parts))
 
 
-def _join_body(parts: tuple[Any, ...], out: Any) -> None:
+def _join_body(parts: tuple[Ref, ...], out: Ref) -> None:
     start = 0
     for part in parts:
         groups, _, width = part.shape

@@ -1,10 +1,10 @@
-"""A block's residual sum and the layer norm after it, modulated, in one pass over memory.
+"""Residual sum of a block and the modulated layer norm after it, in one pass over memory, by a Pallas kernel.
 
-As XLA does it, sums and moments are float32 arrays or prologues of products that then run at half their pace.
+XLA computes sums and moments as float32 arrays, or in prologues of products, which then run at half their speed.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from . import names
-from .chip import LANES, MIB, Interpret
+from .chip import LANES, MIB, Interpret, Ref, Scalar
 from .choice import KernelRefusal, accepted, is_small
 
-# Bytes of one lane a grid step, 128 tokens of bfloat16: with 6144 lanes 12 MiB of VMEM, both buffers of four arrays.
+# Bytes per lane of a grid step: 128 tokens of bfloat16. With 6144 lanes the two buffers of four arrays take 12 MiB.
 BLOCK_BYTES = 256
 
-# Of each row of the batch, or of all. A pair, `[_, 2, dim]`, is what the leading tokens have, and all others.
+# One vector for each batch row, or one for all. A pair, `[_, 2, dim]`, is for the leading tokens and for the others.
 Vectors = Float[Array, "_ dim"] | Float[Array, "_ 2 dim"]
 
 
@@ -35,10 +35,15 @@ def residual_norm(
     interpret: Interpret = False,
     num_leading: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "batch seq dim"], Float[Array, "batch seq dim"]]:
-    """`x + gate * update` (`x` without an update; a gate of 1 by default), and its layer norm `* scale + shift`.
+    """Return `x + gate * update`, and its layer norm `* scale + shift`; both `[batch, seq, dim]`.
 
-    Sums and moments are float32. `kernel`: by Pallas, unless it refuses the shape. `num_leading` is of those vectors
-    that are pairs.
+    Sums and moments are float32.
+
+    x, update: `[batch, seq, dim]`; update None: the sum is `x`.
+    gate, scale, shift: vectors `[batch or 1, dim]`, or pairs of them `[batch or 1, 2, dim]`; gate None: 1.
+    eps: of the norm. kernel: whether to use Pallas, unless the kernel does not support the shape.
+    num_leading: tokens that use the first vector of each pair; None without pairs.
+    interpret: how to run without a TPU, see `chip.Interpret`.
     """
     if kernel and accepted(refusal(x.shape[2])):
         return by_kernel(x, update, gate, scale, shift, num_leading, eps=eps, interpret=interpret)
@@ -46,7 +51,7 @@ def residual_norm(
 
 
 def refusal(dim: int) -> KernelRefusal:
-    """Why the kernel does not take tokens of `dim` lanes."""
+    """Return the reasons why the kernel cannot process tokens of `dim` lanes."""
     reasons = (f"tokens have {dim} lanes, not a multiple of {LANES}",) if dim % LANES else ()
     return KernelRefusal(kernel=names.RESIDUAL_NORM, reasons=reasons)
 
@@ -55,10 +60,13 @@ def reference(
     x: Array, update: Array | None, gate: Array | None, scale: Array, shift: Array, num_leading: Array | None, *,
     eps: float,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """In float32, rounded where the kernel rounds."""
+    """Return the same as `residual_norm`, `[batch, seq, dim]` both, computed by XLA and rounded at the same places.
+
+    x, update, gate, scale, shift, num_leading, eps: as for `residual_norm`.
+    """
 
     def by_token(v: Array) -> Array:
-        """`[_, 1 or seq, dim]`."""
+        """Return the vectors for each token, `[batch or 1, seq or 1, dim]`."""
         if v.ndim == 2:
             return v[:, None]
         assert num_leading is not None
@@ -78,7 +86,11 @@ def by_kernel(
     x: Array, update: Array | None, gate: Array | None, scale: Array, shift: Array, num_leading: Array | None, *,
     eps: float, interpret: Interpret = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Raises `NotImplementedError` where the kernel refuses the shape."""
+    """Return the same as `residual_norm`, `[batch, seq, dim]` both, by Pallas.
+
+    Raises `NotImplementedError` if the kernel does not support the shape.
+    x, update, gate, scale, shift, num_leading, eps, interpret: as for `residual_norm`.
+    """
     batch, seq, dim = x.shape
     refusal(dim).check()
     vectors = jax.tree.map(lambda v: v.astype(jnp.float32).reshape(len(v), -1, dim), (gate, scale, shift))
@@ -87,7 +99,7 @@ def by_kernel(
     rows = pl.BlockSpec((None, block, dim), lambda row, at: (row, at, 0))
     specs = (
         *jax.tree.map(lambda _: rows, (x, update)),
-        *jax.tree.map(lambda v: pl.BlockSpec((None, v.shape[1], dim), _row_of(len(v))), vectors),
+        *jax.tree.map(lambda v: pl.BlockSpec((None, v.shape[1], dim), _vector_index(len(v))), vectors),
         jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), count),
     )
     results = jax.tree.map(lambda _: rows, (update, x))  # without an update the sum is `x`
@@ -108,7 +120,8 @@ def by_kernel(
     return x if update is None else summed, normed
 
 
-def _row_of(num_rows: int) -> Any:
+def _vector_index(num_rows: int) -> Callable[[Scalar, Scalar], tuple[Scalar, ...]]:
+    """Return the index map of vectors: those of each batch row, or the only ones."""
     return lambda row, at: (row if num_rows > 1 else 0, 0, 0)
 
 
@@ -117,36 +130,38 @@ def _block_bytes() -> int:
 
 
 def _vmem_bytes(arrays: int, dim: int) -> int:
-    """Both buffers of what is read and written, as much again for the compiler, and 1 MiB."""
+    """Return the kernel's limit of VMEM: two buffers of each array, as much again for the compiler, and 1 MiB."""
     return 2 * (4 * arrays * _block_bytes() * dim) + MIB
 
 
 def _body(
-    x: Any, update: Any, gate: Any, scale: Any, shift: Any, num_leading: Any, summed: Any, normed: Any, *, eps: float
-) -> None:
-    """What a call does without is None."""
+    x: Ref, update: Ref | None, gate: Ref | None, scale: Ref, shift: Ref, num_leading: Ref | None, summed: Ref | None,
+    normed: Ref, *, eps: float,
+) -> None:  # fmt: skip
+    """Compute a block of tokens. update, gate, num_leading, summed: None if the call has none."""
     dim = x.shape[1]
     parts = [pl.ds(start, LANES) for start in range(0, dim, LANES)]
     if num_leading is not None:
         token = pl.program_id(1) * len(x) + jax.lax.broadcasted_iota(jnp.int32, (len(x), LANES), 0)
         is_leading = token < num_leading[0]
 
-    def lanes(vector: Any, at: Any) -> Array:
+    def lanes(vector: Ref, at: pl.Slice) -> Array:
         return vector[:, at] if len(vector) == 1 else jnp.where(is_leading, vector[:1, at], vector[1:, at])
 
     source = x
-    if update is not None:
+    if update is not None and summed is not None:
         source = summed
-        for at in parts:
-            added = update[:, at].astype(jnp.float32)
-            added = added if gate is None else added * lanes(gate, at)
-            source[:, at] = (x[:, at].astype(jnp.float32) + added).astype(source.dtype)
+        for part in parts:
+            added = update[:, part].astype(jnp.float32)
+            added = added if gate is None else added * lanes(gate, part)
+            source[:, part] = (x[:, part].astype(jnp.float32) + added).astype(source.dtype)
 
-    def mean(function: Any) -> Array:
-        return jnp.sum(sum(function(source[:, at].astype(jnp.float32)) for at in parts), axis=1, keepdims=True) / dim
+    def mean(function: Callable[[Array], Array]) -> Array:
+        total = sum(function(source[:, part].astype(jnp.float32)) for part in parts)
+        return jnp.sum(total, axis=1, keepdims=True) / dim
 
     middle = mean(lambda y: y)
     factor = jax.lax.rsqrt(mean(lambda y: jnp.square(y - middle)) + eps)
-    for at in parts:
-        y = (source[:, at].astype(jnp.float32) - middle) * factor
-        normed[:, at] = (y * lanes(scale, at) + lanes(shift, at)).astype(normed.dtype)
+    for part in parts:
+        y = (source[:, part].astype(jnp.float32) - middle) * factor
+        normed[:, part] = (y * lanes(scale, part) + lanes(shift, part)).astype(normed.dtype)

@@ -214,14 +214,14 @@ def test_log_sums_are_of_the_kept_keys(name: str):
 
 def test_what_the_kernel_does_not_take_is_refused():
     blocks = replace(listed(3), size=96)
-    assert str(kernel.refusal(2, 64, blocks)).endswith("blocks of 96 keys are no multiple of 128.")
+    assert str(kernel.refusal(2, 64, blocks)).endswith("blocks of 96 keys are not a multiple of 128.")
     with pytest.raises(ValueError) as error:
         replace(listed(7), left_out=3)
-    assert str(error.value) == "of 7 blocks 3 cannot be left out: in 4s, but for two."
-    with pytest.raises(ValueError, match="of 5 blocks 4 cannot be left out"):
+    assert str(error.value) == "left_out is 3; it must be a multiple of 4 and at most 5, so that 2 of 7 blocks remain."
+    with pytest.raises(ValueError, match="left_out is 4; it must be .* at most 3"):
         replace(listed(5, blocks=5), left_out=4)
     divided = replace(SMALL, maximum="online", block_kv=128)
-    assert "must all be in VMEM" in str(kernel.refusal(2, 64, listed(3), divided))
+    assert "must all fit in VMEM at once" in str(kernel.refusal(2, 64, listed(3), divided))
     assert not kernel.refusal(2, 64, listed(3), SMALL)
 
 

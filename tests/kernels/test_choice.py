@@ -31,7 +31,7 @@ def normed(x: jax.Array, vector: jax.Array) -> jax.Array:
 NAMED: dict[str, tuple[Callable, tuple, str]] = {
     "attention": (
         functools.partial(attend, head_dim=40, form=Form()), (shaped(1, 48, 120),),
-        "3 heads of 40 lanes are neither of a multiple of 128 nor an even number of 64",
+        "3 heads of 40 lanes: a head must have a multiple of 128 lanes, or 64 if the number of heads is even",
     ),
     "attention_prologue": (
         lambda x: prologue.divide(x, 2, 1, None, None, head_dim=24), (shaped(1, 48, 96),),

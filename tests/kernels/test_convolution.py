@@ -154,6 +154,6 @@ def test_a_blocks_weights_leave_room_for_rows(
     weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((channels, channels, 3, 3, 3), (channels,)))
     assert (convolution._apart(weight) is None) == bool(convolution._weight_reasons(weight)) == (lanes is None)
     if lanes:
-        kernel, _ = jax.eval_shape(lambda *arrays: convolution._arranged(*arrays), weight, bias)
+        kernel, _ = jax.eval_shape(lambda *arrays: convolution._arrange(*arrays), weight, bias)
         assert kernel.shape == (3, 3, 3, channels, channels)
         assert 2 * 2 * kernel.size * lanes / channels < mib * chip.MIB / 2

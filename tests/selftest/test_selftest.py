@@ -160,9 +160,9 @@ def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monke
 
 def test_a_convolution_of_mirrored_weights_is_red(monkeypatch: pytest.MonkeyPatch):
     """As they are they are green, above."""
-    arranged = convolution._arranged
+    arranged = convolution._arrange
     (check,) = (check for check in kernels.checks(*jax.devices()[:2]) if check.stage == "convolution")
-    monkeypatch.setattr(convolution, "_arranged", lambda weight, bias: arranged(weight[..., ::-1], bias))
+    monkeypatch.setattr(convolution, "_arrange", lambda weight, bias: arranged(weight[..., ::-1], bias))
     assert "The largest error is" in checks.perform(check, Silent()).problem
 
 
