@@ -1,5 +1,4 @@
-"""Exact attention: one entry point (`api.attention`), its policy, the sequence-parallel form, and what queries and keys
-go through before.
+"""Attention: entry point (`api.attention`), policy, sequence parallelism, and the preparation of queries and keys.
 
 May import `kernels` and `sharding`.
 """

@@ -1,4 +1,4 @@
-"""The one entry point to attention."""
+"""Entry point to attention."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +13,11 @@ from .policy import AttentionPolicy
 from .prologue import NO_PROLOGUE, Prologue
 from .tiles import Nearby
 
-Placement = Literal["sharded", "replicated"]  # of tokens, over the chips of `sp`
+Placement = Literal["sharded", "replicated"]  # how tokens are placed on the chips of `sp`
 
 
 def _flat(x: Array) -> Array:
+    """Return `[batch, seq, heads, head_dim]` as `[batch, seq, lanes]`."""
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -32,13 +33,16 @@ def attention(
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
     nearby: Nearby | None = None,
 ) -> Float[Array, "batch q_seq heads head_dim"]:
-    """Softmax attention with scale `head_dim ** -0.5`, of queries and keys that went through the `prologue`; exact, but
-    for what the `policy` gives away.
+    """Return softmax attention with scale `head_dim ** -0.5`, exact unless the `policy` allows approximation.
 
-    Only the first `kv_length` keys of a row count (all by default): padding goes last and may hold anything. With a
-    `mesh`, batch is sharded on `dp`, heads on `tp` and queries on `sp`; so are keys (one sequence attending to itself),
-    or they are `"replicated"` (a short text). Raises `ValueError` where heads, batch or sequence do not divide by their
-    axis; the caller pads sequences. Of one sequence in tiles, `nearby` says which keys a query has.
+    Raises `ValueError` if heads, batch or sequence do not divide by their mesh axis; the caller pads sequences.
+
+    q, k, v: `[batch, seq, heads, head_dim]`; padding goes last and may hold anything.
+    kv_length: valid keys, in all batch rows or per row; None: all.
+    mesh: batch is sharded on `dp`, heads on `tp` and queries on `sp`; None: one device.
+    keys: "sharded" like queries (one sequence attending to itself), or "replicated" (a short text).
+    prologue: norms and rotary embedding that queries and keys go through first.
+    policy: choice of kernel and precision. nearby: for one sequence in tiles, the keys that each query attends to.
     """
     length = k.shape[1] if kv_length is None else kv_length
     if keys == "sharded" or mesh is None or mesh.size == 1:
@@ -54,7 +58,7 @@ def attention(
 def _norms_over_chips(
     stream: sharded.Stream, prologue: Prologue, head_dim: int, mesh: Mesh
 ) -> tuple[sharded.Stream, Prologue]:
-    """Norms over all heads where heads are sharded, computed before: the partitioner sums over chips what they need."""
+    """Return the stream and prologue with norms over sharded heads applied: the partitioner sums them over chips."""
 
     def ready(x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
         if norm is None or norm.weight.size == head_dim or mesh.shape["tp"] == 1:
@@ -74,36 +78,41 @@ def joint_attention(
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
     nearby: Nearby | None = None,
 ) -> tuple[Float[Array, "batch _ heads head_dim"], ...]:
-    """Attention of several sequences, each to all of them: `(query, key, value)` of each, `[batch, seq, heads,
-    head_dim]`, which first go through their prologues.
+    """Return the attention of several sequences, each to all of them: `[batch, seq, heads, head_dim]` of each.
 
-    Of each the first `lengths` tokens are real, in all rows or per row; what follows may hold anything. A sequence
-    is sharded on `sp` or replicated there; batch on `dp`, heads on `tp`. Their order does not matter to attention, so
-    none is implied. With `nearby` the first is in tiles, and the others have all keys.
+    The order of the sequences does not matter to attention.
+
+    streams: query, key and value of each sequence, `[batch, seq, heads, head_dim]` each.
+    lengths: valid tokens of each sequence, in all batch rows or per row; padding goes last and may hold anything.
+    placements: whether each sequence is sharded on `sp` or replicated there. Batch is on `dp`, heads on `tp`.
+    mesh: None: one device. prologues: of each sequence; None: none. policy: choice of kernel and precision.
+    nearby: the first sequence is in tiles, and this states which of its keys a query has; other sequences have all
+      keys.
     """
     head_dim, heads = streams[0][0].shape[3], streams[0][0].shape[2]
     prologues = prologues or (NO_PROLOGUE,) * len(streams)
     attend, layout = local.chosen(policy, mesh, head_dim)
     flat = [(_flat(q), _flat(k), _flat(v)) for q, k, v in streams]
     if mesh is not None and mesh.size > 1:
-        for stream, how in zip(streams, placements, strict=True):
-            if how == "sharded":
+        for stream, placement in zip(streams, placements, strict=True):
+            if placement == "sharded":
                 _check_divides(stream[0], mesh)
-        ready = [_norms_over_chips(*each, head_dim, mesh) for each in zip(flat, prologues, strict=True)]
+        ready = [_norms_over_chips(s, p, head_dim, mesh) for s, p in zip(flat, prologues, strict=True)]
         outs = sharded.joint_attention(
             [stream for stream, _ in ready], lengths, heads=heads, mesh=mesh, attend=attend, layout=layout,
-            replicated=[how == "replicated" for how in placements], prologues=[prologue for _, prologue in ready],
+            replicated=[p == "replicated" for p in placements], prologues=[prologue for _, prologue in ready],
             nearby=nearby,
         )  # fmt: skip
     else:
         flat = [sharded.alone(s, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]
         keys = [(k, v, length) for (_, k, v), length in zip(flat, lengths, strict=True)]
         is_sparse = None if nearby is None else nearby.is_sparse
-        outs = [sharded.attended(attend, stream[0], keys, at, nearby, is_sparse) for at, stream in enumerate(flat)]
+        outs = [sharded.attended(attend, s[0], keys, index, nearby, is_sparse) for index, s in enumerate(flat)]
     return tuple(out.reshape(stream[0].shape) for out, stream in zip(outs, streams, strict=True))
 
 
 def _check_divides(q: Array, mesh: Mesh) -> None:
-    for size, axis, what in ((q.shape[0], "dp", "batch"), (q.shape[1], "sp", "sequence"), (q.shape[2], "tp", "heads")):
+    """Raise `ValueError` if a dimension of `q` `[batch, seq, heads, head_dim]` does not divide by its mesh axis."""
+    for size, axis, name in ((q.shape[0], "dp", "batch"), (q.shape[1], "sp", "sequence"), (q.shape[2], "tp", "heads")):
         if size % mesh.shape[axis]:
-            raise ValueError(f"attention: {what} of {size} does not divide over {axis}={mesh.shape[axis]}.")
+            raise ValueError(f"attention: {name} of {size} does not divide over {axis}={mesh.shape[axis]}.")

@@ -1,9 +1,8 @@
-"""How one chip attends to keys that it has: by the kernel in the form that the policy names, or by the reference."""
+"""Attention on one chip, to keys that it has: by the kernel with the policy's configuration, or by the reference."""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,10 @@ LocalAttention = Callable[..., tuple[Array, Array | None]]
 
 
 def chosen(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[LocalAttention, HeadLayout]:
-    """How each chip of `mesh` attends, and how it prepares its arrays."""
+    """Return how each chip of `mesh` attends, and how it prepares its arrays.
+
+    policy: choice of kernel and precision. mesh: None: the default device. head_dim: lanes of a head.
+    """
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     interpret = device.platform != "tpu"
     kernels = policy.takes_kernel(device.platform)
@@ -41,8 +43,9 @@ def chosen(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[L
 
 
 def scores_of(policy: AttentionPolicy, num_keys: int, device_kind: str | None) -> Scores:
-    """Of a call with so many keys, by the kernel on a chip or by the reference. A machine may do without int8's kernel,
-    which the ladder has said.
+    """Return how `policy` computes scores of `num_keys` keys: on chips `device_kind`, or by the reference if None.
+
+    Int8 scores are exact where the int8 kernel is switched off; the fallback has been logged.
     """
     scores = policy.scores_of(num_keys, device_kind)
     return "exact" if device_kind is not None and KernelRefusal(kernel=kernel_of(scores)) else scores
@@ -56,8 +59,11 @@ def by_reference(
     log_sums: bool,
     policy: AttentionPolicy,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
-    """Like `attention_reference.flat_attention`, but for what the policy gives away."""
-    if not _are_whole(keys) and policy.scores_of(sum(part.rows for part in keys)) == "exact":
+    """Return the attention of `q` and, if `log_sums`, its log-sum-exp, as `attention_reference.flat_attention` does.
+
+    keys: arrays of keys and values. head_dim: lanes of a head. policy: decides whether scores are those of int8.
+    """
+    if not _are_quantized(keys) and policy.scores_of(sum(part.rows for part in keys)) == "exact":
         return attention_reference.flat_attention(q, keys, head_dim=head_dim, log_sums=log_sums)
     rounded, keys = attention_int8.rounded(q, keys, head_dim, head_dim**-0.5)
     out, log_sum = attention_reference.flat_attention(rounded, keys, head_dim=head_dim, log_sums=log_sums)
@@ -74,17 +80,21 @@ def by_kernel(
     device_kind: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
-    """Like `by_reference`. Heads of a size that the kernel refuses are padded with zeros."""
-    given, heads = (q, keys), q.shape[2] // head_dim
+    """Return the same as `by_reference`, by the kernel. Heads of an unsupported size are padded with zeros.
+
+    q, keys, head_dim, log_sums, policy: as for `by_reference`.
+    device_kind: JAX's name of the chip. interpret: whether to run in Pallas' interpret mode.
+    """
+    unpadded, heads = (q, keys), q.shape[2] // head_dim
     padded = LANES // 2 if head_dim <= LANES // 2 and heads % 2 == 0 else round_up(head_dim, LANES)
     if padded != head_dim:
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
-        q, keys = resize(q), [replace(part, **_resized(part, resize)) for part in keys]
+        q, keys = resize(q), [replace(part, **_resize_fields(part, resize)) for part in keys]
     rows = [part.rows for part in keys]
-    scores: Scores = "int8" if _are_whole(keys) else scores_of(policy, sum(rows), device_kind)
+    scores: Scores = "int8" if _are_quantized(keys) else scores_of(policy, sum(rows), device_kind)
     form = _form(policy, device_kind, q.shape[1], rows, scores, heads=heads, head_dim=padded, itemsize=q.dtype.itemsize)
     if keys[0].blocks is not None and not accepted(attention.refusal(heads, padded, keys[0].blocks, form)):
-        return by_reference(*given, head_dim=head_dim, log_sums=log_sums, policy=policy)
+        return by_reference(*unpadded, head_dim=head_dim, log_sums=log_sums, policy=policy)
     out, log_sum = attention.flat_attention(
         q, keys, head_dim=padded, form=form, log_sums=log_sums, scale=head_dim**-0.5, interpret=interpret
     )
@@ -92,24 +102,31 @@ def by_kernel(
 
 
 def keys_fit(policy: AttentionPolicy, device_kind: str, rows: int, *, heads: int, head_dim: int, itemsize: int) -> bool:
-    """Whether all keys of so many rows and heads are on a TPU at once, as blocks that are left out ask."""
+    """Return whether all keys fit in a TPU's VMEM at once, as block sparsity requires.
+
+    policy, device_kind: as for `by_kernel`. rows: number of keys. heads, head_dim: of one chip. itemsize: bytes of an
+      element.
+    """
     size = {"heads": heads, "head_dim": round_up(head_dim, LANES // 2), "itemsize": itemsize}
     return _form(policy, device_kind, rows, [rows], scores_of(policy, rows, device_kind), **size).block_kv is None
 
 
-def _are_whole(keys: Sequence[Keys]) -> bool:
+def _are_quantized(keys: Sequence[Keys]) -> bool:
+    """Return whether the keys are quantized already."""
     return isinstance(keys[0].keys, WholeKeys)
 
 
 def _form(
     policy: AttentionPolicy, device_kind: str, q_rows: int, kv_rows: Sequence[int], scores: Scores, **size: int
 ) -> Form:
+    """Return the policy's form, or the fastest for a call of this size (see `attention_form.fastest`)."""
     return policy.form or fastest(
         device_kind, policy.maximum(scores), scores=scores, q_seq=q_rows, kv_rows=kv_rows, **size
     )
 
 
-def _resized(part: Keys, resize: Callable[[Array], Array]) -> dict[str, Any]:
+def _resize_fields(part: Keys, resize: Callable[[Array], Array]) -> dict[str, Array | WholeKeys]:
+    """Return the fields of `part` that change if `resize` is applied to its heads."""
     keys = part.keys
     if not isinstance(keys, WholeKeys):
         return {"keys": resize(keys), "values": resize(part.values)}
@@ -118,6 +135,6 @@ def _resized(part: Keys, resize: Callable[[Array], Array]) -> dict[str, Any]:
 
 
 def _resize(x: Array, head_dim: int, wanted: int) -> Array:
-    """Heads of `wanted` lanes: zeros are added, or lanes cut off."""
+    """Return `x` with heads of `wanted` lanes instead of `head_dim`: zeros are added, or lanes are cut off."""
     heads = x.reshape(*x.shape[:2], -1, head_dim)[..., :wanted]
     return jnp.pad(heads, ((0, 0),) * 3 + ((0, max(0, wanted - head_dim)),)).reshape(*x.shape[:2], -1)

@@ -1,6 +1,4 @@
-"""What queries, keys and values go through between their projection and attention, and back: norm, rotary embedding,
-and the layout that chips exchange.
-"""
+"""Norm and rotary embedding between projection and attention, and the layout that chips exchange."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,19 +17,16 @@ from ..kernels.prologue import Norm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Prologue:
-    """Norms of queries and keys, then the rotary embedding of both: cosines and sines `[rows, seq, head_dim]` of every
-    token, of each row or, where there is one, of all.
+    """Norms of queries and keys, then the rotary embedding of both. The pairs `(2i, 2i + 1)` of a head rotate."""
 
-    The pairs `(2i, 2i + 1)` of a head rotate; each angle stands twice in the tables.
-    """
-
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
+    query_norm: Norm | None = None  # None: none
+    key_norm: Norm | None = None  # None: none
+    # Cosines and sines of every token, `[batch or 1, seq, head_dim]` each, with each angle twice; None: no rotation.
     tables: Any = None
 
     @property
     def of_each(self) -> tuple[tuple[Norm | None, Any], ...]:
-        """Norm and tables of queries, of keys, of values."""
+        """Return norm and tables of queries, of keys and of values."""
         return (self.query_norm, self.tables), (self.key_norm, self.tables), (None, None)
 
 
@@ -40,26 +35,29 @@ NO_PROLOGUE = Prologue()
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How a chip's arrays of heads of `head_dim` are prepared; `kernel`: by Pallas, unless it refuses their shape.
-    `scores_of`: how those to so many keys are computed.
-    """
+    """Layout of a chip's heads for attention, and the methods that convert to it and back."""
 
     head_dim: int
-    kernel: bool
-    interpret: bool = False
-    scores_of: Callable[[int], Scores] = lambda num_keys: "exact"
+    kernel: bool  # whether to use Pallas, unless the kernels do not support the shape
+    interpret: bool = False  # whether to run Pallas in interpret mode
+    scores_of: Callable[[int], Scores] = lambda num_keys: "exact"  # number of keys -> how scores are computed
 
     def parts(self, lanes: int) -> int:
-        """The number of parts in which chips exchange `lanes` lanes each: two, so that one part's exchange runs during
-        the other's attention, or one where the lanes do not fill registers of both.
+        """Return the number of parts in which chips exchange `lanes` lanes each.
+
+        Two, so that one part is exchanged while the other attends. One if the lanes do not fill registers of both.
         """
         return 2 if self.kernel and lanes >= 2 * LANES and not prologue.refusal(self.head_dim, lanes) else 1
 
     def divide(
         self, x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None = None, tables: Any = None
     ) -> list[Float[Array, "batch groups seq _"]]:
-        """Norm and rotary embedding of `x` in float32, rounded once. The heads follow each other in parts, and those of
-        a part in `groups`, one for each chip.
+        """Return `x` after norm and rotary embedding, in `parts` arrays `[batch, groups, seq, lanes]`.
+
+        It is computed in float32 and rounded once.
+
+        x: `[batch, seq, lanes]`. groups: chips that the heads are split over. norm, tables: None for none, see
+          `Prologue`.
         """
         if groups * parts == 1 and norm is None and tables is None:
             return [x[:, None]]
@@ -68,19 +66,28 @@ class HeadLayout:
         return prologue.divide_reference(x, groups, parts, norm, tables, head_dim=self.head_dim)
 
     def take(
-        self, x: Float[Array, "batch seq lanes"], chip: Int[Array, ""], groups: int, parts: int, norm: Any, tables: Any
+        self,
+        x: Float[Array, "batch seq lanes"],
+        chip: Int[Array, ""],
+        groups: int,
+        parts: int,
+        norm: Norm | None,
+        tables: Any,
     ) -> list[Float[Array, "batch seq _"]]:
-        """Of what `divide` returns, the groups of one `chip`. A chip prepares no more of a replicated array."""
+        """Return the groups of one `chip` of the arrays that `divide` returns, `[batch, seq, lanes]` each.
+
+        A chip prepares only these of a replicated array. x, groups, parts, norm, tables: as for `divide`.
+        """
         alone = norm is None or norm.weight.size == self.head_dim
         lanes = x.shape[2] // groups
         if alone and prologue.takes_one(lanes, groups, parts) and self._by_kernel(lanes):
-            how = {"head_dim": self.head_dim, "interpret": self.interpret, "chip": chip}
-            return [part[:, 0] for part in prologue.divide(x, groups, parts, norm, tables, **how)]
+            options = {"head_dim": self.head_dim, "interpret": self.interpret, "chip": chip}
+            return [part[:, 0] for part in prologue.divide(x, groups, parts, norm, tables, **options)]
         divided = self.divide(x, groups, parts, norm, tables)
         return [jax.lax.dynamic_index_in_dim(part, chip, 1, keepdims=False) for part in divided]
 
     def join(self, parts: list[Float[Array, "batch groups seq _"]]) -> Float[Array, "batch seq lanes"]:
-        """All heads side by side again."""
+        """Return all heads side by side again, `[batch, seq, lanes]`. parts: `[batch, groups, seq, lanes]` each."""
         _, groups, _, lanes = parts[0].shape
         if groups * len(parts) == 1:
             return parts[0][:, 0]

@@ -1,5 +1,6 @@
-"""Tokens of a video in tiles of neighbours, and attention to the nearest tiles alone (Sliding Tile Attention,
-https://arxiv.org/abs/2502.04507). Which these are follows from the video's size: nothing depends on data.
+"""Tiles of a video's tokens, and attention to the nearest tiles alone.
+
+Source: Sliding Tile Attention, https://arxiv.org/abs/2502.04507. Tiles follow from the video's size, not from data.
 """
 
 import math
@@ -15,28 +16,27 @@ from ..kernels.attention_reference import TOGETHER, Blocks, Keys, in_blocks
 
 Sizes = tuple[int, int, int]  # of frames, rows and columns of tokens
 
-# Of all tiles those that a query attends to, in whole turns of the kernel's loop, and no fewer than the second share.
-# Half is what Sliding Tile Attention and Radial Attention publish as nearly without loss for Wan and HunyuanVideo,
-# untrained.
+# Share of all tiles that a query attends to, in whole turns of the kernel's loop, and the minimum after rounding. Half
+# is nearly lossless for Wan and HunyuanVideo without training, as Sliding Tile and Radial Attention report.
 KEPT, FEWEST = 0.5, 0.45
-ROWS = 256  # of which a tile fills a whole number: the kernel goes through it in steps of these
+ROWS = 256  # a tile has a multiple of this many rows: keys of a step of the kernel
 MOST = 160  # tiles: their lists are in the scalar memory of a chip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """A video of `sizes` tokens in tiles of neighbours: as many tokens in each as there are in `tile`, or a few less.
+    """Tiling of a video of `sizes` tokens: tiles of neighbours, each with as many tokens as `tile` has, or a few less.
 
-    Tiles are cut from a line that winds through all tokens, so that no size leaves more padding than another: along the
-    columns of a bundle of about as many frames and rows as `tile` has, back along those of the bundle below it, and so
-    up and down through the frames. A tile that is no box of that shape has a bend in it.
+    Tiles are cut from a curve that winds through all tokens, so that padding is equally small for every size. The curve
+    follows the columns of a bundle of about as many frames and rows as `tile` has, returns along the bundle below it,
+    and so goes up and down through the frames. A tile that is not a box of that shape contains a turn of the curve.
 
-    In tile order a tile's tokens follow each other in `rows` rows. Those behind its last are padding: its first token,
-    again.
+    In tile order, the tokens of a tile are consecutive and fill `rows` rows. Rows after the last token are padding:
+    copies of the tile's first token.
     """
 
-    sizes: Sizes
-    tile: Sizes
+    sizes: Sizes  # frames, rows and columns of the video
+    tile: Sizes  # frames, rows and columns of a tile
 
     @property
     def rows(self) -> int:
@@ -48,12 +48,12 @@ class Tiling:
 
     @cached_property
     def places(self) -> Int[np.ndarray, "tokens 3"]:
-        """The frame, row and column of each token."""
+        """Return the frame, row and column of each token."""
         return np.stack(np.unravel_index(np.arange(math.prod(self.sizes)), self.sizes), axis=1)
 
     @cached_property
     def line(self) -> Int[np.ndarray, " tokens"]:
-        """Tokens in the order in which the line meets them."""
+        """Return the tokens in the order of the curve."""
         frames, rows, columns = self.places.T
         num_across = [max(1, round(size / length)) for size, length in zip(self.sizes, self.tile, strict=True)]
         slab, strip = frames * num_across[0] // self.sizes[0], rows * num_across[1] // self.sizes[1]
@@ -64,57 +64,56 @@ class Tiling:
 
     @cached_property
     def tile_of(self) -> Int[np.ndarray, " tokens"]:
-        """The tile of each token."""
-        found = np.empty_like(self.line)
-        found[self.line] = np.arange(len(self.line)) * self.count // len(self.line)
-        return found
+        """Return the tile of each token."""
+        tiles = np.empty_like(self.line)
+        tiles[self.line] = np.arange(len(self.line)) * self.count // len(self.line)
+        return tiles
 
     @cached_property
     def real(self) -> Int[np.ndarray, " tiles"]:
-        """How many tokens a tile has."""
+        """Return the number of tokens of each tile."""
         return np.bincount(self.tile_of, minlength=self.count).astype(np.int32)
 
     @cached_property
     def row_of(self) -> Int[np.ndarray, " tokens"]:
-        """The row of each token."""
-        found = np.empty_like(self.line)
+        """Return the row of each token in tile order."""
+        rows = np.empty_like(self.line)
         inside = np.arange(len(self.line)) - np.repeat(np.cumsum(self.real) - self.real, self.real)
-        found[self.line] = self.tile_of[self.line] * self.rows + inside
-        return found
+        rows[self.line] = self.tile_of[self.line] * self.rows + inside
+        return rows
 
     @cached_property
     def token_of(self) -> Int[np.ndarray, " rows"]:
-        """The token of each row."""
+        """Return the token of each row in tile order."""
         first = np.full(self.count * self.rows, -1)
         first[self.row_of] = np.arange(len(self.row_of))
         return np.where(first < 0, np.repeat(first[:: self.rows], self.rows), first)
 
     @cached_property
     def left_out(self) -> int:
-        """How many of a tile's list are left out."""
-        found = math.ceil((1 - KEPT) * self.count / TOGETHER) * TOGETHER
-        return found if self.count - found >= FEWEST * self.count else found - TOGETHER
+        """Return the number of tiles that a sparse call skips for each block of queries."""
+        dropped = math.ceil((1 - KEPT) * self.count / TOGETHER) * TOGETHER
+        return dropped if self.count - dropped >= FEWEST * self.count else dropped - TOGETHER
 
     def blocks(self, is_sparse: Bool[Array, ""] | None) -> Blocks:
-        """For each tile all, itself first and the nearest before others: by their centres in space and time, in the
-        lengths of `tile`.
+        """Return the block sparsity: for each tile the list of all tiles, itself first, then by distance.
+
+        The distance is between the tiles' centres in space and time, in units of `tile`. is_sparse: see `Blocks`.
         """
         sums = [np.bincount(self.tile_of, along, self.count) for along in self.places.T]
         centres = np.stack(sums, axis=1) / self.real[:, None] / self.tile
-        squares = np.sum((centres[:, None] - centres) ** 2, axis=2).round(6)  # equal ones are so on every machine
-        np.fill_diagonal(squares, -1)  # two tiles with bends may have the same centre
+        squares = np.sum((centres[:, None] - centres) ** 2, axis=2).round(6)  # so that ties are ties on every machine
+        np.fill_diagonal(squares, -1)  # two tiles with turns may have the same centre
         order = np.argsort(squares, axis=1, kind="stable").astype(np.int32)
         return Blocks(size=self.rows, real=self.real, kept=order, left_out=self.left_out, is_sparse=is_sparse)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nearby:
-    """Tokens in the order of `tiles`. Where `is_sparse`, which the program knows when it runs, each attends to the
-    nearest tiles, else to all.
-    """
+    """Attention mask of tokens in tile order."""
 
     tiles: Tiling
-    is_sparse: Bool[Array, ""]
+    is_sparse: Bool[Array, ""]  # whether tokens attend to the nearest tiles only, else to all; known at run time
 
     def attend(
         self,
@@ -126,8 +125,11 @@ class Nearby:
         *,
         is_own: bool,
     ) -> Array:
-        """Attention to keys and values in tiles, and to all `others`: of the tokens in tiles, where `is_own`, or of
-        others, which attend to all.
+        """Return the attention of queries `q` `[batch, tokens, lanes]` to keys in tiles and to all `others`.
+
+        attend: attention of one chip. tiled: keys and values in tile order, `[batch, rows, lanes]` each.
+        is_sparse: as the field, as an array of the traced function. is_own: whether queries are in tiles; others attend
+          to all.
         """
         blocks = self.tiles.blocks(is_sparse)
         if not is_own:
