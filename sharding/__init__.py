@@ -1,4 +1,4 @@
-"""The mesh, the logical axes and the parameter rules. Knows no model and no torch.
+"""Mesh, logical axes and parameter rules, and the table of chips. Does not import models or torch.
 
 May import nothing of the pack.
 """

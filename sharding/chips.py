@@ -1,37 +1,31 @@
-"""The TPU chips there are, as data: one record a generation, which kernels, programs, plans and the self-test read."""
+"""Table of TPU chips: one record per generation, which kernels, programs, plans and the self-test read."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One chip. A chip is one JAX device, but for TPU7x: two, each with half the peak and bandwidth.
-
-    `hbm_gib` is per device and what libtpu leaves to programs (it names the number when a program asks for too much).
-    `vmem_mib` is the on-chip memory of one core, `scoped_vmem_mib` the part of it for XLA's own operations in a
-    denoising step: with the compiler's default of 16 MiB, which None is, matrix products are a quarter slower.
-    `mxu_width`: how deep a contraction must be to fill a matrix unit. `link_gb_s` is one direction of one link to a
-    neighbouring chip. `cores` are the tensor cores of one device: XLA and kernels with a "parallel" grid use them all.
-    `gathers_on_sparse_core`: a SparseCore gathers weights while the tensor cores compute, where libtpu is told to; on
-    v5p, which has SparseCores too, gathers stay on the tensor cores whatever it is told. `estimates_kernels`: libtpu
-    can estimate a kernel's cycles; elsewhere that aborts ("unsupported" in its DMA model).
-    """
+    """One chip. It is one JAX device, except TPU7x: two devices, each with half the peak and bandwidth."""
 
     generation: str
-    device_kind: str
+    device_kind: str  # JAX's name
     peak_tflop_s: float  # bfloat16, per chip
     clock_ghz: float
-    hbm_gib: float
+    hbm_gib: float  # per device, as far as programs may use it: libtpu reports it when a program needs more
     hbm_gb_s: float  # per chip
-    vmem_mib: int
+    vmem_mib: int  # on-chip memory of one core
+    # VMEM for XLA's own operations in a denoising step. None: the compiler's default of 16 MiB, with which matrix
+    # products are a quarter slower.
     scoped_vmem_mib: int | None = None
-    links: int
-    link_gb_s: float
-    mxu_width: int
-    cores: int = 1
-    devices: int = 1
+    links: int  # to neighbouring chips
+    link_gb_s: float  # one direction of one link
+    mxu_width: int  # depth of a contraction that fills a matrix unit
+    cores: int = 1  # tensor cores of one device: XLA and kernels with a "parallel" grid use all
+    devices: int = 1  # JAX devices of one chip
+    # Whether libtpu can let a SparseCore gather weights while the tensor cores compute. v5p has SparseCores too, but
+    # gathers stay on its tensor cores.
     gathers_on_sparse_core: bool = False
-    estimates_kernels: bool = False
+    estimates_kernels: bool = False  # whether libtpu can estimate a kernel's cycles; otherwise its DMA model aborts
 
     @property
     def clock_hz(self) -> float:
@@ -39,18 +33,18 @@ class Chip:
 
     @property
     def hbm_bytes(self) -> int:
-        """Per device."""
+        """Return the bytes of HBM of one device."""
         return int(self.hbm_gib * 2**30)
 
     @property
     def flop_per_cycle(self) -> float:
-        """The bfloat16 peak of one device in one clock cycle."""
+        """Return the bfloat16 peak of one device in one clock cycle."""
         return self.peak_tflop_s * 1e12 / self.devices / self.clock_hz
 
 
 # Peak, HBM bandwidth: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links: the same pages and
 # https://jax-ml.github.io/scaling-book/tpus (one-way bandwidth per link; 7x: the lower of 90 and 100). MXU width, VMEM
-# and cores: jax/_src/pallas/mosaic/tpu_info.py. Usable HBM: the refusals of libtpu 0.0.42.1. Clock: peak / (FLOP of all
+# and cores: jax/_src/pallas/mosaic/tpu_info.py. Usable HBM: errors of libtpu 0.0.42.1. Clock: peak / (FLOP of all
 # MXUs per cycle), which agrees with the LLO schedules.
 CHIPS: tuple[Chip, ...] = (
     Chip(
@@ -80,5 +74,5 @@ CHIPS: tuple[Chip, ...] = (
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls `device_kind`; None for another, or no TPU."""
+    """Return the chip that JAX calls `device_kind`; None for an unknown chip and for other devices."""
     return next((chip for chip in CHIPS if chip.device_kind == device_kind), None)

@@ -1,8 +1,8 @@
-"""The one mesh: every device of all processes, in one order, on the axes `(dp, sp, tp)`.
+"""The mesh: every device of all processes, in one order, on the axes `(dp, sp, tp)`.
 
-Host after host: what exchanges most, `tp` and then `sp`, has neighbouring chips, those of one host first, and `dp` goes
-across. Meshes of different shapes over the same devices keep the same device order: an array sharded over all axes is
-laid out alike on each.
+Devices are ordered by host. The axes that exchange most, `tp` and then `sp`, get neighbouring chips, first those of one
+host; `dp` spans hosts. Meshes of different shapes over the same devices keep the same device order, so that an array
+sharded over all axes has the same layout on each.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,14 @@ else:
 
 
 def make_mesh(devices: Sequence[Device], shape: MeshShape) -> Mesh:
-    """The mesh of `shape` over `devices`, which must be exactly as many."""
+    """Return the mesh of `shape` over `devices`. Raises `ValueError` if their number is not that of the shape."""
     if len(devices) != shape.num_devices:
         raise ValueError(f"mesh {shape} needs {shape.num_devices} devices, but there are {len(devices)}.")
-    # Devices are numbered row by row of the whole slice: of a v6e 4x4, the first four are of two hosts.
+    # Devices are numbered row by row over the slice: the first four of a v6e 4x4 belong to two hosts.
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     return Mesh(np.asarray(ordered, dtype=object).reshape(shape.dp, shape.sp, shape.tp), AXES)
 
 
 def shape_of(mesh: Mesh) -> MeshShape:
+    """Return the shape of `mesh`."""
     return MeshShape(**{axis: mesh.shape[axis] for axis in AXES})

@@ -1,8 +1,8 @@
-"""Parameter rules: which dimension of which parameter is on which mesh axes.
+"""Parameter rules: the mesh axes of each dimension of each parameter.
 
-A rule names *logical* axes (`"heads"`, `"mlp"`, `"fsdp"`); one table maps these to mesh axes, so another strategy edits
-one line. Everything is decided from names and shapes, without weights or devices, and whatever is not spelled out is an
-error that names the parameter.
+A rule names *logical* axes (`"heads"`, `"mlp"`, `"fsdp"`). One table maps these to mesh axes, so that another strategy
+changes one line. Layouts follow from names and shapes, without weights or devices. A parameter without a layout is an
+error that names it.
 """
 
 import math
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from .shape import MeshShape
 
 MIB = 2**20
-# A parameter of up to this size may be copied to every chip; more must be split or be declared replicated.
+# Parameters up to this size are replicated without a rule; larger ones need a rule that splits or replicates them.
 SMALL_BYTES = 1 * MIB
-# The most that a rule's own fallback may replicate.
+# Maximum size that is replicated if the dimensions of a rule do not divide.
 REPLICATE_BYTES = 64 * MIB
 
-# `fsdp` dimensions are split at rest and gathered just before use (`fsdp_beside_tp` where another dimension is on
-# `tp`); `heads` and `mlp` stay split while in use.
+# `fsdp` dimensions are split at rest and gathered just before use (`fsdp_beside_tp` if another dimension is on `tp`);
+# `heads` and `mlp` stay split while in use.
 LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("dp", "sp", "tp"),
     "fsdp_beside_tp": ("dp", "sp"),
@@ -35,31 +35,30 @@ Entries = tuple[tuple[str, ...] | None, ...]
 
 
 class ShardingError(ValueError):
-    """A parameter that the rules do not lay out on this mesh."""
+    """Failure of the rules to lay a parameter out on a mesh."""
 
 
 REPLICATED: tuple[()] = ()
-# Layout and fallback of weights, of one layer or of scanned blocks, that are split over all chips and gathered for use.
+# Axes and fallbacks of weights that are split over all chips and gathered for use: of one layer, and of scanned blocks.
 GATHERED = (("fsdp", None), ((None, "fsdp"),))
 BLOCK_GATHERED = ((None, "fsdp", None), ((None, None, "fsdp"),))
-# Of weights `[layers, outs, ins]` of products with tokens.
+# The same with `over`, for weights `[layers, outs, ins]` of products with tokens.
 BLOCK_PRODUCT = (*BLOCK_GATHERED, (2,))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose name matches `pattern` carry the logical `axes`, one per dimension (`None`: not split).
-    `REPLICATED` instead declares that the parameter is replicated.
+    """Logical axes of the parameters whose name matches a pattern.
 
-    In a pattern `*` stands for one dotted part of the name, `**` for any number of them. Stacked block parameters are
-    named with a literal `*` for the layer number and have the layer as dimension 0. Where a dimension does not divide,
-    `fallbacks` are tried in order, and then replication up to `REPLICATE_BYTES`. `over` are the dimensions over which a
-    product with tokens sums, of weights that are only used in such by `DenoiserRun`: these may be int8.
+    If a dimension does not divide, the fallbacks are tried in order, and then replication up to `REPLICATE_BYTES`.
     """
 
+    # Dotted name: `*` matches one part of it, `**` any number of parts. Stacked block parameters have a literal `*` as
+    # the layer number, and the layer as dimension 0.
     pattern: str
-    axes: tuple[str | None, ...]
+    axes: tuple[str | None, ...]  # one per dimension, None: not split; or `REPLICATED`
     fallbacks: tuple[tuple[str | None, ...], ...] = ()
+    # Contracting dimensions of a weight that is only used in products with tokens by `DenoiserRun`: it may be int8.
     over: tuple[int, ...] = ()
 
     def matches(self, name: str) -> bool:
@@ -68,7 +67,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """A parameter before it has values."""
+    """Shape and size of a parameter that has no values yet."""
 
     shape: tuple[int, ...]
     size_bytes: int
@@ -76,22 +75,20 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Mesh axes of each dimension, at rest and in use (after `fsdp` dimensions were gathered); `()` is replicated.
-
-    The entries are what `jax.sharding.PartitionSpec` takes.
-    """
+    """Mesh axes of each dimension, as arguments of `jax.sharding.PartitionSpec`; `()` is replicated."""
 
     at_rest: Entries
-    in_use: Entries
+    in_use: Entries  # after `fsdp` dimensions are gathered
 
 
 def _regex(pattern: str) -> str:
+    """Return the regular expression of a rule's pattern."""
     parts = [".+" if part == "**" else re.escape(part).replace(r"\*", r"[^.]+") for part in pattern.split(".")]
     return r"\.".join(parts)
 
 
 def _layout(axes: Sequence[str | None], shape: tuple[int, ...], mesh: MeshShape) -> Layout | None:
-    """The layout, or None where a dimension does not divide."""
+    """Return the layout of `shape` by logical `axes`, or None if a dimension does not divide."""
     at_rest: list[tuple[str, ...] | None] = []
     for dim, axis in zip(shape, axes, strict=True):
         mesh_axes = tuple(name for name in LOGICAL_AXES[axis] if mesh.sizes[name] > 1) if axis else ()
@@ -106,6 +103,7 @@ def _layout(axes: Sequence[str | None], shape: tuple[int, ...], mesh: MeshShape)
 
 
 def _place(name: str, param: Param, rule: Rule, mesh: MeshShape) -> Layout:
+    """Return the layout of one parameter by its rule. Raises `ShardingError` if no layout is possible."""
     if rule.axes == REPLICATED:
         return Layout(at_rest=(), in_use=())
     for axes in (rule.axes, *rule.fallbacks):
@@ -125,10 +123,12 @@ def _place(name: str, param: Param, rule: Rule, mesh: MeshShape) -> Layout:
 
 
 def lay_out(params: Mapping[str, Param], rules: Iterable[Rule], mesh: MeshShape) -> dict[str, Layout]:
-    """Lays every parameter out by the first rule that matches its name.
+    """Return the layout of every parameter, by the first rule that matches its name.
 
-    Raises `ShardingError` for a rule that matches nothing, for a parameter over `SMALL_BYTES` without a rule, and for
-    one that neither divides nor may be replicated.
+    Raises `ShardingError` if a rule matches nothing, if a parameter over `SMALL_BYTES` has no rule, or if one does not
+    divide and is too large to be replicated.
+
+    params: shapes and sizes by name. rules: in order of priority. mesh: shape of the mesh.
     """
     rules = tuple(rules)
     unused = set(rules)

@@ -1,4 +1,4 @@
-"""The shape of the mesh: all that parameter rules need, so that layouts are decided without devices or JAX."""
+"""Shape of the mesh, all that parameter rules need: layouts are decided without devices or JAX."""
 
 import math
 from collections.abc import Mapping
@@ -9,15 +9,11 @@ AXES = ("dp", "sp", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """How many devices lie on each axis.
+    """Number of devices on each axis."""
 
-    `dp` carries batch rows (the two branches of classifier-free guidance), `sp` the token sequence (or image width in a
-    VAE), `tp` heads and feed-forward columns.
-    """
-
-    dp: int = 1
-    sp: int = 1
-    tp: int = 1
+    dp: int = 1  # batch rows: the two branches of classifier-free guidance
+    sp: int = 1  # the token sequence, or image width in a VAE
+    tp: int = 1  # heads and feed-forward columns
 
     def __post_init__(self) -> None:
         if min(self.dp, self.sp, self.tp) < 1:
@@ -31,7 +27,7 @@ class MeshShape:
         return {"dp": self.dp, "sp": self.sp, "tp": self.tp}
 
     def for_heads(self, heads: int) -> "MeshShape":
-        """The same devices, with no more on `tp` than divide the heads; the others share the sequence."""
+        """Return a shape for the same devices whose `tp` divides `heads`; the other devices share the sequence."""
         tp = math.gcd(self.tp, heads)
         return MeshShape(dp=self.dp, sp=self.sp * (self.tp // tp), tp=tp)
 
