@@ -1,4 +1,4 @@
-"""What a device says of its memory."""
+"""Memory statistics that a device reports."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from .units import readable
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
 
-# PJRT's names. A runtime may leave out any of them; a CPU says nothing at all.
+# PJRT's names. A runtime may omit any of them; a CPU reports none of them.
 _NAMES = {
     "limit_bytes": "bytes_limit",
     "reservable_limit_bytes": "bytes_reservable_limit",
@@ -23,40 +23,39 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes, None where the device does not report them. Arrays are in use, running programs reserve memory next to
-    them; neither number counts the other. Peaks are since the process started.
-    """
+    """Memory statistics of one device in bytes; None if the device does not report a number."""
 
     limit_bytes: int | None = None
     reservable_limit_bytes: int | None = None  # arrays and programs together; a v6e reports 28.76 of 31.25 GiB
-    in_use_bytes: int | None = None
-    reserved_bytes: int | None = None
-    peak_in_use_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
+    in_use_bytes: int | None = None  # arrays, without the memory of running programs
+    reserved_bytes: int | None = None  # running programs, without arrays
+    peak_in_use_bytes: int | None = None  # since the process started
+    peak_reserved_bytes: int | None = None  # since the process started
     largest_free_bytes: int | None = None
 
     @property
     def known(self) -> dict[str, int]:
-        """What the device says, by field."""
+        """Return the numbers that the device reports, by field."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
-        """The peaks, in words."""
+        """Return the peaks as a sentence."""
         peaks = {"in use": self.peak_in_use_bytes, "reserved": self.peak_reserved_bytes}
-        said = [f"{readable(value)} {name}" for name, value in peaks.items() if value is not None]
-        if not said:
+        texts = [f"{readable(value)} {name}" for name, value in peaks.items() if value is not None]
+        if not texts:
             return "does not report its memory"
         limit = f", of {readable(self.limit_bytes)}" if self.limit_bytes else ""
-        return f"at most {' and '.join(said)}{limit}"
+        return f"at most {' and '.join(texts)}{limit}"
 
 
 def of(device: "Device") -> DeviceMemory:
-    """What one device says now."""
-    said = device.memory_stats() or {}
-    return DeviceMemory(**{name: int(said[theirs]) for name, theirs in _NAMES.items() if theirs in said})
+    """Return the current statistics of one device."""
+    stats = device.memory_stats() or {}
+    return DeviceMemory(**{name: int(stats[theirs]) for name, theirs in _NAMES.items() if theirs in stats})
 
 
 def fullest(devices: "Iterable[Device]") -> DeviceMemory:
-    """The most of each number that one of the devices says."""
+    """Return the maximum of each statistic over the devices."""
     known = [of(device).known for device in devices]
-    return DeviceMemory(**{name: max(one[name] for one in known if name in one) for each in known for name in each})
+    names = {name for stats in known for name in stats}
+    return DeviceMemory(**{name: max(stats[name] for stats in known if name in stats) for name in names})

@@ -1,40 +1,41 @@
-"""Which number format the networks run in. Schedulers and latents are float32 whatever this says."""
+"""Number format of the networks. Schedulers and latents are always float32."""
 
 import os
 from typing import Literal
 
 Precision = Literal["bfloat16", "float32"]
-# "mixed" is bfloat16, with the encoders of pictures in float32.
+# "mixed": bfloat16, with image encoders in float32.
 CHOICES = ("auto", "bfloat16", "mixed", "float32")
 VARIABLE = "COMFYUI_TPU_PRECISION"
 
 
 def check_choice(choice: str) -> None:
-    """Raises `ValueError` for anything that is not in `CHOICES`."""
+    """Raise `ValueError` if `choice` is not in `CHOICES`."""
     if choice not in CHOICES:
         raise ValueError(f"precision is {choice!r}; it must be one of {', '.join(CHOICES)}.")
 
 
 def resolve(choice: str, platform: str) -> Precision:
-    """The precision for a node's choice: `"auto"` asks the environment, then takes bfloat16 on a TPU, else float32.
+    """Return the precision given a node's `choice`, on `platform`.
 
-    A CPU has no fast bfloat16, and runs there are for testing; on a TPU the MXU multiplies bfloat16.
+    "auto" uses the environment variable if it is set, else bfloat16 on a TPU and float32 elsewhere. A CPU has no fast
+    bfloat16, and is only used for testing; a TPU's matrix unit multiplies bfloat16.
     """
-    return "float32" if _chosen(choice, platform) == "float32" else "bfloat16"
+    return "float32" if _resolve_auto(choice, platform) == "float32" else "bfloat16"
 
 
 def of_pictures(choice: str, platform: str) -> Precision:
-    """The precision of what encodes pictures as conditions, for a node's choice."""
-    return "bfloat16" if _chosen(choice, platform) == "bfloat16" else "float32"
+    """Return the precision of networks that encode images as conditions, given a node's `choice`, on `platform`."""
+    return "bfloat16" if _resolve_auto(choice, platform) == "bfloat16" else "float32"
 
 
 def title(precision: Precision, pictures: Precision | None) -> str:
-    """The choice that stands for both."""
+    """Return the choice for networks in `precision` and image encoders in precision `pictures`; None: the same."""
     return precision if pictures in (None, precision) else "mixed"
 
 
-def _chosen(choice: str, platform: str) -> str:
-    """One of `CHOICES` but `"auto"`."""
+def _resolve_auto(choice: str, platform: str) -> str:
+    """Return one of `CHOICES` except "auto". Raises `ValueError` for an unknown choice or environment variable."""
     check_choice(choice)
     if choice == "auto":
         choice = os.environ.get(VARIABLE, "auto") or "auto"

@@ -1,4 +1,4 @@
-"""What the TPU's compiler says when a program does not fit, whatever else is in memory. Imports no JAX."""
+"""Errors of the TPU's compiler for programs that do not fit in memory at all. Imports no JAX."""
 
 import re
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from .units import GIB, MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """`memory`: the chip's (HBM), of which the program needs `needed_bytes`, or the on-chip one of a kernel (VMEM)."""
+    """Compiler error for lack of memory."""
 
-    memory: Literal["HBM", "VMEM"]
-    needed_bytes: int
-    sentence: str
+    memory: Literal["HBM", "VMEM"]  # the chip's memory, or the on-chip memory of a kernel
+    needed_bytes: int  # HBM that the program needs; 0 for VMEM
+    sentence: str  # for the user
 
 
 class HostFull(RuntimeError):
-    """The host has too little memory, or cannot map more of it for the chips; a sentence for the user."""
+    """Failure of the host, whose memory is too small or cannot be mapped for the chips; the message is for the user."""
 
 
 class DoesNotFit(RuntimeError):
-    """The compiler refused a program for lack of memory: it would again, whatever is unloaded."""
+    """Failure to compile a program for lack of memory. Unloading other data does not help."""
 
     def __init__(self, refused: Refusal) -> None:
         super().__init__(refused.sentence)
@@ -36,16 +36,16 @@ _STACK = re.compile(r"memory space vmem.*?%(\S+) = .*?size ([\d.]+\w) and limit 
 _SCRATCH = re.compile(
     r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) ::.*space=vmem.*:: (\S+)", re.DOTALL
 )
-# Older ones name no kernel: "... memory space vmem. Used 16.75M of 16.00M vmem."
+# Older versions do not name the kernel: "... memory space vmem. Used 16.75M of 16.00M vmem."
 _NAMELESS = re.compile(r"memory space vmem\. Used ([\d.]+\w) of ([\d.]+\w) vmem")
 
 
-# What VFIO says of memory that it cannot map for a chip, as in public reports.
+# Messages of VFIO for memory that it cannot map for a chip, as in public reports.
 _HOST = re.compile(r"ioctl|vfio|memlock|DMA map|Cannot allocate memory", re.IGNORECASE)
 
 
 def of_host(message: str) -> HostFull | None:
-    """The error where memory ran out on the host, not on a chip; None for any other."""
+    """Return the error if the host's memory ran out, not a chip's; None for any other message."""
     if "RESOURCE_EXHAUSTED" not in message or not _HOST.search(message):
         return None
     line = message.strip().partition("\n")[0][:200]
@@ -56,25 +56,26 @@ def of_host(message: str) -> HostFull | None:
 
 
 def parse(message: str) -> Refusal | None:
-    """The refusal in the compiler's error `message`; None for any other complaint, and for memory that is only full."""
+    """Return the refusal in the compiler's error `message`; None for others, and if memory is only full now."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    if found := _STACK.search(message):
-        name, needed, limit = found.groups()
+    if match := _STACK.search(message):
+        name, needed, limit = match.groups()
         return _kernel(f"kernel {name}", needed, limit)
-    if found := _NAMELESS.search(message):
-        return _kernel("a kernel", *found.groups())
-    if found := _SCRATCH.search(message):
-        needed, limit, name = found.groups()
+    if match := _NAMELESS.search(message):
+        return _kernel("a kernel", *match.groups())
+    if match := _SCRATCH.search(message):
+        needed, limit, name = match.groups()
         return _kernel(f"kernel {name}", *(f"{int(size) / MIB:.2f}M" for size in (needed, limit)))
-    if found := _HBM.search(message):
-        number, unit, limit = found.groups()
+    if match := _HBM.search(message):
+        number, unit, limit = match.groups()
         needed = int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
-        sentence = f"the compiler says it needs {needed / GIB:.2f} of {limit} GiB"
+        sentence = f"according to the compiler it needs {needed / GIB:.2f} of {limit} GiB"
         return Refusal(memory="HBM", needed_bytes=needed, sentence=sentence)
     return None
 
 
-def _kernel(which: str, needed: str, limit: str) -> Refusal:
-    sentence = f"{which} needs {needed} of the {limit} on-chip memory (VMEM) a kernel may use; it wants smaller tiles"
+def _kernel(name: str, needed: str, limit: str) -> Refusal:
+    """Return the refusal of a kernel that needs too much VMEM."""
+    sentence = f"{name} needs {needed} of the {limit} on-chip memory (VMEM) a kernel may use; use smaller tiles"
     return Refusal(memory="VMEM", needed_bytes=0, sentence=sentence)

@@ -1,4 +1,4 @@
-"""Bytes for people."""
+"""Sizes in bytes, and their text for users."""
 
 GB = 10**9
 MIB = 2**20
@@ -6,11 +6,14 @@ GIB = 2**30
 
 
 def readable(size_bytes: float) -> str:
-    """A size in GiB, or in MiB where that is small."""
+    """Return a size in GiB, or in MiB below 0.1 GiB."""
     return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / MIB:.1f} MiB"
 
 
 def loaded(size_bytes: float, span_s: float) -> str:
-    """How much was loaded and how fast; of less than a second a rate says nothing."""
+    """Return the loaded size and its rate.
+
+    The rate is left out for a span of less than one second, which is too short.
+    """
     size = f"{size_bytes / GB:.1f} GB" if size_bytes >= 0.1 * GB else f"{size_bytes / 1e6:.1f} MB"
     return f"{size} loaded at {size_bytes / GB / span_s:.2f} GB/s" if span_s >= 1 else f"{size} loaded"

@@ -233,7 +233,7 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
         ({}, torch.full((1, 16, 2, 8, 6), torch.nan), "the LATENT holds values that are not finite"),
         (
             {"scheduler": DPM, "sigmas": (1.0, 0.5)}, None,
-            "DPMSolverMultistepScheduler takes no sigmas. Leave sigmas empty, or choose another scheduler.",
+            "DPMSolverMultistepScheduler does not support sigmas. Leave sigmas empty, or choose another scheduler.",
         ),
     ],
 )  # fmt: skip

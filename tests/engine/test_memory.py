@@ -62,7 +62,7 @@ def for_a_tpu(function: Any, shape: tuple[int, ...]) -> Program:
     ("function", "shape", "memory", "sentence"),
     [
         # Of 31.25 GiB, of which libtpu 0.0.50 keeps 0.01 for itself.
-        (lambda x: x * 2, (12 * 1024, 1024, 1024), "HBM", "the compiler says it needs 96.00 of 31.2"),
+        (lambda x: x * 2, (12 * 1024, 1024, 1024), "HBM", "according to the compiler it needs 96.00 of 31.2"),
         (large_blocks, (8192, 1024), "VMEM", "kernel wide.1 needs 64.00M of the 32.00M on-chip memory (VMEM)"),
         (large_scratch, (8, 128), "VMEM", "kernel deep.1 needs 256.00M of the 128.00M on-chip memory (VMEM)"),
     ],

@@ -152,7 +152,7 @@ def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
     assert re.search(r"^denoise_step +50 +1x8x1 ", text, re.MULTILINE)
     assert "Memory with all components loaded:" in text and "fits." in text
     assert re.search(r"^This plan took up to \d+\.\d+ GiB of host memory\.$", text, re.MULTILINE)
-    assert "denoise_step: the dearest operations" in text and "test_plan.py:" in text
+    assert "denoise_step: the most expensive operations" in text and "test_plan.py:" in text
 
 
 def test_the_start_of_a_collective_is_what_this_machine_measured(
@@ -179,7 +179,7 @@ def test_the_start_of_a_collective_is_what_this_machine_measured(
 def test_weights_that_fit_one_after_the_other_need_eviction():
     request = small("v5e-1", weights_gib=(9.0, 10.0))
     (sentence,) = advice.advice(request, [replace(row, fits=True) for row in rows_of(request)])
-    assert re.search(r"need 2\d\.\d\d of 15.75 GiB\. With idle components evicted.* it fits: denoise_step", sentence)
+    assert re.search(r"need 2\d\.\d\d of 15.75 GiB\. The runtime evicts idle components, and then it fits: denoise_step", sentence)
 
 
 def test_weights_too_large_for_a_chip_need_more_chips():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime.programs import torch_bridge
 
-named = torch_bridge._removed_operators_named
+named = torch_bridge._name_removed_operators
 
 
 def refuses(namespace: object, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""Turns a compiled program's text into seconds; knows no model. May import `programs.program` and the leaves."""
+"""Cost model: seconds of a compiled program, from its text alone. May import `programs.program` and the leaves."""

@@ -1,8 +1,8 @@
 """Cycles of a Pallas kernel from its final instruction bundles, as libtpu dumps them.
 
-One bundle issues per cycle, so bundles times trips is the least time the schedule allows: stalls are not in it.
-A script of its own: libtpu reads its dump flags once, when it is loaded, so the kernels of a program are compiled
-again, alone, in a process that has them. It imports nothing of this package.
+One bundle issues per cycle, so bundles times trips is the shortest time that the schedule allows: it excludes stalls.
+This is a script of its own, because libtpu reads its dump flags only once, when it is loaded. The kernels of a program
+are compiled again, alone, in a process with these flags. It imports nothing of this package.
 """
 
 import base64
@@ -24,29 +24,22 @@ _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*>*\s+\{", re.MU
 _BRANCH = re.compile(r"sbr\.rel (?:\((!?)%(\w+?)_p\d+\) )?target = \$region(\d+)")
 _REGION = re.compile(r"(?:Start/End empty|Start) region (\d+)\b")
 _DELAY_SLOTS = 4  # bundles after a branch that run whether it is taken or not
-_PIPELINE_STEPS = 2  # the grid loop runs two more times than the grid: to fetch ahead and to write back
+_PIPELINE_STEPS = 2  # the grid loop runs two steps more than the grid: to prefetch and to write back
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """`length`: bundles of the kernel; `step`: those of one grid step, loops and all. `longest`, `shortest`: over
-    all steps, where of two parts that exclude each other one runs, and turns of a loop that may be skipped are.
+    """Cost of one call of a kernel, in bundles or cycles."""
 
-    `rerun`: bundles, over all steps, of a part that repeats the work of a step where a flag computed in the kernel says
-    so; they are in none of the other numbers. `estimated`: libtpu's own estimate, which knows DMA and stalls but skips
-    what is conditional. `unknown_loops`: inner loops whose count is no constant; they are counted once. `error`: why
-    the kernel could not be measured alone.
-    """
-
-    length: int = 0
-    steps: int = 1
-    step: int = 0
-    longest: float = 0.0
-    shortest: float = 0.0
-    rerun: float = 0.0
-    estimated: float | None = None
-    unknown_loops: int = 0
-    error: str = ""
+    length: int = 0  # bundles of the kernel's text
+    steps: int = 1  # of the grid
+    step: int = 0  # bundles of one grid step, with its loops
+    longest: float = 0.0  # bundles over all steps, with the longer of two exclusive parts
+    shortest: float = 0.0  # the same with the shorter part, and without loop turns that may be skipped
+    rerun: float = 0.0  # bundles over all steps of a conditional part that repeats the work; not in other numbers
+    estimated: float | None = None  # libtpu's own estimate: with DMA and stalls, but without conditional parts
+    unknown_loops: int = 0  # inner loops without a constant count; each is counted once
+    error: str = ""  # why the kernel could not be measured alone
 
     @property
     def cycles(self) -> float:
@@ -59,12 +52,12 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Branch:
-    """At `address`, to `target`: backwards it closes a loop. `negated` is "!" or ""."""
+    """Branch instruction. A backward branch closes a loop."""
 
     address: int
-    target: int
-    negated: str
-    predicate: str
+    target: int  # address
+    negated: str  # "!" or ""
+    predicate: str  # "" if unconditional
 
     @property
     def skipped(self) -> range:
@@ -76,12 +69,13 @@ class _Branch:
 
 
 def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False, skipped: int = 0) -> Cost:
-    """The cost of the kernel with final bundles `text`, over all steps of `grid`. `reruns`: it has a part that repeats
-    its work where that has failed. `skipped`: so many turns of its longest loop need not be taken.
+    """Return the cost of a kernel from the `text` of its final bundles, over all steps of `grid`.
+
+    reruns: whether a conditional part repeats the work. skipped: turns of its longest loop that may be skipped.
     """
-    found = list(_BUNDLE.finditer(text))
-    ends = [bundle.start() for bundle in found[1:]] + [len(text)]
-    bodies = {int(bundle.group(1), 16): text[bundle.end() : end] for bundle, end in zip(found, ends, strict=True)}
+    matches = list(_BUNDLE.finditer(text))
+    ends = [bundle.start() for bundle in matches[1:]] + [len(text)]
+    bodies = {int(bundle.group(1), 16): text[bundle.end() : end] for bundle, end in zip(matches, ends, strict=True)}
     branches = _branches(bodies)
     loops = [branch for branch in branches if branch.target <= branch.address]
     counts = {loop: _exit_count(loop, text) for loop in loops}
@@ -96,7 +90,7 @@ def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False, skipped: 
     weights = {address: 0 if address in repeated else weight for address, weight in weights.items()}
     total = sum(weights.values())
     pairs = _exclusive(branches, weights)
-    saved = _skipped(loops, counts, grid_loop, repeated, weights, skipped) if skipped else 0
+    saved = _weigh_skipped(loops, counts, grid_loop, repeated, weights, skipped) if skipped else 0
     longest = total - sum(min(pair) for pair in pairs)
     inside = len(grid_loop.repeated) if grid_loop else len(bodies)
     return Cost(
@@ -124,13 +118,16 @@ def _branches(bodies: Mapping[int, str]) -> list[_Branch]:
 
 
 def _exit_count(loop: _Branch, text: str) -> int | None:
-    """The constant that the loop's counter is compared with; counters start at 0."""
-    found = re.search(rf"%{loop.predicate}_p\d+ = scmp\.\w+\.s32\.totalorder %\w+, (\d+)", text)
-    return int(found.group(1)) if found and loop.predicate else None
+    """Return the constant that the loop's counter is compared with; None if unknown.
+
+    Counters start at 0.
+    """
+    match = re.search(rf"%{loop.predicate}_p\d+ = scmp\.\w+\.s32\.totalorder %\w+, (\d+)", text)
+    return int(match.group(1)) if match and loop.predicate else None
 
 
 def _grid_loop(loops: list[_Branch], counts: Mapping[_Branch, int | None], steps: int) -> tuple[_Branch | None, int]:
-    """The loop over the grid, the longest there is, and its steps: half of them where two cores share the grid."""
+    """Return the loop over the grid, which is the longest, and its steps: half of the grid's if two cores share it."""
     if steps <= 1 or not loops:
         return None, 1
     longest = max(loops, key=lambda loop: len(loop.repeated))
@@ -139,9 +136,10 @@ def _grid_loop(loops: list[_Branch], counts: Mapping[_Branch, int | None], steps
 
 
 def _rerun(branches: list[_Branch], guarded: list[_Branch]) -> range:
-    """The addresses of the longest part under a predicate that holds no other of a tenth of its length: the guard of
-    the step holds the rerun, and all others are a few transfers, or around one of the `guarded` loops, which may run no
-    turn.
+    """Return the addresses of the longest conditional part without another one of a tenth of its length inside.
+
+    The guard of a step contains the rerun. Other conditional parts are a few transfers, or surround one of the
+    `guarded` loops, which may run no turn.
     """
     parts = [branch.skipped for branch in branches if branch.target > branch.address and branch.predicate]
     parts = [part for part in parts if not any(_is_around(part, loop.repeated) for loop in guarded)]
@@ -157,7 +155,7 @@ def _is_around(part: range, loop: range) -> bool:
     return loop.start in part and loop.stop - 1 in part and len(part) < 1.1 * len(loop)
 
 
-def _skipped(
+def _weigh_skipped(
     loops: list[_Branch],
     counts: Mapping[_Branch, int | None],
     grid_loop: _Branch | None,
@@ -165,14 +163,14 @@ def _skipped(
     weights: Mapping[int, int],
     turns: int,
 ) -> float:
-    """The weight of so many turns of the longest loop within a step, but for what is repeated."""
+    """Return the weight of `turns` turns of the longest loop within a step, outside the repeated part."""
     inner = [loop for loop in loops if loop != grid_loop and loop.target not in rerun and counts[loop]]
     longest = max(inner, key=lambda loop: len(loop.repeated))
     return sum(weights.get(address, 0) for address in longest.repeated) * turns / (counts[longest] or 1)
 
 
 def _exclusive(branches: list[_Branch], weights: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The weights of parts that a predicate and its opposite jump over: one of the two runs."""
+    """Return the weights of pairs of parts that a predicate and its opposite jump over: one of the two runs."""
     waiting: dict[tuple[str, str], int] = {}
     pairs = []
     for branch in branches:
@@ -188,7 +186,7 @@ def _exclusive(branches: list[_Branch], weights: Mapping[int, int]) -> list[tupl
 
 
 def grid_of(body: str) -> tuple[int, ...]:
-    """The grid of the serialized Mosaic module `body`. Raises `ValueError` if it is not constant."""
+    """Return the grid of a serialized Mosaic module. Raises `ValueError` if it is not constant."""
     from jax.extend.mlir import ir
     from jaxlib.mosaic.python import tpu
 
@@ -196,15 +194,18 @@ def grid_of(body: str) -> tuple[int, ...]:
         context.allow_unregistered_dialects = True
         tpu.register_dialect(context)
         text = str(ir.Module.parse(base64.b64decode(body)))
-    found = re.search(r"iteration_bounds = array<i64: ([^>]*)>", text)
-    grid = tuple(int(size) for size in found.group(1).split(",")) if found else ()
+    match = re.search(r"iteration_bounds = array<i64: ([^>]*)>", text)
+    grid = tuple(int(size) for size in match.group(1).split(",")) if match else ()
     if any(size < 0 for size in grid):
         raise ValueError("its grid is not constant")
     return grid
 
 
 def measure(request: Mapping[str, Any], folder: Path) -> Cost:
-    """Compiles the kernel of `request` alone; libtpu must have been told to dump into `folder`, which is empty."""
+    """Compile the kernel of `request` alone and return its cost.
+
+    libtpu must dump into `folder`, which is empty before.
+    """
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -228,12 +229,12 @@ def measure(request: Mapping[str, Any], folder: Path) -> Cost:
         jax.jit(lambda *values: call(*values)).lower(*operands).compile()
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         return Cost(error=str(error).partition("\n")[0][:300])
-    # With the dump flags there are bundles, with the profile's an estimate.
+    # The dump flags give bundles, the profile flag gives an estimate.
     dumps = [path.read_text() for path in folder.glob("*-ffi_call*-[0-9][0-9]-final_bundles.txt")]
     profile = "".join(path.read_text() for path in folder.glob("ffi_call*_static_llo_profile.textproto"))
     estimated = re.search(r"estimated_cycles: (\d+)", profile)
-    how = {"reruns": request["reruns"], "skipped": request["skipped"]}
-    cost = cost_of(dumps[0], grid, **how) if dumps else Cost()
+    options = {"reruns": request["reruns"], "skipped": request["skipped"]}
+    cost = cost_of(dumps[0], grid, **options) if dumps else Cost()
     return replace(cost, estimated=float(estimated.group(1)) if estimated else None)
 
 

@@ -1,6 +1,6 @@
 """Model FLOPs of a traced program, counted over the mesh: matrix products, convolutions and Pallas kernels.
 
-A kernel counts what its author states (`pl.CostEstimate`), else the matrix products of its body times its grid.
+A kernel counts as its author states (`pl.CostEstimate`), else as the matrix products of its body times its grid.
 """
 
 import math
@@ -17,15 +17,15 @@ from ..programs.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """`total`: multiplications and additions. `kernels`: the part of it in Pallas kernels, of int8 half.
+    """Floating-point operations of a program.
 
-    `charged`: `total`, but a contraction shallower than the MXU is charged as if it filled it, and one of int8 half, of
-    which an MXU takes twice as many. `total / charged` is the part of bfloat16's peak that the shapes allow: 2/3 for
-    attention with heads of 128 on an MXU 256 deep.
+    `total / charged` is the share of the bfloat16 peak that the shapes allow: 2/3 for attention with heads of 128 on an
+    MXU 256 deep.
     """
 
-    total: float = 0.0
-    kernels: float = 0.0
+    total: float = 0.0  # multiplications and additions
+    kernels: float = 0.0  # those of `total` in Pallas kernels, with int8 at half
+    # `total`, but contractions shallower than the MXU count as if they filled it, and int8, twice as fast, as half.
     charged: float = 0.0
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -38,7 +38,10 @@ class Flops:
 
 
 def count(jaxpr: core.Jaxpr | core.ClosedJaxpr, mxu_width: int) -> Flops:
-    """FLOPs of one run. Of a conditional's branches the largest counts; a loop without a known count runs once."""
+    """Return the FLOPs of one run.
+
+    The largest branch of a conditional counts; a loop without a known count runs once.
+    """
     total = Flops()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         total += _RULES.get(equation.primitive.name, _others)(equation, mxu_width)
@@ -49,8 +52,8 @@ def _dot(equation: Any, mxu_width: int) -> Flops:
     (contracted, _), _ = equation.params["dimension_numbers"]
     depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
     is_int8 = all(factor.aval.dtype == jnp.int8 for factor in equation.invars)
-    found = _product(2.0 * depth * equation.outvars[0].aval.size, depth, mxu_width)
-    return replace(found, charged=found.charged / 2) if is_int8 else found
+    product = _product(2.0 * depth * equation.outvars[0].aval.size, depth, mxu_width)
+    return replace(product, charged=product.charged / 2) if is_int8 else product
 
 
 def _convolution(equation: Any, mxu_width: int) -> Flops:
@@ -70,7 +73,10 @@ def _cond(equation: Any, mxu_width: int) -> Flops:
 
 
 def _shard_map(equation: Any, mxu_width: int) -> Flops:
-    """Every shard does its own work; along an axis over which no input is sharded all do the same, counted once."""
+    """Return the FLOPs of all shards.
+
+    Along an axis over which no input is sharded all do the same work, which counts once.
+    """
     mesh = equation.params["mesh"]
     axes = {axis for spec in equation.params["in_specs"] for axis in _axes(spec)}
     return count(equation.params["jaxpr"], mxu_width) * math.prod(mesh.shape[axis] for axis in axes)
@@ -102,7 +108,7 @@ def _others(equation: Any, mxu_width: int) -> Flops:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
-    """The programs that `equation` calls."""
+    """Yield the programs that `equation` calls."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, core.Jaxpr | core.ClosedJaxpr):
@@ -116,13 +122,13 @@ _RULES: Mapping[str, Callable[[Any, int], Flops]] = {
     "cond": _cond,
     "shard_map": _shard_map,
     "pallas_call": _pallas,
-    # Its rules for derivatives are programs too, but only one of them runs.
+    # Their rules for derivatives are programs too, but only one of them runs.
     "custom_jvp_call": lambda equation, width: count(equation.params["call_jaxpr"], width),
     "custom_vjp_call": lambda equation, width: count(equation.params["call_jaxpr"], width),
 }
 
 
 def traced(program: Program) -> core.ClosedJaxpr:
-    """What `program` traces to; lowering it before or after costs nothing more."""
+    """Return the jaxpr of `program`; lowering it before or after is not slower."""
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
         return jax.jit(program.fn).trace(*program.arguments).jaxpr

@@ -1,6 +1,6 @@
-"""The scheduled program that XLA prints (`Compiled.as_text()`), parsed as far as predictions need it.
+"""Parser of the scheduled program that XLA prints (`Compiled.as_text()`), as far as predictions need it.
 
-Instructions keep their schedule's order. Written against libtpu 0.0.42.1, whose instructions may span lines.
+Instructions keep the schedule's order. Written for libtpu 0.0.42.1, whose instructions may span lines.
 """
 
 import functools
@@ -23,6 +23,8 @@ _CLOSE = {"(": ")", "{": "}"}
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
+    """Shape and dtype of an array."""
+
     dtype: str
     dims: tuple[int, ...]
 
@@ -32,7 +34,7 @@ class Array:
 
     @property
     def is_score(self) -> bool:
-        """Whether it has the form of float32 attention scores: two dimensions are long."""
+        """Return whether it may hold float32 attention scores: two dimensions are long."""
         return self.dtype == "f32" and sum(dim >= 256 for dim in self.dims) >= 2
 
     def __str__(self) -> str:
@@ -40,7 +42,7 @@ class Array:
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-    """The arrays that `shape` names: of a tuple all, nested or not."""
+    """Return the arrays of a shape text; for a tuple all of them, nested or not."""
     return tuple(
         Array(dtype=dtype, dims=tuple(int(dim) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(shape)
@@ -48,19 +50,19 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The names of instructions and computations that `text` mentions."""
+    """Return the names of instructions and computations in `text`."""
     return tuple(_NAMES.findall(text))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """`name = shape opcode(operands), attributes`. `operand_text` holds what is no name: a constant, a parameter."""
+    """Instruction `name = shape opcode(operands), attributes`."""
 
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]
-    operand_text: str
+    operands: tuple[str, ...]  # names
+    operand_text: str  # all operands: a constant or a parameter's number is not a name
     attributes: str = field(repr=False)
     is_root: bool = False
 
@@ -73,32 +75,32 @@ class Instruction:
         return sum(array.size_bytes for array in self.arrays)
 
     def attribute(self, name: str) -> str | None:
-        """`{...}` with its braces, a quoted string with its quotes, or a bare word."""
-        found = re.search(rf"(?:^|[ ,]){name}=", self.attributes)
-        if not found:
+        """Return an attribute: `{...}`, a quoted string, each with its delimiters, or a bare word; None if missing."""
+        match = re.search(rf"(?:^|[ ,]){name}=", self.attributes)
+        if not match:
             return None
-        rest = self.attributes[found.end() :]
+        rest = self.attributes[match.end() :]
         if rest[0] in _CLOSE:
-            return rest[: _balanced(rest)]
+            return rest[: _find_close(rest)]
         bare = re.match(r'"[^"]*"|[^\s,]*', rest)
         assert bare  # an empty one at least
         return bare.group()
 
     def needed(self, name: str) -> str:
-        """An attribute that every instruction of this opcode has."""
+        """Return an attribute that every instruction of this opcode has."""
         value = self.attribute(name)
         assert value is not None, f"{self.name} has no {name}"
         return value
 
     def computation(self, name: str) -> str:
-        """The computation that attribute `name` names."""
+        """Return the name of the computation that attribute `name` refers to."""
         return self.needed(name).removeprefix("%")
 
     @functools.cached_property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate for one execution; None where it makes none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found.group(1)) if found else None
+        """Return the compiler's own estimate for one execution; None if it has none."""
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(match.group(1)) if match else None
 
     @property
     def backend_config(self) -> Mapping[str, Any]:
@@ -106,12 +108,14 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match.group(1) if match else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
+    """Named list of instructions."""
+
     name: str
     instructions: tuple[Instruction, ...]
 
@@ -126,14 +130,16 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    computations: Mapping[str, Computation]
-    entry: str
+    """Scheduled program."""
+
+    computations: Mapping[str, Computation]  # by name
+    entry: str  # name of the computation that runs first
     frames: Mapping[int, tuple[str, int, int]]  # number -> file, line, number of the caller's frame
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` of the model's or our code that made `instruction`: the innermost frame outside the engines."""
-        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        number = int(found.group(1)) if found else 0
+        """Return `file:line` of the innermost frame of the instruction that is not in a library."""
+        match = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        number = int(match.group(1)) if match else 0
         innermost = ""
         while number in self.frames:
             file, line, number = self.frames[number]
@@ -145,24 +151,24 @@ class Module:
 
 
 def _short(file: str) -> str:
-    """Within an installed package or this one, the path from there on."""
+    """Return the path within an installed package or within this one."""
     ours = str(Path(__file__).parents[2]) + "/"
     return file.removeprefix(ours).rpartition("/site-packages/")[2]
 
 
 def parse(text: str) -> Module:
-    """Raises `ValueError` if `text` is no scheduled module."""
+    """Return the scheduled module. Raises `ValueError` if `text` is not one."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError("this HLO text is not scheduled: it is not what a TPU's compiler returned.")
+        raise ValueError("this HLO text is not scheduled: it was not returned by a TPU's compiler.")
     computations: dict[str, Computation] = {}
     entry = header = ""
     lines: list[str] = []
     for line in text.split("\n"):
         if not header:
-            found = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
-            if found:
-                header, lines = found.group(2), []
-                entry = header if found.group(1) else entry
+            match = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
+            if match:
+                header, lines = match.group(2), []
+                entry = header if match.group(1) else entry
         elif line == "}" or line.startswith("}, execution_thread"):
             computations[header] = Computation(name=header, instructions=tuple(map(_instruction, lines)))
             header = ""
@@ -175,10 +181,10 @@ def parse(text: str) -> Module:
 
 def _instruction(line: str) -> Instruction:
     left, _, right = line.strip().partition(" = ")
-    shape_end = _balanced(right) if right[0] == "(" else right.index(" ")
+    shape_end = _find_close(right) if right[0] == "(" else right.index(" ")
     opcode, _, rest = right[shape_end:].strip().partition("(")
     rest = "(" + rest
-    operands_end = _balanced(rest)
+    operands_end = _find_close(rest)
     operand_text = rest[1 : operands_end - 1]
     return Instruction(
         name=left.removeprefix("ROOT ").removeprefix("%"),
@@ -191,34 +197,34 @@ def _instruction(line: str) -> Instruction:
     )
 
 
-def _balanced(text: str) -> int:
-    """Where the bracket that opens `text` is closed, exclusive; brackets within quotes do not count."""
+def _find_close(text: str) -> int:
+    """Return the end, exclusive, of the bracket that opens `text`. Brackets within quotes do not count."""
     opening, closing = text[0], _CLOSE[text[0]]
     depth = position = 0
-    for found in re.finditer(rf'"(?:[^"\\]|\\.)*"|[{re.escape(opening + closing)}]', text):
-        depth += {opening: 1, closing: -1}.get(found.group(), 0)
-        position = found.end()
+    for match in re.finditer(rf'"(?:[^"\\]|\\.)*"|[{re.escape(opening + closing)}]', text):
+        depth += {opening: 1, closing: -1}.get(match.group(), 0)
+        position = match.end()
         if depth == 0:
             return position
     raise ValueError(f"unbalanced brackets in HLO: {text[:200]}")
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, int]]:
-    """The tables `FileNames`, `FileLocations` and `StackFrames` in front of the computations."""
+    """Return stack frames by number, from the tables `FileNames`, `FileLocations` and `StackFrames`."""
     tables: dict[str, dict[int, str]] = {}
     title = ""
     for line in text[: max(text.find("\n%"), 0)].split("\n"):
         if re.fullmatch(r"[A-Z]\w+", line):
             title = line
             tables[title] = {}
-        elif title and (found := re.match(r"(\d+) (.*)", line)):
-            tables[title][int(found.group(1))] = found.group(2)
+        elif title and (match := re.match(r"(\d+) (.*)", line)):
+            tables[title][int(match.group(1))] = match.group(2)
     frames = {}
     for number, row in tables.get("StackFrames", {}).items():
         frame = _numbers(row)
         location = _numbers(tables["FileLocations"][frame["file_location_id"]])
         file = tables["FileNames"][location["file_name_id"]].strip('"')
-        # The caller is written one up, so that 1 can stand for "none".
+        # The caller's number is written plus one; 1 means no caller.
         frames[number] = (file, location["line"], frame.get("parent_frame_id", 1) - 1)
     return frames
 

@@ -1,6 +1,6 @@
-"""The Pallas kernels of a compiled program, and what one call of each costs.
+"""The Pallas kernels of a compiled program, and the cost of one call of each.
 
-XLA's text says nothing of a kernel's time: `measure` has each compiled alone, by the script `bundles`.
+XLA's text does not contain a kernel's time: `measure` compiles each alone, by the script `bundles`.
 """
 
 import json
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 TARGET = "tpu_custom_call"
 TIMEOUT_S = 1800
-# For longer kernels libtpu's own estimate takes minutes (46 s and 7.5 GiB for 13 600 bundles, 1 s for 3 700), and finds
-# little there: it skips what is conditional.
+# Kernels up to this length are estimated by libtpu, too. Longer ones take it minutes (46 s and 7.5 GiB for 13 600
+# bundles, 1 s for 3 700), to little use: it skips conditional parts.
 ESTIMATED_BUNDLES = 8000
-# Nor of these, by the start of their names: their loops over rows take it minutes and up to 16 GiB.
+# Prefixes of kernels that libtpu does not estimate: their loops over rows take it minutes and up to 16 GiB.
 NOT_ESTIMATED = (names.CONVOLUTION, names.MODULATION, names.LINEAR_INT8)
 _DTYPES = {
     "pred": "bool",
@@ -40,23 +40,26 @@ _DTYPES = {
     "f8e5m2": "float8_e5m2",
 }
 _SKIPPED = re.compile(rf"{names.SKIPPED}\W+(\d+)")
-# Of the call's configuration, what the compiler is given; the rest it has written there itself.
+# Parts of the call's configuration that are the compiler's input; it adds the rest itself.
 _GIVEN = ("flag_configs", "scoped_memory_configs", "custom_call_config")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicCall:
-    """A Mosaic kernel with the arrays it is called on. Kernels with equal keys cost the same."""
+    """Mosaic kernel with the arrays that it is called on. Kernels with equal keys cost the same."""
 
     name: str
-    config: str
+    config: str  # JSON
     operands: tuple[hlo.Array, ...]
     results: tuple[hlo.Array, ...]
-    skipped: int = 0  # turns of its longest loop that it need not take
+    skipped: int = 0  # turns of its longest loop that it may skip
 
     @property
     def is_xla(self) -> bool:
-        """Whether XLA made the kernel itself (softmax), not Pallas; alone, such make libtpu's estimate abort."""
+        """Return whether XLA generated the kernel (softmax), not Pallas.
+
+        Alone, such kernels make libtpu's estimate abort.
+        """
         return not json.loads(self.config)["custom_call_config"].get("needs_hlo_passes", True)
 
     @property
@@ -65,7 +68,7 @@ class MosaicCall:
 
     @property
     def moved_bytes(self) -> int | None:
-        """What a kernel that reads one layer of a stack says it moves; None of others, which move all their arrays."""
+        """Return the stated bytes of a kernel that reads one layer of a stack; None for others."""
         if not self.name.startswith(names.LINEAR_INT8):
             return None
         estimate = json.loads(self.config)["custom_call_config"].get("cost_estimate", {})
@@ -77,33 +80,34 @@ class MosaicCall:
 
 
 def kernel_of(call: hlo.Instruction) -> MosaicCall | None:
-    """The kernel that `call` runs; None if it is no call of one."""
+    """Return the kernel that `call` runs; None if it does not call one."""
     if call.opcode != "custom-call" or TARGET not in (call.attribute("custom_call_target") or ""):
         return None
-    config, found = call.backend_config, _SKIPPED.search(call.attribute("frontend_attributes") or "")
+    config, skipped = call.backend_config, _SKIPPED.search(call.attribute("frontend_attributes") or "")
     return MosaicCall(
         name=call.name,
         config=json.dumps({name: config[name] for name in _GIVEN if name in config}, sort_keys=True),
         operands=hlo.arrays(call.attribute("operand_layout_constraints") or ""),
         results=call.arrays,
-        skipped=int(found.group(1)) if found else 0,
+        skipped=int(skipped.group(1)) if skipped else 0,
     )
 
 
 def find(module: hlo.Module) -> tuple[MosaicCall, ...]:
-    """Every kernel of `module`, equal ones once."""
+    """Return the kernels of `module`, equal ones once."""
     calls = (call for computation in module.computations.values() for call in computation.instructions)
-    found = {kernel.key: kernel for kernel in map(kernel_of, calls) if kernel is not None}
-    return tuple(found.values())
+    kernels = {kernel.key: kernel for kernel in map(kernel_of, calls) if kernel is not None}
+    return tuple(kernels.values())
 
 
 def measure(kernels: Iterable[MosaicCall], target: Topology) -> Mapping[str, bundles.Cost]:
-    """What one call of each costs on one device of `target`, by key. The cost of one that the compiler refuses alone
-    says why.
+    """Return the cost of one call of each kernel on one device of `target`, by key.
+
+    The cost of a kernel that the compiler rejects alone has an `error`.
     """
-    wanted = {kernel.key: kernel for kernel in kernels}
+    unique = {kernel.key: kernel for kernel in kernels}
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(wanted, pool.map(lambda kernel: _measure_one(kernel, target), wanted.values()), strict=True))
+        return dict(zip(unique, pool.map(lambda kernel: _measure_one(kernel, target), unique.values()), strict=True))
 
 
 def _measure_one(kernel: MosaicCall, target: Topology) -> bundles.Cost:
@@ -115,7 +119,10 @@ def _measure_one(kernel: MosaicCall, target: Topology) -> bundles.Cost:
 
 
 def _run(kernel: MosaicCall, target: Topology, flags: str, timeout_s: float) -> bundles.Cost:
-    """One compile in a process of its own: some kernels, XLA's own among them, make the compiler abort."""
+    """Return the cost from one compile in its own process: some kernels, such as XLA's, make the compiler abort.
+
+    flags: of libtpu, which dump the result.
+    """
     request = {
         "topology": target.name,
         "options": dict(target.options),
@@ -135,13 +142,14 @@ def _run(kernel: MosaicCall, target: Topology, flags: str, timeout_s: float) -> 
                 command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=timeout_s
             )
         except subprocess.TimeoutExpired:
-            return _failed(kernel, f"compiling it alone took more than {timeout_s:.0f} s")
+            return _make_failure(kernel, f"compiling it alone took more than {timeout_s:.0f} s")
         if done.returncode:
             log.debug("%s", done.stderr)
-            return _failed(kernel, f"the compiler ended with exit code {done.returncode}")
+            return _make_failure(kernel, f"the compiler ended with exit code {done.returncode}")
         return bundles.Cost(**json.loads(Path(folder, bundles.RESULT).read_text()))
 
 
-def _failed(kernel: MosaicCall, reason: str) -> bundles.Cost:
+def _make_failure(kernel: MosaicCall, reason: str) -> bundles.Cost:
+    """Return the cost of a kernel that could not be measured, and log the reason."""
     log.info("kernel %s: %s", kernel.name, reason)
     return bundles.Cost(error=reason)

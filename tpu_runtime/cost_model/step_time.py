@@ -1,11 +1,13 @@
-"""The time of a compiled program, predicted from its schedule: cycles of XLA's operations and of kernels, plus the part
-of the collectives that no computation covers. No measurement is in it; it ranks designs and gates regressions.
+"""Time of a compiled program, predicted from its schedule.
+
+It is the cycles of XLA's operations and of kernels, plus the part of the collectives that no computation covers. No
+measurement is involved. It ranks designs and detects regressions.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...sharding.mesh import Device
 from . import hlo, interconnect, products, trip_count
@@ -15,7 +17,7 @@ from .collectives import Transfer, transfer_of
 from .hlo import Instruction
 from .kernels import kernel_of
 
-# These cost nothing, or nothing of their own: copies between memories overlap with the computation.
+# Opcodes without a cost of their own: copies between memories overlap with the computation.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier add-dependency "
     "optimization-barrier copy-start copy-done slice-start slice-done dynamic-slice-start dynamic-slice-done "
@@ -24,34 +26,34 @@ _FREE = frozenset(
 _FREE_CALLS = ('"ConcatBitcast"', '"AllocateBuffer"', '"Sharding"')
 _TRIVIAL_BYTES = 4096  # smaller results without an estimate are scalars and indices
 Counted = TypeVar("Counted", "Operation", "Collective")
-_HIDDEN = 0.05  # a collective is overlapped if less of it than this is waited for
+_HIDDEN = 0.05  # a collective is overlapped if at most this share of it is waited for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One instruction over all its executions. `source` is `file:line`."""
+    """Instruction over all its executions."""
 
     name: str
     opcode: str
     op_name: str
-    source: str
+    source: str  # `file:line`
     shape: str
-    cycles: float
-    times: float = 1
+    cycles: float  # over all executions
+    times: float = 1  # executions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective instruction over all its `times`. `bytes` are those on the busiest link each time."""
+    """Collective instruction over all its executions."""
 
     name: str
     kind: str
     op_name: str
-    source: str
-    bytes: float
-    times: float
-    seconds: float
-    exposed_s: float
+    source: str  # `file:line`
+    bytes: float  # on the busiest link, per execution
+    times: float  # executions
+    seconds: float  # over all executions
+    exposed_s: float  # seconds that no computation covers
 
     @property
     def overlapped(self) -> bool:
@@ -60,25 +62,22 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Where the time goes. Cycles are per device, over all loops' trips; `waiting` are those of exposed collectives.
+    """Cycles per device, over all trips of loops."""
 
-    `reruns` come on top if every kernel that can fail does, at every step of its grid.
-    """
-
-    xla: float = 0.0
+    xla: float = 0.0  # XLA's operations
     kernels: float = 0.0
-    waiting: float = 0.0
-    reruns: float = 0.0
+    waiting: float = 0.0  # exposed collectives
+    reruns: float = 0.0  # additional, if every kernel with a rerun needs it at every step of its grid
     operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    uncounted: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()  # names of instructions without an estimate
 
     @property
     def cycles(self) -> float:
         return self.xla + self.kernels + self.waiting
 
     def __add__(self, other: "Timing") -> "Timing":
-        return Timing(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return Timing(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __mul__(self, times: int) -> "Timing":
         return replace(
@@ -97,35 +96,35 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a schedule is timed on. `devices` in the order of the program's mesh. `at_best`: of alternatives (a
-    conditional's branches, parts of a kernel that exclude each other) the cheapest runs, not the dearest. `start_s`:
-    seconds before a collective's first byte.
-    """
+    """Hardware and assumptions that a schedule is timed with."""
 
     chip: Chip
-    devices: Sequence[Device]
-    kernels: Mapping[str, Cost] = field(default_factory=dict)
+    devices: Sequence[Device]  # in the order of the program's mesh
+    kernels: Mapping[str, Cost] = field(default_factory=dict)  # costs by key
+    # Whether the cheapest of alternatives runs (branches of a conditional, exclusive parts of a kernel), not the most
+    # expensive.
     at_best: bool = False
-    start_s: float = interconnect.START_S
+    start_s: float = interconnect.START_S  # seconds before a collective's first byte
 
 
 def timing(module: hlo.Module, machine: Machine) -> Timing:
-    """The timing of one run. Raises `NotImplementedError` for loops whose count depends on data."""
+    """Return the timing of one run. Raises `NotImplementedError` if the count of a loop depends on data."""
     scope = trip_count.Scope(module=module, computation=module.computations[module.entry])
     return _Schedule(machine=machine, scope=scope).run()
 
 
 @dataclass(kw_only=True)
 class _Schedule:
-    """A walk through one computation with a clock of the computation and one of each link, one transfer at a time: a
-    transfer that waits for its links starts when they are free.
+    """Simulation of one computation, with its clock and one clock per link, which carries one transfer at a time.
+
+    A transfer that waits for its links starts when they are free.
     """
 
     machine: Machine
     scope: trip_count.Scope
     total: Timing = field(default_factory=Timing)
     links_free: dict[interconnect.Cable, float] = field(default_factory=dict)
-    started: dict[str, tuple[Collective, float]] = field(default_factory=dict)  # -> record, when it is through
+    started: dict[str, tuple[Collective, float]] = field(default_factory=dict)  # key -> record, and cycle of its end
 
     def run(self) -> Timing:
         for instruction in self.scope.computation.instructions:
@@ -170,7 +169,7 @@ class _Schedule:
         )
 
     def _plain_operation(self, found: Instruction) -> None:
-        cycles = self._moved_cycles(found) if found.estimated_cycles is None else found.estimated_cycles
+        cycles = self._copy_cycles(found) if found.estimated_cycles is None else found.estimated_cycles
         if least := products.least_cycles(found, self.scope.module, self.machine.chip):
             cycles = max(cycles or 0.0, least)
         if cycles is not None:
@@ -178,8 +177,8 @@ class _Schedule:
         elif not _is_free(found):
             self.total += Timing(uncounted=(found.name,))
 
-    def _moved_cycles(self, found: Instruction) -> float | None:
-        """The compiler has no estimate for some copies and reshapes: they move at the memory's bandwidth."""
+    def _copy_cycles(self, found: Instruction) -> float | None:
+        """Return the cycles of a copy or reshape without an estimate, at the memory's bandwidth; None for others."""
         if found.opcode not in ("copy", "reshape") or found.size_bytes <= _TRIVIAL_BYTES:
             return None
         source = self.scope.computation.by_name[found.operands[0]]
@@ -191,7 +190,7 @@ class _Schedule:
 
     def _kernel(self, found: Instruction, moved_bytes: int | None, cost: Cost) -> None:
         arrays = found, *(self.scope.computation.by_name[operand] for operand in found.operands)
-        # libtpu's own estimate leaves some kernels' transfers out: each array is moved once at least.
+        # libtpu's own estimate omits the transfers of some kernels: each array is moved at least once.
         all_bytes = sum(array.size_bytes for array in arrays if "S(" not in array.shape)
         moved = self._memory_cycles(all_bytes if moved_bytes is None else moved_bytes)
         cycles = max(moved, cost.cycles_at_best if self.machine.at_best else cost.cycles)
@@ -245,28 +244,26 @@ def _branches(conditional: Instruction) -> list[str]:
 
 
 def dearest(timing: Timing, count: int) -> list[Operation]:
-    """The `count` dearest operations; equal ones (same source, opcode, shape and cost) are one."""
+    """Return the `count` most expensive operations; operations of equal source, opcode, shape and cost are merged."""
 
-    def place(each: Operation) -> tuple[object, ...]:
-        return each.source, each.op_name, each.opcode, each.shape, each.cycles / max(each.times, 1)
+    def place(op: Operation) -> tuple[object, ...]:
+        return op.source, op.op_name, op.opcode, op.shape, op.cycles / max(op.times, 1)
 
-    joined = _joined(timing.operations, place, ("cycles", "times"))
+    joined = _merge(timing.operations, place, ("cycles", "times"))
     return sorted(joined, key=lambda operation: operation.cycles, reverse=True)[:count]
 
 
 def merged(collectives: Iterable[Collective]) -> list[Collective]:
-    """Collectives of equal kind, bytes and fate as one; the longest first."""
-    joined = _joined(
-        collectives, lambda each: (each.kind, each.bytes, each.overlapped), ("times", "seconds", "exposed_s")
-    )
-    return sorted(joined, key=lambda each: each.seconds, reverse=True)
+    """Return collectives with those of equal kind, bytes and overlap merged, the longest first."""
+    joined = _merge(collectives, lambda op: (op.kind, op.bytes, op.overlapped), ("times", "seconds", "exposed_s"))
+    return sorted(joined, key=lambda op: op.seconds, reverse=True)
 
 
-def _joined(records: Iterable[Counted], place: Callable[[Counted], Any], summed: Sequence[str]) -> list[Counted]:
-    """Records of the same `place` as one, with the sums of their fields `summed`."""
-    found: dict[Any, Counted] = {}
-    for each in records:
-        seen = found.get(place(each))
-        sums = {name: getattr(seen, name) + getattr(each, name) for name in summed} if seen else {}
-        found[place(each)] = replace(seen or each, **sums)
-    return list(found.values())
+def _merge(records: Iterable[Counted], place: Callable[[Counted], object], summed: Sequence[str]) -> list[Counted]:
+    """Return the records with those of the same `place` merged, with the sums of their fields `summed`."""
+    merged: dict[object, Counted] = {}
+    for record in records:
+        first = merged.get(place(record))
+        sums = {name: getattr(first, name) + getattr(record, name) for name in summed} if first else {}
+        merged[place(record)] = replace(first or record, **sums)
+    return list(merged.values())

@@ -1,6 +1,6 @@
-"""How often a while loop of a compiled program runs: its counter's first value, step and bound, all constants.
+"""Trip counts of a compiled program's while loops, from the constant first value, step and bound of their counter.
 
-XLA drops the trip count it knew from the final text, so it is derived again. Loops whose end depends on data have none.
+XLA drops the trip counts from the final text, so they are derived again. Loops that end depending on data have none.
 """
 
 import math
@@ -23,38 +23,38 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 @dataclass(frozen=True, kw_only=True)
 class Symbolic:
-    """An integer: `offset`, plus the loop's parameter element `element` if that is not None."""
+    """Symbolic integer."""
 
     offset: int
-    element: int | None = None
+    element: int | None = None  # element of the loop's parameter that is added to `offset`; None: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """A computation with what is known of its parameters: by element of its one tuple, or by parameter number."""
+    """Computation with the known values of its parameters."""
 
     module: Module
     computation: Computation
-    elements: Mapping[int, Symbolic] = field(default_factory=dict)
-    parameters: Mapping[int, Symbolic | None] = field(default_factory=dict)
+    elements: Mapping[int, Symbolic] = field(default_factory=dict)  # of its only parameter, a tuple, by index
+    parameters: Mapping[int, Symbolic | None] = field(default_factory=dict)  # by parameter number
 
     def value(self, name: str) -> Symbolic | None:
-        """What scalar `name` is, or None if it is no integer known here."""
-        found = self.computation.by_name.get(name)
-        if found is None:
+        """Return the value of scalar `name`, or None if it is not a known integer."""
+        op = self.computation.by_name.get(name)
+        if op is None:
             return None
-        if found.opcode == "constant":
-            return Symbolic(offset=int(found.operand_text)) if re.fullmatch(r"-?\d+", found.operand_text) else None
-        if found.opcode == "parameter":
-            return self.parameters.get(int(found.operand_text))
-        if found.opcode in _PASSES_ON:
-            return self.value(found.operands[0])
-        if found.opcode in ("add", "subtract"):
-            return self._sum(found)
-        if found.opcode == "get-tuple-element":
-            return self._element(found)
-        if found.opcode == "fusion":
-            scope = self._inside(found)
+        if op.opcode == "constant":
+            return Symbolic(offset=int(op.operand_text)) if re.fullmatch(r"-?\d+", op.operand_text) else None
+        if op.opcode == "parameter":
+            return self.parameters.get(int(op.operand_text))
+        if op.opcode in _PASSES_ON:
+            return self.value(op.operands[0])
+        if op.opcode in ("add", "subtract"):
+            return self._sum(op)
+        if op.opcode == "get-tuple-element":
+            return self._element(op)
+        if op.opcode == "fusion":
+            scope = self._inside(op)
             return scope.value(scope.computation.root.name)
         return None
 
@@ -91,7 +91,7 @@ class Scope:
 
 
 def body_scope(loop: Instruction, outer: Scope) -> Scope:
-    """The loop's body, knowing the elements that no iteration changes."""
+    """Return the scope of the loop's body, with the elements that no iteration changes."""
     body = outer.module.computations[loop.computation("body")]
     inside = Scope(module=outer.module, computation=body)
     known = {}
@@ -102,9 +102,9 @@ def body_scope(loop: Instruction, outer: Scope) -> Scope:
 
 
 def trip_count(loop: Instruction, outer: Scope) -> int:
-    """How often the body of `loop` runs each time `outer` reaches it.
+    """Return how often the body of `loop` runs each time that `outer` reaches it.
 
-    Raises `NotImplementedError` that names the loop if this depends on data.
+    Raises `NotImplementedError`, naming the loop, if this depends on data.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
@@ -117,23 +117,23 @@ def trip_count(loop: Instruction, outer: Scope) -> int:
     )
     compare, scope = _comparison(condition)
     if compare is None:
-        raise _unknown(loop)
+        raise _make_error(loop)
     counter, bound = (scope.value(operand) for operand in compare.operands)
     direction = compare.needed("direction")
     if counter is not None and counter.element is None:
         counter, bound, direction = bound, counter, _MIRRORED.get(direction, direction)
     if counter is None or bound is None or counter.element is None or bound.element is not None:
-        raise _unknown(loop)
+        raise _make_error(loop)
     first = _firsts(loop, outer)[counter.element]
     following = _next(inside, counter.element)
     if first is None or first.element is not None or following is None or following.element != counter.element:
-        raise _unknown(loop)
+        raise _make_error(loop)
     if not following.offset or direction not in _TRIPS:
-        raise _unknown(loop)
+        raise _make_error(loop)
     return max(0, math.ceil(_TRIPS[direction](first.offset + counter.offset, bound.offset, following.offset)))
 
 
-def _unknown(loop: Instruction) -> NotImplementedError:
+def _make_error(loop: Instruction) -> NotImplementedError:
     return NotImplementedError(
         f"loop {loop.name} ({loop.op_name or 'no source known'}) runs a number of times that depends on data; "
         "its time cannot be predicted. Give it a constant count (lax.scan, lax.fori_loop with constants)."
@@ -141,7 +141,7 @@ def _unknown(loop: Instruction) -> NotImplementedError:
 
 
 def _firsts(loop: Instruction, outer: Scope) -> list[Symbolic | None]:
-    """The first values of the loop's tuple; None for what is no integer."""
+    """Return the first values of the loop's tuple; None for values that are not known integers."""
     start = outer.computation.by_name[loop.operands[0]]
     if start.opcode != "tuple":
         return [None] * len(loop.arrays)
@@ -150,13 +150,13 @@ def _firsts(loop: Instruction, outer: Scope) -> list[Symbolic | None]:
 
 
 def _next(inside: Scope, index: int) -> Symbolic | None:
-    """What element `index` of the loop's tuple is after one iteration."""
+    """Return the value of element `index` of the loop's tuple after one iteration."""
     root = inside.computation.root
     return inside.value(root.operands[index]) if root.opcode == "tuple" else None
 
 
 def _comparison(condition: Scope) -> tuple[Instruction | None, Scope]:
-    """The compare that decides, and where its operands are to be looked up."""
+    """Return the compare that ends the loop, or None, and the scope of its operands."""
     scope, root = condition, condition.computation.root
     while root.opcode == "fusion":
         scope = scope._inside(root)

@@ -1,1 +1,1 @@
-"""Compiles for a described TPU and reports. May import `cost_model`, `programs`, `models` and the leaves."""
+"""Plans: compile for a described TPU and report. May import `cost_model`, `programs`, `models` and the leaves."""

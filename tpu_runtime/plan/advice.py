@@ -1,4 +1,4 @@
-"""When a run does not fit: what would. Tried in order, estimated from what is compiled, confirmed by a compile."""
+"""Advice for a generation that does not fit: changes, estimated from compiled programs and confirmed by a compile."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,18 @@ from ..programs.program import Program
 from .compile import PlanRequest, compile_program, weight_bytes
 from .report import ProgramPlan, gib
 
-_TRIES = 3  # compiles per kind of change: the estimates that promise most may be wrong
+_TRIES = 3  # compiles per kind of change, because estimates may be wrong
 _SCALES = (0.9, 0.8, 2 / 3, 0.5, 0.4, 0.3, 0.2, 1 / 8)
 
 
 def residency(programs: Sequence[ProgramPlan]) -> int:
-    """Bytes per device with the weights of every component loaded and the most demanding program running."""
+    """Return the bytes per device with the weights of every component loaded and the most demanding program running."""
     weights = {component: program.memory.weights for program in programs for component in program.components}
     return sum(weights.values()) + max((program.memory.without_weights for program in programs), default=0)
 
 
 def advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[str, ...]:
-    """Sentences that say what does not fit and what would; none where all fits at once."""
+    """Return sentences on programs that do not fit and on a change that would; none if everything fits at once."""
     available = request.topology.chip.hbm_bytes
     needed = residency(programs)
     refused = [program for program in programs if not program.fits]
@@ -32,33 +32,34 @@ def advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[str, 
     if not refused:
         largest = max(programs, key=lambda program: program.memory.peak)
         return (
-            f"All components at once need {gib(needed)} of {gib(available)} GiB. With idle components evicted, which "
-            f"the runtime does by itself, it fits: {largest.name} is the largest with {gib(largest.memory.peak)} GiB.",
+            f"All components at once need {gib(needed)} of {gib(available)} GiB. The runtime evicts idle components, "
+            f"and then it fits: {largest.name} is the largest with {gib(largest.memory.peak)} GiB.",
         )
-    culprit = max(refused, key=lambda each: each.memory.peak)
-    said = (
+    culprit = max(refused, key=lambda program: program.memory.peak)
+    sentence = (
         f"{culprit.name} does not fit: it needs at least {gib(culprit.memory.peak)} of {gib(available)} GiB per "
         f"device, {gib(culprit.memory.weights)} of them weights. Evicting idle components does not help."
     )
-    return (said, _what_would(request, culprit, available))
+    return (sentence, _find_change(request, culprit, available))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Alternative:
-    """Another request and how to say what it changes."""
+    """Changed request, and the words that describe the change."""
 
     request: PlanRequest
     words: str
 
 
-def _only_stage_of(culprit: ProgramPlan, request: PlanRequest) -> PlanRequest:
+def _request_stage(culprit: ProgramPlan, request: PlanRequest) -> PlanRequest:
+    """Return the request of the culprit's stage alone."""
     alone = (replace(request, stages=(stage,)) for stage in request.stages)
-    return next(each for each in alone if any(program.name == culprit.name for program in each.programs()))
+    return next(stage for stage in alone if any(program.name == culprit.name for program in stage.programs()))
 
 
-def _what_would(request: PlanRequest, culprit: ProgramPlan, available: int) -> str:
-    """The first change whose estimate fits and whose compile confirms it."""
-    alone = _only_stage_of(culprit, request)
+def _find_change(request: PlanRequest, culprit: ProgramPlan, available: int) -> str:
+    """Return the first change whose estimate fits and whose compile confirms it, as a sentence."""
+    alone = _request_stage(culprit, request)
     before = _program(alone, culprit.name)
     kinds = [_more_chips(alone)]
     if weight_bytes(before) < available:
@@ -69,18 +70,18 @@ def _what_would(request: PlanRequest, culprit: ProgramPlan, available: int) -> s
         for change in itertools.islice(promising, _TRIES):
             compiled = compile_program(_program(change.request, culprit.name), change.request.topology)
             if compiled.text is not None and compiled.memory.peak <= available:
-                every = compiled.memory.peak + _other_weights(replace(change.request, stages=request.stages), culprit)
+                total = compiled.memory.peak + _other_weights(replace(change.request, stages=request.stages), culprit)
                 return (
                     f"What would fit, confirmed by a compile: {change.words} ({culprit.name} then needs "
-                    f"{gib(compiled.memory.peak)} GiB per device, with all components loaded {gib(every)} of "
+                    f"{gib(compiled.memory.peak)} GiB per device, with all components loaded {gib(total)} of "
                     f"{gib(available)})."
                 )
             tried.append(f"{change.words} ({compiled.refusal or gib(compiled.memory.peak) + ' GiB per device'})")
-    return f"Nothing that was tried fits: {'; '.join(tried) or 'there is no larger slice of this generation here'}."
+    return f"None of the tried changes fits: {'; '.join(tried) or 'no larger slice of this TPU generation is known'}."
 
 
 def _other_weights(request: PlanRequest, culprit: ProgramPlan) -> int:
-    """Bytes per device of all weights but those that the culprit runs with at a time."""
+    """Return the bytes per device of all weights except those that the culprit uses at a time."""
     weights = {name: weight_bytes(program) for program in request.programs() for name in program.components}
     return sum(weights.values()) - max((weights[name] for name in culprit.components), default=0)
 
@@ -90,14 +91,14 @@ def _program(request: PlanRequest, name: str) -> Program:
 
 
 def _estimate(request: PlanRequest, culprit: ProgramPlan, before: Program) -> float:
-    """Bytes per device that the culprit would need: its weights there, and the rest grown like its other inputs."""
+    """Return the bytes per device that the culprit would need: its weights, and the rest scaled like its inputs."""
     after = _program(request, culprit.name)
     rest = culprit.memory.without_weights * _growth(before, after)
     return weight_bytes(after) + rest * before.mesh.size / after.mesh.size
 
 
 def _growth(before: Program, after: Program) -> float:
-    """How much larger those arguments are whose shapes differ, weights aside; 1 where none does."""
+    """Return the ratio of the sizes of arguments whose shapes differ, without weights; 1 if none differs."""
     pairs = zip(*(jax.tree.leaves(tuple(program.args)) for program in (before, after)), strict=True)
     changed = [(old.size, new.size) for old, new in pairs if old.shape != new.shape]
     return sum(new for _, new in changed) / sum(old for old, _ in changed) if changed else 1.0
@@ -107,8 +108,10 @@ def _fewer_frames(request: PlanRequest) -> Iterator[_Alternative]:
     limit, settings = request.spec.inputs.get("num_frames"), request.settings
     if not isinstance(limit, IntLimit):
         return
-    for frames in _allowed(limit, settings.num_frames):
-        yield _with(request, replace(settings, num_frames=frames), f"{frames} frames instead of {settings.num_frames}")
+    for frames in _falling_values(limit, settings.num_frames):
+        yield _replace_settings(
+            request, replace(settings, num_frames=frames), f"{frames} frames instead of {settings.num_frames}"
+        )
 
 
 def _smaller(request: PlanRequest) -> Iterator[_Alternative]:
@@ -117,7 +120,7 @@ def _smaller(request: PlanRequest) -> Iterator[_Alternative]:
     for scale in _SCALES:
         tall, wide = _nearest(height, settings.height * scale), _nearest(width, settings.width * scale)
         if (tall, wide) != (settings.height, settings.width):
-            yield _with(
+            yield _replace_settings(
                 request,
                 replace(settings, height=tall, width=wide),
                 f"{wide}x{tall} instead of {settings.width}x{settings.height}",
@@ -126,19 +129,19 @@ def _smaller(request: PlanRequest) -> Iterator[_Alternative]:
 
 def _more_chips(request: PlanRequest) -> Iterator[_Alternative]:
     for topology in chips.larger(request.topology):
-        # A mesh that was asked for has a wrong size there.
+        # A requested mesh has the wrong size for another topology.
         yield _Alternative(
             request=replace(request, topology=topology, mesh_shape=None),
             words=f"{topology.num_chips} chips ({topology.name}) instead of {request.topology.num_chips}",
         )
 
 
-def _with(request: PlanRequest, settings: Settings, words: str) -> _Alternative:
+def _replace_settings(request: PlanRequest, settings: Settings, words: str) -> _Alternative:
     return _Alternative(request=replace(request, settings=settings), words=words)
 
 
-def _allowed(limit: IntLimit, below: int) -> Iterator[int]:
-    """Some allowed values smaller than `below`, falling."""
+def _falling_values(limit: IntLimit, below: int) -> Iterator[int]:
+    """Yield some allowed values smaller than `below`, in falling order."""
     values = [value for value in range(limit.low, below) if limit.problem(value) is None]
     for share in _SCALES:
         nearest = [value for value in values if value <= below * share]

@@ -1,4 +1,4 @@
-"""The compiling half of a plan: a request's programs, each compiled for the described TPU; memory and FLOPs."""
+"""The compiling half of a plan: every program of a request, compiled for the described TPU, its memory and FLOPs."""
 
 import json
 import time
@@ -24,14 +24,14 @@ STORE = Store("plans")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What to plan. `mesh_shape` None: what the runtime would choose; `pictures`: see `Target`."""
+    """Generation and hardware to plan."""
 
     spec: ModelSpec
     settings: Settings
     topology: Topology
     precision: Precision = "bfloat16"
-    pictures: Precision | None = None
-    mesh_shape: MeshShape | None = None
+    pictures: Precision | None = None  # see `Target`
+    mesh_shape: MeshShape | None = None  # of the denoiser; None: the runtime's choice
     stages: tuple[str, ...] = STAGES
 
     def programs(self) -> tuple[Program, ...]:
@@ -48,15 +48,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The compiler's result for a program: kept on disk, because families share programs and plans are repeated.
-
-    Where it refused for lack of memory, `text` is None and `refusal` says of which: the chip's, or that on the chip
-    which one kernel may use.
-    """
+    """The compiler's result for a program, stored on disk: families share programs, and plans are repeated."""
 
     memory: Memory
-    text: str | None
-    refusal: str
+    text: str | None  # of the compiled program; None if the compiler rejected it for lack of memory
+    refusal: str  # which memory was lacking: the chip's, or the on-chip memory of a kernel; else ""
     compile_s: float
 
     def pack(self) -> bytes:
@@ -64,35 +60,38 @@ class Outcome:
 
     @classmethod
     def unpack(cls, content: bytes) -> "Outcome":
-        """Raises `ValueError`, `TypeError` or `zlib.error` for what another version wrote."""
+        """Return the stored outcome. Raises `ValueError`, `TypeError` or `zlib.error` for one of another version."""
         values = json.loads(zlib.decompress(content))
         return cls(**{**values, "memory": Memory(**values["memory"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled(Outcome):
-    """A program with its outcome."""
+    """Program with its outcome."""
 
     program: Program
     flops: flops.Flops
 
 
 def compile_program(program: Program, topology: Topology) -> Compiled:
-    """Compiles one program, or takes what an earlier plan learned of the same; a refusal for lack of memory is a
-    result, not an error.
+    """Return the outcome of a program, compiled now or stored by an earlier plan.
+
+    A program that is rejected for lack of memory is a result, not an error. Raises `RuntimeError` if the compiler
+    fails.
     """
     weights, available = weight_bytes(program), topology.chip.hbm_bytes
     if weights > available:
-        # The compiler would say so too, after minutes.
+        # The compiler would reject it too, after minutes.
         refusal = f"its weights alone need {gib(weights)} of {gib(available)} GiB"
-        found = Outcome(memory=_refused(program, 0), text=None, refusal=refusal, compile_s=0.0)
+        outcome = Outcome(memory=_rejected_memory(program, 0), text=None, refusal=refusal, compile_s=0.0)
     else:
-        found = _outcome(program, topology)
+        outcome = _outcome(program, topology)
     counted = flops.count(flops.traced(program), topology.chip.mxu_width)
-    return Compiled(program=program, flops=counted, **vars(found))
+    return Compiled(program=program, flops=counted, **vars(outcome))
 
 
 def _outcome(program: Program, topology: Topology) -> Outcome:
+    """Return the stored outcome of a program, or compile it and store the outcome."""
     started = time.monotonic()
     lowered = program.lower()
     options = sorted(program.compiler_options.items())
@@ -110,14 +109,17 @@ def _outcome(program: Program, topology: Topology) -> Outcome:
         refused = refusals.parse(str(error))
         if refused is None:
             raise RuntimeError(f"the TPU's compiler failed: {str(error)[:2000]}") from error
-        memory, refusal = _refused(program, refused.needed_bytes), refused.sentence
-    found = Outcome(memory=memory, text=text, refusal=refusal, compile_s=time.monotonic() - started)
-    STORE.put(key, found.pack())
-    return found
+        memory, refusal = _rejected_memory(program, refused.needed_bytes), refused.sentence
+    outcome = Outcome(memory=memory, text=text, refusal=refusal, compile_s=time.monotonic() - started)
+    STORE.put(key, outcome.pack())
+    return outcome
 
 
 def compiled(program: Program, executable: jax.stages.Compiled, topology: Topology, compile_s: float) -> Compiled:
-    """The outcome of a program that was compiled for the devices of this machine, which are those of `topology`."""
+    """Return the outcome of a program that was compiled for the devices of this machine, which are those of `topology`.
+
+    program, executable: before and after compilation. compile_s: seconds that it took.
+    """
     return Compiled(
         memory=memory_of(program, executable),
         text=executable.as_text(),
@@ -129,28 +131,29 @@ def compiled(program: Program, executable: jax.stages.Compiled, topology: Topolo
 
 
 def weight_bytes(program: Program) -> int:
-    """Bytes of weights that the program needs on each device: its first argument."""
+    """Return the bytes of weights, the program's first argument, on each device."""
     return sum(map(shard_bytes, jax.tree.leaves(program.weights)))
 
 
 def memory_of(program: Program, executable: jax.stages.Compiled) -> Memory:
-    """What each device holds while the compiled program runs: all of its component's weights, used or not."""
+    """Return the memory of each device while the compiled program runs, with all weights of its component."""
     weights, stats = weight_bytes(program), executable.memory_analysis()
     assert stats is not None  # the TPU's compiler returns it, and the CPU's
-    # Not `peak_memory_in_bytes`: that one counts on-chip memory too, and less than the arena of temporaries.
+    # Not `peak_memory_in_bytes`: it includes on-chip memory, and less than the arena of temporaries.
     others = stats.argument_size_in_bytes - program.weight_bytes_in(executable)
-    held = weights + others + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    total = weights + others + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
         arguments=stats.argument_size_in_bytes,
         weights=weights,
         temporaries=stats.temp_size_in_bytes,
         output=stats.output_size_in_bytes,
         alias=stats.alias_size_in_bytes,
-        peak=held + stats.temp_size_in_bytes,
+        peak=total + stats.temp_size_in_bytes,
     )
 
 
-def _refused(program: Program, needed: int) -> Memory:
+def _rejected_memory(program: Program, needed: int) -> Memory:
+    """Return the memory of a program that the compiler rejected; needed: bytes according to the compiler, or 0."""
     arguments = sum(map(shard_bytes, jax.tree.leaves(program.arguments)))
     return Memory(
         arguments=arguments,

@@ -1,7 +1,7 @@
-"""Compiles a model's real programs for a described TPU and reports whether they fit and what they would cost.
+"""Compile a model's real programs for a described TPU, and report whether they fit and how long they would take.
 
-No TPU, no weights, no network: shapes from the spec, and libtpu on this machine's CPU. Programs compile one after
-another; of each only its text and its numbers are kept.
+No TPU, weights or network are needed: shapes come from the spec, and libtpu runs on this machine's CPU. Programs are
+compiled one after another; only the text and the numbers of each are kept.
 """
 
 import importlib.metadata
@@ -34,7 +34,7 @@ KERNELS_OF_NOTE = 0.2
 
 
 def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
-    """Compiles and times every program; `write` gets a line as each is done."""
+    """Compile and time every program of a request. `write` gets a line as each is done."""
     compiled, programs = [], request.programs()
     many = "s" if len(programs) > 1 else ""
     write(
@@ -43,8 +43,8 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
     for index, program in enumerate(programs, 1):
         compiled.append(compile_program(program, request.topology))
         done = compiled[-1]
-        what = "compiled" if done.text else "does not fit"
-        write(f"{index} of {len(programs)}, {program.name}: {what}, {done.compile_s:.0f} s")
+        result = "compiled" if done.text else "does not fit"
+        write(f"{index} of {len(programs)}, {program.name}: {result}, {done.compile_s:.0f} s")
     start = transfer_start(request.topology)
     rows = predict(compiled, request.topology, write, start.seconds)
     residency = advice.residency(rows)
@@ -64,7 +64,7 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
 
 
 def transfer_start(topology: Topology) -> TransferStart:
-    """Return the start of a collective on these chips: what the self-test measured here, else the assumption."""
+    """Return the start time of a collective on these chips: measured here by the self-test, or assumed."""
     key = machine_record.key_of(topology.chip.device_kind, topology.num_devices)
     measured = machine_record.read(key).transfer_start_s
     if measured is None:
@@ -75,12 +75,16 @@ def transfer_start(topology: Topology) -> TransferStart:
 def predict(
     compiled: Sequence[Compiled], topology: Topology, write: Write, start_s: float = interconnect.START_S
 ) -> tuple[ProgramPlan, ...]:
-    """Times compiled programs, and their kernels, each once. `start_s`: seconds before a collective's first byte."""
+    """Return the predictions for compiled programs. Each distinct kernel is timed once.
+
+    compiled: the programs. topology: that they are compiled for. write: gets a line of progress.
+    start_s: seconds before a collective's first byte.
+    """
     modules = [hlo.parse(done.text) if done.text else None for done in compiled]
-    found = [kernel for module in modules if module for kernel in kernels.find(module)]
-    if found:
-        write(f"counting the cycles of {len({kernel.key for kernel in found})} kernels")
-    costs = kernels.measure(found, topology)
+    kernel_calls = [kernel for module in modules if module for kernel in kernels.find(module)]
+    if kernel_calls:
+        write(f"counting the cycles of {len({kernel.key for kernel in kernel_calls})} kernels")
+    costs = kernels.measure(kernel_calls, topology)
     pairs = zip(compiled, modules, strict=True)
     return tuple(plan_program(done, module, costs, topology, start_s) for done, module in pairs)
 
@@ -89,7 +93,11 @@ def plan_program(
     done: Compiled, module: hlo.Module | None, costs: Mapping[str, Cost], topology: Topology,
     start_s: float = interconnect.START_S,
 ) -> ProgramPlan:  # fmt: skip
-    """Times a compiled program. `start_s`: seconds before a collective's first byte."""
+    """Return the prediction for a compiled program.
+
+    done: the compiled program. module: its parsed text; None if it does not fit. costs: of its kernels, by key.
+    topology: that it is compiled for. start_s: seconds before a collective's first byte.
+    """
     program, chip = done.program, topology.chip
     timing = best = None
     if module is not None:
@@ -100,7 +108,7 @@ def plan_program(
             )
             for at_best in (False, True)
         )
-        missing = _missing_to_the_peak(timing, done.flops, topology)
+        missing = _time_below_peak(timing, done.flops, topology)
         timing, best = timing + missing, best + missing
     seconds = timing.cycles / chip.clock_hz if timing else None
     peak_flop_s = chip.peak_tflop_s * 1e12 * topology.num_chips
@@ -135,8 +143,8 @@ def plan_program(
     )
 
 
-def _missing_to_the_peak(timing: step_time.Timing, counted: flops.Flops, topology: Topology) -> step_time.Timing:
-    """Bundles are a lower bound; where one bundle keeps the MXU busy for many cycles (TPU7x) it is too low."""
+def _time_below_peak(timing: step_time.Timing, counted: flops.Flops, topology: Topology) -> step_time.Timing:
+    """Return the time that kernels lack at the peak: bundles are too low a bound if one takes many cycles (TPU7x)."""
     least = counted.kernels / topology.num_devices / topology.chip.flop_per_cycle
     return step_time.Timing(kernels=max(0.0, least - timing.kernels))
 
@@ -159,7 +167,7 @@ def _sparse_steps(module: hlo.Module, seconds: float) -> list[str]:
     if not any(kernel.skipped for kernel in kernels.find(module)):
         return []
     return [
-        f"a step that leaves blocks out in every layer takes {seconds:.2f} s; all else is of one that leaves none out"
+        f"a step that skips blocks in every layer takes {seconds:.2f} s; other figures are for a step that skips none"
     ]
 
 
@@ -195,7 +203,7 @@ def _notes(module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cos
 
 
 def host_peak_bytes() -> int:
-    """The most memory that this process held, plus the largest of its children."""
+    """Return the peak memory of this process, plus that of its largest child."""
     import resource  # exists where libtpu does
 
     return sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024
@@ -208,8 +216,10 @@ def request_of(
     *, model: str, topology: str, models: Sequence[str] = (), inputs: Mapping[str, Any] = {},
     precision: str = "bfloat16", mesh: str | None = None, stages: str = ",".join(STAGES),
 ) -> PlanRequest:  # fmt: skip
-    """What these values ask for: `models` are folders of files, `inputs` the model's by name, `mesh` and `stages` are
-    lists with commas. Raises `ValueError` with a sentence for the user.
+    """Return the request for these values. Raises `ValueError` with a sentence for the user.
+
+    model, topology, precision: by name. models: folders of files. inputs: of the model, by name.
+    mesh: sizes dp,sp,tp separated by commas; None: the runtime's choice. stages: names separated by commas.
     """
     spec = parts.spec_of(model, models)
     settings = spec.settings(**{"guidance_scale_2": inputs.get("guidance_scale"), **inputs})
@@ -223,12 +233,13 @@ def request_of(
         topology=chips.topology(topology),
         precision=precisions.resolve(precision, "tpu"),
         pictures=precisions.of_pictures(precision, "tpu"),
-        mesh_shape=_mesh_of(mesh),
+        mesh_shape=_parse_mesh(mesh),
         stages=names,
     )
 
 
-def _mesh_of(text: str | None) -> MeshShape | None:
+def _parse_mesh(text: str | None) -> MeshShape | None:
+    """Return the mesh shape of the text dp,sp,tp. Raises `ValueError` for another text."""
     if text is None:
         return None
     try:
@@ -239,8 +250,9 @@ def _mesh_of(text: str | None) -> MeshShape | None:
 
 
 def make_text(write: Write, *, explain: bool = False, json_file: str | None = None, **asked: Any) -> str:
-    """The report of `request_of(**asked)`, which is written as JSON too where a file is named. Errors of the user are
-    `ValueError`.
+    """Return the report of `request_of(**asked)`; write it as JSON too if `json_file` is given.
+
+    write: gets lines of progress. explain: see `report.text`. Raises `ValueError` for wrong options.
     """
     plan = make_plan(request_of(**asked), write)
     if json_file:
@@ -250,7 +262,7 @@ def make_text(write: Write, *, explain: bool = False, json_file: str | None = No
 
 
 def main(say: Callable[..., None], asked: Mapping[str, Any]) -> None:
-    """In a process of its own (`process`)."""
+    """Run a plan in its own process, for `process`. say: sends one message. asked: arguments of `make_text`."""
     try:
         say(report=make_text(lambda line: say(line=line), **asked))
     except (ValueError, RuntimeError, OSError) as error:

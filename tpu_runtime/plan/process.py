@@ -1,4 +1,4 @@
-"""A plan in a process of its own: libtpu, its environment and its memory stay out of this one, and a cancel ends it."""
+"""A plan in its own process: libtpu, its environment and its memory stay out of this one, and a cancel ends it."""
 
 import os
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from .. import children
 if TYPE_CHECKING:
     from ..progress import Progress
 
-# How soon a cancel is noticed.
-LOOK_S = 0.2
+LOOK_S = 0.2  # poll interval for cancellation
 
 
 def make_text(asked: Mapping[str, Any], progress: "Progress") -> str:
-    """The report of what is asked for, as `plan.make_text` takes it; `progress` gets a line as a program is compiled.
+    """Return the report of a plan. `progress` gets a line as each program is compiled.
 
-    Raises `ValueError` for wrong options, `RuntimeError` where the compiler fails or its process ends early.
+    asked: as for `plan.make_text`. Raises `ValueError` for wrong options, and `RuntimeError` if the compiler fails or
+      its process ends early.
     """
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # a TPU of this machine is not its business
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # leave this machine's TPU alone
     with children.answering("plan.plan", asked, environment) as child:
         while True:
             progress.check_cancelled()

@@ -1,4 +1,4 @@
-"""What a plan found, as records, as JSON and as text. Every time in it is predicted by the compiler, none measured."""
+"""Results of a plan, as records, as JSON and as text. All times are predicted by the compiler, none is measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,16 +27,14 @@ def is_floor(ceiling_share: float | None, kernels_share: float | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes per device. `output` includes `alias`, the part that reuses arguments. `temporaries` and `output` are None
-    where the compiler refused the program; `peak` is then what it said it needed, or the arguments alone.
-    """
+    """Memory of a program in bytes per device."""
 
     arguments: int
     weights: int
-    temporaries: int | None
-    output: int | None
-    alias: int
-    peak: int
+    temporaries: int | None  # None if the compiler rejected the program
+    output: int | None  # with `alias`; None if the compiler rejected the program
+    alias: int  # output that reuses arguments
+    peak: int  # of a rejected program: the size that the compiler reported, or the arguments alone
 
     @property
     def without_weights(self) -> int:
@@ -45,33 +43,29 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramPlan:
-    """One program. `timing` and `best_s` are None where it did not compile. `notes`: what the figures leave out.
-
-    `rerun_s`: `predicted_s` if everything that kernels repeat where a flag says so were repeated everywhere.
-    `kernels_share`: of the peak that the kernels' products are predicted to reach; None without kernels.
-    """
+    """Prediction for one program. Times are None if it does not compile."""
 
     name: str
-    runs: int
-    mesh: str
-    components: tuple[str, ...]
+    runs: int  # executions in one generation
+    mesh: str  # sizes of the axes, such as "2x4x1"
+    components: tuple[str, ...]  # whose weights it takes
     memory: Memory
     fits: bool
     compile_s: float
     flops: Flops
     timing: Timing | None
     predicted_s: float | None
-    best_s: float | None
-    rerun_s: float | None
-    mfu: float | None
-    ceiling_share: float | None
-    findings: Mapping[str, Sequence[str]]
-    notes: tuple[str, ...] = ()
-    kernels_share: float | None = None
+    best_s: float | None  # if the cheaper of all alternatives runs
+    rerun_s: float | None  # if kernels repeat everything that they may have to repeat
+    mfu: float | None  # model FLOPs utilization
+    ceiling_share: float | None  # like `mfu`, of the peak that the shapes allow
+    findings: Mapping[str, Sequence[str]]  # title -> sentences
+    notes: tuple[str, ...] = ()  # what the figures do not include
+    kernels_share: float | None = None  # of the peak, predicted for the kernels' products; None without kernels
 
     @property
     def is_floor(self) -> bool:
-        """Return whether the prediction is the chip's peak, as a whole or in its kernels: seconds will be more."""
+        """Return whether the program or its kernels are predicted at the chip's peak: real times will be longer."""
         return is_floor(self.ceiling_share, self.kernels_share)
 
     def to_json(self) -> dict[str, Any]:
@@ -87,11 +81,11 @@ class ProgramPlan:
             "xla_cycles": round(timing.xla),
             "kernel_cycles": round(timing.kernels),
             "collectives": [
-                {name: getattr(each, name) for name in ("kind", "seconds", "exposed_s", "overlapped")}
-                | {"bytes": round(each.bytes), "times": round(each.times)}
-                for each in step_time.merged(timing.collectives)
+                {name: getattr(collective, name) for name in ("kind", "seconds", "exposed_s", "overlapped")}
+                | {"bytes": round(collective.bytes), "times": round(collective.times)}
+                for collective in step_time.merged(timing.collectives)
             ],
-            "collectives_exposed_s": sum(each.exposed_s for each in timing.collectives),
+            "collectives_exposed_s": sum(collective.exposed_s for collective in timing.collectives),
             "predicted_s": self.predicted_s,
             "predicted_best_branch_s": self.best_s,
             "predicted_with_all_reruns_s": self.rerun_s,
@@ -115,7 +109,7 @@ class TransferStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All programs of one generation. `residency_bytes`: every component's weights, and the largest program's rest."""
+    """Prediction for all programs of one generation."""
 
     model: str
     title: str
@@ -123,27 +117,27 @@ class Plan:
     settings: Settings
     precision: str
     programs: tuple[ProgramPlan, ...]
-    residency_bytes: int
+    residency_bytes: int  # per device: every component's weights, and the rest of the largest program
     advice: tuple[str, ...]
-    compiler: str
-    host_peak_bytes: int
+    compiler: str  # versions of libtpu and jax
+    host_peak_bytes: int  # memory of this process and its children
     transfer_start: TransferStart
 
     @property
     def fits(self) -> bool:
-        return self.residency_bytes <= self.topology.chip.hbm_bytes and all(each.fits for each in self.programs)
+        return self.residency_bytes <= self.topology.chip.hbm_bytes and all(program.fits for program in self.programs)
 
     @property
     def mean_step_s(self) -> float | None:
-        """Of a step, where several programs take turns at it; None where there is one, or one did not compile."""
-        steps = [each for each in self.programs if each.name.startswith(DENOISE_STEP)]
-        seconds = [each.predicted_s * each.runs for each in steps if each.predicted_s is not None]
-        return sum(seconds) / sum(each.runs for each in steps) if len(seconds) == len(steps) > 1 else None
+        """Return the mean seconds of a step if several programs alternate; None for one, or if one does not compile."""
+        steps = [program for program in self.programs if program.name.startswith(DENOISE_STEP)]
+        seconds = [step.predicted_s * step.runs for step in steps if step.predicted_s is not None]
+        return sum(seconds) / sum(step.runs for step in steps) if len(seconds) == len(steps) > 1 else None
 
     @property
     def predicted_total_s(self) -> float | None:
-        """Of one generation, without loading and host work; None if a program did not compile."""
-        known = [each.predicted_s * each.runs for each in self.programs if each.predicted_s is not None]
+        """Return the seconds of one generation, without loading and host work; None if a program does not compile."""
+        known = [program.predicted_s * program.runs for program in self.programs if program.predicted_s is not None]
         return sum(known) if len(known) == len(self.programs) else None
 
     def to_json(self) -> dict[str, Any]:
@@ -153,9 +147,9 @@ class Plan:
             "chips": self.topology.num_chips,
             "chip": asdict(self.topology.chip),
             "settings": asdict(self.settings),
-            "mesh": {each.name: each.mesh for each in self.programs},
+            "mesh": {program.name: program.mesh for program in self.programs},
             "precision": self.precision,
-            "programs": [each.to_json() for each in self.programs],
+            "programs": [program.to_json() for program in self.programs],
             "residency_bytes": self.residency_bytes,
             "fits": self.fits,
             "predicted_total_s": self.predicted_total_s,
@@ -174,7 +168,7 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns as wide as their widest cell; the first column to the left, others to the right."""
+    """Return lines with columns as wide as their widest cell; the first column is aligned left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join((first.ljust(widths[0]), *map(str.rjust, rest, widths[1:]))).rstrip() for first, *rest in rows]
 
@@ -193,7 +187,7 @@ def _percent(value: float | None) -> str:
 
 def _row(program: ProgramPlan) -> tuple[str, ...]:
     timing, memory = program.timing, program.memory
-    waiting = None if timing is None else sum(each.exposed_s for each in timing.collectives)
+    waiting = None if timing is None else sum(collective.exposed_s for collective in timing.collectives)
     total = None if program.predicted_s is None else program.predicted_s * program.runs
     return (
         program.name, str(program.runs), program.mesh, gib(memory.weights), gib(memory.temporaries),
@@ -207,7 +201,7 @@ def _row(program: ProgramPlan) -> tuple[str, ...]:
 def _verdict(plan: Plan) -> str:
     if plan.fits:
         return "fits."
-    return "fits stage by stage only." if all(each.fits for each in plan.programs) else "DOES NOT FIT."
+    return "fits stage by stage only." if all(program.fits for program in plan.programs) else "DOES NOT FIT."
 
 
 def _basis(plan: Plan) -> str:
@@ -223,7 +217,7 @@ def _basis(plan: Plan) -> str:
 
 
 def text(plan: Plan, explain: bool = False) -> str:
-    """The readable report."""
+    """Return the readable report. explain: with the most expensive operations and the findings."""
     settings, chip = plan.settings, plan.topology.chip
     total = plan.predicted_total_s
     lines = [
@@ -250,24 +244,24 @@ def text(plan: Plan, explain: bool = False) -> str:
 
 
 def explanation(program: ProgramPlan) -> list[str]:
-    """The dearest operations and the findings of one program."""
+    """Return the most expensive operations and the findings of one program, as lines."""
     if program.timing is None:
         return []
     timing = program.timing
     rows = [("share", "Mcyc", "times", "operation", "result", "from", "at")]
-    for each in step_time.dearest(timing, 12):
+    for operation in step_time.dearest(timing, 12):
         rows.append(
             (
-                f"{100 * each.cycles / timing.cycles:.1f} %",
-                f"{each.cycles / 1e6:.1f}",
-                f"{each.times:.0f}",
-                each.name,
-                each.shape[:60],
-                each.op_name[-60:],
-                each.source[-70:],
+                f"{100 * operation.cycles / timing.cycles:.1f} %",
+                f"{operation.cycles / 1e6:.1f}",
+                f"{operation.times:.0f}",
+                operation.name,
+                operation.shape[:60],
+                operation.op_name[-60:],
+                operation.source[-70:],
             )
         )
-    lines = ["", f"{program.name}: the dearest operations, {LABEL}", *table(rows)]
+    lines = ["", f"{program.name}: the most expensive operations, {LABEL}", *table(rows)]
     for title, sentences in program.findings.items():
         lines += ["", f"{program.name}: {title}", *(sentences or ["none"])]
     return lines

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 from ...attention import local
 from ...attention.policy import AttentionPolicy, are_many
@@ -28,72 +30,74 @@ log = logging.getLogger(__name__)
 
 
 class StepArgs(NamedTuple):
-    """What a step's program takes beside the weights."""
+    """Arguments of a step's program after the weights: arrays, or their shapes."""
 
     state: tuple[Any, ...]  # the sample and the solver's memory, float32 and donated
-    row: Any  # the solver's row of numbers, `[rows, columns]` float32 (see `solver_table`)
-    timestep: Any  # a scalar, as in the scheduler
-    next_timestep: Any  # that of the step after it, 0 behind the last
+    row: Any  # the solver's coefficients of this step, `[rows, columns]` float32 (see `solver_table`)
+    timestep: Any  # scalar, as in the scheduler
+    next_timestep: Any  # scalar, of the following step; 0 after the last
     inputs: dict[str, Any]  # texts and condition by name (see `model_spec.Forward`)
-    guidance: Any  # a float32 scalar
-    features: Any = ()  # of an earlier step, where the program starts from them
+    guidance: Any  # float32 scalar
+    features: Any = ()  # of an earlier step, if the program starts from them
 
 
-# The call of the network alone, and the shape and format of its inputs by name.
-PREDICT = "predict"
-InputShapes = Mapping[str, tuple[tuple[int, ...], Any]]
+PREDICT = "predict"  # name of the network's program without a step
+InputShapes = Mapping[str, tuple[tuple[int, ...], DTypeLike]]  # shape and dtype of inputs by name
 # Inputs that are one number for all branches.
 OF_STEP = frozenset({"guidance", "next_timestep"})
 
-# With tiles a step attends to the nearest alone between these shares of noise: before, a video's layout is decided, and
-# behind, its details. Of flow steps with shift 5 these are the ones from 0.4 to 0.9 of all, as of ComfyUI's node for
-# sparse blocks.
+# Share of noise, lowest and highest, at which a step with tiles is sparse. Earlier steps decide a video's layout, later
+# ones its details. With shift 5 this is 0.4 to 0.9 of the flow steps, as in ComfyUI's node for sparse blocks.
 SPARSE_NOISE = (0.36, 0.88)
-TIMESTEPS = 1000  # of noise alone
+TIMESTEPS = 1000  # timestep of pure noise
 
-# The prediction of one step, and the features to keep: (denoiser, run, features, *the rest of `model_spec.Forward`).
-Predict = Callable[..., tuple[Any, Any]]
+# (denoiser, run, features, *rest of `model_spec.Forward`) -> (prediction of one step, features to keep)
+Predict = Callable[..., tuple[PyTree, PyTree]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a step's program is compiled for, beside the checkpoint's config and the target."""
+    """Shapes and options that a step's program is compiled for, besides the checkpoint's config and the target."""
 
     latent_shape: tuple[int, ...]
     branches: int  # of guidance
-    num_memory: int
-    timestep_dtype: Any
+    num_memory: int  # tensors that the solver remembers
+    timestep_dtype: DTypeLike
     quality: str = QUALITIES[0]
-    reuse: StepReuse | None = None  # what other steps start from, with a step cache
-    mesh_shape: MeshShape | None = None  # None: what the spec chooses
-    references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # Whether the weights bound attention's scores (see `score_bound`); None, without a checkpoint: those of a model
-    # with `head_norms` are taken to.
+    reuse: StepReuse | None = None  # with a step cache: how features are kept and reused
+    mesh_shape: MeshShape | None = None  # None: the spec's choice
+    references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of reference inputs by name
+    # Whether the weights bound attention's scores (see `score_bound`). None, without a checkpoint: a model with
+    # `head_norms` is assumed to.
     bounded: bool | None = None
 
 
 def denoise_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
-    """One step: `(weights, *StepArgs) -> (*state, denoised, is_finite)`.
+    """Return the program of one step: `(weights, *StepArgs) -> (*state, denoised, is_finite)`.
 
-    `denoised` is what a preview shows; `is_finite` says whether the sample is.
+    `denoised` is for a preview; `is_finite` is whether the sample is finite.
+    spec, config: of the model and its denoiser. target: devices and precision. shape: shapes and options of the step.
     """
     build = _StepBuild.of(spec, config, target, shape)
 
-    def step(weights: Weights, *args: Any) -> Any:
+    def step(weights: Weights, *args: PyTree) -> PyTree:
         return build.run(weights, StepArgs(*args), build.forward)[0]
 
     return build.program(step, build.state_shardings)
 
 
 def keeping_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
-    """A full step that also returns what later steps may start from: `((*state, denoised, is_finite), features)`."""
+    """Return the program of a full step that also returns features: `((*state, denoised, is_finite), features)`.
+
+    Later steps may start from these. spec, config, target, shape: as for `denoise_program`.
+    """
     build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
     assert reuse is not None, spec.name
 
-    def predict(denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
+    def predict(denoiser: torch.nn.Module, run: DenoiserRun, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
         return reuse.keep(denoiser, run, *asked)
 
-    def step(weights: Weights, *args: Any) -> Any:
+    def step(weights: Weights, *args: PyTree) -> PyTree:
         return build.run(weights, StepArgs(*args), predict)
 
     kept = step_reuse.shardings(reuse, build.mesh)
@@ -101,15 +105,18 @@ def keeping_program(spec: ModelSpec, config: Config, target: Target, shape: Step
 
 
 def reusing_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
-    """What is left of a step that starts from what `keeping_program` kept: `(*state, denoised, is_finite)`."""
+    """Return the program of the rest of a step, starting from the features of `keeping_program`.
+
+    It returns `(*state, denoised, is_finite)`. spec, config, target, shape: as for `denoise_program`.
+    """
     build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
     assert reuse is not None, spec.name
     features = step_reuse.kept_shapes(reuse, keeping_program(spec, config, target, shape))
 
-    def predict(denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
+    def predict(denoiser: torch.nn.Module, run: DenoiserRun, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
         return reuse.reuse(denoiser, run, features, *asked), ()
 
-    def step(weights: Weights, *args: Any) -> Any:
+    def step(weights: Weights, *args: PyTree) -> PyTree:
         return build.run(weights, StepArgs(*args), predict)[0]
 
     return build.program(step, build.state_shardings, features, name=f"{DENOISE_STEP}.from_features")
@@ -123,20 +130,22 @@ def prediction_program(
     sample_shape: tuple[int, ...],
     inputs: InputShapes,
 ) -> Program:
-    """The network alone, for a sampler of others: `(weights, sample, timestep, inputs) -> (prediction, is_finite)`.
+    """Return the program of the network alone, for external samplers.
 
-    The sample, and `inputs`, those of `model_spec.Forward`, have one row for all branches or one for each. What the
-    host sends at each step it sends once: each chip gets a part, and they exchange these faster than the host could
-    send copies.
+    It is `(weights, sample, timestep, inputs) -> (prediction, is_finite)`. The host sends the sample and the inputs
+    once per step: each chip gets a part, and the chips exchange these faster than the host could send copies.
+
+    spec, config, target, shape: as for `denoise_program`. sample_shape, inputs: shapes of the sample and of the inputs
+      of `model_spec.Forward`, with one row for all branches or one for each.
     """
     build = _StepBuild.of(spec, config, target, shape)
     mesh = build.mesh
 
-    def predict(weights: Weights, sample: Any, timestep: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    def predict(weights: Weights, sample: Array, timestep: Array, inputs: dict[str, Array]) -> tuple[Array, Array]:
         sample, inputs = jax.lax.with_sharding_constraint((sample, inputs), NamedSharding(mesh, P()))
         asked = (sample.astype(target.dtype), timestep[None], inputs)
-        found, _ = build.predicted(weights, build.forward, (), asked)
-        return found, finite.flag(found)
+        output, _ = build.predicted(weights, build.forward, (), asked)
+        return output, finite.flag(output)
 
     return build.program_of(
         predict,
@@ -150,15 +159,15 @@ def prediction_program(
     )
 
 
-def _spread(mesh: Mesh, size: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An argument in parts over all chips, along the first axis that they share evenly."""
+def _spread(mesh: Mesh, size: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Return the shape of an argument that is split over all chips, along the first axis that they divide evenly."""
     split = next((axis for axis, length in enumerate(size) if axis and length % mesh.size == 0), 0)
     return shaped(mesh, size, dtype, *((None,) * split + (mesh.axis_names,) if split else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StepBuild:
-    """What the three programs of a step share."""
+    """Parts that the programs of a step share."""
 
     spec: ModelSpec
     config: Config
@@ -167,7 +176,7 @@ class _StepBuild:
     mesh: Mesh
     network: modules.Network
     on_mesh: DenoiserRun
-    axes: weights.Axes  # of weights in int8
+    axes: weights.Axes  # contracting dimensions of int8 weights
 
     @classmethod
     def of(cls, spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> "_StepBuild":
@@ -185,8 +194,8 @@ class _StepBuild:
         on_tpu = target.devices[0].platform == "tpu"
         scores = policy.scores_of(num_tokens, target.devices[0].device_kind if on_tpu else None)
         if is_int8 and not axes and scores == "exact":
-            what = f"with {num_tokens} tokens, these layers and these chips it would be no faster"
-            log.warning("%s: quality int8 is exact here: %s.", spec.title, what)
+            reason = f"with {num_tokens} tokens, these layers and these chips it would be no faster"
+            log.warning("%s: quality int8 is exact here: %s.", spec.title, reason)
         layout = TokenLayout(
             mesh=mesh,
             num_tokens=num_tokens,
@@ -201,8 +210,11 @@ class _StepBuild:
             mesh=mesh, network=network, on_mesh=DenoiserRun(layout=layout), axes=axes,
         )  # fmt: skip
 
-    def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[Any, Any]:
-        """The traced step: new state, denoised estimate, whether the sample is finite; and the features to keep."""
+    def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[PyTree, PyTree]:
+        """Return the traced step's new state, denoised estimate and finiteness, and the features to keep.
+
+        weights, args: of the program. predict: predicts with or without features.
+        """
         sample = self._put_given(args.state[0], args.inputs).astype(self.target.dtype)
         inputs = {**args.inputs, "guidance": args.guidance[None], "next_timestep": args.next_timestep[None]}
         asked = (sample, args.timestep[None], inputs)
@@ -213,28 +225,34 @@ class _StepBuild:
         state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
         return (*state, finite.flag(state[0])), kept
 
-    def forward(self, denoiser: Any, run: DenoiserRun, features: Any, *asked: Any) -> tuple[Any, Any]:
-        """The `Predict` of a step that stands alone."""
+    def forward(
+        self, denoiser: torch.nn.Module, run: DenoiserRun, features: PyTree, *asked: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Return the `Predict` result of a step without a step cache."""
         return self.spec.denoiser.forward(denoiser, run, *asked), ()
 
-    def predicted(self, weights: Weights, predict: Predict, features: Any, asked: tuple[Any, ...]) -> tuple[Any, Any]:
-        """What `predict` makes of a sample, a timestep and inputs, in float32, and the features to keep. What has one
-        row stands for every branch.
+    def predicted(
+        self, weights: Weights, predict: Predict, features: PyTree, asked: tuple[PyTree, ...]
+    ) -> tuple[Array, PyTree]:
+        """Return the result of `predict` in float32, `[branches, ...]`, and the features to keep.
+
+        weights, features: of the program. asked: sample, timestep and inputs; arrays with one row apply to every
+          branch.
         """
         branches, dtype = self.shape.branches, self.target.dtype
         sample, timestep, inputs = asked
         sample = jnp.broadcast_to(sample, (branches, *sample.shape[1:]))
         sample = self.on_mesh.layout.constrain(sample, "dp")
-        inputs = {name: x if name in OF_STEP else _branched(x, branches, dtype) for name, x in inputs.items()}
+        inputs = {name: x if name in OF_STEP else _expand_branches(x, branches, dtype) for name, x in inputs.items()}
         weights = self.on_mesh.layout.use_outside_blocks(weights)
         asked = (sample, timestep, inputs)
         run = self.on_mesh.where(is_sparse(timestep, inputs))
         output, kept = torch_bridge.functional(
-            self.network.module, weights, lambda denoiser, *given: predict(denoiser, run, *given), features, *asked
+            self.network.module, weights, lambda denoiser, *args: predict(denoiser, run, *args), features, *asked
         )
         return output.astype(jnp.float32), kept
 
-    def _put_given(self, sample: Any, inputs: dict[str, Any]) -> Any:
+    def _put_given(self, sample: Array, inputs: dict[str, Array]) -> Array:
         put_given = self.spec.pictures.put_given
         return sample if put_given is None else torch_bridge.call(put_given, sample, inputs)
 
@@ -243,7 +261,7 @@ class _StepBuild:
         return (NamedSharding(self.mesh, P()),) * (3 + self.shape.num_memory)
 
     def program(
-        self, step: Callable[..., Any], out_shardings: Any, features: Any = (), name: str = DENOISE_STEP
+        self, step: Callable[..., PyTree], out_shardings: PyTree, features: PyTree = (), name: str = DENOISE_STEP
     ) -> Program:
         mesh, shape, rows = self.mesh, self.shape, 1 + self.shape.num_memory
         return self.program_of(
@@ -263,7 +281,12 @@ class _StepBuild:
         )
 
     def program_of(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], out_shardings: Any, name: str, donate: tuple[int, ...] = ()
+        self,
+        fn: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        out_shardings: PyTree,
+        name: str,
+        donate: tuple[int, ...] = (),
     ) -> Program:
         mesh = self.mesh
         return Program(
@@ -282,8 +305,10 @@ class _StepBuild:
 
 
 def is_sparse(timestep: Any, inputs: Mapping[str, Any]) -> Any:
-    """Whether a step with tiles, at `timestep` `[1]`, attends to the nearest alone: one that lies within
-    `SPARSE_NOISE`. Of a sampler that does not tell where a step ends its beginning decides.
+    """Return whether a step with tiles is sparse: within `SPARSE_NOISE`.
+
+    timestep: `[1]`. inputs: those of the step; without `next_timestep`, of an external sampler, the step's beginning
+      decides.
     """
     low, high = (TIMESTEPS * share for share in SPARSE_NOISE)
     return (timestep[0] <= high) & (inputs.get("next_timestep", timestep)[0] >= low)
@@ -292,22 +317,24 @@ def is_sparse(timestep: Any, inputs: Mapping[str, Any]) -> Any:
 def tiles_of(
     spec: ModelSpec, config: Config, latent_shape: tuple[int, ...], mesh: Mesh, policy: AttentionPolicy, target: Target
 ) -> Tiling | None:
-    """The tiles in which the denoiser's tokens lie, of which some may be left out; where they cannot, or it would save
-    nothing, None, and why in the log.
+    """Return the tiling of the tokens for sparse attention; None, and log why, if it is impossible or useless.
+
+    spec, config: of the model and its denoiser. latent_shape: `[batch, channels, frames, height, width]`. mesh, policy,
+      target: of the step.
     """
-    geometry, wanted = spec.geometry, spec.denoiser.tile
+    geometry, tile = spec.geometry, spec.denoiser.tile
     tokens, sp = geometry.num_tokens(latent_shape), mesh.shape["sp"]
     heads = int(config.get(spec.parallelism.heads_key, 1)) // mesh.shape["tp"]
-    assert wanted is not None, spec.name
+    assert tile is not None, spec.name
     if not are_many(tokens):
         why = f"a video of {tokens} tokens would be no faster"
     elif heads % sp:
         why = f"{heads} heads do not divide over {sp} chips"
     else:
         frames, rows, columns = (size // part for size, part in zip(latent_shape[2:], geometry.patch_thw, strict=True))
-        tiles = Tiling(sizes=(frames, rows, columns), tile=wanted)
+        tiles = Tiling(sizes=(frames, rows, columns), tile=tile)
         if tiles.count > MOST:
-            why = f"{tiles.count} tiles are more than the {MOST} whose lists a chip holds"
+            why = f"{tiles.count} tiles are more than the {MOST} whose lists fit on a chip"
         elif _keys_fit(tiles, heads // sp, int(config["attention_head_dim"]), policy, target):
             return tiles
         else:
@@ -317,7 +344,7 @@ def tiles_of(
 
 
 def _keys_fit(tiles: Tiling, heads: int, head_dim: int, policy: AttentionPolicy, target: Target) -> bool:
-    """Of a chip's `heads`; anything that is no TPU takes the reference, which takes all."""
+    """Return whether a chip's keys of `heads` fit in VMEM; other devices than TPUs have no such limit."""
     device = target.devices[0]
     if device.platform != "tpu":
         return True
@@ -326,14 +353,17 @@ def _keys_fit(tiles: Tiling, heads: int, head_dim: int, policy: AttentionPolicy,
         return local.keys_fit(policy, device.device_kind, rows, **size)
 
 
-def _branched(x: Array, branches: int, dtype: jnp.dtype) -> Array:
-    """An input for every branch, floating ones in the network's format."""
+def _expand_branches(x: Array, branches: int, dtype: jnp.dtype) -> Array:
+    """Return an input for every branch, `[branches, ...]`, with floating values in the network's `dtype`."""
     x = x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jnp.broadcast_to(x, (branches, *x.shape[1:]))
 
 
 def denoiser_inputs(spec: ModelSpec, config: Config, mesh: Mesh, shape: StepShape) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a denoiser's inputs: every text encoding with its lengths, the condition and the references."""
+    """Return the shapes of a denoiser's inputs by name: text encodings, their lengths, condition and references.
+
+    spec, config: of the model and its denoiser. mesh, shape: of the step.
+    """
     inputs = {}
     for text in spec.text_encoders:
         width = int(config[text.width_key])

@@ -1,4 +1,4 @@
-"""What the mesh adds to a denoiser's forward, for its torch code: placed tokens, attention over them, one scan."""
+"""Mesh operations of a denoiser's torch code: token placement, attention, sharded products and one scan."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import torch
+from jaxtyping import PyTree
 
 from ...attention.api import Placement
 from ...attention.prologue import NO_PROLOGUE, Prologue
@@ -15,91 +16,98 @@ from . import torch_bridge, weights
 from .modules import LAYER, ScannedBlocks, layer_index, scan_layers
 from .token_layout import TokenLayout
 
-Heads = Sequence[torch.Tensor]  # query, key and value
-# What tokens are multiplied by, in int8 where its weight is: a linear module, or a module and the name of a weight.
-Factor = Any
+Heads = Sequence[torch.Tensor]  # query, key and value, `[rows, tokens, heads, head_dim]` each
+# A linear module, or a module and the name of a weight. The product is int8 if the weight is.
+Factor = torch.nn.Module | tuple[torch.nn.Module, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenoiserRun:
-    """A denoiser's forward on the mesh. Tensors are torch views of arrays being traced, with a row for each branch.
+    """Mesh operations of a denoiser's forward. Tensors are torch views of traced arrays, with a row for each branch.
 
-    Between `tokens` and `unpadded` a sequence has padding, at its end or in tiles, which attention masks exactly: all
-    else there works token by token. Queries, keys and values are `[rows, tokens, heads, head_dim]`, and so is what
-    comes of them; a prologue is what queries and keys go through before (see `layers.prologue`).
+    Between `tokens` and `unpadded` a sequence has padding, at its end or in tiles. Attention masks it exactly; all
+    other operations work token by token. Queries, keys, values and results of attention are `[rows, tokens, heads,
+    head_dim]`. A prologue is the preparation of queries and keys (see `layers.prologue`).
 
-    `layout` does the same for JAX arrays; `torch_bridge.call_jax(run.layout.name, ...)` calls what is not here.
+    `layout` does the same for JAX arrays. Use `torch_bridge.call_jax(run.layout.name, ...)` for methods that are
+    missing here.
     """
 
     layout: TokenLayout
 
     def where(self, is_sparse: jax.Array) -> "DenoiserRun":
-        """This run of a step that `is_sparse`, or is not, where tokens are in tiles."""
+        """Return this run with `is_sparse`, a bool scalar array `[]`; without tiles, unchanged."""
         return replace(self, layout=replace(self.layout, is_sparse=is_sparse)) if self.layout.tiles else self
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, tokens, ...]`, padded, and sharded by tokens. One row stands for all, as in rotary tables."""
+        """Return `x` `[rows, tokens, ...]` padded and sharded by tokens.
+
+        One row, as of rotary tables, applies to all.
+        """
         return torch_bridge.call_jax(self.layout.placed, x)
 
     def replicated(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, ...]`, on every chip of a branch: a text, or a vector whose weights are sharded."""
+        """Return `x` `[rows, ...]` on every chip of a branch: a text, or a vector whose weights are sharded."""
         return torch_bridge.call_jax(lambda x: self.layout.constrain(x, "dp", *[None] * (x.ndim - 1)), x)
 
     def vector(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, dim]`, a product of one vector for each row and weights sharded over all chips along `dim`: each
-        chip computes its part of all rows, and then every chip has them.
+        """Return `x` `[rows, dim]` on every chip: a product of one vector per row and weights sharded along `dim`.
+
+        Each chip computes its part of all rows; then every chip gets all.
         """
 
-        def gathered(x: jax.Array) -> jax.Array:
+        def gather(x: jax.Array) -> jax.Array:
             mesh = self.layout.mesh
             parts = mesh.axis_names if x.shape[1] % mesh.size == 0 else None
             return self.layout.constrain(self.layout.constrain(x, None, parts), None, None)
 
-        return torch_bridge.call_jax(gathered, x)
+        return torch_bridge.call_jax(gather, x)
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, tokens, ...]` without the padding of `tokens`, but that of tiles, which `untiled` takes away."""
+        """Return `x` `[rows, tokens, ...]` without the padding of `tokens`; `untiled` removes that of tiles."""
         return torch_bridge.call_jax(self.layout.unpadded, x)
 
     def untiled(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, tokens, lanes]` of few lanes, out of their tiles where they are in any."""
+        """Return `x` `[rows, tokens, lanes]` out of tile order, if tokens are in tiles. It should have few lanes."""
         return torch_bridge.call_jax(self.layout.untiled, x)
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, tokens, ...]` with the padding of `spread`."""
+        """Return `x` `[rows, tokens, ...]` with the padding of `spread`."""
         return torch_bridge.call_jax(self.layout.pad_tokens, x)
 
     def of_length(self, num_tokens: int) -> "DenoiserRun":
-        """This run for a sequence of another length, such as that of latents and text together."""
+        """Return this run for a sequence of `num_tokens`, such as that of latents and text together."""
         return replace(self, layout=replace(self.layout, num_tokens=num_tokens))
 
     def scan(
         self,
-        blocks: Any,
-        carry: Any,
-        body: Callable[[Any, Any], Any],
+        blocks: torch.nn.Module,
+        carry: PyTree,
+        body: Callable[[Any, PyTree], PyTree],
         *,
         layers: slice | None = None,
         merged: tuple[str, ...] = (),
-    ) -> Any:
-        """`carry = body(block, carry)` for each of `blocks` in turn, traced once; `layers` are some of them.
+    ) -> PyTree:
+        """Return the last carry of `carry = body(block, carry)` for each of `blocks` in turn, traced once.
 
-        `blocks` is a list of the component's `blocks`; `block` is upstream's module with one layer's weights, gathered
-        for use. `carry` is a tree of tensors that keep shape and format; what is the same for all layers `body` closes
-        over. The groups of the `merged` weights become one dimension (see `TokenLayout.merge_groups`).
+        blocks: a list of the component's `blocks`. layers: the blocks to run; None: all.
+        carry: a tree of tensors that keep shape and format. Values that are the same for all layers belong in `body`'s
+          closure.
+        body: its `block` is upstream's module with one layer's weights, gathered for use.
+        merged: weights whose groups become one dimension (see `TokenLayout.merge_groups`).
         """
         assert isinstance(blocks, ScannedBlocks)
 
-        def stack(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            prefix, worths = f"{blocks.path}.{LAYER}.", [name + weights.WORTH for name in merged]
-            names = [*merged, *(name for name in worths if name in given and given[name].ndim > 2)]
-            return given | {name: self.layout.merge_groups(prefix + name, given[name]) for name in names}
+        def stack(stacked: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            prefix, scales = f"{blocks.path}.{LAYER}.", [name + weights.WORTH for name in merged]
+            names = [*merged, *(name for name in scales if name in stacked and stacked[name].ndim > 2)]
+            return stacked | {name: self.layout.merge_groups(prefix + name, stacked[name]) for name in names}
 
-        whole_stack = layers is None and self.layout.tiles is None  # with tiles attention asks for a layer's number
-        part = None if whole_stack else range(blocks.num_layers)[layers or slice(None)]
+        is_full_scan = layers is None and self.layout.tiles is None  # with tiles attention reads the layer's index
+        indices = None if is_full_scan else range(blocks.num_layers)[layers or slice(None)]
         use = functools.partial(self.layout.use_in_block, blocks.path)
         whole = functools.partial(self.layout.stays_whole, blocks.path)
-        return scan_layers(blocks, carry, body, part, stack=stack, use=use, whole=whole)[0]
+        return scan_layers(blocks, carry, body, indices, stack=stack, use=use, whole=whole)[0]
 
     def self_attention(
         self,
@@ -109,7 +117,10 @@ class DenoiserRun:
         prologue: Prologue = NO_PROLOGUE,
         length: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sharded tokens attending to each other, of each row to its first `length` `[rows]`, by default to all."""
+        """Return the attention of sharded tokens to each other, of the shape of `q`, `k` and `v` `[rows, tokens, ...]`.
+
+        prologue: preparation of queries and keys. length: valid tokens of each row, `[rows]`; None: all.
+        """
         attend = functools.partial(self.layout.self_attention, prologue=prologue)
         return torch_bridge.call_jax(attend, q, k, v, length)
 
@@ -121,7 +132,11 @@ class DenoiserRun:
         text_length: torch.Tensor | None = None,
         prologue: Prologue = NO_PROLOGUE,
     ) -> torch.Tensor:
-        """Sharded tokens attending to the first `text_length` `[rows]` of a replicated text, by default to all."""
+        """Return the attention of sharded tokens to a replicated text, `[rows, tokens, heads, head_dim]` like `q`.
+
+        k, v: of the text. text_length: valid tokens of each row of it, `[rows]`; None: all.
+        prologue: preparation of queries and keys.
+        """
         attend = functools.partial(self.layout.cross_attention, prologue=prologue)
         return torch_bridge.call_jax(attend, q, k, v, text_length)
 
@@ -132,18 +147,24 @@ class DenoiserRun:
         text_length: torch.Tensor | None = None,
         prologues: tuple[Prologue, Prologue] = (NO_PROLOGUE, NO_PROLOGUE),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sharded tokens and a replicated text, each attending to all real tokens of both."""
+        """Return the attention of sharded tokens and of a replicated text, each to the valid tokens of both.
+
+        latent, text: query, key and value, `[rows, tokens, heads, head_dim]` each.
+        text_length: valid tokens of each row of the text, `[rows]`; None: all. prologues: of latents and text.
+        """
         attend = functools.partial(self.layout.joint_attention, prologues=prologues)
         return torch_bridge.call_jax(attend, latent, text, text_length)
 
     def streams_attention(
         self, *streams: Heads, lengths: Sequence[int | torch.Tensor], prologues: Sequence[Prologue]
     ) -> tuple[torch.Tensor, ...]:
-        """Two padded sequences, and a replicated text if one follows, each attending to the first `lengths` of all, of
-        every row or `[rows]`.
+        """Return the attention of two padded sequences, and of a text if one follows, each to all valid tokens.
+
+        streams: query, key and value of each, `[rows, tokens, heads, head_dim]`.
+        lengths: valid tokens of each, in every row or `[rows]`. prologues: of each.
         """
 
-        def attend(lengths: Any, *streams: Any) -> tuple[jax.Array, ...]:
+        def attend(lengths: PyTree, *streams: PyTree) -> tuple[jax.Array, ...]:
             return self.layout.streams_attention(*streams, lengths=lengths, prologues=prologues)
 
         return torch_bridge.call_jax(attend, tuple(lengths), *streams)
@@ -156,29 +177,31 @@ class DenoiserRun:
         placement: Placement = "sharded",
         split: Literal["outs"] | None = None,
     ) -> Iterator[torch.Tensor]:
-        """What each of `factors` makes of `[rows, tokens, dim]`. With "gelu" each result is activated; with "silu" the
-        first is, and multiplies the second. `split`: the weights' results are split over `tp`.
+        """Yield the product of `x` `[rows, tokens, dim]` and each of `factors`, `[rows, tokens, outs]`, plus its bias.
+
+        activation: "gelu" is applied to each; "silu" to the first, which multiplies the second: one result.
+        placement: of tokens on `sp`. split: "outs" if the weights' outputs are split over `tp`.
         """
         modules, names = zip(*map(_factor, factors), strict=True)
         if all(map(weights.is_rounded, modules, names)):
             rounded = [*map(weights.rounded_of, modules, names)]
             run = functools.partial(
                 self.layout.int8_products, activation=activation, placement=placement, split=split,
-                layer=_layer_of(rounded[0]),
+                layer=_find_layer(rounded[0]),
             )  # fmt: skip
             yield from torch_bridge.call_jax(run, rounded, x)
             return
         functional = torch.nn.functional
-        found = (
+        results = (
             functional.linear(x, getattr(module, name), weights.bias_of(module, name))
             for module, name in zip(modules, names, strict=True)
         )
         if activation == "silu":
-            first, second = functional.silu(next(found)), next(found)
+            first, second = functional.silu(next(results)), next(results)
             yield first * second
             return
-        for each in found:
-            yield functional.gelu(each, approximate="tanh") if activation else each
+        for result in results:
+            yield functional.gelu(result, approximate="tanh") if activation else result
 
     def add_product(
         self,
@@ -188,20 +211,27 @@ class DenoiserRun:
         gate: torch.Tensor,
         placement: Placement = "sharded",
     ) -> torch.Tensor:
-        """`x + gate * product` of `hidden` and `factor`: as `add_gated`, where weights are in int8 in one pass."""
+        """Return `x + gate * product` of `hidden` and `factor`, `[rows, tokens, dim]`, fused for int8 weights.
+
+        x: `[rows, tokens, dim]`. hidden: `[rows, tokens, ins]`. gate: see `add_gated`. placement: of tokens on `sp`.
+        """
         module, name = _factor(factor)
         if gate.ndim == 4 or not weights.is_rounded(module, name):
             (update,) = self.products(hidden, factor, placement=placement)
             return self.add_gated(x, update, gate)
         rounded = weights.rounded_of(module, name)
-        run = functools.partial(self.layout.int8_products, placement=placement, layer=_layer_of(rounded))
+        run = functools.partial(self.layout.int8_products, placement=placement, layer=_find_layer(rounded))
         onto = Residual(x, gate.flatten(end_dim=-2))
         return torch_bridge.call_jax(lambda *given: run(*given[:2], onto=given[2]), [rounded], hidden, onto)[0]
 
     def add_feed_forward(
         self, x: torch.Tensor, ff: Any, normed: torch.Tensor, gate: torch.Tensor, placement: Placement = "sharded"
     ) -> torch.Tensor:
-        """`x + gate * ff(normed)`, of diffusers' `FeedForward` with its GELU by tanh."""
+        """Return `x + gate * ff(normed)`, `[rows, tokens, dim]`.
+
+        ff: diffusers' `FeedForward` with GELU by tanh. x, normed: `[rows, tokens, dim]`. gate: see `add_gated`.
+        placement: of tokens on `sp`.
+        """
         (hidden,) = self.products(normed, ff.net[0].proj, activation="gelu", placement=placement)
         return self.add_product(x, hidden, ff.net[2], gate, placement)
 
@@ -217,14 +247,20 @@ class DenoiserRun:
         placement: Placement = "sharded",
         spread: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        """`x + gate * update`, and its layer norm `* scale + shift`, in one pass: see `TokenLayout.residual_norm`. Of
-        `spread` tokens the norm is for `products` alone, for it may be `RoundedTokens`.
+        """Return `x + gate * update`, and its layer norm `* scale + shift`, `[rows, tokens, dim]` each, in one pass.
+
+        update: None: the sum is `x`. gate: None: 1. gate, scale, shift: see `TokenLayout.residual_norm`.
+        eps: of the norm. placement: of tokens on `sp`.
+        spread: whether tokens are spread. The norm is then for `products` only, because it may be `RoundedTokens`.
         """
         fused = functools.partial(self.layout.residual_norm, eps=eps, placement=placement, spread=spread)
         return torch_bridge.call_jax(fused, x, update, gate, scale, shift)
 
     def add_gated(self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """`x + gate * update` in float32. The gate is a vector of each row, or a pair, as in `residual_norm`."""
+        """Return `x + gate * update`, `[rows, tokens, dim]`, computed in float32.
+
+        x, update: `[rows, tokens, dim]`. gate: a vector per row, `[rows, 1, dim]`, or a pair, as in `residual_norm`.
+        """
         if gate.ndim < 4:
             by_token = gate.reshape(-1, 1, gate.shape[-1])
         else:
@@ -232,19 +268,21 @@ class DenoiserRun:
             by_token = torch.where(is_first, gate[:, 0], gate[:, 1])
         return (x.float() + by_token * update.float()).type_as(x)
 
-    # Of models whose weights stay split over `tp`: see `token_layout`.
+    # For models whose weights stay split over `tp`: see `token_layout`.
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """`[rows, tokens, ...]`, padded, in two parts of equal length."""
+        """Return `x` `[rows, tokens, ...]`, padded, in two parts of equal length."""
         return torch_bridge.call_jax(self.layout.halves, x)
 
     def spread(self, x: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
-        """`[rows, tokens, dim]`, padded: each chip of `tp` has some of the tokens."""
+        """Return `x` `[rows, tokens, dim]`, padded and sharded by tokens over `tp` too. placement: on `sp`."""
         return torch_bridge.call_jax(functools.partial(self.layout.spread_tokens, placement=placement), x)
 
     def partial_sums(self, factor: Factor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
-        """The lanes of all `parts` times a weight: of each chip its sums, `[tp, rows, tokens, dim]`. The weight is a
-        linear module's, without its bias, or a named one, `[lanes, dim]`.
+        """Return the lanes of all `parts` times a weight: one addend per chip of `tp`, `[tp, rows, tokens, dim]`.
+
+        factor: a linear module, whose bias is not added, or a module and the name of a weight `[lanes, dim]`.
+        parts: `[rows, tokens, lanes]` each. placement: of tokens on `sp`.
         """
         module, name = _factor(factor)
         is_turned = name != "weight"
@@ -252,7 +290,7 @@ class DenoiserRun:
             rounded = weights.rounded_of(module, name)._replace(bias=None)
             run = functools.partial(
                 self.layout.int8_products, placement=placement, turned=is_turned, split="ins",
-                layer=_layer_of(rounded),
+                layer=_find_layer(rounded),
             )  # fmt: skip
             return torch_bridge.call_jax(run, [rounded], *parts)[0]
         weight = getattr(module, name)
@@ -260,22 +298,26 @@ class DenoiserRun:
         return torch_bridge.call_jax(run, weight if is_turned else weight.T, *parts)
 
     def no_sums(self, x: torch.Tensor) -> torch.Tensor:
-        """Partial sums of nothing, for tokens like `x`."""
+        """Return zero partial sums, `[tp, rows, tokens, dim]`, for tokens like `x` `[rows, tokens, dim]`."""
         return torch_bridge.call_jax(self.layout.no_sums, x)
 
     def scatter(self, sums: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
-        """Partial sums, summed over chips and spread."""
+        """Return partial sums `[tp, rows, tokens, dim]` summed over chips and spread, `[rows, tokens, dim]`."""
         return torch_bridge.call_jax(functools.partial(self.layout.scatter, placement=placement), sums)
 
     def summed(self, factor: Factor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
-        """As `partial_sums`, summed over chips and spread."""
+        """Return `partial_sums` of `factor` and `parts`, summed over chips and spread, `[rows, tokens, dim]`.
+
+        placement: of tokens on `sp`.
+        """
         return self.scatter(self.partial_sums(factor, *parts, placement=placement), placement)
 
 
-def _layer_of(rounded: Rounded) -> jax.Array | None:
-    """Which of all layers a weight is used in; None of one layer's."""
+def _find_layer(rounded: Rounded) -> jax.Array | None:
+    """Return the index of the layer that a weight of all layers is used in; None for a weight of one layer."""
     return layer_index() if rounded.numbers.ndim == 3 else None
 
 
-def _factor(factor: Factor) -> tuple[Any, str]:
+def _factor(factor: Factor) -> tuple[torch.nn.Module, str]:
+    """Return the module and the name of the weight of a factor."""
     return factor if isinstance(factor, tuple) else (factor, "weight")

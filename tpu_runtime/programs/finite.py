@@ -1,31 +1,34 @@
-"""Whether what a program computed is finite: a flag beside its results, and the sentence where it is not.
+"""Check for NaN and infinity: a flag that programs return with their results, and the error message.
 
-The flag is one reduction inside the program; the host looks at it when it waits for the results anyway.
+The flag is one reduction inside the program. The host reads it when it waits for the results anyway.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
 
 from ..precision import Precision
 
 
 class NotFinite(ValueError):
-    """NaN or infinite values, in a sentence for the user."""
+    """NaN or infinite values, with a message for the user."""
 
 
-def flag(results: Any) -> Bool[Array, ""]:
-    """For use inside a program: whether every floating number in a pytree is finite."""
+def flag(results: PyTree) -> Bool[Array, ""]:
+    """Return whether every floating number in a pytree is finite, a bool scalar `[]`. For use inside a program."""
     floating = [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in floating] or [jnp.array(True)]).all()
 
 
 def failure(title: str, what: str, precision: Precision, changed_by: Sequence[str] = ()) -> NotFinite:
-    """The error for `what` (plural), with its likely cause; `changed_by` names the LoRAs merged into the weights."""
+    """Return the error for non-finite values, with their likely cause.
+
+    title: of the model. what: the values, in plural. precision: of the network. changed_by: LoRAs merged into the
+      weights.
+    """
     cause = "The checkpoint is probably damaged: download it again, or try another."
     if changed_by:
         cause = (
@@ -41,6 +44,9 @@ def failure(title: str, what: str, precision: Precision, changed_by: Sequence[st
 
 
 def check_given(title: str, name: str, given: torch.Tensor) -> None:
-    """Raises `NotFinite` for what comes in by `name` from another node, or from a file."""
+    """Raise `NotFinite` if `given` `[...]`, the input `name` from another node or a file, is not finite.
+
+    title: of the model.
+    """
     if not torch.isfinite(given).all():
         raise NotFinite(f"{title}: {name} holds values that are not finite (NaN or infinite). Recreate it.")

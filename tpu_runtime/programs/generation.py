@@ -1,8 +1,9 @@
-"""Which programs one generation runs, as far as that is known before a weight is read: what running, compiling ahead,
-planning and timing all use.
+"""The programs of one generation, as far as they are known before weights are read.
 
-The plan of the denoising is a record: the solver's steps, which denoiser and guidance each of them has, which programs
-run them. The programs of the stages around it are found by running their host code on zeros.
+Execution, background compiles, planning and timing share this module.
+
+The plan of the denoising is a record: the solver's steps, the denoiser and guidance of each, and the programs that run
+them. Programs of the surrounding stages are found by running their host code on zeros.
 """
 
 from collections import Counter, defaultdict
@@ -23,39 +24,39 @@ from .network_call import CallRequest, caller
 from .program import Config, Program, Target
 from .solver_table import SolverTable
 
-# A step's program: of one that stands alone, of one that keeps features for others, of one that starts from these.
+# A step's program: without a step cache, keeping features for later steps, or reusing these.
 Kind = Literal["plain", "keep", "reuse"]
 _BUILD = {"plain": denoise_program, "keep": keeping_program, "reuse": reusing_program}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """The steps, by index, that one denoiser runs with one program, of so many `branches` of guidance."""
+    """Group of steps that one denoiser runs with one program."""
 
-    expert: str
+    expert: str  # component of the denoiser
     kind: Kind
     guidance_scale: float
-    branches: int
-    steps: tuple[int, ...]
+    branches: int  # of guidance
+    steps: tuple[int, ...]  # by index
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """Of a model with the `configs` of its components, by name, and a checkpoint's `scheduler`."""
+    """Plan of the denoising steps of one generation."""
 
     spec: ModelSpec
     settings: Settings
-    configs: Mapping[str, Config]
-    scheduler: Config
-    config: Config  # the denoiser's
+    configs: Mapping[str, Config]  # of the model's components, by name
+    scheduler: Config  # of the checkpoint
+    config: Config  # of the denoiser
     latent_shape: tuple[int, ...]
-    steps: range  # those that run, counted from 0
+    steps: range  # steps that run, counted from 0
     table: SolverTable
-    experts: list[tuple[str, float]]  # which denoiser is for each of all steps, and its guidance scale
-    is_full: list[bool]  # for each of all steps, whether it starts from no features of another
-    passages: tuple[Passage, ...]  # those that run, by denoiser; with a step cache the full steps, then the others
-    guided: Passage  # the one with the most branches
-    shape: StepShape  # what its programs are compiled for
+    experts: list[tuple[str, float]]  # denoiser and guidance scale of each of all steps
+    is_full: list[bool]  # for each of all steps, whether it does not start from features of another
+    passages: tuple[Passage, ...]  # groups that run, by denoiser; with a step cache full steps first
+    guided: Passage  # the group with the most branches
+    shape: StepShape  # shapes that its programs are compiled for
 
     @classmethod
     def of(
@@ -66,8 +67,11 @@ class Denoising:
         scheduler: Config,
         boundary_ratio: float = 0.0,
     ) -> "Denoising":
-        """`boundary_ratio` is the share of the scheduler's training timesteps from which on the first of two experts
-        denoises. Raises `ValueError` where the solver does not do what is asked.
+        """Return the plan of a generation. Raises `ValueError` if the solver does not support the settings.
+
+        spec, settings: of the generation. configs: of the components, by name. scheduler: the checkpoint's scheduler
+          config.
+        boundary_ratio: share of the training timesteps from which on the first of two experts denoises.
         """
         config, steps = configs[spec.denoiser.experts[0]], settings.steps
         latent_shape = spec.geometry.latent_shape(settings)
@@ -80,10 +84,10 @@ class Denoising:
         is_full = [is_full or index == steps.start for index, is_full in enumerate(full)]
         passages = tuple(
             Passage(
-                expert=expert, kind=kind, steps=each,
+                expert=expert, kind=kind, steps=indices,
                 guidance_scale=guidance[expert], branches=spec.branches(guidance[expert]),
             )
-            for (expert, kind), each in _passages(policy, steps, [expert for expert, _ in experts], is_full).items()
+            for (expert, kind), indices in _passages(policy, steps, [expert for expert, _ in experts], is_full).items()
         )  # fmt: skip
         guided = max(passages, key=lambda passage: passage.branches)
         return cls(
@@ -99,7 +103,7 @@ class Denoising:
 
     @classmethod
     def published(cls, spec: ModelSpec, settings: Settings) -> "Denoising":
-        """That of the real architecture, without a checkpoint."""
+        """Return the plan with the published architecture, without a checkpoint."""
         configs = {part.name: part.config for part in spec.components}
         return cls.of(spec, settings, configs, spec.recipe.scheduler, spec.published.index.get("boundary_ratio", 0.0))
 
@@ -108,11 +112,14 @@ class Denoising:
         return self.configs[self.spec.vae.component]
 
     def program(self, passage: Passage, target: Target, shape: StepShape) -> Program:
-        """`shape` is this one's, or with more known of it."""
+        """Return the program of the steps `passage` for `target`. shape: of this plan, or with more fields known."""
         return _BUILD[passage.kind](self.spec, self.config, target, replace(shape, branches=passage.branches))
 
     def finish(self, sample: torch.Tensor) -> torch.Tensor:
-        """The solver's last sample in the scale and layout of LATENT."""
+        """Return the solver's last sample in the scale and layout of LATENT.
+
+        sample: `[batch, channels, frames, height, width]`.
+        """
         padding = self.spec.geometry.padding_frames(self.settings.num_frames)
         return self.spec.vae.denormalize(sample[:, :, padding:], self.vae_config)
 
@@ -120,20 +127,23 @@ class Denoising:
 def _passages(
     policy: StepCache | MagCache | None, steps: range, experts: Sequence[str], is_full: Sequence[bool]
 ) -> dict[tuple[str, Kind], tuple[int, ...]]:
-    """The steps that run, by denoiser and kind. Where a curve is measured (see `MagCache`) all keep their residual."""
+    """Return the steps that run, by denoiser and kind.
+
+    While a curve is measured (see `MagCache`), all keep their residual.
+    """
     measures = isinstance(policy, MagCache) and policy.curve is None
     is_plain = all(is_full[index] for index in steps)
     kinds: tuple[Kind, ...] = ("keep",) if measures else ("plain",) if is_plain else ("keep", "reuse")
     running = dict.fromkeys(experts[index] for index in steps)
-    found: dict[tuple[str, Kind], list[int]] = {(expert, kind): [] for expert in running for kind in kinds}
+    groups: dict[tuple[str, Kind], list[int]] = {(expert, kind): [] for expert in running for kind in kinds}
     for index in steps:
-        found[experts[index], kinds[0] if is_full[index] else "reuse"].append(index)
-    return {key: tuple(each) for key, each in found.items()}
+        groups[experts[index], kinds[0] if is_full[index] else "reuse"].append(index)
+    return {key: tuple(indices) for key, indices in groups.items()}
 
 
 @dataclass
 class Recorder:
-    """Notes the programs that a stage would run, and how often; runs nothing."""
+    """Recorder of the programs that a stage would run, and how often. It runs nothing."""
 
     plan: Denoising
     target: Target
@@ -153,12 +163,15 @@ class Recorder:
 
 
 def zeros(program: Program, request: CallRequest) -> tuple[Any, Any]:
-    """What a call returns where nothing is run."""
+    """Return zeros instead of a call's result, without running its program."""
     return program.zeros()
 
 
 def rehearse(plan: Denoising, call: Call, stages: Sequence[str] = STAGES) -> None:
-    """Runs the host code of the stages around the denoiser on zeros: `call` gets every program they would run."""
+    """Run the host code of the stages around the denoiser on zeros, so that `call` gets every program they would run.
+
+    plan: of the denoising. stages: names of the stages to run.
+    """
     spec, settings = plan.spec, plan.settings
     if "encode" in stages:
         for text in spec.text_encoders:
@@ -184,31 +197,36 @@ def for_spec(
     mesh_shape: MeshShape | None = None,
     stages: Sequence[str] = STAGES,
 ) -> tuple[Program, ...]:
-    """Every program of one generation with the real architecture: what `plan` compiles, without a checkpoint. See
-    `Target` for `precision` and `pictures`.
+    """Return every program of one generation with the published architecture; `plan` compiles these.
+
+    The decoder's programs come last. spec, settings: of the generation. devices, precision, pictures: see `Target`.
+    mesh_shape: of the denoiser; None: the spec's choice. stages: names of the stages.
     """
     plan = Denoising.published(spec, settings)
     target = Target(devices=tuple(devices), precision=precision, pictures=pictures)
     recorder = Recorder(plan, target)
     rehearse(plan, recorder.call, stages)
-    found = _steps(plan, target, mesh_shape) if "denoise" in stages else []
+    step_programs = _steps(plan, target, mesh_shape) if "denoise" in stages else []
     recorded = [replace(program, runs=recorder.runs[key]) for key, program in recorder.programs.items()]
     return (
         *(p for p in recorded if p.components != (spec.vae.component,)),
-        *found,
+        *step_programs,
         *(p for p in recorded if p.components == (spec.vae.component,)),
     )
 
 
 def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> list[Program]:
-    """The denoiser's programs with how often each runs: experts share them, unless only one of these is guided."""
+    """Return the denoiser's programs with how often each runs.
+
+    Experts share them, unless only one of them is guided.
+    """
     shape = replace(plan.shape, mesh_shape=mesh_shape, references=plan.spec.pictures.usual)
     same = defaultdict[tuple[int, str], list[Passage]](list)
     for passage in sorted(plan.passages, key=lambda passage: passage.branches, reverse=True):
         same[passage.branches, passage.kind].append(passage)
-    found = []
+    programs = []
     for (branches, _), passages in same.items():
         program = plan.program(passages[0], target, shape)
         name = program.name + ".unguided" * (branches < plan.guided.branches)
-        found.append(replace(program, name=name, runs=sum(len(passage.steps) for passage in passages)))
-    return found
+        programs.append(replace(program, name=name, runs=sum(len(passage.steps) for passage in passages)))
+    return programs

@@ -1,6 +1,6 @@
 """Upstream torch modules without weights, with their block list scanned.
 
-A module is built on the meta device from its class and config; its weights live outside, as a dict of JAX arrays by
+A module is built on the meta device from its class and config. Its weights are separate, a dict of JAX arrays by
 parameter name. The list of equal blocks becomes one block whose parameters are stacked over layers and which runs under
 `jax.lax.scan`, so that tracing and compiling do not grow with depth.
 """
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
+from jaxtyping import PyTree
 
 from ..files import CheckpointError
 from ..model_spec import Component
 from . import torch_bridge
-from .program import TRACING
+from .program import TRACING, Config
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -34,14 +35,12 @@ _LAYER_INDEX: ContextVar[jax.Array] = ContextVar("layer_index")
 
 
 def layer_index() -> jax.Array:
-    """Within a layer of a scan that keeps weights whole: its number."""
+    """Return the index `[]` of the layer being traced, in a scan that passes weights of all layers."""
     return _LAYER_INDEX.get()
 
 
 class ScannedBlocks(torch.nn.Module):
-    """Stands in a model where its list of equal blocks was: one block, which `scan_layers` runs with each layer's
-    weights.
-    """
+    """Replacement for a model's list of equal blocks: one block, which `scan_layers` runs with each layer's weights."""
 
     def __init__(self, blocks: torch.nn.ModuleList, path: str = "") -> None:
         super().__init__()
@@ -55,33 +54,35 @@ class ScannedBlocks(torch.nn.Module):
 
 def scan_layers(
     blocks: ScannedBlocks,
-    carry: Any,
-    body: Callable[[torch.nn.Module, Any], Any],
+    carry: PyTree,
+    body: Callable[[torch.nn.Module, PyTree], PyTree],
     part: range | None = None,
     *,
     stack: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
     use: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda weights: weights,
     whole: Callable[[str, jax.Array], bool] = lambda name, stack: False,
     collect: bool = False,
-) -> tuple[Any, Any]:
-    """`carry = body(block, carry)` for each layer in turn (or those in `part`), traced once: the last carry.
+) -> tuple[PyTree, PyTree]:
+    """Return the last carry of `carry = body(block, carry)` for each layer, traced once, and the collected states.
 
-    `block` is the one block with a layer's weights for parameters. `carry` is a tree of torch tensors; each keeps its
-    shape and its format. `stack` may reshape all layers' weights, `use` places one layer's. Those that are
-    `whole` the body gets of all layers, and takes its own by `layer_index`. With `collect` also what
-    each layer leaves in the carry's first leaf, `[layers, ...]`.
+    blocks: its one block gets a layer's weights as parameters. carry: a tree of torch tensors that keep shape and
+      format.
+    part: indices of the layers to run; None: all.
+    stack: may reshape the weights of all layers. use: places the weights of one layer.
+    whole: returns whether `body` gets a weight of all layers, and selects its own by `layer_index`.
+    collect: whether to collect the carry's first leaf after each layer, `[layers, ...]`; else None is returned for it.
     """
     block = blocks.block
-    stacked = stack(torch_bridge.to_jax({**dict(block.named_parameters()), **_saved_buffers(block)}))
+    stacked = stack(torch_bridge.to_jax({**dict(block.named_parameters()), **_find_saved_buffers(block)}))
 
     kept = {name: stacked.pop(name) for name in [*stacked] if whole(name, stacked[name])}
 
-    def layer(carry: Any, weights: dict[str, jax.Array]) -> tuple[Any, jax.Array | None]:
-        found = torch_bridge.functional(block, use(weights), body, carry)
-        found = jax.tree.map(lambda new, old: new.astype(old.dtype), found, carry)
-        return found, jax.tree.leaves(found)[0] if collect else None
+    def layer(carry: PyTree, weights: dict[str, jax.Array]) -> tuple[PyTree, jax.Array | None]:
+        result = torch_bridge.functional(block, use(weights), body, carry)
+        result = jax.tree.map(lambda new, old: new.astype(old.dtype), result, carry)
+        return result, jax.tree.leaves(result)[0] if collect else None
 
-    def indexed(carry: Any, index: jax.Array) -> tuple[Any, jax.Array | None]:
+    def run_indexed(carry: PyTree, index: jax.Array) -> tuple[PyTree, jax.Array | None]:
         weights = {name: jax.lax.dynamic_index_in_dim(x, index, 0, False) for name, x in stacked.items()}
         token = _LAYER_INDEX.set(index)
         try:
@@ -90,37 +91,33 @@ def scan_layers(
             _LAYER_INDEX.reset(token)
 
     start = torch_bridge.to_jax(carry)
-    # By index: a slice of the stack would be a copy of those weights.
     if part is None and not kept:
         return torch_bridge.to_torch(jax.lax.scan(layer, start, stacked))
-    found = jax.lax.scan(indexed, start, jnp.array(part or range(blocks.num_layers)))
-    return torch_bridge.to_torch(found)
+    # By index, because a slice of the stack would copy the weights.
+    result = jax.lax.scan(run_indexed, start, jnp.array(part or range(blocks.num_layers)))
+    return torch_bridge.to_torch(result)
 
 
 def scan_states(blocks: ScannedBlocks, states: torch.Tensor, **same: Any) -> torch.Tensor:
-    """What upstream's blocks in turn make of `states`; their other arguments are the `same` for every layer."""
+    """Return the states `[...]` after upstream's blocks in turn. same: further arguments of every block."""
 
     def body(block: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-        found = block(states, **same)
-        return found[0] if isinstance(found, tuple) else found  # as some do, in some versions
+        result = block(states, **same)
+        return result[0] if isinstance(result, tuple) else result  # some blocks return a tuple, in some versions
 
     return scan_layers(blocks, states, body)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Part of a checkpoint's tensor of `shape`, called `source` beside the parameter's module.
+    """Slice of a checkpoint's tensor that becomes a parameter."""
 
-    Its dimension `dim` is cut into `groups` of equal size. Of these the parameter is one, or has several (`taken`, a
-    slice) as a dimension of their own in front of it. Then dimensions follow each other in `order`.
-    """
-
-    source: str
-    shape: tuple[int, ...]
-    dim: int
-    groups: int
-    taken: int | slice
-    order: tuple[int, ...]
+    source: str  # name of the tensor in the parameter's module
+    shape: tuple[int, ...]  # of the tensor
+    dim: int  # dimension that is divided
+    groups: int  # equal groups that it is divided into
+    taken: int | slice  # the group that is the parameter, or several, as a new dimension before `dim`
+    order: tuple[int, ...]  # permutation of the dimensions, applied last
 
     @property
     def _range(self) -> range:
@@ -137,47 +134,51 @@ class Cut:
         return tuple(shape[axis] for axis in self.order)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter's values, of the full tensor's."""
+        """Return the parameter's values, `[*part_shape]`, from the full tensor `[*shape]`."""
         return self.read((slice(None),) * len(self.order), tensor.__getitem__)
 
     def read(self, index: Index, read: Callable[[Index], torch.Tensor]) -> torch.Tensor:
-        """The parameter's values at `index`, from a tensor that `read` reads a piece of."""
+        """Return the parameter's values at `index`, `[...]`. read: returns a piece of the full tensor."""
         parts = [index[self.order.index(axis)] for axis in range(len(index))]
         chosen = self._range[parts.pop(self.dim)] if isinstance(self.taken, slice) else self._range
         start, stop, _ = parts[self.dim].indices(self._size)
         places = [slice(group * self._size + start, group * self._size + stop) for group in chosen]
         pieces = [read((*parts[: self.dim], place, *parts[self.dim + 1 :])) for place in places]
-        found = torch.stack(pieces, self.dim) if isinstance(self.taken, slice) else pieces[0]
-        return found.permute(self.order)
+        values = torch.stack(pieces, self.dim) if isinstance(self.taken, slice) else pieces[0]
+        return values.permute(self.order)
 
 
 def cut(
     weight: torch.Tensor, source: str, dim: int, groups: int, taken: int | slice, order: Sequence[int] | None = None
 ) -> torch.nn.Parameter:
-    """A parameter in place of `weight`, or beside others: see `Cut`. Without values."""
+    """Return a parameter without values that is a slice of `weight` `[*shape]`: see `Cut`.
+
+    Raises `ValueError` if the dimension is not a multiple of `groups`. source, dim, groups, taken: see `Cut`. order:
+    None: unchanged.
+    """
     if weight.shape[dim] % groups:
         raise ValueError(f"{source} of shape {tuple(weight.shape)}: dimension {dim} is not {groups} equal groups.")
     dims = weight.dim() + isinstance(taken, slice)
-    how = Cut(
+    weight_slice = Cut(
         source=source, shape=tuple(weight.shape), dim=dim, groups=groups, taken=taken,
         order=tuple(order or range(dims)),
     )  # fmt: skip
-    parameter = torch.nn.Parameter(torch.empty(how.part_shape, dtype=weight.dtype, device="meta"), requires_grad=False)
-    parameter.cut = how  # type: ignore[attr-defined]
+    parameter = torch.nn.Parameter(
+        torch.empty(weight_slice.part_shape, dtype=weight.dtype, device="meta"), requires_grad=False
+    )
+    parameter.cut = weight_slice  # type: ignore[attr-defined]
     return parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter of a built module: its shape (stacked where scanned) and the names it has in a checkpoint; of what is
-    there it may be a `cut`.
-    """
+    """Parameter of a built module."""
 
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    stacked: bool
-    keep_float32: bool
-    cut: Cut | None = None
+    shape: tuple[int, ...]  # with a leading dimension of layers if `stacked`
+    sources: tuple[str, ...]  # names in a checkpoint, one per layer if `stacked`
+    stacked: bool  # whether it is scanned
+    keep_float32: bool  # whether upstream keeps it in float32
+    cut: Cut | None = None  # slice of the checkpoint's tensor; None: all of it
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -185,21 +186,21 @@ class Weight:
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor, or of each of its layers'."""
+        """Return the shape of the checkpoint's tensor, or of each layer's."""
         return self.layer_shape if self.cut is None else self.cut.shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A built module and the weights it needs, by parameter name."""
+    """Built module and its weights."""
 
     component: Component
     module: torch.nn.Module
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, Weight]  # by parameter name
 
 
-def build_full(component: Component, config: Mapping[str, Any]) -> torch.nn.Module:
-    """The upstream module as it is, parameters on the meta device, buffers real."""
+def build_full(component: Component, config: Config) -> torch.nn.Module:
+    """Return the unchanged upstream module, with parameters on the meta device and real buffers."""
     import transformers
 
     with _parameters_on_meta():
@@ -213,7 +214,7 @@ def build_full(component: Component, config: Mapping[str, Any]) -> torch.nn.Modu
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """accelerate's empty weights, for this thread alone: others may construct modules meanwhile, which keep theirs."""
+    """Create parameters on the meta device in this thread only, by accelerate; modules of other threads keep theirs."""
     import accelerate
 
     owners = {threading.get_ident()}
@@ -228,35 +229,38 @@ def _parameters_on_meta() -> Iterator[None]:
         try:
             yield
         finally:
-            owners.clear()  # whoever patched it meanwhile may have kept ours
+            owners.clear()  # another patch made meanwhile may still refer to `register_here`
 
 
 def _tie(module: torch.nn.Module, aliases: Mapping[str, str]) -> None:
-    """Makes one parameter of those that checkpoints hold once, under either name.
+    """Share one parameter between names of which a checkpoint holds only one.
 
-    transformers 5.0 unties UMT5's embedding where a config says so, as all published ones do.
+    transformers 5.0 unties UMT5's embedding if a config requests it, as all published ones do.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
-    for other, own in aliases.items():
-        if other in named and own in named:
-            path, _, last = other.rpartition(".")
-            setattr(module.get_submodule(path), last, named[own])
+    for alias, name in aliases.items():
+        if alias in named and name in named:
+            path, _, last = alias.rpartition(".")
+            setattr(module.get_submodule(path), last, named[name])
 
 
-def construct(component: Component, config: Mapping[str, Any]) -> "ModelMixin | PreTrainedModel":
-    """Calls the upstream class with a config as its `config.json` holds it; `CheckpointError` where that fails."""
+def construct(component: Component, config: Config) -> "ModelMixin | PreTrainedModel":
+    """Return an instance of the upstream class from the contents of `config.json`.
+
+    Raises `CheckpointError` if that fails.
+    """
     try:
-        return _constructed(upstream_class(component), component, config)
-    except Exception as error:  # whatever upstream's code makes of a config that may hold anything
+        return _construct_unchecked(upstream_class(component), component, config)
+    except Exception as error:  # upstream may raise anything, because a config may hold anything
         raise CheckpointError(
-            f"{component.folder}/config.json: no {component.class_name} can be made of it ({type(error).__name__}: "
+            f"{component.folder}/config.json: {component.class_name} cannot be built from it ({type(error).__name__}: "
             f"{error}). The checkpoint is damaged, or made for another version; download it again."
         ) from error
 
 
-def _constructed(upstream: Any, component: Component, config: Mapping[str, Any]) -> "ModelMixin | PreTrainedModel":
+def _construct_unchecked(upstream: Any, component: Component, config: Config) -> "ModelMixin | PreTrainedModel":
     if component.library == "transformers":
-        # Config classes write into what they are given.
+        # Config classes modify their arguments.
         settings = {
             key: copy.deepcopy(value)
             for key, value in config.items()
@@ -269,7 +273,7 @@ def _constructed(upstream: Any, component: Component, config: Mapping[str, Any])
 
 
 def import_upstream(components: Iterable[Component]) -> None:
-    """Imports what these are built with: the libraries do so lazily, and two threads may meet half-made modules."""
+    """Import the components' classes now: libraries import lazily, and threads may get half-imported modules."""
     import accelerate  # noqa: F401
 
     for component in components:
@@ -277,6 +281,7 @@ def import_upstream(components: Iterable[Component]) -> None:
 
 
 def upstream_class(component: Component) -> Any:
+    """Return the class that builds a component."""
     if component.own_class is not None:
         return component.own_class()
     import diffusers
@@ -285,13 +290,13 @@ def upstream_class(component: Component) -> Any:
     return getattr({"diffusers": diffusers, "transformers": transformers}[component.library], component.class_name)
 
 
-def build(component: Component, config: Mapping[str, Any]) -> Network:
-    """Builds a component's module and lists its weights. `config` is the checkpoint's own, or the spec's real one."""
+def build(component: Component, config: Config) -> Network:
+    """Build a component's module and list its weights. config: the checkpoint's, or the published one of the spec."""
     with TRACING:
         return _build(component, config)
 
 
-def _build(component: Component, config: Mapping[str, Any]) -> Network:
+def _build(component: Component, config: Config) -> Network:
     module = build_full(component, config)
     if component.layers is not None:
         for path in component.blocks:
@@ -299,7 +304,7 @@ def _build(component: Component, config: Mapping[str, Any]) -> Network:
     if component.trim:
         component.trim(module)
     keep_float32 = float32_modules(component, module)
-    tensors = {**dict(module.named_parameters()), **_saved_buffers(module)}
+    tensors = {**dict(module.named_parameters()), **_find_saved_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     weights: dict[str, Weight] = {}
     for name, shape in shapes.items():
@@ -330,15 +335,15 @@ def _build(component: Component, config: Mapping[str, Any]) -> Network:
 
 
 def _source(name: str, cut: Cut | None) -> str:
-    """What a checkpoint calls the tensor that holds a parameter."""
+    """Return the checkpoint's name of the tensor that holds a parameter."""
     return name if cut is None else f"{name.rpartition('.')[0]}.{cut.source}"
 
 
 def float32_modules(component: Component, module: torch.nn.Module) -> frozenset[str]:
-    """Names within a parameter's path that upstream keeps in float32 when the rest is loaded in bfloat16.
+    """Return the names in a parameter's path that upstream keeps in float32 when the rest is loaded in bfloat16.
 
-    The libraries mean different things by one name: diffusers' `_keep_in_fp32_modules` holds for every format,
-    transformers' for float16 alone, and its `_strict` list for bfloat16 too.
+    The libraries use one name differently: diffusers' `_keep_in_fp32_modules` applies to every format, transformers' to
+    float16 only, and its `_strict` list to bfloat16 too.
     """
     strict = "_strict" if component.library == "transformers" else ""
     return frozenset(getattr(module, f"_keep_in_fp32_modules{strict}", None) or ())
@@ -349,13 +354,14 @@ def _replace(module: torch.nn.Module, path: str, part: torch.nn.Module) -> None:
     setattr(module.get_submodule(parent), name, part)
 
 
-def _saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that a checkpoint holds beside the parameters, such as a batch norm's running statistics."""
+def _find_saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return buffers that a checkpoint holds with the parameters, such as a batch norm's running statistics."""
     saved = module.state_dict(keep_vars=True)
     return {name: x for name, x in module.named_buffers() if name in saved and x.is_floating_point()}
 
 
 def _check_equal(names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `ValueError` if the parameters `names`, one per layer, have different shapes."""
     different = [name for name in names if shapes.get(name) != shapes[names[0]]]
     if different:
         raise ValueError(f"{different[0]} differs in shape from {names[0]}; such blocks cannot be scanned.")

@@ -1,4 +1,4 @@
-"""One call of a network as a program, and the `model_spec.Call` that a stage's host code gets. Shapes only."""
+"""A call of a network as a program, and the `model_spec.Call` for a stage's host code. It works on shapes only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import torch
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
 
 from ...sharding import rules
 from ...sharding.mesh import Mesh
@@ -27,18 +27,18 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequest:
-    """What a stage's host code asks a network for: `function(module, *args)` (see `model_spec.Call`)."""
+    """Request of a stage's host code for `function(module, *args)` of a network (see `model_spec.Call`)."""
 
     component: str
-    function: Callable[..., tuple[Any, Any]]
-    args: tuple[Any, ...]  # host arrays, torch tensors, or what an earlier call carried
+    function: Callable[..., tuple[PyTree, PyTree]]
+    args: tuple[PyTree, ...]  # host arrays, torch tensors, or values that an earlier call carried
     partition: Partition
-    carries: bool
-    defers: bool
+    carries: bool  # whether the last argument is carried
+    defers: bool  # whether the result is returned before it is computed
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """What two requests share when one program serves both."""
+    def key(self) -> tuple[PyTree, ...]:
+        """Return a key that is equal for requests that one program can serve."""
         leaves, tree = jax.tree.flatten(abstract_args(self.args))
         shapes = tuple((x.shape, str(x.dtype)) for x in leaves)
         return (
@@ -52,6 +52,7 @@ class CallRequest:
         )
 
     def program(self, spec: ModelSpec, config: Config, target: Target) -> Program:
+        """Return the request's program for `target`. spec, config: of the model and the component."""
         if target.pictures is not None and self.component in spec.picture_encoders:
             target = replace(target, precision=target.pictures)
         return call_program(
@@ -61,18 +62,18 @@ class CallRequest:
 
 
 def caller(
-    prepare: Callable[[CallRequest], Prepared], execute: Callable[[Prepared, CallRequest], tuple[Any, Any]]
+    prepare: Callable[[CallRequest], Prepared], execute: Callable[[Prepared, CallRequest], tuple[PyTree, PyTree]]
 ) -> Call:
-    """A `model_spec.Call` that gets each request's program by `prepare` and its result by `execute`."""
+    """Return a `model_spec.Call` that gets each request's program by `prepare` and its result by `execute`."""
 
     def call(
         component: str,
-        function: Callable[..., tuple[Any, Any]],
-        *args: Any,
+        function: Callable[..., tuple[PyTree, PyTree]],
+        *args: PyTree,
         partition: Partition = "replicated",
         carries: bool = False,
         defers: bool = False,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         request = CallRequest(
             component=component, function=function, args=args, partition=partition, carries=carries, defers=defers
         )
@@ -82,9 +83,14 @@ def caller(
 
 
 def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
-    """Image width on `sp`, height on `dp`: as many chips as divide both; the rest repeat the work."""
+    """Return the mesh for an image: width on `sp`, height on `dp`, with as many chips as divide both.
 
-    def used(shape: MeshShape) -> tuple[int, int]:
+    Other chips repeat work.
+
+    num_devices: of the mesh. height, width: of the image, in pixels or latents.
+    """
+
+    def count_chips(shape: MeshShape) -> tuple[int, int]:
         return shape.dp * shape.sp, shape.sp
 
     shapes = (
@@ -93,7 +99,7 @@ def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
         for sp in range(1, num_devices // dp + 1)
         if num_devices % (dp * sp) == 0 and height % dp == 0 and width % sp == 0
     )
-    return max(shapes, key=used)
+    return max(shapes, key=count_chips)
 
 
 def call_program(
@@ -101,30 +107,33 @@ def call_program(
     component: str,
     config: Config,
     target: Target,
-    function: Callable[..., tuple[Any, Any]],
-    args: tuple[Any, ...],
+    function: Callable[..., tuple[PyTree, PyTree]],
+    args: tuple[PyTree, ...],
     *,
     partition: Partition,
     carries: bool,
     defers: bool = False,
 ) -> Program:
-    """`(weights, *args) -> (result, carried, is_finite)` for one call of a stage, with shapes `args`.
+    """Return the program of one call of a stage: `(weights, *args) -> (result, carried, is_finite)`.
 
-    Floating arguments reach the network in the target's format; the result leaves as float32. `is_finite` is the
-    result's (see `finite`). What is carried lies as kernels have it, its channels together: any other layout is a copy
-    before and one behind each of them.
+    Floating arguments reach the network in the target's format; the result is float32. `is_finite` is the result's (see
+    `finite`). Carried arrays have the layout of kernels, channels last: another layout would cost a copy before and
+    after each kernel.
+
+    spec, component, config: the network. target: devices and precision. function: `function(module, *args)`; its name
+      is part of the program's. args: shapes. partition, carries, defers: see `CallRequest`.
     """
     network = weights.traceable(spec.component(component), config)
-    mesh, sharding = _placed(target, args, partition)
+    mesh, sharding = _choose_placement(target, args, partition)
     replicated = NamedSharding(mesh, P())
     rank = len(jax.tree.leaves(args)[0].shape)
     channels_last = Format(Layout((0, *range(2, rank), 1)), sharding)
     layouts = weights.layouts(network, mesh, target.precision)
-    # Frames leave each chip over its own link to the host. Those of several hosts go to the first one.
+    # Each chip sends frames over its own link to the host. With several hosts, all frames go to the first one.
     is_one_host = len({device.process_index for device in target.devices}) == 1
     frames = NamedSharding(mesh, P(None, "dp", "sp")) if defers and is_one_host else replicated
 
-    def run(weights: Weights, *args: Any) -> tuple[Any, Any, Bool[Array, ""]]:
+    def run(weights: Weights, *args: PyTree) -> tuple[PyTree, PyTree, Bool[Array, ""]]:
         weights = {name: _in_use(mesh, name, x, layouts[name]) for name, x in weights.items()}
         args = jax.tree.map(lambda x: x.astype(target.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
         if partition == "spatial":
@@ -133,32 +142,33 @@ def call_program(
         result = jax.tree.map(lambda x: x.astype(jnp.float32), result)
         return result, carried, finite.flag(result)
 
-    def wanted(args: Any, sharding: NamedSharding | Format) -> Any:
+    def place(args: PyTree, sharding: NamedSharding | Format) -> PyTree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
 
-    given = args[:-1] if carries else args
+    host_args = args[:-1] if carries else args
     return Program(
         name=f"{component}.{function.__name__}",
         fn=run,
         weights=weights.abstract(network, mesh, target.precision),
         components=(component,),
-        args=(*wanted(given, sharding), *wanted(args[len(given) :], channels_last)),
+        args=(*place(host_args, sharding), *place(args[len(host_args) :], channels_last)),
         mesh=mesh,
         precision=target.precision,
-        donate=(len(given),) if carries else (),
+        donate=(len(host_args),) if carries else (),
         out_shardings=(frames, channels_last, replicated),
         rungs=target.fallbacks.kernels,
     )
 
 
 def _in_use(mesh: Mesh, name: str, weight: Array, layout: rules.Layout) -> Array:
-    """A weight outside scanned blocks, gathered where it is only split at rest."""
+    """Return a weight outside scanned blocks, gathered if it is only split at rest."""
     if f".{modules.LAYER}." in name or layout.in_use == layout.at_rest:
         return weight
     return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P(*layout.in_use)))
 
 
-def _placed(target: Target, args: tuple[Any, ...], partition: Partition) -> tuple[Mesh, NamedSharding]:
+def _choose_placement(target: Target, args: tuple[PyTree, ...], partition: Partition) -> tuple[Mesh, NamedSharding]:
+    """Return the mesh of a call and the sharding of its arguments."""
     if partition == "replicated":
         mesh = target.mesh(MeshShape(sp=len(target.devices)))
         return mesh, NamedSharding(mesh, P())
@@ -168,8 +178,8 @@ def _placed(target: Target, args: tuple[Any, ...], partition: Partition) -> tupl
     return mesh, NamedSharding(mesh, P(*[None] * (rank - 2), "dp", "sp"))
 
 
-def abstract_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Shapes and dtypes of host arrays, torch tensors, device arrays or shapes."""
+def abstract_args(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """Return the shapes and dtypes of a pytree of host arrays, torch tensors, device arrays or shapes."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         dtype = np.dtype(str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else x.dtype

@@ -1,10 +1,9 @@
-"""Any of diffusers' linear solvers as one table of numbers.
+"""Any of diffusers' linear solvers as one table of coefficients.
 
 A step of such a solver (Euler, UniPC, DPM-Solver, DDIM) is linear in the sample, the denoiser's output, the few tensors
-that the scheduler remembers and the noise that it draws. So the upstream scheduler itself is run once on the host with
-unit vectors in place of latents and noise: what comes out are its coefficients, row by row. On the device a step is
-then one weighted sum in float32, the same program for every step, solver and number of steps, and nothing of a solver
-is written again here.
+that the scheduler remembers and the noise that it draws. The upstream scheduler is therefore run once on the host with
+unit vectors instead of latents and noise. Its results are its coefficients, row by row. On the device a step is one
+weighted sum in float32: the same program for every step, solver and number of steps. No solver is reimplemented here.
 """
 
 import contextlib
@@ -23,31 +22,31 @@ from torch.overrides import TorchFunctionMode
 
 from ..model_spec import ModelSpec, Settings
 
-# The vector space of one step: the sample, the denoiser's output, and up to this many remembered tensors and draws.
+Scheduler = Any  # diffusers' schedulers share no typed interface
+
+# Unit vectors of one step: the sample, the denoiser's output, and up to this many remembered tensors and noise draws.
 MAX_MEMORY, MAX_DRAWS = 4, 4
 SAMPLE, OUTPUT = 0, 1
-# Schedulers make lists as long as some numbers of their config say, which are a thousand or less.
+# Limit of integers in a scheduler's config: some are lengths of lists that it allocates, usually 1000 or less.
 MOST_NUMBER = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolverTable:
-    """What the denoiser is told at step `i` (`timesteps[i]`), and the step itself: `table[i]` maps
-    `(sample, output, memory...)` to the next `(sample, memory...)` and, in its last row, to the denoised estimate that
-    a preview shows.
+    """Coefficients of a solver's steps.
 
-    A solver that adds noise has `draws[i]`: for each time that step `i` draws noise, whether it uses it, which at most
-    one draw of a step is. The noise is the last of the memory: put there before the step, and 0 after it.
-
-    `levels[i]` are how much of a clean sample and of noise make the sample that step `i` begins with. Steps before
-    `begin`, where the solver remembers nothing, are zeros.
+    `table[i]` maps `(sample, output, memory...)` to the next `(sample, memory...)` and, in its last row, to the
+    denoised estimate for a preview. The noise of a solver that adds some is the last of the memory: it is inserted
+    before the step, and 0 after it.
     """
 
-    timesteps: np.ndarray  # [num_steps], int32 or float32 as the scheduler has them
+    timesteps: np.ndarray  # [num_steps], int32 or float32 as in the scheduler: the denoiser's input
     table: np.ndarray  # [num_steps, 2 + num_memory, 2 + num_memory], float32
-    levels: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.float32))  # [num_steps, 2]
+    # [num_steps, 2], float32: shares of a clean sample and of noise in the sample before each step
+    levels: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.float32))
+    # For each step and each of its noise draws, whether the step uses it; at most one per step. Empty: no noise.
     draws: tuple[tuple[bool, ...], ...] = ()
-    begin: int = 0
+    begin: int = 0  # first step of this generation; the solver remembers nothing there, and earlier steps are zeros
 
     @property
     def num_steps(self) -> int:
@@ -55,7 +54,7 @@ class SolverTable:
 
     @property
     def next_timesteps(self) -> np.ndarray:
-        """What comes after each of `timesteps`: 0 after the last."""
+        """Return the timestep after each of `timesteps`, 0 after the last."""
         return np.append(self.timesteps[1:], self.timesteps.dtype.type(0))
 
     @property
@@ -64,14 +63,14 @@ class SolverTable:
 
     @property
     def digest(self) -> str:
-        """Equal for solvers that do the same at every step."""
+        """Return a hash that is equal for solvers with equal steps."""
         parts = (self.timesteps, self.table, self.levels, np.array([self.begin]))
         return hashlib.sha256(b"".join(part.tobytes() for part in parts) + repr(self.draws).encode()).hexdigest()
 
     def noises(self, draw: Callable[[], np.ndarray], steps: range | None = None) -> Iterator[np.ndarray | None]:
-        """For each of `steps`, or of all, the noise that it adds, or None; `draw` is called as often as upstream draws.
+        """Yield the noise `[1, *latent]` that each of `steps` adds, or None. `steps` None: all.
 
-        Nothing is drawn for a step before it is asked for.
+        draw: returns new noise; it is called as often as upstream draws, and not before the step is requested.
         """
         for step in range(self.num_steps) if steps is None else steps:
             noise, used = None, self.draws[step] if self.draws else ()
@@ -85,18 +84,19 @@ State = tuple[Float[Array | np.ndarray, "*latent"], ...]
 
 
 def initial_state(sample: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...]:
-    """The state before the first step: the noise, and nothing remembered."""
+    """Return the state before the first step: `sample` `[1, *latent]`, and zeros as memory."""
     return (sample, *(np.zeros_like(sample) for _ in range(num_memory)))
 
 
 def with_noise(state: tuple[Any, ...], noise: np.ndarray | None) -> tuple[Any, ...]:
-    """The state with what the next step adds (see `SolverTable.noises`)."""
+    """Return the state with the noise `[1, *latent]` of the next step (see `SolverTable.noises`); None: unchanged."""
     return state if noise is None else (*state[:-1], noise)
 
 
 def advance(state: State, output: Array | np.ndarray, row: Float[Array | np.ndarray, "rows columns"]) -> State:
-    """One step: the next sample and memory from this one and the denoiser's output, and last the denoised estimate;
-    float32.
+    """Return the next state and, last, the denoised estimate, `[1, *latent]` float32 each: one step of the solver.
+
+    state: sample and memory. output: of the denoiser, `[1, *latent]`. row: coefficients of the step.
     """
     terms = (state[0], output.astype(jnp.float32), *state[1:])
     return tuple(
@@ -105,8 +105,11 @@ def advance(state: State, output: Array | np.ndarray, row: Float[Array | np.ndar
     )
 
 
-def scheduler_from(config: Mapping[str, Any]) -> Any:
-    """The upstream scheduler of a checkpoint's `scheduler_config.json`."""
+def scheduler_from(config: Mapping[str, object]) -> Scheduler:
+    """Return the upstream scheduler of a checkpoint's `scheduler_config.json`.
+
+    Raises `ValueError` for an unknown class, for too large numbers and for a config that upstream rejects.
+    """
     import diffusers
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
@@ -120,12 +123,12 @@ def scheduler_from(config: Mapping[str, Any]) -> Any:
                 f"the checkpoint's scheduler {name} has {key} {value}; at most {MOST_NUMBER} is supported."
             )
     with _upstream(name):
-        return cast(Any, upstream).from_config(dict(config))
+        return cast(Scheduler, upstream).from_config(dict(config))
 
 
 @contextlib.contextmanager
-def _upstream(name: Any) -> Iterator[None]:
-    """Turns upstream's errors about a config, which may hold anything, into a sentence; our own pass."""
+def _upstream(name: object) -> Iterator[None]:
+    """Raise upstream's errors about a config, which may hold anything, as `ValueError` with a clear message."""
     try:
         yield
     except TooManyDraws:
@@ -138,17 +141,21 @@ def _upstream(name: Any) -> Iterator[None]:
 
 
 def table_for(
-    spec: ModelSpec, config: Mapping[str, Any], settings: Settings, latent_shape: tuple[int, ...], begin: int = 0
+    spec: ModelSpec, config: Mapping[str, object], settings: Settings, latent_shape: tuple[int, ...], begin: int = 0
 ) -> SolverTable:
-    """The steps of a generation with the scheduler that `config`, a checkpoint's `scheduler_config.json`, describes, or
-    with the one that was chosen in its place; see `tabulate` for `begin`. `ValueError` where it takes no sigmas.
+    """Return the steps of a generation.
+
+    Raises `ValueError` if sigmas are given and the scheduler does not support them.
+
+    config: a checkpoint's `scheduler_config.json`; the settings may choose another scheduler.
+    latent_shape: of one sample. begin: first step, see `tabulate`. spec, settings: of the generation.
     """
     shift = settings.shift or config.get(spec.recipe.shift_key or "")  # 0 is the checkpoint's own
     if settings.scheduler in spec.recipe.schedulers:
-        config = _in_place_of(config, spec.recipe.schedulers[settings.scheduler])
+        config = _adapt_config(config, spec.recipe.schedulers[settings.scheduler])
     if shift and spec.recipe.shift_key:
-        own = [name for name in SHIFT_KEYS if name in _arguments(config)]
-        config = {**config, **dict.fromkeys(own, shift)}
+        shift_keys = [name for name in SHIFT_KEYS if name in _arguments(config)]
+        config = {**config, **dict.fromkeys(shift_keys, shift)}
     scheduler = scheduler_from(config)
     arguments = spec.recipe.solver_arguments(config, latent_shape, settings.num_inference_steps, settings.shift)
     if settings.sigmas:
@@ -157,14 +164,14 @@ def table_for(
         arguments.pop("sigmas", None)
         if settings.sigmas:
             raise ValueError(
-                f"{spec.title}: {type(scheduler).__name__} takes no sigmas. Leave sigmas empty, or choose another "
-                "scheduler."
+                f"{spec.title}: {type(scheduler).__name__} does not support sigmas. Leave sigmas empty, or choose "
+                "another scheduler."
             )
     return tabulate(scheduler, settings.num_inference_steps, begin, **arguments)
 
 
 def guidance_of(spec: ModelSpec, settings: Settings) -> dict[str, float]:
-    """The guidance scale of each denoiser."""
+    """Return the guidance scale of each denoiser."""
     first, second = settings.guidance_scale, settings.guidance_scale_2
     return dict(zip(spec.denoiser.experts, (first, first if second is None else second), strict=False))
 
@@ -172,8 +179,10 @@ def guidance_of(spec: ModelSpec, settings: Settings) -> dict[str, float]:
 def experts_for(
     spec: ModelSpec, table: SolverTable, settings: Settings, guidance: Mapping[str, float], boundary: float
 ) -> list[tuple[str, float]]:
-    """Which denoiser is for each step, and its guidance scale: the first from timestep `boundary` on, or for the first
-    `high_noise_steps`, then another.
+    """Return the denoiser and the guidance scale of each step.
+
+    The first denoiser runs from timestep `boundary` on, or for the first `high_noise_steps`, and the second after that.
+    spec, settings: of the generation. table: its steps. guidance: scale of each denoiser.
     """
     timesteps = table.timesteps.tolist()
     first, *others = guidance.items()
@@ -181,37 +190,38 @@ def experts_for(
         name, scale = first
         guidance_at = spec.recipe.guidance_at if settings.use_dynamic_cfg else None
         number = settings.num_inference_steps
-        return [(name, guidance_at(scale, at, number) if guidance_at else scale) for at in timesteps]
+        return [(name, guidance_at(scale, t, number) if guidance_at else scale) for t in timesteps]
     (second,) = others
     if settings.high_noise_steps:
         return [first if index < settings.high_noise_steps else second for index in range(table.num_steps)]
     return [first if timestep >= boundary else second for timestep in timesteps]
 
 
-# What schedulers of flow models call their shift.
+# Names of the shift in configs of flow-matching schedulers.
 SHIFT_KEYS = ("flow_shift", "shift")
 
 
-def _arguments(config: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
-    """What the class that `config` names is made with."""
+def _arguments(config: Mapping[str, object]) -> Mapping[str, inspect.Parameter]:
+    """Return the constructor parameters of the class that `config` names; empty if diffusers lacks it."""
     import diffusers
 
     upstream = getattr(diffusers, str(config.get("_class_name")), None)
     return inspect.signature(upstream.__init__).parameters if upstream else {}
 
 
-def _in_place_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` for another class: upstream warns of what that one does not know."""
+def _adapt_config(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """Return `config` with `changes` for another class, without entries that upstream would warn about."""
     known = {"_class_name", *_arguments(changes)}
     return {name: value for name, value in {**config, **changes}.items() if name in known}
 
 
-def tabulate(scheduler: Any, num_steps: int, begin: int = 0, **timestep_arguments: Any) -> SolverTable:
-    """Reads the coefficients off an upstream scheduler that begins at step `begin`, as its pipelines from latents do.
+def tabulate(scheduler: Scheduler, num_steps: int, begin: int = 0, **timestep_arguments: Any) -> SolverTable:
+    """Return the coefficients of an upstream scheduler that begins at step `begin`, as its pipelines from latents do.
 
-    Raises `NotImplementedError` where the scheduler is not linear (thresholding), takes more than a step of these has,
-    keeps more than `MAX_MEMORY` tensors or adds several noises in a step, and `ValueError` where its step is not
-    finite.
+    Raises `NotImplementedError` if the scheduler is not linear (thresholding), needs other arguments, keeps more than
+    `MAX_MEMORY` tensors or adds several noises in a step. Raises `ValueError` if its step is not finite.
+
+    num_steps: number of steps. timestep_arguments: of the scheduler's `set_timesteps`.
     """
     if getattr(scheduler.config, "thresholding", False):
         raise NotImplementedError("dynamic thresholding is not a linear solver step.")
@@ -220,21 +230,21 @@ def tabulate(scheduler: Any, num_steps: int, begin: int = 0, **timestep_argument
             f"{type(scheduler).__name__} is not supported: its step also needs {' and '.join(others)}. Use a "
             "checkpoint with another scheduler, such as a DDIM, DPM-Solver, UniPC or Euler one."
         )
-    # What a solver remembers over many steps has a column also where it runs few: one program for any number.
+    # The memory of many steps has columns in a table of few steps, too: one program for any number of steps.
     usual = copy.deepcopy(scheduler)
     with _upstream(type(scheduler).__name__):
         usual.set_timesteps(USUAL_STEPS, **{name: x for name, x in timestep_arguments.items() if name != "sigmas"})
         scheduler.set_timesteps(num_steps, **timestep_arguments)
         rows, usual_rows = _rows(scheduler, begin), _rows(usual, 0)
-    return _table_of(scheduler, rows, usual_rows, begin)
+    return _build_table(scheduler, rows, usual_rows, begin)
 
 
-# Enough for any solver here to remember all that it ever does.
+# Steps after which every supported solver has filled its memory.
 USUAL_STEPS = 6
 
 
-def _rows(scheduler: Any, begin: int) -> "list[_Coefficients]":
-    """The steps from `begin` on."""
+def _rows(scheduler: Scheduler, begin: int) -> "list[_Coefficients]":
+    """Return the coefficients of the steps from `begin` on."""
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(begin)
     stepper = _Stepper(scheduler)
@@ -251,7 +261,7 @@ def _rows(scheduler: Any, begin: int) -> "list[_Coefficients]":
                 result=_coefficients(result),
                 before=[slot.key for slot in slots],
                 after={slot.key: _coefficients(slot.read()) for slot in (*_memory(scheduler), *_memory(stepper))},
-                denoised=_denoised(scheduler, index, timestep),
+                denoised=_estimate_shares(scheduler, index, timestep),
                 level=level,
                 num_draws=draws.count,
             )
@@ -259,34 +269,34 @@ def _rows(scheduler: Any, begin: int) -> "list[_Coefficients]":
     return rows
 
 
-def _level(scheduler: Any, timestep: torch.Tensor) -> tuple[float, float]:
-    """Of a clean sample and of noise in the sample before this step, as upstream mixes them."""
+def _level(scheduler: Scheduler, timestep: torch.Tensor) -> tuple[float, float]:
+    """Return the shares of a clean sample and of noise in the sample before this step, as upstream mixes them."""
     clean, noise, times = _unit(SAMPLE), _unit(OUTPUT), timestep.reshape(1)
     is_flow = hasattr(scheduler, "scale_noise")
     mixed = scheduler.scale_noise(clean, times, noise) if is_flow else scheduler.add_noise(clean, noise, times)
-    found = _coefficients(mixed)
-    return float(found[SAMPLE]), float(found[OUTPUT])
+    shares = _coefficients(mixed)
+    return float(shares[SAMPLE]), float(shares[OUTPUT])
 
 
-def _parameters(scheduler: Any) -> Mapping[str, inspect.Parameter]:
+def _parameters(scheduler: Scheduler) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(scheduler.step).parameters
 
 
-def _other_arguments(scheduler: Any) -> list[str]:
-    """What a scheduler's step needs besides what `_Stepper` supplies."""
+def _other_arguments(scheduler: Scheduler) -> list[str]:
+    """Return the arguments of a scheduler's step that `_Stepper` does not supply."""
     needed = [name for name, parameter in _parameters(scheduler).items() if parameter.default is parameter.empty]
     known = ("model_output", "timestep", "sample", "old_pred_original_sample", "timestep_back")
     return [name for name in needed if name not in known]
 
 
 class _Stepper:
-    """One step after the other, as diffusers' pipelines call them.
+    """Driver of a scheduler, one step after the other, as diffusers' pipelines call them.
 
-    `CogVideoXDPMScheduler` keeps nothing: its step takes the last estimate of the end result and the last timestep, and
-    returns its own estimate as a second output, which is remembered here.
+    `CogVideoXDPMScheduler` keeps nothing: its step takes the previous estimate of the end result and the previous
+    timestep, and returns its own estimate as a second output, which is remembered here.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.returns_estimate = "old_pred_original_sample" in _parameters(scheduler)
         self.old_pred_original_sample: torch.Tensor | None = None
@@ -303,11 +313,11 @@ class _Stepper:
 
 
 class TooManyDraws(NotImplementedError):
-    """A step that draws noise more often than there is room for."""
+    """Failure of a step that draws noise more than `MAX_DRAWS` times."""
 
 
 class _CountedDraws(TorchFunctionMode):
-    """Normal noise that is drawn while it is active is a unit vector, another for each draw."""
+    """Mode in which each draw of normal noise returns another unit vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,33 +336,36 @@ class _CountedDraws(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class _Coefficients:
-    """The result of a step on unit vectors, as coefficients; `before` and `after` are the memory, by place."""
+    """Coefficients of a step: its results on unit vectors."""
 
-    result: np.ndarray
-    before: list[tuple[str, int]]
-    after: dict[tuple[str, int], np.ndarray]
-    denoised: tuple[float, float]
-    level: tuple[float, float]
+    result: np.ndarray  # of the sample, `[2 + MAX_MEMORY + MAX_DRAWS]`
+    before: list[tuple[str, int]]  # slots of the memory before the step
+    after: dict[tuple[str, int], np.ndarray]  # of the memory after it, by slot
+    denoised: tuple[float, float]  # of the sample and the output in the denoised estimate
+    level: tuple[float, float]  # shares of a clean sample and of noise
     num_draws: int
 
     @property
     def draws(self) -> tuple[bool, ...]:
-        """For each draw, whether the step used it."""
+        """Return for each draw whether the step used it."""
         made = np.stack([self.result, *self.after.values()])
         return tuple(bool(made[:, 2 + MAX_MEMORY + index].any()) for index in range(self.num_draws))
 
     def in_columns(self, coefficients: np.ndarray, column: Mapping[tuple[str, int], int], width: int) -> np.ndarray:
-        """Coefficients in the table's columns; the noise has the last."""
-        found = np.zeros(width, np.float32)
+        """Return coefficients in the table's columns, `[width]` float32; the noise has the last.
+
+        column: of each slot.
+        """
+        row = np.zeros(width, np.float32)
         columns = [SAMPLE, OUTPUT, *(column[key] for key in self.before)]
-        found[columns] = coefficients[: len(columns)]
+        row[columns] = coefficients[: len(columns)]
         if True in self.draws:
-            found[-1] = coefficients[2 + MAX_MEMORY + self.draws.index(True)]
-        return found
+            row[-1] = coefficients[2 + MAX_MEMORY + self.draws.index(True)]
+        return row
 
 
-def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float, float]:
-    """Of the sample and of the denoiser's output in the estimate of the end result, by what the output stands for."""
+def _estimate_shares(scheduler: Scheduler, index: int, timestep: torch.Tensor) -> tuple[float, float]:
+    """Return the shares of sample and output in the denoised estimate, by the scheduler's prediction type."""
     kind = scheduler.config.get("prediction_type", "flow_prediction")
     if kind == "flow_prediction":
         return 1.0, -float(scheduler.sigmas[index])
@@ -365,15 +378,20 @@ def _denoised(scheduler: Any, index: int, timestep: torch.Tensor) -> tuple[float
     return 0.0, 1.0
 
 
-def _table_of(scheduler: Any, rows: list[_Coefficients], usual: list[_Coefficients], begin: int) -> SolverTable:
-    """Assigns every remembered tensor, and the noise, a fixed column; those of `usual` rows count too."""
-    name, seen = type(scheduler).__name__, [*rows, *usual]
-    keys = sorted({key for row in seen for key in (*row.before, *row.after)})
+def _build_table(
+    scheduler: Scheduler, rows: list[_Coefficients], usual: list[_Coefficients], begin: int
+) -> SolverTable:
+    """Return the table in which every remembered tensor, and the noise, has a fixed column.
+
+    `usual` rows count for columns.
+    """
+    name, all_rows = type(scheduler).__name__, [*rows, *usual]
+    keys = sorted({key for row in all_rows for key in (*row.before, *row.after)})
     if len(keys) > MAX_MEMORY:
         raise NotImplementedError(f"{name} keeps {len(keys)} tensors; {MAX_MEMORY} are allowed.")
-    if any(sum(row.draws) > 1 for row in seen):
+    if any(sum(row.draws) > 1 for row in all_rows):
         raise NotImplementedError(f"{name} adds several noises in one step; one is supported.")
-    adds_noise = any(True in row.draws for row in seen)
+    adds_noise = any(True in row.draws for row in all_rows)
     column = {key: 2 + index for index, key in enumerate(keys)}
     width = 2 + len(keys) + adds_noise
     table = np.zeros((begin + len(rows), width, width), np.float32)
@@ -387,13 +405,13 @@ def _table_of(scheduler: Any, rows: list[_Coefficients], usual: list[_Coefficien
     if not np.isfinite(table).all():
         raise ValueError(f"{type(scheduler).__name__} gives no finite step with this config and number of steps.")
     timesteps = scheduler.timesteps.cpu().numpy()
-    wanted = np.int32 if np.issubdtype(timesteps.dtype, np.integer) else np.float32
+    dtype = np.int32 if np.issubdtype(timesteps.dtype, np.integer) else np.float32
     draws = ((),) * begin + tuple(row.draws for row in rows) if adds_noise else ()
-    return SolverTable(timesteps=timesteps.astype(wanted), table=table, levels=levels, draws=draws, begin=begin)
+    return SolverTable(timesteps=timesteps.astype(dtype), table=table, levels=levels, draws=draws, begin=begin)
 
 
 def _unit(index: int) -> torch.Tensor:
-    """A unit vector, shaped like a batch of one latent: `[1, 2 + MAX_MEMORY + MAX_DRAWS, 1, 1, 1]`."""
+    """Return a unit vector, shaped like a batch of one latent: `[1, 2 + MAX_MEMORY + MAX_DRAWS, 1, 1, 1]`."""
     vector = torch.zeros(1, 2 + MAX_MEMORY + MAX_DRAWS, 1, 1, 1)
     vector[0, index] = 1.0
     return vector
@@ -405,11 +423,11 @@ def _coefficients(vector: torch.Tensor) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class _Slot:
-    """A place where a scheduler remembers a tensor: an attribute, or an entry of a list attribute."""
+    """Place where a scheduler remembers a tensor: an attribute, or an entry of a list attribute."""
 
-    owner: Any
-    name: str
-    index: int | None
+    owner: object  # the scheduler, or the driver of its steps
+    name: str  # of the attribute
+    index: int | None  # in the list; None: the attribute itself
 
     @property
     def key(self) -> tuple[str, int]:
@@ -426,7 +444,7 @@ class _Slot:
             getattr(self.owner, self.name)[self.index] = tensor
 
 
-def _memory(owner: Any) -> Iterator[_Slot]:
+def _memory(owner: object) -> Iterator[_Slot]:
     shape = _unit(0).shape
     for name, value in sorted(vars(owner).items()):
         if isinstance(value, torch.Tensor) and value.shape == shape:

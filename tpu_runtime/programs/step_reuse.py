@@ -1,5 +1,6 @@
-"""Denoising with a step cache: one program that keeps features on the devices, one that starts from them. Features are
-DeepCache's, of a model's own, or MagCache's, the residual of all blocks.
+"""Denoising with a step cache: one program keeps features on the devices, another starts from them.
+
+Features are those of DeepCache, defined by a model, or those of MagCache: the residual of all blocks.
 """
 
 import functools
@@ -9,8 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ..model_spec import Denoiser, Forward, MagCache, StepCache, StepReuse
 from .denoiser_run import DenoiserRun
@@ -18,60 +21,68 @@ from .executables import Executable
 from .program import Program
 
 Features = dict[str, jax.Array]
-RESIDUAL = "residual"
+RESIDUAL = "residual"  # name of MagCache's feature
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def full_steps(policy: StepCache | MagCache | None, experts: Sequence[str]) -> tuple[bool, ...]:
-    """For each step, by the expert that runs it, whether it is a full one; all are without a `policy`."""
+    """Return for each step whether it is a full one; all are without a `policy`. experts: the denoiser of each step."""
     return (True,) * len(experts) if policy is None else policy.full_steps(experts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AroundBlocks(DenoiserRun):
-    """Keeps what all blocks together add to the latent tokens in `kept`, or where that is there adds it in their place.
+    """Mesh operations of a denoiser that capture the residual of all blocks, or reuse a captured one.
+
     Other streams, such as the text, are not used after the blocks.
     """
 
-    kept: dict[str, Any]
+    # Gets the residual, `[rows, tokens, dim]`; if it has one, that is added instead of running the blocks
+    kept: dict[str, torch.Tensor]
 
-    def scan(self, blocks: Any, carry: Any, body: Callable[[Any, Any], Any], **how: Any) -> Any:
+    def scan(
+        self, blocks: torch.nn.Module, carry: PyTree, body: Callable[[Any, PyTree], PyTree], **options: Any
+    ) -> PyTree:
         tokens, *others = carry if isinstance(carry, tuple) else (carry,)
         if RESIDUAL in self.kept:
-            found = (tokens + self.kept[RESIDUAL], *others)
+            result = (tokens + self.kept[RESIDUAL], *others)
         else:
-            ended = super().scan(blocks, carry, body, **how)
-            found = ended if isinstance(carry, tuple) else (ended,)
-            self.kept[RESIDUAL] = found[0] - tokens
-        return found if isinstance(carry, tuple) else found[0]
+            last = super().scan(blocks, carry, body, **options)
+            result = last if isinstance(carry, tuple) else (last,)
+            self.kept[RESIDUAL] = result[0] - tokens
+        return result if isinstance(carry, tuple) else result[0]
 
 
 def of_residual(forward: Forward) -> StepReuse:
-    """MagCache of a denoiser that runs one stack of blocks: a step that reuses another runs none of them."""
+    """Return MagCache for a denoiser with one stack of blocks: reusing steps run none of them."""
 
-    def keep(denoiser: Any, run: DenoiserRun, *asked: Any) -> tuple[Any, Any]:
-        kept: dict[str, Any] = {}
+    def keep(
+        denoiser: torch.nn.Module, run: DenoiserRun, *asked: PyTree
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        kept: dict[str, torch.Tensor] = {}
         return forward(denoiser, AroundBlocks(layout=run.layout, kept=kept), *asked), kept
 
-    def reuse(denoiser: Any, run: DenoiserRun, features: dict[str, Any], *asked: Any) -> Any:
+    def reuse(
+        denoiser: torch.nn.Module, run: DenoiserRun, features: dict[str, torch.Tensor], *asked: PyTree
+    ) -> torch.Tensor:
         return forward(denoiser, AroundBlocks(layout=run.layout, kept=features), *asked)
 
     return StepReuse(keep=keep, reuse=reuse, tokens=(RESIDUAL,))
 
 
 def of_policy(denoiser: Denoiser, policy: StepCache | MagCache | None) -> StepReuse | None:
-    """What steps of a denoiser start from."""
+    """Return how steps of a denoiser keep and reuse features; None without a step cache."""
     return of_residual(denoiser.forward) if isinstance(policy, MagCache) else denoiser.step_reuse
 
 
 def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Where features stay between steps: rows on `dp`, and what is for each latent token on `sp`."""
+    """Return the shardings of features between steps: rows on `dp`, and features per latent token on `sp`."""
     tokens = dict.fromkeys(reuse.tokens, NamedSharding(mesh, P("dp", "sp")))
     return {**tokens, **dict.fromkeys(reuse.whole, NamedSharding(mesh, P("dp")))}
 
 
 def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:
-    """The features that a program which keeps them returns, placed as it leaves them."""
+    """Return the features that the program `full` returns, with their shardings."""
     _, features = full.results()
     where = shardings(reuse, full.mesh)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in features.items()}
@@ -79,19 +90,15 @@ def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStru
 
 @dataclass(kw_only=True)
 class CachedDenoiser:
-    """Stands for the denoiser's program, called once for each step in order; `is_full` says which steps are full.
+    """Drop-in replacement for the denoiser's program; call it once per step, in order."""
 
-    Without a program for the others it measures: `ratios` get a row for each step behind the first, a number for each
-    branch (see `Curve`).
-    """
-
-    full: Executable
-    cached: Executable | None
-    is_full: Sequence[bool]
-    num_tokens: int
-    index: int = 0
-    kept: Features | None = None
-    ratios: list[jax.Array] = field(default_factory=list)
+    full: Executable  # keeps features
+    cached: Executable | None  # starts from features; None: measure `ratios` instead, with full steps only
+    is_full: Sequence[bool]  # for each step
+    num_tokens: int  # latent tokens without padding
+    index: int = 0  # of the next step
+    kept: Features | None = None  # features of the last full step
+    ratios: list[jax.Array] = field(default_factory=list)  # `[branches]` for each step after the first (see `Curve`)
 
     @property
     def program(self) -> Program:
@@ -103,10 +110,13 @@ class CachedDenoiser:
 
     @property
     def workspace_bytes(self) -> int:
-        """Features are among the results of the one program and the arguments of the other."""
+        """Return the bytes on one chip while it runs.
+
+        Features are results of one program and arguments of the other.
+        """
         return max(part.workspace_bytes for part in (self.full, self.cached) if part)
 
-    def __call__(self, weights: Any, *args: Any) -> Any:
+    def __call__(self, weights: dict[str, jax.Array], *args: PyTree) -> PyTree:
         if self.cached is None:
             before = self.kept
             state, now = self.full(weights, *args)
@@ -126,7 +136,7 @@ class CachedDenoiser:
 
 @functools.cache
 def _ratio(mesh: Mesh, num_tokens: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Of `[rows, tokens, dim]` before and now: the mean over the tokens, without padding, of how their length grew."""
+    """Return a program of features `[rows, tokens, dim]` before and now: the mean ratio of token norms, `[rows]`."""
 
     def ratio(before: jax.Array, now: jax.Array) -> jax.Array:
         old, new = (jnp.linalg.norm(x[:, :num_tokens].astype(jnp.float32), axis=-1) for x in (before, now))
@@ -135,5 +145,5 @@ def _ratio(mesh: Mesh, num_tokens: int) -> Callable[[jax.Array, jax.Array], jax.
     return jax.jit(ratio, out_shardings=NamedSharding(mesh, P()))
 
 
-# What is called for a network or a step: one compiled program, or several that take turns.
+# A compiled program, or several that alternate.
 Runnable = Executable | CachedDenoiser

@@ -1,8 +1,8 @@
-"""How a denoiser's tokens lie on the mesh: padding, sharding, attention over them, weights gathered per block.
+"""Layout of a denoiser's tokens on the mesh: padding, sharding, attention over them, weights gathered per block.
 
-Between a block's products, tokens of a model whose weights stay split on `tp` may be *spread*: each chip of `tp` has
-some of them. Products gather them and scatter their sums, which is half of what an all-reduce sends on each side of the
-norms, and no chip repeats another's norms (sequence parallelism, https://arxiv.org/abs/2205.05198).
+If a model's weights stay split on `tp`, its tokens may be *spread* between a block's products: each chip of `tp` has
+some of them. Products gather tokens and scatter their sums. This sends half of an all-reduce's bytes on each side of
+the norms, and no chip repeats another's norms (sequence parallelism, https://arxiv.org/abs/2205.05198).
 """
 
 import functools
@@ -26,38 +26,36 @@ from ...kernels.linear_int8 import Activation, Residual, Rounded, RoundedTokens,
 from ...sharding.rules import Layout
 from .modules import LAYER, layer_index
 
-ROWS = {"exact": PACKED_ROWS, "int8": INT8_ROWS}  # of a register, by the scores: int8's keys are exchanged as int8
-# Of the layers with tiles those that attend to all: the first sees noise, and not yet what belongs together (as in
-# Radial Attention).
+ROWS = {"exact": PACKED_ROWS, "int8": INT8_ROWS}  # of a register, by the scores: int8 keys are exchanged as int8
+# Leading layers that stay dense with tiles: the first sees noise, in which no neighbours are related yet (as in Radial
+# Attention).
 DENSE_LAYERS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
-    """`num_tokens` latent tokens, on the axis `sp` of `mesh`; padding goes last and is masked exactly. The first
-    `frame_tokens` are the first latent frame's.
-
-    With `tiles` tokens are in their order, and attend to the nearest alone where a step `is_sparse`. Norms of spread
-    tokens are gathered as int8 where all that multiply them are (`rounds`).
-    """
+    """Layout of latent tokens on the axis `sp` of a mesh. Padding goes last and is masked exactly."""
 
     mesh: Mesh
-    num_tokens: int
+    num_tokens: int  # without padding
     policy: AttentionPolicy
-    layouts: Mapping[str, Layout]
-    frame_tokens: int = 0
-    tiles: Tiling | None = None
-    is_sparse: Bool[Array, ""] | None = None
-    rounds: bool = False
+    layouts: Mapping[str, Layout]  # of the weights, by name
+    frame_tokens: int = 0  # leading tokens that belong to the first latent frame
+    tiles: Tiling | None = None  # tile order of the tokens; None: row by row
+    is_sparse: Bool[Array, ""] | None = None  # with tiles: whether tokens attend to the nearest tiles only
+    rounds: bool = False  # whether norms of spread tokens are gathered as int8, because all their products are int8
 
     def constrain(self, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
+        """Return `x` `[...]` with a sharding constraint: mesh axes of its leading dimensions, None: not sharded.
+
+        `[...]` as `x`.
+        """
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
 
     def pad_tokens(self, x: Array, parts: int = 1) -> Array:
-        """`[batch, tokens, ...]` with zeros after the last token, so that every chip has whole rows of registers, of
-        each of so many equal `parts`.
+        """Return `x` `[batch, tokens, ...]` with zeros after the last token: whole rows of registers on each chip.
 
-        Then what chips exchange joins without being moved.
+        This holds for each of `parts` equal parts, so that exchanged parts are joined without being moved.
         """
         chips = self.mesh.shape["sp"] * self.mesh.shape["tp"]
         padding = -x.shape[1] % (parts * chips * ROWS[self.policy.scores]) if chips * parts > 1 else 0
@@ -65,39 +63,46 @@ class TokenLayout:
         return jnp.pad(x, widths) if padding else x
 
     def placed(self, x: Float[Array, "rows tokens *_"]) -> Float[Array, "rows padded *_"]:
-        """All latent tokens as they lie between the blocks, of every row or one for all: in their order, padded."""
+        """Return latent tokens as they are between the blocks: in tile order, padded and sharded.
+
+        One row applies to all.
+        """
         x = x if self.tiles is None else x[:, self.tiles.token_of]
         rows = "dp" if len(x) > 1 else None
         return self.constrain(self.pad_tokens(x), rows, "sp", *[None] * (x.ndim - 2))
 
     def unpadded(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
-        """What is left of `placed` tokens without their padding; in tiles they stay."""
+        """Return `placed` tokens without their padding; tokens in tiles are unchanged."""
         return x[:, : self.num_tokens] if self.tiles is None else x
 
     def untiled(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
-        """Tokens out of their tiles, if they are in any. Each chip gathers all, so they are to have few lanes."""
+        """Return tokens out of tile order.
+
+        Each chip gathers all, so they should have few lanes. Without tiles, unchanged.
+        """
         return x if self.tiles is None else x[:, self.tiles.row_of]
 
     def spread_tokens(
         self, hidden: Float[Array, "batch tokens dim"], placement: Placement = "sharded"
     ) -> Float[Array, "batch padded dim"]:
+        """Return `hidden`, padded and sharded by tokens over `tp` too. placement: on `sp`."""
         return self.constrain(self.pad_tokens(hidden), *self._tokens(placement, spread=True))
 
     def halves(self, x: Array) -> list[Array]:
-        """`[batch, tokens, ...]` in two parts of equal length."""
+        """Return `x` `[batch, tokens, ...]`, padded, in two parts of equal length."""
         return jnp.split(self.pad_tokens(x, 2), 2, axis=1)
 
     def lengths_of_halves(self, half: int) -> list[int]:
-        """How many tokens of each of the `halves`, which have `half` tokens, are no padding."""
+        """Return how many tokens of each of the `halves`, which have `half` tokens, are not padding."""
         return [min(self.num_tokens, half), max(self.num_tokens - half, 0)]
 
     def _tokens(self, placement: Placement, *, spread: bool = False) -> P:
-        """Of `[batch, tokens, dim]`, where every chip of `tp` has all of its `sp`'s tokens, or they are spread."""
+        """Return the spec of `[batch, tokens, dim]`. spread: sharded over `tp` too; else replicated there."""
         axes = ("sp",) if placement == "sharded" else ()
         return P("dp", (*axes, "tp") if spread else axes or None, None)
 
     def _nearby(self) -> Nearby | None:
-        """What of the video the tokens of the layer that is being traced attend to; None: all of it."""
+        """Return the attention mask of the layer that is being traced; None without tiles."""
         if self.tiles is None:
             return None
         assert self.is_sparse is not None
@@ -112,7 +117,10 @@ class TokenLayout:
         *,
         prologue: Prologue = NO_PROLOGUE,
     ) -> Array:
-        """Padded tokens attending to each other, of each row to its first `length`, by default to all."""
+        """Return the attention of padded tokens to each other, of the shape of `q`, `k` and `v` `[batch, tokens, ...]`.
+
+        length: valid tokens of each row; None: all. prologue: preparation of queries and keys.
+        """
         assert self.tiles is None or length is None
         real = self.num_tokens if length is None else length
         return attention(
@@ -129,7 +137,11 @@ class TokenLayout:
         *,
         prologue: Prologue = NO_PROLOGUE,
     ) -> Array:
-        """Latent tokens attending to a replicated text, to all of it by default."""
+        """Return the attention of latent tokens to a replicated text, `[batch, tokens, heads, head_dim]` like `q`.
+
+        k, v: of the text. text_length: valid tokens of each row of it; None: all. prologue: preparation of queries and
+          keys.
+        """
         return attention(
             q, k, v, kv_length=text_length, mesh=self.mesh, keys="replicated", prologue=prologue, policy=self.policy
         )
@@ -142,7 +154,11 @@ class TokenLayout:
         *,
         prologues: tuple[Prologue, Prologue] = (NO_PROLOGUE, NO_PROLOGUE),
     ) -> tuple[Array, Array]:
-        """Query, key and value of padded latent tokens and of a text: every token attends to all real ones of both."""
+        """Return the attention of padded latent tokens and of a text, each to all valid tokens of both.
+
+        latent, text: query, key and value, `[batch, tokens, heads, head_dim]` each.
+        text_length: valid tokens of each row of the text; None: all. prologues: of latents and text.
+        """
         length = text[0].shape[1] if text_length is None else text_length
         out, text_out = joint_attention(
             latent, text, lengths=(self.num_tokens, length), placements=("sharded", "replicated"), mesh=self.mesh,
@@ -156,8 +172,10 @@ class TokenLayout:
         lengths: Sequence[int | Int[Array, " batch"]],
         prologues: Sequence[Prologue],
     ) -> tuple[Array, ...]:
-        """Of two sequences of padded tokens, and of a text where one follows, the first `lengths` of each: every token
-        attends to all of these.
+        """Return the attention of two padded sequences, and of a text if one follows, each to all valid tokens.
+
+        streams: query, key and value of each, `[batch, tokens, heads, head_dim]`.
+        lengths: valid tokens of each, in all rows or per row. prologues: of each.
         """
         placements: tuple[Placement, ...] = "sharded", "sharded", "replicated"
         return joint_attention(
@@ -177,15 +195,17 @@ class TokenLayout:
         placement: Placement = "sharded",
         spread: bool = False,
     ) -> tuple[Array, Array | RoundedTokens]:
-        """`hidden + gate * update`, and its layer norm `* scale + shift`: see `residual_norm`. Vectors `[..., dim]`, of
-        every row or of all; tokens are sharded on `sp` or replicated. Of spread tokens the norm is gathered, rounded
-        before if it `rounds`.
+        """Return `hidden + gate * update`, and its layer norm `* scale + shift`, `[batch, tokens, dim]` each.
 
-        A vector may be a pair, `[rows, 2, 1, dim]`: the first latent frame's tokens have the first.
+        hidden, update: `[batch, tokens, dim]`; update None: the sum is `hidden`.
+        gate, scale, shift: `[..., dim]` for every row or for all, or a pair `[rows, 2, 1, dim]`, whose first vector is
+          for the first latent frame's tokens; gate None: 1.
+        eps: of the norm. placement: of tokens on `sp`.
+        spread: whether tokens are spread; the norm is then gathered, and quantized before if `rounds`.
         """
         platform = self.mesh.devices.flat[0].platform
-        how: Any = {"kernel": self.policy.takes_kernel(platform), "interpret": platform != "tpu"}
-        run = functools.partial(residual_norm.residual_norm, eps=eps, **how)
+        options: Any = {"kernel": self.policy.takes_kernel(platform), "interpret": platform != "tpu"}
+        run = functools.partial(residual_norm.residual_norm, eps=eps, **options)
         gate, scale, shift = jax.tree.map(
             lambda v: v.reshape(-1, *[2] * (v.ndim == 4), v.shape[-1]), (gate, scale, shift)
         )
@@ -198,21 +218,21 @@ class TokenLayout:
             jax.tree.map(lambda v: P("dp" if len(v) > 1 else None, *[None] * (v.ndim - 1)), args[1]),
         )
 
-        def gathered(normed: Array) -> Array | RoundedTokens:
+        def gather(normed: Array) -> Array | RoundedTokens:
             if not self.rounds:
                 return _each_row(jax.lax.all_gather, normed)
             block = block_of(normed.shape[2], chips=self.mesh.shape["tp"])
-            rounded = round_tokens(normed, block=block, **how)
+            rounded = round_tokens(normed, block=block, **options)
             return jax.tree.map(functools.partial(_each_row, jax.lax.all_gather), rounded)
 
-        def fused(arrays: tuple, vectors: tuple) -> tuple[Array, Array | RoundedTokens]:
+        def fuse(arrays: tuple, vectors: tuple) -> tuple[Array, Array | RoundedTokens]:
             start = jax.lax.axis_index("sp") * arrays[0].shape[1] if has_pairs else 0
             leading = {"num_leading": self.frame_tokens - start} if has_pairs else {}
             hidden, normed = run(*arrays, *vectors, **leading)
-            return hidden, gathered(normed) if spread else normed
+            return hidden, gather(normed) if spread else normed
 
         out_specs = tokens, self._tokens(placement)
-        mapped = jax.shard_map(fused, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        mapped = jax.shard_map(fuse, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return mapped(*args)
 
     def int8_products(
@@ -226,8 +246,12 @@ class TokenLayout:
         layer: Int[Array, ""] | None = None,
         onto: Residual | None = None,
     ) -> list[Array]:
-        """The lanes of all `parts` times each of `weights`: see `linear_int8`. `split` is what of the weights lies over
-        `tp`: their results, which then do too, or what they sum over; then of each chip its sums, as `partial_sums`.
+        """Return the lanes of all `parts` times each of `weights`, `[batch, tokens, outs]`: see `linear_int8`.
+
+        parts: `[batch, tokens, lanes]` each. placement: of tokens on `sp`. activation, turned, layer, onto: see
+          `linear_int8`.
+        split: dimension of the weights that is split over `tp`. "outs": results are split, too. "ins": partial sums,
+          `[tp, batch, tokens, outs]`, see `partial_sums`. None: not split.
         """
         platform = self.mesh.devices.flat[0].platform
         run = functools.partial(
@@ -235,16 +259,16 @@ class TokenLayout:
             activation=activation, turned=turned, kernel=self.policy.takes_kernel(platform),
             interpret=platform != "tpu",
         )  # fmt: skip
-        tokens, outs, ins = self._tokens(placement), *("tp" if split == each else None for each in ("outs", "ins"))
+        tokens, outs, ins = self._tokens(placement), *("tp" if split == dim else None for dim in ("outs", "ins"))
         matrix = P(*[None] * (layer is not None), *((ins, outs) if turned else (outs, ins)))
-        specs = [Rounded(matrix, P(outs), None if each.bias is None else P(outs)) for each in weights]
+        specs = [Rounded(matrix, P(outs), None if weight.bias is None else P(outs)) for weight in weights]
         results = P(*tokens[:2], outs) if ins is None else P("tp", *tokens)
 
         def products(
             weights: Sequence[Rounded], parts: Sequence[Any], layer: Array | None, onto: Residual | None
         ) -> list[Array]:
-            found = run(parts, weights, layer=layer, onto=onto)
-            return found if ins is None else [each[None] for each in found]
+            results = run(parts, weights, layer=layer, onto=onto)
+            return results if ins is None else [result[None] for result in results]
 
         assert onto is None or split is None
         added = None if onto is None else Residual(tokens, P("dp" if len(onto.gate) > 1 else None, None))
@@ -258,8 +282,9 @@ class TokenLayout:
         *parts: Float[Array, "batch tokens _"],
         placement: Placement = "sharded",
     ) -> Float[Array, "tp batch tokens dim"]:
-        """The lanes of all `parts` times `weight`, not yet summed over the chips of `tp`: each multiplies its own
-        lanes, side by side, by its rows.
+        """Return the concatenated lanes of all `parts` times `weight`, not summed over `tp`: one addend per chip.
+
+        Each chip multiplies its own lanes by its rows of the weight. placement: of tokens on `sp`.
         """
         tokens = self._tokens(placement)
 
@@ -271,46 +296,47 @@ class TokenLayout:
         return mapped(weight, parts)
 
     def no_sums(self, hidden: Float[Array, "batch tokens dim"]) -> Float[Array, "tp batch tokens dim"]:
-        """Partial sums of nothing, for tokens like `hidden`."""
+        """Return zero partial sums for tokens like `hidden`."""
         zeros = jnp.zeros((self.mesh.shape["tp"], *hidden.shape), hidden.dtype)
         return self.constrain(zeros, "tp", *self._tokens("sharded"))
 
     def scatter(
         self, sums: Float[Array, "tp batch tokens dim"], placement: Placement = "sharded"
     ) -> Float[Array, "batch tokens dim"]:
-        """`partial_sums`, summed over chips and spread."""
+        """Return `partial_sums` summed over chips and spread. placement: of tokens on `sp`."""
 
-        def scattered(sums: Array) -> Array:
+        def reduce(sums: Array) -> Array:
             return _each_row(jax.lax.psum_scatter, sums[0])
 
         specs, out_specs = P("tp", *self._tokens(placement)), self._tokens(placement, spread=True)
-        return jax.shard_map(scattered, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(sums)
+        return jax.shard_map(reduce, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(sums)
 
     def merge_groups(self, name: str, stack: Num[Array, "layers groups size ..."]) -> Num[Array, "layers rows ..."]:
-        """A stack whose `size` is on `tp`, each chip's pieces of all groups together: another view, not a copy."""
+        """Return a stack whose `size` is on `tp` with each chip's pieces of all groups together: a view, not a copy."""
         layers, groups, size, *inner = self.layouts[name].at_rest or (None,) * stack.ndim
 
-        def merged(stack: Array) -> Array:
+        def merge(stack: Array) -> Array:
             return stack.reshape(len(stack), -1, *stack.shape[3:])
 
         specs, out_specs = P(layers, groups, size, *inner), P(layers, size, *inner)
-        return jax.shard_map(merged, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(stack)
+        return jax.shard_map(merge, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(stack)
 
     def use_in_block(self, path: str, weights: dict[str, Array]) -> dict[str, Array]:
-        """One layer's weights, gathered where they are only split at rest."""
+        """Return one layer's weights `[...]`, by name, gathered if they are only split at rest. path: of the blocks."""
         prefix = f"{path}.{LAYER}."
         # The last dimensions: groups may have been merged.
         return {name: self.constrain(x, *self.layouts[prefix + name].in_use[-x.ndim :]) for name, x in weights.items()}
 
     def stays_whole(self, path: str, name: str, stack: Array) -> bool:
-        """Whether a kernel takes a layer's weight out of its stack: one in int8 that is not gathered for use, of which
-        a slice would be a copy.
+        """Return whether a kernel reads a layer from its stack `[layers, ...]`: int8 that is not gathered for use.
+
+        A slice of the stack would be a copy. path: of the blocks. name: of the weight in a block.
         """
         layout = self.layouts[f"{path}.{LAYER}.{name}"]
         return stack.dtype == jnp.int8 and layout.at_rest == layout.in_use
 
     def use_outside_blocks(self, weights: Mapping[str, Array]) -> dict[str, Array]:
-        """All weights, those outside scanned blocks gathered for use."""
+        """Return all weights `[...]`, by name; those outside scanned blocks are gathered for use."""
         return {
             name: x if f".{LAYER}." in name else self.constrain(x, *self.layouts[name].in_use)
             for name, x in weights.items()
@@ -318,6 +344,6 @@ class TokenLayout:
 
 
 def _each_row(collective: Callable[..., Array], x: Num[Array, "batch tokens dim"]) -> Array:
-    """An all-gather or a reduce-scatter of tokens over `tp`: row by row, for in front of them a batch is transposed."""
-    how = {"scatter_dimension": 0} if collective is jax.lax.psum_scatter else {"axis": 0}
-    return jnp.stack([collective(row, "tp", tiled=True, **how) for row in x])
+    """Return an all-gather or reduce-scatter of `x` over `tp`, row by row: XLA would transpose a batch."""
+    options = {"scatter_dimension": 0} if collective is jax.lax.psum_scatter else {"axis": 0}
+    return jnp.stack([collective(row, "tp", tiled=True, **options) for row in x])
