@@ -193,7 +193,7 @@ def test_where_blocks_cannot_be_left_out_int8_is_taken_and_the_log_says_why(capl
     small = {"width": 320, "height": 192, "num_frames": 17}
     assert why_not(caplog, SPEC, MeshShape(), **small) == "a video of 1200 tokens would be no faster."
     large = {"width": 1920, "height": 1920, "num_frames": 241}
-    assert why_not(caplog, SPEC, MeshShape(), **large) == "872 tiles are more than the 160 whose lists a chip holds."
+    assert why_not(caplog, SPEC, MeshShape(), **large) == "872 tiles are more than the 160 whose lists fit on a chip."
 
 
 @pytest.mark.parametrize(("kind", "fit"), [("TPU v6 lite", True), ("TPU v5 lite", True), ("TPU v4", False)])
