@@ -125,7 +125,7 @@ def test_a_kernel_that_is_refused_takes_smaller_tiles_then_xla_its_place(breaks:
     assert [rungs for rungs, _ in steps] == [Rungs(), small, off]
     said = [sentence for sentence in host.said if "attention" in sentence]
     assert said == runner.ladder.sentences and len(said) == 2
-    assert "smaller tiles" in said[0] and "by XLA" in said[1]
+    assert "smaller tiles" in said[0] and "uses XLA" in said[1]
     assert recorded().fallbacks.kernels == off
 
 
@@ -165,7 +165,7 @@ def test_nonsense_is_tried_once_more_without_overlap(breaks: Breaks, exact: torc
     if is_cured:
         assert is_exact(generate(runner, host), exact)
         (sentence,) = runner.ladder.sentences
-        assert "beside computation" in sentence
+        assert "overlapped transfers" in sentence
         assert set(recorded().fallbacks.left(OPTIONS)) == {VMEM}
     else:
         with pytest.raises(NotFinite, match="step 1 of 2"):

@@ -1,3 +1,5 @@
-"""What this machine does without: kernels and compiler options that it refused, that halted its chips, or that its
-owner switched off. Programs are built by it and keyed by it. May import `kernels`, the cache and the runtime's leaves.
+"""This machine: its chips, and the kernels and compiler options that it cannot use.
+
+Those were refused, halted a chip or were switched off by the owner; programs are built and keyed accordingly. May
+import `kernels`, the cache and the runtime's leaves.
 """

@@ -1,7 +1,7 @@
-"""The chips of this machine as its bus shows them, and who holds them. Starts nothing.
+"""The chips of this machine as its PCI bus shows them, and the processes that hold them. Starts no device.
 
-`tpu-info` knows which of Google's devices is which TPU. They are counted here: its `get_local_chips` counts PCI
-functions, of which a TPU7x has two a chip, and raises where a device cannot be read.
+`tpu-info` maps PCI ids to TPU generations. Chips are counted here, because its `get_local_chips` counts PCI functions,
+of which a TPU7x has two per chip, and raises if a device cannot be read.
 """
 
 import collections
@@ -21,16 +21,16 @@ _FILE = re.compile(r"/dev/(accel|vfio/)\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Chips:
-    """What is plugged in; `kind` is "v6e". JAX has a device for every core where a chip has two that are not joined."""
+    """The chips that are plugged in. JAX has one device per core where a chip has two separate cores."""
 
-    kind: str
+    kind: str  # such as "v6e"
     num_chips: int
-    devices_per_chip: int
+    devices_per_chip: int  # JAX devices
     hbm_bytes_per_chip: int
 
     @property
     def num_devices(self) -> int:
-        """What `jax.devices()` will count."""
+        """Return the number of devices that `jax.devices()` will have."""
         return self.num_chips * self.devices_per_chip
 
     def __str__(self) -> str:
@@ -39,41 +39,43 @@ class Chips:
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process that has a chip's device file open. `program` is its name, without arguments, which may be secrets."""
+    """A process that has a chip's device file open."""
 
     pid: int
-    program: str
+    program: str  # its name, without arguments, which may be secrets
 
 
 def chips(root: Path = ROOT) -> Chips | None:
-    """The machine's chips, None without any. Raises ImportError without tpu-info."""
+    """Return the machine's chips, or None without any. Raises ImportError without tpu-info."""
     from tpu_info.device import GOOGLE_PCI_VENDOR_ID, TpuChip
 
     slots: dict[TpuChip, set[str]] = collections.defaultdict(set)
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         vendor, model, board = (_text(device / name) for name in ("vendor", "device", "subsystem_device"))
-        if vendor == GOOGLE_PCI_VENDOR_ID and (kind := TpuChip.from_pci_device_id(model, board)):
-            slots[kind].add(device.name.rpartition(".")[0])
+        if vendor == GOOGLE_PCI_VENDOR_ID and (most_common := TpuChip.from_pci_device_id(model, board)):
+            slots[most_common].add(device.name.rpartition(".")[0])
     if not slots:
         return None
-    kind = max(slots, key=lambda each: len(slots[each]))
-    info = kind.value
+    most_common = max(slots, key=lambda chip: len(slots[chip]))
+    info = most_common.value
     return Chips(
         kind=info.name if info.name.startswith("v") else f"TPU{info.name}",
-        num_chips=len(slots[kind]),
+        num_chips=len(slots[most_common]),
         devices_per_chip=info.devices_per_chip,
         hbm_bytes_per_chip=info.hbm_gib * GIB,
     )
 
 
 def device_files(root: Path = ROOT) -> list[Path]:
-    """What libtpu opens: one file a chip, made by the driver."""
+    """Return the files that libtpu opens: one per chip, created by the driver."""
     return [path for pattern in _FILES for path in sorted(root.glob(pattern))]
 
 
 def expect_no_tpu(root: Path = ROOT) -> None:
-    """Without a TPU JAX is told so before it is imported, for libtpu would search a cloud for one, and complain at
-    length. What the user has set stays; a GPU that JAX has a plugin for may be another pack's.
+    """Configure JAX for a machine without a TPU, before JAX is imported; does nothing with a TPU.
+
+    libtpu would otherwise search a cloud for a TPU, and log long warnings. Variables that the user has set stay. A GPU
+    for which JAX has a plugin may be used by another node pack.
     """
     try:
         has_tpu = bool(device_files(root) or chips(root))  # a container may see chips without their files
@@ -86,13 +88,13 @@ def expect_no_tpu(root: Path = ROOT) -> None:
 
 
 def holders(root: Path = ROOT) -> list[Holder]:
-    """The processes that hold chips, this one among them, as far as this user may see their open files."""
+    """Return the processes that hold chips, this one included, as far as this user may see their open files."""
     pids = {pid for pid, target in open_files(root) if _FILE.fullmatch(target)}
     return [Holder(pid=pid, program=program(pid, root)) for pid in sorted(pids)]
 
 
 def open_files(root: Path = ROOT) -> Iterator[tuple[int, str]]:
-    """Process and target of every open file that this user may see; sockets are `socket:[inode]`."""
+    """Yield process id and target of every open file that this user may see; sockets are `socket:[inode]`."""
     for folder in (root / "proc").glob("[0-9]*/fd"):
         try:
             links = list(folder.iterdir())
@@ -106,7 +108,7 @@ def open_files(root: Path = ROOT) -> Iterator[tuple[int, str]]:
 
 
 def program(pid: int, root: Path = ROOT) -> str:
-    """Name of a process and of its script, such as "python3 main.py"; no other argument."""
+    """Return the name of a process and of its script, such as "python3 main.py", without further arguments."""
     words = [word for word in _text(root / f"proc/{pid}/cmdline").split("\0") if word]
     names = [Path(word).name for word in words[:1]]
     if script := next((word for word in words[1:2] if not word.startswith("-")), ""):
@@ -117,7 +119,7 @@ def program(pid: int, root: Path = ROOT) -> str:
 
 
 def _text(path: Path) -> str:
-    """A small file of the kernel's; nothing where it cannot be read."""
+    """Return the content of a small kernel file; "" if it cannot be read."""
     try:
         return path.read_text("utf-8", "replace").strip()
     except OSError:

@@ -39,7 +39,7 @@ class DevicesBusy(RuntimeError):
 
 
 def is_busy(error_text: str) -> bool:
-    """Return whether an error of libtpu or JAX says that another process holds the chips."""
+    """Return whether an error of libtpu or JAX means that another process holds the chips."""
     return bool(_BUSY.search(error_text))
 
 

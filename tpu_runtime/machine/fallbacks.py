@@ -1,7 +1,7 @@
-"""What programs do without, and the next rung down after a failure.
+"""Fallbacks of programs, and the next one after a failure.
 
-A compiler option that the runtime refuses is left out. A kernel that does not compile takes smaller tiles, then XLA
-computes in its place. A kernel that halted a chip is left to XLA at once. The results stay exact, only slower.
+A compiler option that the runtime rejects is omitted. A kernel that does not compile gets smaller tiles, then XLA
+replaces it. A kernel that halted a chip is replaced by XLA at once. Results stay exact, only slower.
 """
 
 import os
@@ -17,20 +17,20 @@ from ...kernels.choice import Rungs
 
 KERNELS_VARIABLE = "COMFYUI_TPU_KERNELS"
 OPTIONS_VARIABLE = "COMFYUI_TPU_OPTIONS"
-# Switches of compiler options, each with how the names of its options begin.
+# Switches of compiler options, each with the prefixes of its options' names.
 OPTIONS = {
     "sparsecore": ("xla_tpu_enable_sparse_core", "xla_tpu_sparse_core"),
     "async": ("xla_tpu_enable_async",),
     "vmem": ("xla_tpu_scoped_vmem",),
 }
-# Those that let transfers between chips run beside computation.
+# The switches of options that overlap transfers between chips with computation.
 OVERLAP = ("sparsecore", "async")
 
-# jax 0.10.2 and libtpu 0.0.42.1 say these.
+# Messages of jax 0.10.2 and libtpu 0.0.42.1.
 _NO_OPTION = re.compile(r"No such compile option: '(\w+)'|into flag (\w+):")
 _NO_KERNEL = re.compile(r"Mosaic failed to compile TPU kernel")
 _VMEM = re.compile(r"memory space vmem|space=vmem")
-# What libtpu says of a core that stopped, as quoted in public reports.
+# libtpu's messages about a halted core, as quoted in public reports.
 _HALT = re.compile(r"halted unexpectedly|core halt|program continuator has halted|BoundsCheck", re.IGNORECASE)
 _NAMES = "|".join((*names.KERNELS, *names.PARTS))
 # An instruction `%name` or `name.3`, or a call of a kernel, as XLA and as JAX write it.
@@ -41,10 +41,10 @@ Kind = Literal["option", "kernel", "halt"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fallbacks:
-    """What a machine does without: see `Rungs` for `kernels`; `options` begin the names of compiler options."""
+    """Kernels and compiler options that a machine does without."""
 
     kernels: Rungs = field(default_factory=Rungs)
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # prefixes of the names of compiler options
 
     def __or__(self, other: "Fallbacks") -> "Fallbacks":
         off = _sorted(self.kernels.off, other.kernels.off)
@@ -55,25 +55,28 @@ class Fallbacks:
         return self != Fallbacks()
 
     def left(self, options: Mapping[str, str]) -> dict[str, str]:
-        """The compiler options that are still given."""
+        """Return the compiler options that remain."""
         return {name: value for name, value in options.items() if not name.startswith(self.options)}
 
 
 class Unsupported(RuntimeError):
-    """The machine did not take a part of a program: `names` are compiler options, or kernels."""
+    """A part of a program failed on this machine.
+
+    kind: of the failure. program: its name. names: compiler options, or kernels. reason: first line of the error.
+    """
 
     def __init__(self, kind: Kind, program: str, names: tuple[str, ...], reason: str) -> None:
         self.kind, self.program, self.names, self.reason = kind, program, names, reason
         what = {"option": "compiler options", "kernel": "kernels", "halt": "kernels"}[kind]
-        super().__init__(f"{program}: this machine does not take the {what} {', '.join(names)} ({reason}).")
+        super().__init__(f"{program}: {what} not supported on this machine: {', '.join(names)} ({reason}).")
 
 
 class Halted(RuntimeError):
-    """A core of a chip stopped: this process cannot use the chips any more. A sentence for the user."""
+    """A core of a chip halted: this process cannot use the chips any more. The message is a sentence for the user."""
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Fallbacks:
-    """What the owner switched off. Raises `ValueError` for a name that is none of a kernel's, or of options'."""
+    """Return the fallbacks that the owner switched on. Raises ValueError for an unknown kernel or option."""
     environ = os.environ if environ is None else environ
     kernels = [names.SWITCHES[word] for word in _switched_off(environ, KERNELS_VARIABLE, names.SWITCHES)]
     options = prefixes(_switched_off(environ, OPTIONS_VARIABLE, OPTIONS))
@@ -81,40 +84,44 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Fallbacks:
 
 
 def prefixes(switches: Iterable[str]) -> tuple[str, ...]:
-    """How the names of these switches' compiler options begin."""
+    """Return the prefixes of these switches' compiler options."""
     return _sorted(*(OPTIONS[switch] for switch in switches))
 
 
 def _switched_off(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> list[str]:
-    given = [word.strip() for word in environ.get(variable, "").split(",") if word.strip()]
-    for word in given:
+    words = [word.strip() for word in environ.get(variable, "").split(",") if word.strip()]
+    for word in words:
         if word[0] != "-" or word[1:] not in known:
             allowed = ", ".join(f"-{name}" for name in known)
             raise ValueError(f"{variable}: {word[:80]!r} must be one of {allowed}; separate several with commas.")
-    return [word[1:] for word in given]
+    return [word[1:] for word in words]
 
 
 def explained(error: BaseException, program: str, options: Iterable[str] = ()) -> Unsupported | None:
-    """What the compiler refused of `program`, compiled with these `options`, where there is a rung below; None for any
-    other error.
+    """Return the part of `program` that the compiler rejected if there is a fallback for it, or None for other errors.
+
+    error: raised by the compiler. options: names of the compiler options used.
     """
     text = str(error)
-    if found := _NO_OPTION.search(text):
-        return Unsupported("option", program, (found[1] or found[2],), _first_line(text))
+    if match := _NO_OPTION.search(text):
+        return Unsupported("option", program, (match[1] or match[2],), _first_line(text))
     kernels = named(text) or _of_file(error)
     if _NO_KERNEL.search(text) or (kernels and _is_lowering(error)):
         return Unsupported("kernel", program, kernels or names.KERNELS, _first_line(text))
     if _VMEM.search(text):
         if kernels:
             return Unsupported("kernel", program, kernels, _first_line(text))
-        # XLA's own operations have what the option gives them.
+        # The VMEM of XLA's own operations is set by the option.
         if any(name.startswith(OPTIONS["vmem"]) for name in options):
             return Unsupported("option", program, OPTIONS["vmem"], _first_line(text))
     return None
 
 
 def halted(error: BaseException, program: str, running: Iterable[str]) -> Unsupported | None:
-    """The halt of a core that an error tells of. Its kernels: those named, else those that the program consists of."""
+    """Return the halt of a core that an error reports, or None.
+
+    error: raised by the runtime. program: its name. running: the program's kernels, used if the error names no kernel.
+    """
     text = str(error)
     if not _HALT.search(text):
         return None
@@ -122,48 +129,49 @@ def halted(error: BaseException, program: str, running: Iterable[str]) -> Unsupp
 
 
 def named(text: str) -> tuple[str, ...]:
-    """The kernels in an error's or a compiled program's text."""
-    found: list[str] = [name for match in _KERNEL.findall(text) for name in match if name]
-    return _sorted(names.PARTS.get(name, name) for name in found)
+    """Return the kernels named in the text of an error or of a compiled program."""
+    matches: list[str] = [name for match in _KERNEL.findall(text) for name in match if name]
+    return _sorted(names.PARTS.get(name, name) for name in matches)
 
 
 def _of_file(error: BaseException) -> tuple[str, ...]:
-    """The kernel in whose file an error arose: JAX ends the error's traceback there, or its cause's."""
+    """Return the kernel in whose file an error, or its cause, was raised, from the traceback's innermost frames."""
     causes = (error, error.__cause__)
-    for frame in (frame for one in causes if one for frame in reversed(traceback.extract_tb(one.__traceback__))):
+    for frame in (frame for cause in causes if cause for frame in reversed(traceback.extract_tb(cause.__traceback__))):
         path = PurePath(frame.filename)
         if path.parent.name == "kernels":
-            # `attention_body.py` is the attention's, and `attention_int8.py` that of the longer name.
-            found = [word for word in names.SWITCHES if f"{path.stem}_".startswith(f"{word}_")]
-            return (names.SWITCHES[max(found, key=len)],) if found else ()
+            # `attention_body.py` belongs to attention, `attention_int8.py` to the kernel with the longer name.
+            words = [word for word in names.SWITCHES if f"{path.stem}_".startswith(f"{word}_")]
+            return (names.SWITCHES[max(words, key=len)],) if words else ()
     return ()
 
 
 def _is_lowering(error: BaseException) -> bool:
-    """Whether JAX refused to translate a kernel; any other error in a kernel's file is a fault of its code."""
+    """Return whether JAX could not lower a kernel; any other error in a kernel's file is a bug in its code."""
     innermost = traceback.extract_tb(error.__traceback__)[-1:]
     return any("/jax/_src/pallas/mosaic/" in frame.filename for frame in innermost)
 
 
 def below(fallbacks: Fallbacks, failure: Unsupported) -> tuple[Fallbacks, str] | None:
-    """What the next rung leaves out beside `fallbacks`, and a sentence that says what runs in its place; None where
-    there is none.
+    """Return the next fallback after a failure and a sentence for the user, or None after the last one.
+
+    fallbacks: those in use already. failure: of a program.
     """
     small = tuple(name for name in failure.names if name not in fallbacks.kernels.small)
     if failure.kind == "option":
         more = Fallbacks(options=_sorted(failure.names))
-        how = "is compiled without, and may be slower"
+        how = "is compiled without it, and may be slower"
     elif failure.kind == "kernel" and small:
         more = Fallbacks(kernels=Rungs(small=_sorted(small)))
-        how = "takes smaller tiles"
+        how = "uses smaller tiles"
     else:
         more = Fallbacks(kernels=Rungs(off=_sorted(failure.names)))
-        how = "is computed by XLA in its place, more slowly"
+        how = "uses XLA instead, more slowly"
     if fallbacks | more == fallbacks:
         return None
-    verb = {"option": "does not know", "kernel": "does not compile", "halt": "was halted by"}[failure.kind]
+    problem = {"option": "is unknown", "kernel": "does not compile", "halt": "halted the chips"}[failure.kind]
     what = ", ".join(failure.names)
-    return more, f"This machine {verb} {what} ({failure.reason}): {failure.program} {how}."
+    return more, f"On this machine {what} {problem} ({failure.reason}): {failure.program} {how}."
 
 
 def _sorted(*groups: Iterable[str]) -> tuple[str, ...]:
@@ -176,5 +184,5 @@ def _first_line(text: str) -> str:
     return line if len(line) <= 200 else f"{line[:200]}…"
 
 
-# Without transfers beside computation.
+# Without overlapped transfers.
 WITHOUT_OVERLAP = Fallbacks(options=prefixes(OVERLAP))

@@ -1,4 +1,4 @@
-"""An engine's place on the ladder: a failure that another form of a program avoids is a step down, which is said."""
+"""An engine's fallbacks: a failed program is compiled again without the part that failed, and this is reported."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +10,10 @@ from .record import MachineRecord
 
 
 class Ladder:
-    """What programs do without on these devices: what the environment switches off, and what was found out before or by
-    this process. `sentences` say why.
+    """The kernels and options that programs avoid on these devices.
+
+    They are switched off in the environment, or were found to fail by this process or an earlier one. `sentences`
+    explain why.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -22,60 +24,67 @@ class Ladder:
 
     @property
     def fallbacks(self) -> Fallbacks:
-        found = self._switched_off | self._record.fallbacks
-        return found | WITHOUT_OVERLAP if self._is_trial else found
+        """Return all current fallbacks, those on trial included."""
+        known = self._switched_off | self._record.fallbacks
+        return known | WITHOUT_OVERLAP if self._is_trial else known
 
     @property
     def record(self) -> MachineRecord:
-        """What was found out."""
+        """Return the failures that were found so far."""
         return self._record
 
     @property
     def sentences(self) -> list[str]:
+        """Return the reasons of all fallbacks, as sentences for the user."""
         off = self._switched_off
         switched = [f"Switched off: {', '.join((*off.kernels.off, *off.options))}."] if off else []
         return [*switched, *self._record.sentences]
 
     def down(self, failure: Unsupported) -> str | None:
-        """Steps down; the sentence that says so. None where no rung is left, so that the failure is the user's."""
-        found = fallbacks.below(self.fallbacks, failure)
-        if found is None:
+        """Apply the next fallback for a failure, and return its sentence; None after the last one.
+
+        The caller then reports the failure to the user.
+        """
+        step = fallbacks.below(self.fallbacks, failure)
+        if step is None:
             return None
-        self._found_out(*found)
-        return found[1]
+        self._found_out(*step)
+        return step[1]
 
     def halted(self, halt: Unsupported) -> Halted:
-        """Records that a program halted the chips, for the next process; the error to raise in this one."""
+        """Record for the next process that a program halted the chips. Returns the error to raise in this process."""
         sentence = f"{halt.program} halted the chips ({halt.reason})."
         if halt.names:
-            sentence += f" From the next start on XLA computes in place of {', '.join(halt.names)}, more slowly."
+            sentence += f" From the next start on XLA replaces {', '.join(halt.names)}, more slowly."
         self._found_out(Fallbacks(kernels=Rungs(off=halt.names)), sentence)
         return Halted(
-            f"{sentence} This process cannot use the chips any more: restart it, unless it does so by itself."
+            f"{sentence} This process cannot use the chips any more: restart it, unless it restarts by itself."
         )
 
     def try_without_overlap(self, options: Mapping[str, str]) -> str | None:
-        """Leaves transfers beside computation out for one attempt, after values that were not finite with these
-        compiler options; the sentence that says so. None where that was tried, or where nothing overlaps.
+        """Disable overlapped transfers for one attempt, after values that were not finite. Returns a sentence.
+
+        options: the compiler options of the failed attempt. Returns None if that was tried already, or if nothing
+            overlaps.
         """
-        given = self.fallbacks.left(options)
-        if WITHOUT_OVERLAP.left(given) == given:
+        remaining = self.fallbacks.left(options)
+        if WITHOUT_OVERLAP.left(remaining) == remaining:
             return None
         self._is_trial = True
-        return "The values are not finite: once more without transfers beside computation."
+        return "The values are not finite: trying once more without overlapped transfers."
 
     def held(self) -> None:
-        """An attempt succeeded: what was left out for it stays out."""
+        """Commit the fallbacks of a successful attempt."""
         if self._is_trial:
             self._is_trial = False
             self._found_out(
                 WITHOUT_OVERLAP,
-                "With transfers beside computation values were not finite, without they are: programs are compiled "
-                "without, and are slower.",
+                "With overlapped transfers values were not finite, without them they are: programs are compiled "
+                "without overlapped transfers, and are slower.",
             )
 
     def gave_up(self) -> None:
-        """An attempt ended in an error, or was cancelled: what was left out for it alone is taken again."""
+        """Roll back the fallbacks that were on trial, after an attempt that failed or was cancelled."""
         self._is_trial = False
 
     def _found_out(self, more: Fallbacks, sentence: str) -> None:

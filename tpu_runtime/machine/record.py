@@ -1,6 +1,6 @@
-"""`machine.json` in the cache: what was found out about this machine, by its chips, libtpu and the pack's sources.
+"""`machine.json` in the cache: known failures and measurements of this machine, keyed by chips, libtpu and sources.
 
-Deleting it is safe: what fails is found out again. It holds names, numbers and sentences, no code, and can only make
+Deleting it is safe: failures are found out again. It holds names, numbers and sentences, no code, and can only make
 programs slower.
 """
 
@@ -22,52 +22,50 @@ log = logging.getLogger(__name__)
 
 NAME = "machine.json"
 MAX_BYTES = 2**20
-# Of the newest machines, and of each the newest sentences.
+# The newest machines that are kept, and the newest sentences of each.
 MAX_MACHINES, MAX_SENTENCES = 32, 32
-# Characters of a sentence, which is shown in terminals and in the page.
+# Characters of a sentence; it is shown in terminals and in the browser.
 MAX_SENTENCE = 1000
-# More than any self-test leaves free: with less room than that nothing would run.
+# More than any self-test reserves; with less memory nothing would run.
 MAX_RESERVE = 0.5
 
-# A hundred times what a start is thought to take.
+# A hundred times the expected start of a collective.
 MAX_TRANSFER_START_S = 1e-3
 
-# What a record may say of rates, in GB/s.
+# The transfer rates of a record, in GB/s.
 RATES = ("to_chips", "from_chips")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRecord:
-    """What a machine does without, and the sentences that say why, in the order in which it was found out.
+    """Known failures and measurements of a machine, in the order in which they were found out.
 
-    Measured by `selftest --first-run`, None before: `reserve_share` of a chip's memory that is left free, how many
-    `compilers_behind` a running stage do not slow it down, `transfer_start_s` seconds before a collective's first byte.
-    `keeps_programs`: compiled ones may be taken from the disk.
+    `selftest --first-run` measures `reserve_share`, `compilers_behind`, `transfer_start_s` and `rates`.
     """
 
     fallbacks: Fallbacks = Fallbacks()
-    sentences: tuple[str, ...] = ()
-    reserve_share: float | None = None
-    compilers_behind: int | None = None
-    transfer_start_s: float | None = None
-    keeps_programs: bool = True
-    rates: Mapping[str, float] = field(default_factory=dict)
+    sentences: tuple[str, ...] = ()  # explain the fallbacks
+    reserve_share: float | None = None  # share of a chip's memory to leave free; None: not measured
+    compilers_behind: int | None = None  # background compilations that do not slow a stage down; None: not measured
+    transfer_start_s: float | None = None  # seconds before a collective's first byte; None: not measured
+    keeps_programs: bool = True  # whether compiled programs may be loaded from the disk
+    rates: Mapping[str, float] = field(default_factory=dict)  # GB/s, by the names in `RATES`
 
     def __or__(self, other: "MachineRecord") -> "MachineRecord":
-        """Both; of numbers the other's, where it has them."""
-        reserve, behind, start = other.reserve_share, other.compilers_behind, other.transfer_start_s
+        """Merge two records. Numbers of `other` win where it has them."""
+        reserve, compilers, start = other.reserve_share, other.compilers_behind, other.transfer_start_s
         return MachineRecord(
             fallbacks=self.fallbacks | other.fallbacks,
-            sentences=(*(one for one in self.sentences if one not in other.sentences), *other.sentences),
+            sentences=(*(text for text in self.sentences if text not in other.sentences), *other.sentences),
             reserve_share=self.reserve_share if reserve is None else reserve,
-            compilers_behind=self.compilers_behind if behind is None else behind,
+            compilers_behind=self.compilers_behind if compilers is None else compilers,
             transfer_start_s=self.transfer_start_s if start is None else start,
             keeps_programs=self.keeps_programs and other.keeps_programs,
             rates={**self.rates, **other.rates},
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What `parsed` reads."""
+        """Return the record as `parsed` reads it."""
         kernels = self.fallbacks.kernels
         return {
             "kernels_off": list(kernels.off),
@@ -83,29 +81,30 @@ class MachineRecord:
 
 
 def path() -> Path:
+    """Return the path of the record of machines."""
     return cache_folder() / NAME
 
 
 def key_of(device_kind: str, num_devices: int) -> str:
-    """What a record depends on: chips, libtpu, and the code that computes results."""
-    from .. import versions  # needs `packaging`, which `doctor` may have to miss
+    """Return the key of a record: chips, libtpu's version, and a digest of the code that computes results."""
+    from .. import versions  # needs `packaging`, which may be missing when `doctor` runs
 
     libtpu = versions.of_results().get("libtpu", "none")
     return f"{num_devices} x {device_kind}, libtpu {libtpu}, sources {versions.source_digest()[:12]}"
 
 
 def read(key: str) -> MachineRecord:
-    """The record of a machine; an empty one where there is none. What is damaged is left aside, and the log says so."""
+    """Return the record of a machine, empty for an unknown one. Invalid parts are ignored and logged."""
     return parsed(_entries(path()).get(key))
 
 
 def everything(file: Path | None = None) -> dict[str, MachineRecord]:
-    """All records of a file, by default this process's, by key, the oldest first."""
+    """Return all records of a file, by default this process's, by key, the oldest first."""
     return {_printable(key): parsed(value) for key, value in _entries(file or path()).items()}
 
 
 def add(key: str, found: MachineRecord) -> MachineRecord:
-    """Adds to a machine's record; all that is known then, what other processes found out meanwhile too."""
+    """Merge `found` into a machine's record, and return the result, other processes' additions included."""
     with store.locked():  # another process may be adding too
         known = read(key) | found
         write(key, known)
@@ -113,7 +112,7 @@ def add(key: str, found: MachineRecord) -> MachineRecord:
 
 
 def write(key: str, record: MachineRecord) -> None:
-    """Puts a record in place of the one before. A folder that cannot be written costs the record, not the run."""
+    """Replace a machine's record. If the folder is read-only, a warning is logged and the run goes on."""
     try:
         with store.locked():
             entries = _entries(path())
@@ -123,46 +122,46 @@ def write(key: str, record: MachineRecord) -> None:
             path().parent.mkdir(parents=True, exist_ok=True)
             files.write_file(path(), f"{content}\n".encode(), mode=0o600)
     except OSError as error:
-        log.warning("%s was not written (%s): what was found out about this machine is found out again.", path(), error)
+        log.warning("%s was not written (%s): this machine's failures will be found out again.", path(), error)
 
 
 def _entries(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
-        found = files.parse_json(content) if len(content) <= MAX_BYTES else None
+        entries = files.parse_json(content) if len(content) <= MAX_BYTES else None
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         log.warning("%s cannot be read (%s); doing without.", file, error)
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         log.warning("%s is not a record of machines; doing without.", file)
         return {}
-    return found
+    return entries
 
 
-def parsed(value: Any) -> MachineRecord:
-    """A record from JSON, of anyone's: what is none of a record's is left aside."""
+def parsed(value: object) -> MachineRecord:
+    """Parse an untrusted record from JSON; unknown or invalid fields are ignored."""
     if not isinstance(value, Mapping):
         return MachineRecord()
     begins = tuple(begin for switch in OPTIONS.values() for begin in switch)
 
     def texts(name: str) -> list[str]:
-        given = value.get(name)
-        return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        items = value.get(name)
+        return [item for item in items if isinstance(item, str)] if isinstance(items, list) else []
 
     def kernels(name: str) -> tuple[str, ...]:
         return tuple(sorted(set(texts(name)) & set(names.KERNELS)))
 
-    options = {one for one in texts("options_off") if one.startswith(begins)}
+    options = {option for option in texts("options_off") if option.startswith(begins)}
     return MachineRecord(
         fallbacks=Fallbacks(
             kernels=Rungs(off=kernels("kernels_off"), small=kernels("kernels_small")), options=tuple(sorted(options))
         ),
-        sentences=tuple(_printable(one) for one in texts("sentences")[-MAX_SENTENCES:]),
+        sentences=tuple(_printable(text) for text in texts("sentences")[-MAX_SENTENCES:]),
         reserve_share=_number(value.get("reserve_share"), 0.0, MAX_RESERVE),
-        compilers_behind=None if (behind := _number(value.get("compilers_behind"), 0, 8)) is None else int(behind),
+        compilers_behind=None if (count := _number(value.get("compilers_behind"), 0, 8)) is None else int(count),
         transfer_start_s=_number(value.get("transfer_start_s"), 0.0, MAX_TRANSFER_START_S),
         keeps_programs=value.get("keeps_programs") is not False,
         rates={name: rate for name in RATES if (rate := _number(_given(value, "rates").get(name), 0.0, 1e6))},
@@ -170,14 +169,15 @@ def parsed(value: Any) -> MachineRecord:
 
 
 def _printable(text: str) -> str:
-    return "".join(one if one.isprintable() else " " for one in text[:MAX_SENTENCE])
+    return "".join(letter if letter.isprintable() else " " for letter in text[:MAX_SENTENCE])
 
 
 def _given(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = value.get(name)
-    return found if isinstance(found, Mapping) else {}
+    mapping = value.get(name)
+    return mapping if isinstance(mapping, Mapping) else {}
 
 
-def _number(value: Any, least: float, most: float) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and least <= value <= most else None
+def _number(value: object, least: float, most: float) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if least <= value <= most else None
