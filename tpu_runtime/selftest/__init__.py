@@ -1,3 +1,4 @@
-"""Whether this machine computes what it should: its chips, the kernels, every family's miniature against float32 on the
-host. May import `engine` and what that may.
+"""Checks that this machine computes correctly: its chips, the kernels, and every family's tiny model.
+
+Tiny models are compared with float32 on the host. May import `engine` and what `engine` may import.
 """

@@ -1,4 +1,4 @@
-"""One check: what the chips computed against what the host says, and the verdict on the difference."""
+"""A check: the chips' results, the host's reference, and the verdict on their difference."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,13 +12,14 @@ from ..machine.record import MachineRecord, parsed
 from ..progress import Progress
 from ..redact import redact
 
-# Of equal name and shape: what the chips computed, and the reference.
+# Arrays by name. Those of the chips and of the reference have equal names and shapes.
 Arrays = Mapping[str, Any]
 
 
 class Wrong(Exception):
-    """Something is not as it must be; the message is a sentence. `learnt` is what the machine does without from now
-    on.
+    """A check failed; the message is a sentence.
+
+    learnt: the fallbacks that this machine needs from now on.
     """
 
     def __init__(self, sentence: str, learnt: MachineRecord = MachineRecord()) -> None:  # noqa: B008 (it is frozen)
@@ -28,36 +29,35 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a check without arrays found out: numbers by name and unit, a `note`, what the machine's record gains."""
+    """The result of a check without arrays."""
 
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = field(default_factory=dict)  # by name, which ends with the unit
     note: str = ""
-    learnt: MachineRecord = MachineRecord()
+    learnt: MachineRecord = MachineRecord()  # added to the machine's record
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What rounding may do: the largest error, in units of the reference's largest value; and how far the slope of the
-    result, fitted on the reference, may be from 1. The slope sees what a largest error forgives: a small factor on
-    everything.
+    """The tolerance of a check.
+
+    The slope detects a small factor on all values, which the largest error would permit.
     """
 
-    error: float
-    slope: float
+    error: float  # the largest error, relative to the reference's largest value
+    slope: float  # the largest distance from 1 of the slope of a linear fit on the reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`run(progress)` returns the chips' arrays and the reference's, or has compared them itself (and raises `Wrong`);
-    without a `bound` that is how. `if_lost` is what the machine does without if the check fails, or does not end.
-    """
+    """One check of a group."""
 
     family: str
     stage: str
     precision: str
+    # Returns the chips' arrays and the reference's; without a `bound` it compares by itself, and raises `Wrong`.
     run: Callable[[Progress], tuple[Arrays, Arrays] | Found | None]
     bound: Bound | None = None
-    if_lost: MachineRecord = MachineRecord()
+    if_lost: MachineRecord = MachineRecord()  # fallbacks if the check fails or does not end
 
     @property
     def title(self) -> str:
@@ -70,23 +70,20 @@ def title(family: str, stage: str, precision: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What came of a check. `error` and `slope` as in `Bound`, None where there are no numbers; `problem` is a
-    sentence, empty when all is well. `values`, `note` and `learnt` as in `Found`; `is_lost`: the chips are lost to the
-    process that made it. `is_skipped`: nothing was checked, for the reason in `note`.
-    """
+    """The result of a check."""
 
     family: str
     stage: str
     precision: str
-    error: float | None
+    error: float | None  # see `Bound`; None without arrays
     slope: float | None
     bound: Bound | None
     seconds: float
-    problem: str
-    values: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
+    problem: str  # a sentence; "" if the check passed
+    values: Mapping[str, float] = field(default_factory=dict)  # see `Found`
+    note: str = ""  # for a skipped check the reason
     learnt: MachineRecord = MachineRecord()
-    is_lost: bool = False
+    is_lost: bool = False  # the process of the check has lost the chips
     is_skipped: bool = False
 
     @property
@@ -102,24 +99,24 @@ class CheckResult:
 
 
 def result(row: Mapping[str, Any]) -> CheckResult:
-    """The row of `CheckResult.to_json`."""
+    """Return the result that `CheckResult.to_json` wrote."""
     bound = row["bound"] and Bound(**row["bound"])
     return CheckResult(**{**row, "bound": bound, "learnt": parsed(row["learnt"])})
 
 
 def perform(check: Check, progress: Progress) -> CheckResult:
-    """Runs a check. Whatever it raises, but for Ctrl-C, is a row too: the other checks still run."""
+    """Run a check. Any exception except Ctrl-C becomes a row, so that the other checks still run."""
     started = time.monotonic()
     error = slope = None
-    problem, found, learnt, is_lost = "", Found(), MachineRecord(), False
+    problem, report, learnt, is_lost = "", Found(), MachineRecord(), False
     try:
-        ran = check.run(progress)
-        if isinstance(ran, Found):
-            found = ran
-            learnt = found.learnt
-        elif ran is not None:
+        outcome = check.run(progress)
+        if isinstance(outcome, Found):
+            report = outcome
+            learnt = report.learnt
+        elif outcome is not None:
             assert check.bound is not None, check.stage
-            error, slope, problem = judge(*ran, check.bound)
+            error, slope, problem = judge(*outcome, check.bound)
     except Wrong as wrong:
         problem, learnt = str(wrong), wrong.learnt
     except Exception as failure:  # of any kind: it is the finding
@@ -129,34 +126,37 @@ def perform(check: Check, progress: Progress) -> CheckResult:
         learnt = check.if_lost
     return CheckResult(
         family=check.family, stage=check.stage, precision=check.precision, error=error, slope=slope, bound=check.bound,
-        seconds=time.monotonic() - started, problem=problem, values=found.values, note=found.note, learnt=learnt,
+        seconds=time.monotonic() - started, problem=problem, values=report.values, note=report.note, learnt=learnt,
         is_lost=is_lost,
     )  # fmt: skip
 
 
 def sentence(failure: Exception) -> str:
-    """The first line of what an exception says, without secrets."""
+    """Return the first line of an exception's message, without secrets."""
     first = redact(str(failure)).strip().partition("\n")[0]
     return f"{type(failure).__name__}: {first}" if first else type(failure).__name__
 
 
 def judge(ours: Arrays, reference: Arrays, bound: Bound) -> tuple[float | None, float | None, str]:
-    """The worst error and slope of all arrays, and what is wrong with them."""
+    """Return the worst error and slope of all arrays, and the problem, or "".
+
+    ours: of the chips. reference: of the host. bound: the tolerance.
+    """
     if ours.keys() != reference.keys():
         return None, None, f"There are {', '.join(ours)} instead of {', '.join(reference)}."
     errors, slopes = [0.0], [1.0]
     for name, want in reference.items():
-        found, want = np.asarray(ours[name]), np.asarray(want)
-        if found.shape != want.shape:
-            return None, None, f"{name} has shape {found.shape} instead of {want.shape}."
-        if np.issubdtype(want.dtype, np.integer) and not np.array_equal(found, want):
-            return None, None, f"{name} is {found.tolist()} instead of {want.tolist()}."
-        if not np.isfinite(found).all():
-            wrong = np.count_nonzero(~np.isfinite(found))
-            return None, None, f"{wrong} of {found.size} values of {name} are not finite."
-        errors.append(_error(found, want))
-        slopes.append(_slope(found, want))
-    error, slope = max(errors), max(slopes, key=lambda one: abs(one - 1))
+        actual, want = np.asarray(ours[name]), np.asarray(want)
+        if actual.shape != want.shape:
+            return None, None, f"{name} has shape {actual.shape} instead of {want.shape}."
+        if np.issubdtype(want.dtype, np.integer) and not np.array_equal(actual, want):
+            return None, None, f"{name} is {actual.tolist()} instead of {want.tolist()}."
+        if not np.isfinite(actual).all():
+            wrong = np.count_nonzero(~np.isfinite(actual))
+            return None, None, f"{wrong} of {actual.size} values of {name} are not finite."
+        errors.append(_error(actual, want))
+        slopes.append(_slope(actual, want))
+    error, slope = max(errors), max(slopes, key=lambda value: abs(value - 1))
     if error > bound.error:
         return (
             error,

@@ -1,13 +1,13 @@
-"""The process that runs groups of checks: it announces each check before it starts, and its result, in lines of JSON.
+"""The process that runs groups of checks. It announces each check and its result in lines of JSON.
 
-A check that loses the chips is the process's last: `first_run` starts another for the rest.
+A check that loses the chips is the process's last: `first_run` starts another process for the rest.
 """
 
 import gc
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend.backend import clear_backends
 
+from ...sharding.mesh import Device
 from ..engine import current
 from ..machine.device_access import DevicesBusy, open_devices
 from ..progress import Silent
@@ -25,9 +26,9 @@ WATCHDOG_S = 20
 
 
 class Told(Silent):
-    """A check's progress, which the other process shows."""
+    """A check's progress, which the parent process displays."""
 
-    def __init__(self, say: Any) -> None:
+    def __init__(self, say: Callable[..., None]) -> None:
         self._say = say
 
     def text(self, message: str) -> None:
@@ -53,7 +54,7 @@ def main(say: Callable[..., None], job: dict[str, Any]) -> None:
     _end_in_order()
 
 
-def _run_groups(say: Callable[..., None], job: dict[str, Any], devices: Any) -> None:
+def _run_groups(say: Callable[..., None], job: dict[str, Any], devices: "Sequence[Device]") -> None:
     place = run.CheckPlace(devices=devices, folder=Path(job["folder"]))
     for group in job["groups"]:
         for check in run.of_group(group, place):

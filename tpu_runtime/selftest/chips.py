@@ -1,9 +1,8 @@
-"""The chips by themselves: each keeps what is written to it, computes the same, and reaches all others."""
+"""Checks of the chips without models: each stores data, computes the same as the others, and reaches all others."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +14,41 @@ from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
 from .. import device_memory
 from ..machine.record import MachineRecord
+from ..progress import Progress
 from .checks import Check, Found, Wrong
 
 FAMILY = "chips"
-WRITTEN_BYTES, WRITTEN_ON_TPU = 16 * 2**20, 2**30  # to each chip
+WRITTEN_BYTES, WRITTEN_ON_TPU = 16 * 2**20, 2**30  # per chip
 SIZE = 256  # of the matrices that are multiplied
 
 
 def start(devices: Sequence[Device]) -> Iterator[Check]:
-    """Who is who."""
+    """Yield the check of the devices' kinds, order and coordinates."""
     yield _check("devices", lambda progress: _devices(devices))
 
 
 def transfers(devices: Sequence[Device]) -> Iterator[Check]:
+    """Yield the check of transfers between the host and every chip."""
     yield _check("transfers", lambda progress: _transfers(devices))
 
 
 def together(devices: Sequence[Device]) -> Iterator[Check]:
+    """Yield the checks of collectives and of equal results on all chips."""
     yield _check("exchange", lambda progress: _exchange(devices))
     yield _check("products", lambda progress: _products(devices))
 
 
-def _check(stage: str, run: Any) -> Check:
+def _check(stage: str, run: Callable[[Progress], Found | None]) -> Check:
     return Check(family=FAMILY, stage=stage, precision="", run=run)
 
 
 def _devices(devices: Sequence[Device]) -> Found:
-    """Chips of one kind, each once, in the order in which hosts and links have them."""
+    """Check that the chips are of one kind, each listed once, in the order of hosts and links."""
     places = [tuple(place) for device in devices if (place := getattr(device, "coords", None)) is not None]
     cores = [(place, getattr(device, "core_on_chip", 0)) for place, device in zip(places, devices, strict=False)]
     if len({device.device_kind for device in devices}) > 1:
-        raise Wrong(f"The chips are of several kinds: {', '.join(sorted({one.device_kind for one in devices}))}.")
+        kinds = sorted({device.device_kind for device in devices})
+        raise Wrong(f"The chips are of several kinds: {', '.join(kinds)}.")
     if len(set(cores)) != len(cores):
         raise Wrong("Two devices have one place on the links between chips.")
     hosts = [device.process_index for device in devices]
@@ -60,21 +63,21 @@ def _devices(devices: Sequence[Device]) -> Found:
 
 
 def _transfers(devices: Sequence[Device]) -> Found:
-    """What is written to every chip comes back, to the bit; with GB/s of all chips together."""
+    """Check that data written to every chip is read back bit for bit. Also measures GB/s of all chips together."""
     written_bytes = WRITTEN_ON_TPU if devices[0].platform == "tpu" else WRITTEN_BYTES
     random = np.random.default_rng(0)
     written = [random.integers(0, 2**32, written_bytes // 4, np.uint32) for _ in devices]
-    jax.block_until_ready([jax.device_put(one[:1], device) for one, device in zip(written, devices, strict=True)])
+    jax.block_until_ready([jax.device_put(words[:1], device) for words, device in zip(written, devices, strict=True)])
     started = time.perf_counter()
-    there = [jax.device_put(one, device) for one, device in zip(written, devices, strict=True)]
+    there = [jax.device_put(words, device) for words, device in zip(written, devices, strict=True)]
     jax.block_until_ready(there)
     between = time.perf_counter()
     with ThreadPoolExecutor(len(devices)) as threads:
         back = list(threads.map(_read, there))
     ended = time.perf_counter()
-    for device, one, read in zip(devices, written, back, strict=True):
-        if wrong := int(np.count_nonzero(one != read)):
-            raise Wrong(f"Chip {device.id} returns {wrong} of {one.size} words changed.")
+    for device, words, read in zip(devices, written, back, strict=True):
+        if wrong := int(np.count_nonzero(words != read)):
+            raise Wrong(f"Chip {device.id} returns {wrong} of {words.size} words changed.")
     total = len(devices) * written_bytes / 1e9
     rates = {"to_chips": total / max(between - started, 1e-9), "from_chips": total / max(ended - between, 1e-9)}
     learnt = MachineRecord(rates=rates if devices[0].platform == "tpu" else {})
@@ -82,7 +85,7 @@ def _transfers(devices: Sequence[Device]) -> Found:
 
 
 def _exchange(devices: Sequence[Device]) -> None:
-    """Sums over all chips, all-to-alls, and a step of a ring: whole numbers, of which every pair has its own."""
+    """Check psum, all-to-all and a ring step, with an integer per pair of chips."""
     count = len(devices)
     mesh = make_mesh(devices, MeshShape(sp=count))
     sent = np.arange(count * count, dtype=np.int32).reshape(count, count)  # [from, to]
@@ -94,14 +97,14 @@ def _exchange(devices: Sequence[Device]) -> None:
     mapped = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("sp"), out_specs=P("sp"), check_vma=False))
     got = mapped(jax.device_put(sent, NamedSharding(mesh, P("sp"))))
     expected = np.broadcast_to(sent.sum(0), sent.shape), sent.T, np.roll(sent, 1, axis=0)
-    for what, found, want in zip(("sum over all", "all-to-all", "ring"), got, expected, strict=True):
-        wrong = (_read(found) != want).any(axis=1)
+    for what, actual, want in zip(("sum over all", "all-to-all", "ring"), got, expected, strict=True):
+        wrong = (_read(actual) != want).any(axis=1)
         if wrong.any():
             raise Wrong(f"The {what} is wrong on {_named(devices, wrong)}.")
 
 
 def _products(devices: Sequence[Device]) -> None:
-    """Every chip multiplies the same matrices: the same bits on all, and right."""
+    """Check that all chips return the same bits for a matrix product, and the right ones."""
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
     left, right = np.random.default_rng(1).normal(size=(2, SIZE, SIZE)).astype(np.float32)
 
@@ -109,12 +112,12 @@ def _products(devices: Sequence[Device]) -> None:
         return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)[None]
 
     mapped = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P("sp"), check_vma=False)
-    found = _read(jax.jit(mapped)(*jax.device_put((left, right), NamedSharding(mesh, P()))))
+    products = _read(jax.jit(mapped)(*jax.device_put((left, right), NamedSharding(mesh, P()))))
     expected = left.astype(np.float64) @ right
-    close = np.abs(found - expected).max(axis=(1, 2)) < 1e-5 * np.abs(expected).max()  # NaN is not close
+    close = np.abs(products - expected).max(axis=(1, 2)) < 1e-5 * np.abs(expected).max()  # NaN is not close
     if not close.all():
         raise Wrong(f"A product of matrices is wrong on {_named(devices, ~close)}.")
-    other = (found != found[:1]).any(axis=(1, 2))
+    other = (products != products[:1]).any(axis=(1, 2))
     if other.any():
         raise Wrong(f"The same product differs on {_named(devices, other)} from that of chip {devices[0].id}.")
 

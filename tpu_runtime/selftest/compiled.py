@@ -1,4 +1,4 @@
-"""Compiled programs: one that a process stores and another runs, and what compiling costs those that run meanwhile."""
+"""Checks of compiled programs: one that another process stored, and the cost of compiling while a stage runs."""
 
 import hashlib
 import statistics
@@ -24,23 +24,24 @@ from .checks import Check, Found, Wrong
 
 FAMILY = "programs"
 LANES, TOKENS = 256, 64
-# What compiling may cost the running step, and how many then compile behind.
+# The largest slowdown of a running step by one compilation, and how many background compilations are then allowed.
 BEHIND = ((1.1, 2), (1.5, 1))
 NUM_ALONE, MOST_S = 12, 60.0
-UNROLLED = 60  # products that are written out, so that compiling takes a while
+UNROLLED = 60  # products that are unrolled, so that compiling takes a while
 
 
 def store(devices: Sequence[Device], folder: Path) -> Iterator[Check]:
-    """Compiles a program that no cache holds, and leaves the digest of its result in `folder`."""
+    """Compile a program that no cache has, and write the digest of its result into `folder`."""
     yield _check("stored by a process", lambda progress: _store(devices, folder))
 
 
 def stored(devices: Sequence[Device], folder: Path) -> Iterator[Check]:
-    """Another process takes it from the cache: the same bits."""
+    """Load that program from the cache in another process, and compare its result's digest."""
     yield _check("run by another", lambda progress: _stored(devices, folder), MachineRecord(keeps_programs=False))
 
 
 def compiling(devices: Sequence[Device]) -> Iterator[Check]:
+    """Yield the check of compiling while the chips compute."""
     yield _check("compiling while computing", lambda progress: _beside(devices))
 
 
@@ -74,7 +75,7 @@ def _stored(devices: Sequence[Device], folder: Path) -> Found:
 
 
 def _ran(devices: Sequence[Device], nonce: int) -> tuple[str, bool, float]:
-    """The digest of a program's result, whether it came from the cache, and the seconds until it was loaded."""
+    """Return the digest of a program's result, whether it was cached, and the seconds until it was loaded."""
     xla_cache.use_persistent_cache()
     xla_cache.compilations()
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
@@ -99,19 +100,19 @@ def _ran(devices: Sequence[Device], nonce: int) -> tuple[str, bool, float]:
 
 
 def _beside(devices: Sequence[Device]) -> Found:
-    """The median step alone, and while another program compiles; the results are the same."""
+    """Measure the median step alone, and while another program compiles. The results must be equal."""
     size = 4096 if devices[0].platform == "tpu" else 256
     x = jax.device_put(np.random.default_rng(9).normal(size=(size, size)).astype(np.float32), devices[0])
     step = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
-    wanted = np.asarray(step(x))
-    alone = [_timed(step, x, wanted) for _ in range(NUM_ALONE)]
+    expected = np.asarray(step(x))
+    alone = [_timed(step, x, expected) for _ in range(NUM_ALONE)]
     compilation, begun = in_daemon(lambda: _unrolled(devices[0]), "comfyui-tpu-selftest"), time.monotonic()
-    beside: list[float] = []
+    meanwhile: list[float] = []
     while not compilation.done() and time.monotonic() - begun < MOST_S:
-        beside.append(_timed(step, x, wanted))
+        meanwhile.append(_timed(step, x, expected))
     compile_s = time.monotonic() - begun
     compilation.result(timeout=max(1.0, 5 * MOST_S))
-    ratio = statistics.median(beside) / statistics.median(alone) if beside else 1.0
+    ratio = statistics.median(meanwhile) / statistics.median(alone) if meanwhile else 1.0
     values = {"step_alone_s": statistics.median(alone), "ratio": ratio, "compile_s": compile_s}
     # Simulated chips are the compiler's own cores.
     learnt = MachineRecord(compilers_behind=behind(ratio)) if devices[0].platform == "tpu" else MachineRecord()
@@ -119,15 +120,15 @@ def _beside(devices: Sequence[Device]) -> Found:
 
 
 def behind(ratio: float) -> int:
-    """How many programs may be compiled behind a stage, where one makes a step so many times as long."""
+    """Return how many background compilations are allowed if one makes a step `ratio` times as long."""
     return next((number for most, number in BEHIND if ratio <= most), 0)
 
 
-def _timed(step: Any, x: jax.Array, wanted: np.ndarray) -> float:
+def _timed(step: Any, x: jax.Array, expected: np.ndarray) -> float:
     started = time.perf_counter()
-    found = jax.block_until_ready(step(x))
+    result = jax.block_until_ready(step(x))
     seconds = time.perf_counter() - started
-    if not np.array_equal(found, wanted):
+    if not np.array_equal(result, expected):
         raise Wrong("A step returns other bits while a program compiles.")
     return seconds
 

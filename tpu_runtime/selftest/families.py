@@ -1,17 +1,17 @@
-"""A family's miniature, stage by stage, on the chips and on the host: our own engine on one CPU device in float32.
+"""A family's tiny model, stage by stage, on the chips and on the host: our own engine on one CPU device in float32.
 
-Each stage on the chips gets what the host's stage before it gave, so that a red row names the stage at fault. Tokens
-are few, so that chips have padding among theirs. The first noise is taken off the steps' estimates: it is far larger
-than what a network of random weights adds. The bounds, in units of the reference's largest value:
+Each stage on the chips gets the output of the host's previous stage, so that a failed row names the stage at fault.
+There are few tokens, so that chips have padding among theirs. The initial noise is subtracted from the steps'
+estimates: it is far larger than the output of a network with random weights. The bounds, relative to the reference's
+    largest value:
 
-- float32: on 8 simulated chips sums in another order are off by up to 3e-6; 2e-5 is asked of them. A TPU's own
-  exponentials, sines and roots are coarser, and nobody has measured by how much: 1e-3 there. One wrong weight is off by
+- float32: on 8 simulated chips sums in another order are off by up to 3e-6, and 2e-5 is required. A TPU's own
+  exponentials, sines and roots are coarser, and it is not measured by how much: 1e-3 there. One wrong weight is off by
   1e-4 to 4e-3, a wrong order of tokens or rows by 1e-2 and more.
-- bfloat16: eight bits, so 4e-3 in each of several layers; 6e-2 at the worst value on simulated chips. 1.5e-1 is asked,
-  and a slope within 1e-2 of 1. Finer faults hide below it: for these there are the float32 run, and the comparison of
-  all weights to the bit.
+- bfloat16: eight bits, so 4e-3 in each of several layers; 6e-2 at the worst value on simulated chips. 1.5e-1 is
+  required, and a slope within 1e-2 of 1. The float32 run and the exact comparison of all weights detect smaller errors.
 
-In float32 libtpu compiles each autoencoder for half a minute: of float32, a TPU runs text encoders and denoisers alone.
+In float32 libtpu compiles each autoencoder for half a minute: a TPU runs only text encoders and denoisers in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ COARSE = Bound(error=1.5e-1, slope=1e-2)
 
 
 class Unkept(PromptCache):
-    """Encodes every time: the chips must not be given what the host has encoded, nor an earlier process."""
+    """A prompt cache that encodes every time: the chips must not get results of the host or of an earlier process."""
 
     def get(self, key: str, family: str, encode: Any, decide: Any) -> Encoded:
         return encode()
@@ -44,17 +44,17 @@ class Unkept(PromptCache):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What the stages of one generation gave; `estimates` as `Estimates` keeps them."""
+    """The results of the stages of one generation."""
 
-    texts: tuple[Conditioning, Conditioning | None]
+    texts: tuple[Conditioning, Conditioning | None]  # prompt, negative prompt
     condition: ImageCondition | None
-    estimates: Sequence[torch.Tensor]
+    estimates: Sequence[torch.Tensor]  # see `Estimates`
     latents: Latent
-    frames: torch.Tensor
+    frames: torch.Tensor  # [frames, height, width, 3]
 
 
 class Estimates:
-    """A host's progress that keeps what each step takes for the end result, `[1, channels, ...]`."""
+    """A progress that keeps each step's estimate of the final latents, `[1, channels, ...]`."""
 
     def __init__(self, progress: Progress) -> None:
         self.text, self.check_cancelled = progress.text, progress.check_cancelled
@@ -68,14 +68,14 @@ class Estimates:
 
 
 def engine(devices: Sequence[Any], **how: Any) -> Engine:
-    """One that keeps no encoded prompts."""
-    made = Engine(devices, **how)
-    made.prompt_cache = Unkept()
-    return made
+    """Return an engine that caches no encoded prompts. how: arguments of `Engine`."""
+    uncached = Engine(devices, **how)
+    uncached.prompt_cache = Unkept()
+    return uncached
 
 
 def settings_of(spec: ModelSpec) -> Settings:
-    """6 x 8 patches of the miniature, which autoencoders split over 2, 4 or 8 chips; few frames and steps."""
+    """Return settings with 6 x 8 patches, which autoencoders split over 2, 4 or 8 chips; few frames and steps."""
     sizes = {"height": spec.miniature.inputs["height"] // 5 * 6, "width": spec.miniature.inputs["width"] // 7 * 8}
     if not spec.is_image:
         sizes["num_frames"] = NUM_FRAMES
@@ -83,7 +83,7 @@ def settings_of(spec: ModelSpec) -> Settings:
 
 
 def picture(spec: ModelSpec, settings: Settings) -> torch.Tensor:
-    """`[number, height, width, 3]`: waves of another length in each colour."""
+    """Return images `[number, height, width, 3]` in 0..1: waves of another length in each colour."""
     size = (spec.pictures.numbers[0], settings.height, settings.width, 3)
     number, row, column, colour = np.indices(size)
     waves = np.sin(row / (5 + 3 * colour) + number) * np.cos(column / (7 + 2 * colour))
@@ -91,19 +91,22 @@ def picture(spec: ModelSpec, settings: Settings) -> torch.Tensor:
 
 
 def checks(spec: ModelSpec, host: Engine, chips: Engine, precisions: Sequence[Precision]) -> Iterator[Check]:
-    """The reference, then all stages in each precision. What needs a result that did not come is left out."""
-    settings, found = settings_of(spec), list[Generation]()
+    """Yield the reference, then all stages in each precision. Stages without their input are left out.
+
+    host, chips: engines. precisions: those to check.
+    """
+    settings, references = settings_of(spec), list[Generation]()
 
     def refer(progress: Progress) -> None:
-        found.append(_generate(spec, settings, host, progress))
+        references.append(_generate(spec, settings, host, progress))
 
     yield Check(family=spec.title, stage="reference on the host", precision="float32", run=refer)
-    if found:
+    if references:
         for precision in precisions:
-            yield from _stages(spec, settings, found[0], host, chips, precision)
-    for each in (host, chips):
-        each.expect(())
-        each.free()
+            yield from _stages(spec, settings, references[0], host, chips, precision)
+    for runner in (host, chips):
+        runner.expect(())
+        runner.free()
 
 
 def _model(spec: ModelSpec, precision: Precision) -> ModelRef:
@@ -123,8 +126,8 @@ def _denoise(
     condition: ImageCondition | None,
     progress: Progress,
 ) -> Latent:
-    given = dict(zip(("prompt_embeds", "negative_prompt_embeds"), texts, strict=True))
-    return on.run("denoise", model, progress, settings=settings, condition=condition, **given)
+    embeds = dict(zip(("prompt_embeds", "negative_prompt_embeds"), texts, strict=True))
+    return on.run("denoise", model, progress, settings=settings, condition=condition, **embeds)
 
 
 def _generate(spec: ModelSpec, settings: Settings, host: Engine, progress: Progress) -> Generation:
@@ -184,14 +187,14 @@ def _stages(
 
 
 def _added(spec: ModelSpec, settings: Settings, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[Arrays, Arrays]:
-    """Both estimates without the noise that they hold, as much as the reference holds of it."""
+    """Return both estimates `[1, channels, ...]` without the reference's share of the initial noise."""
     noise = spec.recipe.noise(spec.geometry.latent_shape(settings), torch.Generator().manual_seed(settings.seed))
     share = (theirs * noise).sum() / noise.square().sum()
     return {"estimate": ours - share * noise}, {"estimate": theirs - share * noise}
 
 
 def _texts(encoded: tuple[Conditioning, Conditioning | None]) -> Arrays:
-    """States and lengths of both prompts, by name."""
+    """Return states and lengths of both prompts, by name."""
     arrays = {}
     for name, conditioning in zip(("prompt", "negative prompt"), encoded, strict=True):
         if conditioning is not None:
@@ -201,11 +204,12 @@ def _texts(encoded: tuple[Conditioning, Conditioning | None]) -> Arrays:
 
 
 def _same_weights(spec: ModelSpec, host: Engine, chips: Engine) -> None:
-    """Every chip's part of every weight, after all stages, is still the host's, in the chips' format."""
-    wanted = {one.component: one.weights for one in host.device_cache.list() if one.model == spec.miniature.random_id}
+    """Check that every chip's shard of every weight, after all stages, equals the host's in the chips' dtype."""
+    residents = [resident for resident in host.device_cache.list() if resident.model == spec.miniature.random_id]
+    expected = {resident.component: resident.weights for resident in residents}
     for resident in chips.device_cache.list():
         for name, weight in resident.weights.items():
-            want = np.asarray(wanted[resident.component][name]).astype(weight.dtype)
+            want = np.asarray(expected[resident.component][name]).astype(weight.dtype)
             for shard in weight.addressable_shards:
                 wrong = np.count_nonzero(np.asarray(shard.data) != want[shard.index])
                 if wrong:

@@ -1,7 +1,7 @@
-"""`selftest --first-run`: each group of checks in a process of its own, and what the machine does without afterwards.
+"""`selftest --first-run`: each group of checks in a process of its own. The machine's record is the result.
 
-This process imports no JAX: it holds no chips, and whatever ends a child leaves it alive. A check's row is there before
-the check starts. What a row teaches goes into `machine.json` at once, so that later groups run as prompts will.
+This process imports no JAX: it holds no chips, and survives any failure of a child. A check's row exists before the
+check starts. New fallbacks are written to `machine.json` at once, so that later groups run as prompts will.
 """
 
 import signal
@@ -19,20 +19,21 @@ from .checks import CheckResult, result
 from .groups import REOPEN, CheckGroup
 from .report import UNFINISHED, ChipRecord, SelftestReport
 
-# From the start of a process to its first check: JAX waits for all hosts of a slice.
+# Seconds from the start of a process to its first check: JAX waits for all hosts of a slice.
 START_S = 300.0
-# From its last word to its end.
+# Seconds from its last line to its end.
 END_S = 60.0
 BEGIN, REOPENED = "start of the process", "open and exit in a row"
 NUM_REOPENINGS = 5
-# Groups in a row whose process did not get as far as a check, after which the rest is left out: in vain because it
-# failed, or because another process held the chips.
+# Groups in a row whose process did not reach a check, after which the rest is skipped: because it failed, or because
+# another process held the chips.
 MOST_IN_VAIN, MAX_BUSY_GROUPS = 2, 2
 
 
 class FirstRun:
-    """The checks so far. `changed` is called before each check and after it, `shown` with its progress.
+    """A first run with its rows so far.
 
+    models: whose miniatures run. changed: called before and after each check. shown: receives its progress.
     in_one_process: run all groups in the first process, because no other one can open the chips after it.
     """
 
@@ -54,12 +55,13 @@ class FirstRun:
         self._begun_groups: set[str] = set()
 
     def report(self) -> SelftestReport:
-        found = record.read(self._key) if self._key else MachineRecord()
+        """Return the report of the checks so far."""
+        known = record.read(self._key) if self._key else MachineRecord()
         elapsed_s = time.monotonic() - self._started
-        return report.make(self._platform, self.chips, self.models, self.rows, elapsed_s, found)
+        return report.make(self._platform, self.chips, self.models, self.rows, elapsed_s, known)
 
     def run(self, groups: Iterable[CheckGroup]) -> None:
-        """Run every group, as long as processes get as far as a check: otherwise each would wait in vain."""
+        """Run every group, as long as processes reach a check: otherwise each would wait in vain."""
         chosen = list(groups)
         with tempfile.TemporaryDirectory(prefix="comfyui-tpu-") as folder:
             if self._in_one_process:
@@ -82,7 +84,7 @@ class FirstRun:
                     return
 
     def _run_together(self, chosen: Sequence[CheckGroup], folder: str) -> None:
-        """Run all groups in one process, of which a lost chip is the end."""
+        """Run all groups in one process, which ends if a chip is lost."""
         together = [group for group in chosen if group.name != REOPEN]
         if self._process(together, {"folder": folder, "done": []}):
             return
@@ -132,7 +134,7 @@ class FirstRun:
             self._end(replace(self.rows[-1], problem="", note=note, is_skipped=True))
 
     def _process(self, chosen: Sequence[CheckGroup], job: dict[str, Any]) -> bool:
-        """Run groups in one process, with a row for each check. Return whether that process came to its end."""
+        """Run groups in one process, with a row per check. Return whether the process ended regularly."""
         self._begin(chosen[0].name, BEGIN, "", MachineRecord())
         device_access.wait_for_release(self._shown)
         self._begun = time.monotonic()
@@ -196,14 +198,17 @@ class FirstRun:
         self._changed()
 
     def _end_lost(self, problem: str) -> None:
-        """The running check took its process with it."""
+        """Record that the running check ended its process."""
         seconds = time.monotonic() - self._begun
         if self.rows[-1].problem != UNFINISHED:  # between two checks
             self._begin(self.rows[-1].family, "end of the process", "", MachineRecord())
         self._end(replace(self.rows[-1], problem=problem, seconds=seconds, is_lost=True))
 
     def _arrived(self, line: dict[str, Any]) -> None:
-        """A process has the chips. The first finds out everything again, so what was known of them is forgotten."""
+        """Record that a process has opened the chips.
+
+        The first one clears the machine's record, so that everything is found out again.
+        """
         self._open_s = line["open_s"]
         if self.chips:
             return

@@ -1,4 +1,4 @@
-"""The groups of checks, in order: the cheapest and safest first. Imports no JAX; `run` has what each consists of."""
+"""The groups of checks, in order: the cheapest and safest first. Imports no JAX; `run` has their checks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,17 +11,15 @@ STORE, STORED = "store", "stored"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckGroup:
-    """Checks that one process makes, each within `deadline_s`. `goes_on`: with the next one, in another process, where
-    one has lost the chips; otherwise that one is the group's last. `is_plain`: part of `selftest` without --first-run.
-    """
+    """Checks that one process runs."""
 
     name: str
-    deadline_s: float = 120.0
-    goes_on: bool = True
-    is_plain: bool = False
+    deadline_s: float = 120.0  # per check
+    goes_on: bool = True  # whether another process continues after a check that lost the chips
+    is_plain: bool = False  # part of `selftest` without --first-run
 
 
-# Kernels before what has a kernel in it: a kernel that halts is one row, and off in the rest.
+# Kernels come before programs that contain them: a kernel that halts is one row, and disabled afterwards.
 FIRST = (
     CheckGroup(name=START, is_plain=True),
     CheckGroup(name=REOPEN, deadline_s=300.0),
@@ -50,7 +48,7 @@ def quick(models: Iterable[str]) -> Iterator[CheckGroup]:
 
 
 def all_of(models: Iterable[str]) -> Iterator[CheckGroup]:
-    """Every group, with these models' miniatures last: they use all that came before."""
+    """Yield every group, with these models' miniatures last, because they use everything before."""
     yield from FIRST
     for name in models:
         yield CheckGroup(name=f"{FAMILY}{name}", deadline_s=420.0, goes_on=False, is_plain=True)

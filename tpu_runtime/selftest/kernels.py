@@ -1,7 +1,8 @@
-"""The Pallas kernels against plain float32 on the host: compiled on a TPU, in interpret mode and with small tiles
-elsewhere. Padding is NaN, and one row has a single key: a mask that is off by one shows, whatever the bound.
+"""Checks of the Pallas kernels against float32 on the host: compiled on a TPU, else in interpret mode.
 
-On a TPU they run in bfloat16, as they do for users; the families' float32 runs take them through float32 too.
+Interpret mode uses small tiles. Padding is NaN, and one row has a single key, so that a mask that is off by one is
+detected with any bound. On a TPU kernels run in bfloat16, as they do for users; the families' float32 runs use them in
+float32 too.
 """
 
 import math
@@ -28,20 +29,21 @@ from ..machine.fallbacks import Fallbacks, explained
 from ..machine.record import MachineRecord
 from .checks import Arrays, Bound, Check, Wrong, judge
 
+Pair = tuple[jax.Array, jax.Array]
 FAMILY = "kernels"
 HEAD_SIZES = (64, 128)
-# Sums in another order. Of bfloat16: eight bits of every probability and of the result.
+# For sums in another order; in bfloat16 also for eight bits of every probability and of the result.
 BOUNDS = {"float32": Bound(error=2e-5, slope=1e-4), "bfloat16": Bound(error=2e-2, slope=3e-3)}
-# Tiles that interpret mode runs in a second, and keys enough for loops, rests and several blocks of them.
+# Tiles that interpret mode runs in a second, and enough keys for loops, remainders and several blocks.
 SMALL = Form(block_q=128, step=32, online_step=32)
-# On a TPU two blocks of queries, the second of which overshoots.
+# On a TPU two blocks of queries, of which the second is partial.
 NUM_SMALL, NUM_LARGE = (131, 229), (4000, 5003)
 SMALL_BLOCK, LARGE_BLOCK = 96, 1024
 EPS = 1e-6
-# The form whose keys after the sampled ones are so large that blocks are computed again. Scores are near 200, of which
-# rounding is as many times that of 1.
+# The form whose keys after the sampled ones are so large that blocks are computed again. Scores are near 200, so their
+# rounding errors are 200 times those of 1.
 RERUN, RERUN_FACTOR, SAMPLED = "sampled maximum that fails", 40, 256
-# Not exact: what rounding queries and keys costs, of values that are as many and as alike as these.
+# Not exact: the bound covers the rounding of queries and keys, for values of this number and distribution.
 INT8 = "int8 scores"
 LEFT_OUT = f"{INT8} and blocks left out"
 FORMS = ("bounded scores", "sampled maximum", RERUN, "running maximum", "keys in the grid", INT8, LEFT_OUT)
@@ -50,7 +52,7 @@ INT8_BOUND = Bound(error=8e-2, slope=2e-2)
 
 
 def checks(device: Device, host: Device) -> Iterator[Check]:
-    """Kernels on one chip; `host` is where the reference runs."""
+    """Yield the checks of the kernels on one chip; `host` runs the reference."""
     precision = "bfloat16" if device.platform == "tpu" else "float32"
 
     def check(kernel: str, stage: str, run: Callable[[], tuple[Arrays, Arrays]]) -> Check:
@@ -89,7 +91,10 @@ def _without(kernel: str) -> MachineRecord:
 
 
 def _on_its_rung(kernel: str, run: Callable[[], tuple[Arrays, Arrays]], bound: Bound) -> tuple[Arrays, Arrays]:
-    """What `run` returns. Where the compiler refuses the kernel, `Wrong` says whether it takes smaller tiles."""
+    """Return the result of `run`. Raises Wrong if the kernel does not compile.
+
+    The error's message says whether smaller tiles help. kernel: its name. bound: the tolerance.
+    """
     try:
         return run()
     except Exception as error:
@@ -111,7 +116,7 @@ def _on_its_rung(kernel: str, run: Callable[[], tuple[Arrays, Arrays]], bound: B
 
 
 def _forms(device: Device, head_dim: int) -> dict[str, Form]:
-    """The ways in which the kernel may go about a call, with the tiles that it would take."""
+    """Return the variants of the attention kernel, with the tiles that it would choose."""
     form, int8, block = SMALL, replace(SMALL, scores="int8"), SMALL_BLOCK
     if device.platform == "tpu":
         (q_seq, kv_seq), block = NUM_LARGE, LARGE_BLOCK
@@ -132,7 +137,7 @@ def _forms(device: Device, head_dim: int) -> dict[str, Form]:
 
 
 def _attention(device: Device, host: Device, name: str, head_dim: int) -> tuple[Arrays, Arrays]:
-    """Four rows of other lengths: all keys, one, full tiles, and some."""
+    """Check four rows of different lengths: all keys, one key, full tiles, and some."""
     form = _forms(device, head_dim)[name]
     if name == LEFT_OUT:
         return _nearby(device, host, form, head_dim)
@@ -155,7 +160,7 @@ def _attention(device: Device, host: Device, name: str, head_dim: int) -> tuple[
 
 
 def _nearby(device: Device, host: Device, form: Form, head_dim: int) -> tuple[Arrays, Arrays]:
-    """Twelve tiles, of which each attends to four; what is between them is no number."""
+    """Check twelve tiles, each of which attends to four; rows between them are NaN."""
     tiles = Tiling(sizes=(12, 16, 15), tile=(1, 16, 15))
     random = np.random.default_rng(head_dim)
     q, k, v = (_rounded(random.normal(size=(1, len(tiles.token_of), 2, head_dim)), device) for _ in range(3))
@@ -163,7 +168,7 @@ def _nearby(device: Device, host: Device, form: Form, head_dim: int) -> tuple[Ar
         x[:, np.setdiff1d(np.arange(x.shape[1]), tiles.row_of)] = np.nan
 
     def run(on: Device, policy: AttentionPolicy) -> Arrays:
-        def attend(q: Any, k: Any, v: Any, is_sparse: Any) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, is_sparse: jax.Array) -> jax.Array:
             nearby = Nearby(tiles=tiles, is_sparse=is_sparse)
             return attention(q, k, v, mesh=make_mesh([on], MeshShape()), policy=policy, nearby=nearby)
 
@@ -173,7 +178,7 @@ def _nearby(device: Device, host: Device, form: Form, head_dim: int) -> tuple[Ar
 
 
 def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arrays]:
-    """The norm of each head and the rotation, in the layout that chips exchange, and back."""
+    """Check the norm of each head and the rotation, in the layout that chips exchange, and back."""
     seq, heads = 139, 1024 // head_dim
     random = np.random.default_rng(head_dim)
     x = _rounded(random.normal(size=(2, seq, heads * head_dim)), device)
@@ -183,7 +188,7 @@ def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arra
     def run(on: Device, *, kernel: bool) -> Arrays:
         layout = HeadLayout(head_dim=head_dim, kernel=kernel, interpret=on.platform != "tpu")
 
-        def both(x: Any, weight: Any, tables: Any) -> tuple[Any, Any]:
+        def both(x: jax.Array, weight: jax.Array, tables: Pair) -> Pair:
             divided = layout.divide(x, 2, 2, Norm(weight=weight, eps=EPS), tables)
             return divided, layout.join(divided)
 
@@ -194,14 +199,14 @@ def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arra
 
 
 def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """A sum and the norm after it, with vectors of their own for the first tokens."""
+    """Check a residual sum and the norm after it, with other vectors for the first tokens."""
     random = np.random.default_rng(3)
     x, update = (_rounded(random.normal(size=(2, 139, 384)), device) for _ in range(2))
     gate, shift = (random.normal(size=(2, 2, 384)).astype(np.float32) for _ in range(2))
     scale, leading = random.normal(size=(1, 384)).astype(np.float32), np.array(130, np.int32)
 
     def run(on: Device, *, kernel: bool) -> Arrays:
-        def fused(*arrays: Any) -> Any:
+        def fused(*arrays: jax.Array) -> Pair:
             how = {"eps": EPS, "kernel": kernel, "interpret": on.platform != "tpu", "num_leading": arrays[-1]}
             return residual_norm.residual_norm(*arrays[:-1], **how)
 
@@ -212,8 +217,10 @@ def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
 
 def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """As blocks use them, out of a stack of layers: two of one input, with a GELU, a pair of which one gates, of tokens
-    that were rounded before, and one that is added to tokens. The reference multiplies what int8 has not rounded.
+    """Check int8 linear layers as blocks use them, within a stack of layers.
+
+    Two of one input, with a GELU, a gated pair, of tokens that were rounded before, and one that is added to tokens.
+    The reference multiplies unrounded values.
     """
     random = np.random.default_rng(4)
     tokens, ins, outs, layer = (4000, 1024, 1536, 1) if device.platform == "tpu" else (139, 128, 256, 1)
@@ -226,16 +233,16 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     def run(on: Device, *, kernel: bool) -> Arrays:
         interpret = on.platform != "tpu"
 
-        def exact(x: Any, factors: Sequence[Any], activation: Any, onto: Any = None) -> list[Any]:
-            found = [x @ factor[layer].T if one is None else x @ factor[layer].T + one for factor, one in factors]
-            found = linear_int8.activated(found, activation)
-            return found if onto is None else [onto.x + onto.gate * found[0]]
+        def exact(x: Any, factors: Sequence[Any], activation: str | None, onto: Any = None) -> list[jax.Array]:
+            outs = [x @ factor[layer].T if bias is None else x @ factor[layer].T + bias for factor, bias in factors]
+            outs = linear_int8.activated(outs, activation)
+            return outs if onto is None else [onto.x + onto.gate * outs[0]]
 
-        def rounded(x: Any, factors: Sequence[Any], activation: Any, onto: Any = None) -> list[Any]:
+        def rounded(x: Any, factors: Sequence[Any], activation: str | None, onto: Any = None) -> list[jax.Array]:
             weights = []
-            for factor, one in factors:
-                numbers, worth = linear_int8.rounded(linear_int8.rotated_weight(factor, 2, block), (2,))
-                weights.append(linear_int8.Rounded(numbers, worth[layer], one))
+            for factor, bias in factors:
+                numbers, scale = linear_int8.rounded(linear_int8.rotated_weight(factor, 2, block), (2,))
+                weights.append(linear_int8.Rounded(numbers, scale[layer], bias))
             how = {"block": block, "activation": activation, "turned": False, "layer": jnp.int32(layer)}
             if activation == "silu":
                 x = linear_int8.round_tokens(x, block=block, kernel=True, interpret=interpret)
@@ -255,8 +262,10 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
 
 def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """As decoders and encoders use it: behind frames of the past, normed before and added to others, by a norm of each
-    pixel or of all, to a picture's channels, with each pixel doubled, and of every second one.
+    """Check convolutions as decoders and encoders use them.
+
+    With past frames, with a norm before and a residual, normed per pixel or over all, to an image's channels, with each
+    pixel doubled, and with stride 2.
     """
     random = np.random.default_rng(5)
     # Columns of whole registers and a rest; outputs of one block, and of several.
@@ -291,7 +300,7 @@ def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
 
 def _modulation(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """A picture whose second map has half of its rows."""
+    """Check an image whose second map has half of its rows."""
     random = np.random.default_rng(6)
     channels, rows, columns = (256, 48, 90) if device.platform == "tpu" else (24, 8, 40)
     x = _rounded(random.normal(size=(1, channels, 3, rows, columns)), device)
@@ -307,14 +316,14 @@ def _modulation(device: Device, host: Device) -> tuple[Arrays, Arrays]:
 
 
 def _rounded(x: np.ndarray, device: Device) -> np.ndarray:
-    """In the format of the device's runs."""
+    """Return `x` `[...]` in the dtype of the device's runs."""
     return x.astype(jnp.bfloat16 if device.platform == "tpu" else np.float32)
 
 
 def _run(device: Device, function: Callable[..., Any], *arrays: Any) -> Any:
-    """The function's result, in float32 on the host. The reference gets the same numbers, in float32."""
+    """Return the function's result in float32 on the host. The reference gets the same values in float32."""
     if device.platform != "tpu":
         arrays = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == jnp.bfloat16 else x, arrays)
     with jax.default_device(device):
-        found = jax.jit(function)(*jax.device_put(arrays, device))
-    return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), found)
+        result = jax.jit(function)(*jax.device_put(arrays, device))
+    return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), result)

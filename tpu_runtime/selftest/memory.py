@@ -1,4 +1,4 @@
-"""What a chip's memory numbers mean: whether they follow what is written and freed, and how much can be filled."""
+"""Checks of a chip's memory statistics: that they follow allocations, and how much memory can be filled."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -16,28 +16,29 @@ from .checks import Check, Found, Wrong
 
 FAMILY = "memory"
 PIECES = 32  # in which a chip is filled
-# Shares that are left free, of which the first that works is taken; what the engine takes by itself is the first.
+# Shares to leave free, of which the first that works is used; the first is the engine's default.
 RESERVES = (0.04, 0.06, 0.08, 0.12, 0.16, 0.25, 0.4)
-# What is allocated for one array beside its bytes, at most.
+# The most that may be allocated for one array in addition to its bytes, relative to these.
 SLACK_SHARE = 0.05
 
 
 def checks(devices: Sequence[Device]) -> Iterator[Check]:
+    """Yield the checks of the first chip's memory."""
     for stage, run in (("numbers", _numbers), ("room", _room)):
         yield Check(family=FAMILY, stage=stage, precision="", run=lambda progress, run=run: run(devices[0]))
 
 
 def _numbers(device: Device) -> Found:
-    """`bytes_in_use` before, with an array, after a program with temporaries, and after all is freed."""
+    """Check `bytes_in_use` before and with an array, after a program with temporaries, and after all is freed."""
     before = device_memory.of(device)
     if before.limit_bytes is None or before.in_use_bytes is None:
         return Found(note=f"a {device.device_kind} does not report its memory")
     size = before.limit_bytes // 8 // MIB * MIB
     array = _filled(device, size)
-    held = _used(device) - before.in_use_bytes
-    if not size <= held <= size * (1 + SLACK_SHARE) + MIB:
-        raise Wrong(f"With {readable(size)} written the chip says that {readable(held)} more are in use.")
-    # Sorting needs as much again, for as long as it runs.
+    used_more = _used(device) - before.in_use_bytes
+    if not size <= used_more <= size * (1 + SLACK_SHARE) + MIB:
+        raise Wrong(f"With {readable(size)} written the chip says that {readable(used_more)} more are in use.")
+    # Sorting needs the same amount again while it runs.
     sort = jax.jit(lambda x: jnp.sort(x, axis=0)[:1]).lower(array).compile()
     jax.block_until_ready(sort(array))
     after = device_memory.of(device)
@@ -51,17 +52,17 @@ def _numbers(device: Device) -> Found:
 
 
 def _room(device: Device) -> Found:
-    """How much of the limit can be filled in pieces, as weights fill it."""
+    """Find out how much of the limit can be filled in pieces, as weights fill it."""
     limit_bytes = device_memory.of(device).limit_bytes
     if limit_bytes is None:
         return Found(note=f"a {device.device_kind} does not report its memory")
     reason = ""
     for share in RESERVES:
-        wanted = int(limit_bytes * (1 - share)) - _used(device)
-        held: list[jax.Array] = []
+        free_bytes = int(limit_bytes * (1 - share)) - _used(device)
+        arrays: list[jax.Array] = []
         try:
             for _ in range(PIECES):
-                held.append(_filled(device, wanted // PIECES))
+                arrays.append(_filled(device, free_bytes // PIECES))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -76,7 +77,7 @@ def _room(device: Device) -> Found:
                 learnt,
             )
         finally:
-            for array in held:
+            for array in arrays:
                 array.delete()
     raise Wrong(
         f"Of {readable(limit_bytes)} not even {100 * (1 - RESERVES[-1]):.0f} % can be filled ({reason}).",
@@ -95,7 +96,7 @@ def _used(device: Device) -> int:
 
 
 def _filled(device: Device, size: int) -> jax.Array:
-    """An array of so many bytes, made on the device."""
+    """Return an array of `size` bytes, created on the device."""
     return jax.block_until_ready(_maker(device, size // 512)())
 
 

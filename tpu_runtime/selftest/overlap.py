@@ -1,8 +1,8 @@
-"""Transfers between chips while these compute, and compiler options one by one: nothing may change a bit.
+"""Checks of compiler options, one by one, and of transfers that overlap computation: no result bit may change.
 
-One program per attempt: a loop that gathers weights, exchanges tokens and sums partial results between the chips while
-each computes residual norms that do not depend on these, by XLA or by the kernel. What is transferred are small
-integers, so sums are exact in any order.
+Each attempt is one program: a loop that gathers weights, exchanges tokens and sums partial results between the chips,
+while each computes independent residual norms, by XLA or by the kernel. The transferred values are small integers, so
+that sums are exact in any order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,20 +26,20 @@ from .checks import Check, Found, Wrong
 FAMILY = "options"
 TITLE = "transfers beside a kernel"
 NUM_LAYERS = 4
-# Lanes and tokens of a chip: on a TPU 16 MiB are gathered in each turn, as weights of a block are.
+# Lanes and tokens per chip. On a TPU each iteration gathers 16 MiB, like the weights of a block.
 ON_TPU, SIMULATED = (2048, 2048), (256, 32)
-# Options are tried before kernels are: a kernel that halts must not be taken for an option's fault.
+# Options are tried without kernels, so that a kernel that halts is not mistaken for a faulty option.
 _NO_KERNEL = choice.Rungs(off=(names.RESIDUAL_NORM,))
 WHAT = ("gathered weights", "exchanged tokens", "sums", "norms")
 
 
 def options(devices: Sequence[Device]) -> Iterator[Check]:
-    """Every option of a denoising step by itself."""
-    given = _options(devices)
-    if not given:
+    """Yield a check per compiler option of a denoising step."""
+    all_options = _options(devices)
+    if not all_options:
         note = f"none are given for {devices[0].device_kind}"
         yield Check(family=FAMILY, stage="none", precision="", run=lambda progress: Found(note=note))
-    for name, value in given.items():
+    for name, value in all_options.items():
         without = MachineRecord(fallbacks=Fallbacks(options=(name,)))
         yield Check(
             family=FAMILY, stage=name, precision="", if_lost=without,
@@ -48,7 +48,7 @@ def options(devices: Sequence[Device]) -> Iterator[Check]:
 
 
 def beside_a_kernel(devices: Sequence[Device]) -> Iterator[Check]:
-    """All options that this machine takes together."""
+    """Yield the check of all supported options together, with the kernel."""
     dropped = fallbacks.prefixes(OVERLAP)
     yield Check(
         family="chips", stage=TITLE, precision="", run=lambda progress: _together(devices),
@@ -57,40 +57,43 @@ def beside_a_kernel(devices: Sequence[Device]) -> Iterator[Check]:
 
 
 def _options(devices: Sequence[Device]) -> dict[str, str]:
-    """Of all meshes: `tp` splits by other options than `sp`."""
+    """Return the options of all meshes: `tp` and `sp` have different ones."""
     shapes = [MeshShape(sp=len(devices)), MeshShape(tp=len(devices))]
     return {name: value for shape in shapes for name, value in step_options(make_mesh(devices, shape)).items()}
 
 
 def _same(devices: Sequence[Device], given: Mapping[str, str]) -> None:
-    """Raises `Wrong` where the compiler refuses the options, or they change a result."""
+    """Raise Wrong if the compiler rejects the options, or if they change a result."""
     wrong = _differences(devices, given, _NO_KERNEL)
     if wrong:
         raise Wrong(f"With {', '.join(given)} these differ: {', '.join(wrong)}.")
 
 
 def _together(devices: Sequence[Device]) -> Found:
-    """Where results differ, the options are left out in order until they do not."""
+    """Check all options together; if results differ, omit overlap options in order until they are equal."""
     known = record.read(record.key_of(devices[0].device_kind, len(devices))).fallbacks
     taken, rungs = known.left(_options(devices)), known.kernels
     wrong = _differences(devices, taken, rungs)
     if not wrong:
         by = "XLA, for the kernel is off" if names.RESIDUAL_NORM in rungs.off else "the kernel"
         return Found(note=f"{len(taken)} options; norms by {by}")
-    said = f"Next to a kernel these differ: {', '.join(wrong)}"
+    problem = f"Next to a kernel these differ: {', '.join(wrong)}"
     for count in range(1, len(OVERLAP) + 1):
         without = Fallbacks(options=fallbacks.prefixes(OVERLAP[:count]))
         if not _differences(devices, without.left(taken), rungs):
-            raise Wrong(f"{said}; not without {', '.join(OVERLAP[:count])}.", MachineRecord(fallbacks=without))
-    raise Wrong(f"{said}; without options too.")
+            raise Wrong(f"{problem}; not without {', '.join(OVERLAP[:count])}.", MachineRecord(fallbacks=without))
+    raise Wrong(f"{problem}; without options too.")
 
 
 def _differences(devices: Sequence[Device], given: Mapping[str, str], rungs: choice.Rungs) -> list[str]:
-    """Which results of the loop are not what they are by arithmetic, and for the norms, without transfers."""
+    """Return the names of results that differ from arithmetic or, for the norms, from a run without transfers.
+
+    devices: that run the loop. given: compiler options. rungs: kernel fallbacks.
+    """
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
     lanes, tokens = ON_TPU if devices[0].platform == "tpu" else SIMULATED
     weights, exchanged, partial, x = _arrays(len(devices), lanes, tokens)
-    found = _run(mesh, given, rungs, (weights, exchanged, partial), x)
+    results = _run(mesh, given, rungs, (weights, exchanged, partial), x)
     alone = _run(mesh, {}, rungs, (None, None, None), x)[-1]
     count = len(devices)
     pieces = exchanged.reshape(NUM_LAYERS, count, tokens, count, lanes // count)
@@ -100,11 +103,12 @@ def _differences(devices: Sequence[Device], given: Mapping[str, str], rungs: cho
         partial.reshape(NUM_LAYERS, count, count * 8, lanes).sum(1),
         alone,
     )
-    return [name for name, one, other in zip(WHAT, found, expected, strict=True) if not np.array_equal(one, other)]
+    pairs = zip(WHAT, results, expected, strict=True)
+    return [name for name, actual, want in pairs if not np.array_equal(actual, want)]
 
 
 def _arrays(count: int, lanes: int, tokens: int) -> tuple[np.ndarray, ...]:
-    """Integers of at most 8 bits, so that bfloat16 holds them and sums of all chips, and tokens to be normed."""
+    """Return integers of at most 8 bits, whose sums are exact in bfloat16, and tokens to be normed."""
     random = np.random.default_rng(7)
 
     def integers(*shape: int) -> np.ndarray:
@@ -119,9 +123,13 @@ def _arrays(count: int, lanes: int, tokens: int) -> tuple[np.ndarray, ...]:
 def _run(
     mesh: Mesh, given: Mapping[str, str], rungs: choice.Rungs, sent: tuple[np.ndarray | None, ...], x: np.ndarray
 ) -> list[np.ndarray]:
-    """The loop's results, compiled with these options, of what is `sent`. Raises `Wrong` where one is refused."""
+    """Return the loop's results for the arrays `sent`, compiled with the options `given`.
+
+    mesh: of the loop. rungs: kernel fallbacks. sent: weights, tokens and partial sums, None if absent. x: tokens
+    `[chips, tokens, lanes]` to be normed. Raises Wrong if an option is rejected.
+    """
     arrays = x, *sent
-    placed = jax.tree.map(lambda one, spec: jax.device_put(one, NamedSharding(mesh, spec)), arrays, _specs(arrays))
+    placed = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), arrays, _specs(arrays))
     try:
         compiled = lowered(mesh, rungs, placed).compile(compiler_options=dict(given))
     except Exception as error:
@@ -129,27 +137,30 @@ def _run(
         if refused is None or refused.kind != "option":
             raise
         raise _refused(refused) from error
-    return [np.asarray(one) for one in compiled(*placed) if one is not None]
+    return [np.asarray(array) for array in compiled(*placed) if array is not None]
 
 
 def _specs(arrays: tuple[Any, ...]) -> tuple[P | None, ...]:
-    """How the tokens and what is sent are split; None of what is not there."""
+    """Return the sharding of each array, None for an absent one."""
     along = P("sp"), *(P(None, "sp", None),) * 3
-    return tuple(None if one is None else spec for one, spec in zip(arrays, along, strict=True))
+    return tuple(None if array is None else spec for array, spec in zip(arrays, along, strict=True))
 
 
 def lowered(mesh: Mesh, rungs: choice.Rungs, arrays: tuple[Any, ...]) -> jax.stages.Lowered:
-    """The loop over tokens, and of weights, tokens and partial sums those that are not None: arrays or their shapes."""
+    """Lower the loop for `arrays` or their shapes: tokens, then weights, tokens and partial sums, None if absent.
+
+    mesh: of the loop. rungs: kernel fallbacks.
+    """
     interpret = mesh.devices.flat[0].platform != "tpu"
 
     def layer(x: jax.Array, split: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
-        weight, tokens, part = split
+        weight, tokens, partial = split
         moved = None, None, None
         if weight is not None:
             moved = (
                 jax.lax.all_gather(weight, "sp", axis=0, tiled=True),
                 jax.lax.all_to_all(tokens, "sp", 1, 0, tiled=True),
-                jax.lax.psum_scatter(part.astype(jnp.float32), "sp", scatter_dimension=0, tiled=True),
+                jax.lax.psum_scatter(partial.astype(jnp.float32), "sp", scatter_dimension=0, tiled=True),
             )
         ones = jnp.ones((1, x.shape[-1]), jnp.float32)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a self-test found, as a record to attach to a bug report: without paths, tokens, names of people or machines."""
+"""The results of a self-test, to attach to a bug report: without paths, tokens, names of people or machines."""
 
 import getpass
 import ipaddress
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ...sharding.mesh import Device
 
 SCHEMA = 3
-# The problem of a check that has not ended, of which a report is written before it starts.
+# The problem of a check that has not ended; its row is written before it starts.
 UNFINISHED = "It has not ended."
-# What changes how programs are compiled or where they run.
+# Variables that change how programs are compiled or where they run.
 VARIABLES = (
     "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "COMFYUI_TPU_HBM_GIB",
     "COMFYUI_TPU_KERNELS", "COMFYUI_TPU_OPTIONS",
@@ -41,18 +41,18 @@ _PATTERNS = (
     re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*\b"),
     re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:internal|local|lan|corp|home)\b"),
 )
-# What may be an address of version 6; times of day look like one too.
+# Candidates for IPv6 addresses; times of day look like them.
 _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChipRecord:
-    """A device, and the bytes of memory that it says it has (None where it says nothing)."""
+    """A device of the report."""
 
     id: int
     kind: str
     coords: tuple[int, ...] | None
-    memory_bytes: int | None
+    memory_bytes: int | None  # limit that it reports; None without one
 
 
 def chip_record(device: "Device") -> ChipRecord:
@@ -66,19 +66,17 @@ def chip_record(device: "Device") -> ChipRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SelftestReport:
-    """A self-test. `settings` are the environment variables that matter to programs, cleaned. `machine`: what this
-    machine's programs do without after a first run; None of a plain self-test, which changes nothing.
-    """
+    """The report of a self-test."""
 
     platform: str
     chips: tuple[ChipRecord, ...]
     versions: dict[str, str]
     system: str
-    settings: dict[str, str]
+    settings: dict[str, str]  # values of `VARIABLES`, without secrets and paths
     models: tuple[str, ...]
     rows: tuple[CheckResult, ...]
     elapsed_s: float
-    machine: MachineRecord | None
+    machine: MachineRecord | None  # after a first run; None after a plain self-test, which changes nothing
 
     @property
     def is_good(self) -> bool:
@@ -86,7 +84,7 @@ class SelftestReport:
 
     @property
     def verdict(self) -> str:
-        """One sentence for the user."""
+        """Return one sentence for the user."""
         wrong = [row for row in self.rows if row.problem]
         skipped = [row for row in self.rows if row.is_skipped]
         where = f"{len(self.chips)} x {self.chips[0].kind}" if self.chips else "no chips"
@@ -116,7 +114,7 @@ class SelftestReport:
 
 
 def _without_paths(record: MachineRecord) -> dict[str, Any]:
-    return {**record.to_json(), "sentences": [cleaned(one) for one in record.sentences]}
+    return {**record.to_json(), "sentences": [cleaned(sentence) for sentence in record.sentences]}
 
 
 def make(
@@ -127,7 +125,10 @@ def make(
     elapsed_s: float,
     machine: MachineRecord | None = None,
 ) -> SelftestReport:
-    """The record of these checks, of this machine."""
+    """Return the report of these checks on this machine.
+
+    platform_name: JAX's. chips, models, rows: of the checks. elapsed_s: in total. machine: after a first run.
+    """
     return SelftestReport(
         platform=platform_name,
         chips=tuple(chips),
@@ -142,7 +143,10 @@ def make(
 
 
 def cleaned(text: str) -> str:
-    """`text` without tokens, paths, addresses, and the names of this machine and its user; at most 400 characters."""
+    """Return `text` without tokens, paths, addresses, and names of this machine and its user.
+
+    The result has at most 400 characters, and "..." after them if the text is longer.
+    """
     text = _IPV6.sub(lambda match: HIDDEN if _is_address(match[0]) else match[0], redact(text))
     for pattern in _PATTERNS:
         text = pattern.sub(HIDDEN, text)
@@ -160,7 +164,7 @@ def _is_address(text: str) -> bool:
 
 
 def _names() -> set[str]:
-    """Of this machine and its user."""
+    """Return the names of this machine and its user."""
     host = socket.gethostname()
     names = {host, host.partition(".")[0]}
     try:

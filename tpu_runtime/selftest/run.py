@@ -1,4 +1,4 @@
-"""What the groups of checks consist of. Without a TPU, kernels run in interpret mode."""
+"""The checks of each group. Without a TPU, kernels run in interpret mode."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def host_device() -> Device:
-    """The CPU that the reference runs on; raises `RuntimeError` where JAX was told to leave it out."""
+    """Return the CPU device of the reference. Raises RuntimeError if JAX_PLATFORMS excludes it."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError as error:
@@ -35,10 +35,10 @@ def host_device() -> Device:
 
 @dataclass(kw_only=True)
 class CheckPlace:
-    """Where checks run: the chips, and a `folder` in which one process leaves what another looks for."""
+    """The devices that checks run on."""
 
     devices: Sequence[Device]
-    folder: Path
+    folder: Path  # shared by processes: one writes files that another reads
 
     @functools.cached_property
     def host(self) -> Device:
@@ -46,7 +46,7 @@ class CheckPlace:
 
     @functools.cached_property
     def engines(self) -> "tuple[Engine, Engine]":
-        """The host's, and that of the chips."""
+        """Return the engine of the host, and that of the chips."""
         from . import families
 
         return families.engine([self.host]), families.engine(self.devices, kernel="pallas")
@@ -68,20 +68,23 @@ _CHECKS: dict[str, Callable[[CheckPlace], Iterator[Check]]] = {
 
 
 def of_group(name: str, place: CheckPlace) -> Iterator[Check]:
-    """The checks of a group, each to be performed before the next is asked for. On a TPU families run in bfloat16, as
-    they do for users, and in float32 as far as that compiles quickly (see `families`).
+    """Yield the checks of a group; each is to be run before the next is requested.
+
+    On a TPU families run in bfloat16, as they do for users, and in float32 as far as that compiles quickly (see
+    `families`).
+    name: of the group. place: the devices.
     """
     if not name.startswith(groups.FAMILY):
         yield from _CHECKS[name](place)
         return
-    from . import families  # brings PyTorch in, which no other group needs
+    from . import families  # imports PyTorch, which no other group needs
 
     precisions: tuple[Precision, ...] = ("bfloat16", "float32") if place.devices[0].platform == "tpu" else ("float32",)
     yield from families.checks(spec_by_name(name.removeprefix(groups.FAMILY)), *place.engines, precisions)
 
 
 def checks(devices: Sequence[Device], models: Sequence[str]) -> Iterator[Check]:
-    """Those of `selftest` without --first-run, in this process."""
+    """Yield the checks of `selftest` without --first-run, for this process."""
     place = CheckPlace(devices=devices, folder=Path())
     for group in groups.all_of(models):
         if group.is_plain:
