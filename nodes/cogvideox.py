@@ -12,7 +12,7 @@ LABEL = "CogVideoX"
 _PROMPTS = ("prompt", "negative_prompt")
 _NUMBERS = (*SIZE, "num_inference_steps", "guidance_scale", "seed")
 _EMBEDS = ("prompt_embeds", "negative_prompt_embeds")
-# Newer than the rest, so after it. The sampler and the decoder once had the model from the node before.
+# Newer than the rest, so after it. Early samplers and decoders took the model from the node before them.
 _NEW = ("model", "precision")
 _RECIPE = ("scheduler", "use_dynamic_cfg")
 

@@ -1,17 +1,24 @@
-"""Node declarations: what a node is called, takes, returns and does, as plain data.
+"""Node declarations as plain data: names, inputs, outputs and bodies.
 
-Nothing here knows ComfyUI: `comfyui.adapter` makes ComfyUI classes of declarations, `headless.runner` runs them.
+Nothing here knows ComfyUI: `comfyui.adapter` turns declarations into ComfyUI classes, `headless.runner` runs them.
 """
 
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..tpu_runtime.pipeline import Progress
 
-# What the page calls inputs and outputs for which ComfyUI's own nodes have another word; workflows keep the names.
+# A widget's value in a workflow, or an object that nodes pass to each other.
+Value: TypeAlias = Any
+# Parsed JSON, from anyone: nothing is known of its shape.
+Json: TypeAlias = Any
+# Values of one node's inputs, by name.
+Values: TypeAlias = Mapping[str, Value]
+
+# Names on the page for inputs and outputs that ComfyUI's own nodes call differently; workflows keep our names.
 WORDS = {
     "num_inference_steps": "steps",
     "guidance_scale": "cfg",
@@ -22,7 +29,7 @@ WORDS = {
     "start_step": "start_at_step",
     "end_step": "end_at_step",
 }
-# What someone may type who looks for a node that runs this stage; a pipeline runs them all.
+# Search words for a node, by the stage that it runs; "" is a pipeline, which runs all stages.
 ALIASES = {
     "encode": ("clip text encode", "prompt"),
     "image": ("vae encode", "image to video", "i2v", "reference"),
@@ -36,52 +43,41 @@ WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"})
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:
-    """Where a host keeps files; of models and of LoRAs there may be several folders. `workflow` is where the running
-    file is.
-
-    Relative stage folders lie under `output`; where a host is `confined`, as one that strangers may reach, all do.
-    """
+    """A host's folders of files; there may be several for models and LoRAs."""
 
     models: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
     input: Path = Path(".")
-    workflow: Path = Path(".")
-    output: Path = Path(".")
-    confined: bool = False
+    workflow: Path = Path(".")  # of the running workflow's file
+    output: Path = Path(".")  # relative stage folders are below it
+    confined: bool = False  # stage folders must be below `output`: untrusted users may reach the host
 
 
 class Host(Progress, Protocol):
-    """What a running node may ask of whoever runs it."""
+    """The interface through which a running node reports progress and finds files."""
 
     folders: Folders
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One input: a widget when `type` is in WIDGET_TYPES, a socket otherwise.
-
-    `check` raises ValueError with a full sentence; it speaks before the plain type and range checks. `companion` is a
-    value that ComfyUI's page saves right after this widget's own: "control_after_generate" or "upload". A COMBO of
-    `files` offers those in the host's folders of that name, behind the `options`; other values
-    are left to the node's own check. A socket that is `listed_last` is required, and the page
-    shows it among the optional ones (see `page_order`).
-    """
+    """One input of a node: a widget or a socket."""
 
     name: str
-    type: str
+    type: str  # one of WIDGET_TYPES for a widget, else the type of a socket
     tooltip: str
-    default: Any = None
-    low: float | None = None
-    high: float | None = None
+    default: Value = None
+    low: float | None = None  # smallest allowed number; None: no limit
+    high: float | None = None  # largest allowed number; None: no limit
     step: float | None = None
-    options: tuple[str, ...] = ()
-    files: str = ""
+    options: tuple[str, ...] = ()  # of a COMBO
+    files: str = ""  # of a COMBO: the host's folder whose files are offered after `options`; the node checks values
     optional: bool = False
-    listed_last: bool = False
+    listed_last: bool = False  # a required socket that the page shows among the optional ones (see `page_order`)
     advanced: bool = False
     multiline: bool = False
-    companion: str = ""
-    check: Callable[[Any], None] | None = None
+    companion: str = ""  # value that the page saves right after this one: "control_after_generate" or "upload"
+    check: Callable[[Value], None] | None = None  # raises ValueError; runs before the type and range checks
 
     @property
     def label(self) -> str:
@@ -93,17 +89,20 @@ class Input:
 
     @property
     def is_listed_optional(self) -> bool:
-        """Whether the page takes it for optional."""
+        """Return whether the page shows it among the optional inputs."""
         return self.optional or self.listed_last
 
     @property
     def is_grid(self) -> bool:
-        """Whether only every `step`-th integer is allowed, a rule that ComfyUI does not know."""
+        """Return whether only every `step`-th integer is allowed, a rule that ComfyUI does not have."""
         return self.type == "INT" and self.step not in (None, 1)
 
-    def parse(self, value: Any) -> Any:
-        """A widget's value in its own type; ValueError when it has another type or breaks the input's rule."""
-        value = _converted(self.type, value)
+    def parse(self, value: Value) -> Value:
+        """Return a widget's value in the input's own type.
+
+        Raises ValueError if it has another type or breaks the input's rule.
+        """
+        value = _convert_number(self.type, value)
         if self.check is not None:
             self.check(value)
         if not isinstance(value, VALUE_TYPES[self.type]) or (isinstance(value, bool) and self.type != "BOOLEAN"):
@@ -116,8 +115,8 @@ class Input:
 
 
 def in_words(text: str) -> str:
-    """A text for the page, with what it calls inputs in the place of their names."""
-    return _NAMES.sub(lambda found: WORDS[found[0]], text)
+    """Replace the names of inputs in a text by their names on the page."""
+    return _NAMES.sub(lambda match: WORDS[match[0]], text)
 
 
 _NAMES = re.compile(rf"\b({'|'.join(sorted(WORDS, key=len, reverse=True))})\b")
@@ -132,8 +131,8 @@ _VALUE_NAMES = {
 }
 
 
-def _converted(widget_type: str, value: Any) -> Any:
-    """JSON has one kind of number: 16 for a FLOAT and 81.0 for an INT are the user's 16.0 and 81."""
+def _convert_number(widget_type: str, value: Value) -> Value:
+    """Convert JSON's one kind of number: 16 for a FLOAT becomes 16.0, 81.0 for an INT becomes 81."""
     if widget_type == "FLOAT" and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if widget_type == "INT" and isinstance(value, float) and value.is_integer():
@@ -149,18 +148,13 @@ class Output:
 
     @property
     def label(self) -> str:
-        """A model has its type's name, as from core's loaders, beside whose MODEL it stands."""
+        """Return the name on the page. TPU_MODEL keeps its type's name, as MODEL does on core's loaders."""
         return self.type if self.type == "TPU_MODEL" else WORDS.get(self.name, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What a node looks like. Subclasses say what it does.
-
-    A node of a `family` runs one `stage` of its models, of `model_spec.STAGES`. `check(folders, **values)` gets the
-    inputs named in `checks`, once all of them are known, and those in `checked_too` that are, before anything runs, and
-    raises ValueError. Of the sockets among `checked_links` it gets whether they are linked, where the host knows.
-    """
+    """A node without its behaviour, which subclasses add."""
 
     id: str
     title: str
@@ -168,34 +162,35 @@ class Declaration:
     description: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...] = ()
-    family: str = ""
-    stage: str = ""
-    check: Callable[..., object] | None = None
-    checks: tuple[str, ...] = ()
-    checked_too: tuple[str, ...] = ()
-    checked_links: tuple[str, ...] = ()
+    family: str = ""  # of the models that it runs; "" for nodes of all families
+    stage: str = ""  # of `model_spec.STAGES`; "" for a pipeline, and for nodes without a family
+    check: Callable[..., object] | None = None  # check(folders, **values) raises ValueError before anything runs
+    checks: tuple[str, ...] = ()  # inputs that `check` needs; it is called once all of them are known
+    checked_too: tuple[str, ...] = ()  # inputs that `check` also gets if they are known
+    checked_links: tuple[str, ...] = ()  # sockets of which `check` gets whether they are linked, if the host can tell
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Words to find it by, beside its title."""
+        """Return search words in addition to the title."""
         return ("TPU", self.category.removeprefix("TPU/"), *ALIASES[self.stage]) if self.family else ("TPU",)
 
     def input(self, name: str) -> Input:
-        """Raises KeyError when there is no such input."""
+        """Return the input called `name`; KeyError if it does not exist."""
         return {declared.name: declared for declared in self.inputs}[name]
 
     def page_order(self) -> tuple[Input, ...]:
-        """The inputs in the order of the page: sockets, then widgets, of each kind the required ones first.
+        """Return the inputs in the page's order: sockets, then widgets, the required ones of each kind first.
 
-        By it the page bypasses a node: an output passes on the input of the same number, if types agree.
+        The page bypasses a node in this order: an output passes on the input of the same number if types agree.
         """
         return tuple(sorted(self.inputs, key=lambda declared: (declared.is_widget, declared.is_listed_optional)))
 
-    def check_constants(
-        self, folders: Folders, constants: Mapping[str, Any], linked: Collection[str] | None = None
-    ) -> None:
-        """Raises ValueError for a constant that is not allowed; inputs that are links are simply absent, and `linked`
-        names them.
+    def check_constants(self, folders: Folders, constants: Values, linked: Collection[str] | None = None) -> None:
+        """Raise ValueError for a constant that is not allowed.
+
+        folders: of the host.
+        constants: values by input name; inputs that are links are absent.
+        linked: names of inputs that are links; None if the host does not know them.
         """
         for declared in self.inputs:
             if declared.is_widget and declared.name in constants:
@@ -205,8 +200,11 @@ class Declaration:
             known = (name for name in (*self.checks, *self.checked_too) if name in constants)
             self.check(folders, **{name: constants[name] for name in known}, **links)
 
-    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Every input's value: what was given, in its own type, else the default. ValueError names what is missing."""
+    def values(self, given: Values) -> dict[str, Value]:
+        """Return the value of every input: from `given`, in its own type, else the default.
+
+        Raises ValueError for a required input that is missing, and for a value that is not allowed.
+        """
         values = {}
         for declared in self.inputs:
             value = given.get(declared.name)
@@ -222,30 +220,24 @@ class Declaration:
 
 @dataclass(frozen=True, kw_only=True)
 class Node(Declaration):
-    """A node with a body: `run(host, **values)` returns one value per output.
+    """A node with a body."""
 
-    One that `gives_core` has four outputs more, which ComfyUI makes: its own MODEL, CLIP, VAE and MODEL of the second
-    denoiser, of the model that is the first.
-
-    `fingerprint(folders, **values)` changes when the result may differ although the inputs do not (files on disk).
-    """
-
-    run: Callable[..., tuple[Any, ...]]
+    run: Callable[..., tuple[Value, ...]]  # run(host, **values) returns one value per output
     is_output: bool = False
-    gives_core: bool = False
-    fingerprint: Callable[..., Hashable] | None = None
+    gives_core: bool = False  # ComfyUI adds four outputs for the first one's model: MODEL, CLIP, VAE, second MODEL
+    fingerprint: Callable[..., Hashable] | None = None  # fingerprint(folders, **values) changes with files on disk
 
 
 @dataclass(frozen=True)
 class Ref:
-    """The value of an input of the expanding node; left out where that input is absent."""
+    """The value of an input of the expanding node. Left out if that input is absent."""
 
     input: str
 
 
 @dataclass(frozen=True)
 class Link:
-    """Output number `output` of the stage called `stage`."""
+    """An output of a stage, by the stage's name and the output's index."""
 
     stage: str
     output: int
@@ -253,27 +245,27 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageNode:
-    """One node of an expansion. It is left out where the expanding node's input `needs` is absent."""
+    """One node of an expansion."""
 
     name: str
     node_id: str
-    inputs: Mapping[str, Ref | Link | Any]
-    needs: str = ""
+    inputs: Mapping[str, Ref | Link | Value]
+    needs: str = ""  # an input of the expanding node; without it the stage is left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion(Declaration):
-    """A node that stands for a small graph of other nodes and has no body of its own."""
+    """A node that is replaced by a small graph of other nodes and has no body of its own."""
 
     stages: tuple[StageNode, ...] = field(default=())
     results: tuple[Link, ...] = field(default=())
 
-    def stages_for(self, given: Mapping[str, Any]) -> tuple[StageNode, ...]:
-        """The stages that run for these inputs; a link to one that does not is left out as well."""
+    def stages_for(self, given: Values) -> tuple[StageNode, ...]:
+        """Return the stages that run for the inputs `given`, without links to stages that do not run."""
         present = [stage for stage in self.stages if not stage.needs or given.get(stage.needs) is not None]
         names = {stage.name for stage in present}
 
-        def runs(value: Any) -> bool:
+        def runs(value: Value) -> bool:
             return not isinstance(value, Link) or value.stage in names
 
         return tuple(
@@ -286,7 +278,7 @@ Declared = TypeVar("Declared", bound=Declaration)
 
 
 def by_id(declarations: Iterable[Declared]) -> dict[str, Declared]:
-    """Declarations keyed by node id; ValueError on a duplicate."""
+    """Return declarations by node id. Raises ValueError for a duplicate."""
     table: dict[str, Declared] = {}
     for declaration in declarations:
         if declaration.id in table:

@@ -1,22 +1,20 @@
-"""The nodes of a model family, built from its spec: text encoder, sampler, decoder, pipeline.
+"""The nodes of a model family, built from its spec: text encoder, image encoder, sampler, decoder and pipeline.
 
-A family's file has its label and its nodes' inputs in the order its users know; limits and defaults come from the
-spec, bodies from here. Every body checks, then makes one call into the runtime.
+A family's file has its label and its nodes' inputs in order; limits and defaults come from the spec, bodies from here.
+Every body checks its inputs, then makes one call into the runtime.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import PART, SIZE, SPECS, ModelRef, ModelSpec, choose_model, media, payloads
 from . import inputs as named
-from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, StageNode
+from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, StageNode, Value, Values
 
 
 def _chosen(spec: ModelSpec, host: Host, *, model_id: str, model: ModelRef | None, precision: str) -> ModelRef:
-    """The connected model, which its loader has resolved, or the one that the widgets name, checked."""
+    """Return the connected model, which its loader has resolved, or the one that the widgets name, checked."""
     if model is None:
         return choose_model(spec, model_id, precision=precision, folders=host.folders.models, progress=host)
     if model.spec.family != spec.family:
@@ -27,29 +25,35 @@ def _chosen(spec: ModelSpec, host: Host, *, model_id: str, model: ModelRef | Non
     return model
 
 
-def _check_takes_picture(spec: ModelSpec, found: ModelSpec, name: str) -> None:
-    """Raises ValueError where input `name` is there and the model is one of the family that takes no picture."""
-    if found.pictures.encode is None:
+def _check_takes_image(spec: ModelSpec, chosen: ModelSpec, name: str) -> None:
+    """Raise ValueError if the model `chosen` takes no image although input `name` is connected."""
+    if chosen.pictures.encode is None:
         raise ValueError(
-            f"{spec.title}: {name} is connected, but the model is a {found.title}. Set model_id to one that takes a "
+            f"{spec.title}: {name} is connected, but the model is a {chosen.title}. Set model_id to one that takes a "
             f"picture, such as {spec.published.hub_id}, or disconnect {name}."
         )
 
 
 def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: bool = False, **pictures: bool) -> None:
-    """`model` and `pictures` say whether these sockets are linked."""
-    found = choose_model(spec, model_id, folders=folders.models).spec
+    """Raise ValueError if the model does not match the linked sockets.
+
+    model, pictures: whether these sockets are linked.
+    """
+    chosen = choose_model(spec, model_id, folders=folders.models).spec
     has_last = pictures.pop("last_image", False)
     for name, is_linked in pictures.items():
-        if found.needs_condition and not (is_linked or model):
-            alike = (one for one in SPECS if one.family == spec.family and not one.needs_condition)
-            ids = (f", or set model_id to one that can do without, such as {one.published.hub_id}" for one in alike)
+        if chosen.needs_condition and not (is_linked or model):
+            alternatives = (other for other in SPECS if other.family == spec.family and not other.needs_condition)
+            ids = (
+                f", or set model_id to one that can do without, such as {other.published.hub_id}"
+                for other in alternatives
+            )
             raise ValueError(
-                f"{found.title}: it starts from a picture, and {name} is not connected. Connect it{next(ids, '')}."
+                f"{chosen.title}: it starts from a picture, and {name} is not connected. Connect it{next(ids, '')}."
             )
         if has_last and not is_linked:
             raise ValueError(
-                f"{found.title}: last_image is connected, and {name} is not. Connect it, or disconnect last_image."
+                f"{chosen.title}: last_image is connected, and {name} is not. Connect it, or disconnect last_image."
             )
 
 
@@ -60,13 +64,13 @@ def _encode(
     prompt: str,
     negative_prompt: str = "",
     condition: payloads.ImageCondition | None = None,
-    **choice: Any,
+    **choice: Value,
 ) -> tuple:
     model = _chosen(spec, host, **choice)
     if condition is not None:
-        _check_takes_picture(spec, model.spec, "condition")
+        _check_takes_image(spec, model.spec, "condition")
     if negative_prompt.strip() and model.spec.recipe.guidance != "cfg":
-        guided = [one.name for one in SPECS if one.family == spec.family and one.recipe.guidance == "cfg"]
+        guided = [s.name for s in SPECS if s.family == spec.family and s.recipe.guidance == "cfg"]
         raise ValueError(
             f"{model.spec.title}: negative_prompt is {negative_prompt!r}, but this model runs without one. Leave it "
             f"empty, or choose a model that is guided by one: {', '.join(guided)}."
@@ -78,27 +82,27 @@ def _encode_image(
     spec: ModelSpec,
     host: Host,
     *,
-    image: Any,
+    image: Value,
     height: int,
     width: int,
     num_frames: int,
     resize: str,
-    last_image: Any = None,
-    **choice: Any,
+    last_image: Value = None,
+    **choice: Value,
 ) -> tuple:
     model = _chosen(spec, host, **choice)
-    _check_takes_picture(spec, model.spec, "image")
+    _check_takes_image(spec, model.spec, "image")
     size = {"height": height, "width": width, "num_frames": num_frames}
-    given = [one[:1] for one in (image, last_image) if one is not None]
-    images = media.joined([media.resize(one, height, width, resize) for one in given])
+    frames = [image_batch[:1] for image_batch in (image, last_image) if image_batch is not None]
+    images = media.joined([media.resize(image_batch, height, width, resize) for image_batch in frames])
     return (runtime.encode_image(model, images, size, progress=host),)
 
 
-def _encode_references(spec: ModelSpec, host: Host, *, image: Any, condition: Any = None, **choice: Any) -> tuple:
-    """References in the order they were given: those of a connected condition first."""
+def _encode_references(spec: ModelSpec, host: Host, *, image: Value, condition: Value = None, **choice: Value) -> tuple:
+    """Encode references in the order given, after those of a connected condition."""
     model = _chosen(spec, host, **choice)
-    found = runtime.encode_image(model, image, {}, progress=host)
-    return (runtime.join_references([found] if condition is None else [condition, found]),)
+    encoded = runtime.encode_image(model, image, {}, progress=host)
+    return (runtime.join_references([encoded] if condition is None else [condition, encoded]),)
 
 
 def _sample(
@@ -106,33 +110,32 @@ def _sample(
     image_spec: ModelSpec,
     host: Host,
     *,
-    prompt_embeds: Any,
-    negative_prompt_embeds: Any = None,
+    prompt_embeds: Value,
+    negative_prompt_embeds: Value = None,
     condition: payloads.ImageCondition | None = None,
     latents: payloads.Latent | None = None,
     model_id: str,
     model: ModelRef | None,
     precision: str,
-    **numbers: Any,
+    **numbers: Value,
 ) -> tuple:
     spec = spec if condition is None else image_spec
-    for name, given in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
-        if given is not None:
-            payloads.conditioning_entry(spec, name, given)
+    for name, entry in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
+        if entry is not None:
+            payloads.conditioning_entry(spec, name, entry)
     chosen = _chosen(spec, host, model_id=model_id, model=model, precision=precision)
     if condition is not None:
-        _check_takes_picture(spec, chosen.spec, "condition")
+        _check_takes_image(spec, chosen.spec, "condition")
     settings = chosen.spec.settings(**_with_encoded_size(spec, condition, numbers)).in_quality(chosen.quality)
     embeds = (prompt_embeds, negative_prompt_embeds)
     denoised = runtime.denoise(chosen, settings, *embeds, condition=condition, latents=latents, progress=host)
     return (denoised,) if spec.is_image else (denoised, settings.num_frames)
 
 
-def _with_encoded_size(
-    spec: ModelSpec, condition: Mapping[str, Any] | None, numbers: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The sampler's numbers with the size that the picture was encoded for where they have none, or None, for the
-    model's own; ValueError where they ask for another.
+def _with_encoded_size(spec: ModelSpec, condition: Values | None, numbers: Values) -> dict[str, Value]:
+    """Return the sampler's numbers, with the encoded image's size where they have none.
+
+    A number that neither has is None, which means the model's own. Raises ValueError for contradicting sizes.
     """
     size = {name: condition[name] for name in SIZE if name in condition} if condition else {}
     for name, value in size.items():
@@ -144,7 +147,7 @@ def _with_encoded_size(
     return {**numbers, **{name: size.get(name) or numbers.get(name) or None for name in SIZE}}
 
 
-def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float = 0, **choice: Any) -> tuple:
+def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float = 0, **choice: Value) -> tuple:
     model = _chosen(spec, host, **choice)
     frames = runtime.decode(model, latents, progress=host)
     return (frames,) if spec.is_image else (frames, float(fps))
@@ -157,7 +160,7 @@ def _stage_node(
     title: str,
     inputs: tuple[str, ...],
     more: tuple[Input, ...] = (),
-    **fields: Any,
+    **fields: Value,
 ) -> Node:
     return Node(
         id=f"{spec.family}{suffix}",
@@ -174,6 +177,7 @@ def _stage_node(
 
 
 def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
+    """Return the text encoder's node, with the inputs of these names."""
     outputs = (
         Output(name="prompt_embeds", type="CONDITIONING", tooltip="The encoded prompt."),
         Output(
@@ -195,7 +199,7 @@ def text_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
 
 
 def image_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
-    """The node for `spec`, a model that takes an image, or references."""
+    """Return the image encoder's node for `spec`, a model that takes an image or references."""
     images = "reference images" if spec.pictures.are_references else "the start image"
     return _stage_node(
         spec,
@@ -204,7 +208,9 @@ def image_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
         f"{label} TPU Image Encoder",
         inputs,
         description=f"Encodes {images} for {spec.title} on the TPU.",
-        outputs=(Output(name="condition", type="TPU_CONDITION", tooltip="The encoded image, for the sampler."),),
+        outputs=(
+            Output(name="condition", type="TPU_CONDITION", tooltip="The encoded image. Connect it to the sampler."),
+        ),
         run=partial(_encode_references if spec.pictures.are_references else _encode_image, spec),
     )
 
@@ -212,16 +218,16 @@ def image_encoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
 def sampler(
     spec: ModelSpec, label: str, *inputs: str, image_spec: ModelSpec | None = None, sizes: tuple[str, ...] = ()
 ) -> Node:
-    """`image_spec` is the model that runs instead while a `condition` is connected. `sizes` are inputs too, the last;
-    an encoded picture's counts where they are 0.
+    """Return the sampler's node. Every sampler can run a part of the steps and start from latents.
 
-    Every sampler may also run a part of the steps, and begin with latents.
+    label: the family's name in the title.
+    inputs: names of its inputs, in order.
+    image_spec: the model that runs instead while a `condition` is connected; None: the same.
+    sizes: further inputs, the last ones; where they are 0, the encoded image's size counts.
     """
     newest = (named.of_name(spec, name) for name in named.newest(spec, inputs))
     outputs = (
-        Output(
-            name="latents", type="LATENT", tooltip="The denoised latents, for a VAE decoder; in ComfyUI's own layout."
-        ),
+        Output(name="latents", type="LATENT", tooltip="The denoised latents, in ComfyUI's own layout."),
         Output(name="num_frames", type="INT", tooltip="Number of video frames in the latents."),
     )
     return _stage_node(
@@ -248,6 +254,7 @@ def _frames_outputs(spec: ModelSpec) -> tuple[Output, ...]:
 
 
 def decoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
+    """Return the VAE decoder's node, with the inputs of these names."""
     return _stage_node(
         spec,
         "decode",
@@ -260,7 +267,7 @@ def decoder(spec: ModelSpec, label: str, *inputs: str) -> Node:
     )
 
 
-# Which output of a stage each input of a later one takes.
+# For each input of a later stage, the output of an earlier one that it is linked to.
 _LINKS = {
     "prompt_embeds": Link("encode", 0),
     "negative_prompt_embeds": Link("encode", 1),
@@ -270,7 +277,13 @@ _LINKS = {
 
 
 def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs: str) -> Expansion:
-    """The stages (and Create Video) as one node: a graph over the others, not a second implementation."""
+    """Return a node that is expanded to all stages and Create Video: a graph over the other nodes, not a second
+    implementation.
+
+    label: the family's name in the title.
+    stage_nodes: the family's nodes, in order.
+    inputs: names of its inputs, in order.
+    """
     links = {name: link for name, link in _LINKS.items() if link.stage in {node.stage for node in stage_nodes}}
     stages = [
         StageNode(
@@ -281,7 +294,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
                 for i in node.inputs
                 if i.name not in PART and links.get(i.name) != Link(node.stage, 0)
             },
-            # Where the model can do without a picture, the stage that encodes it is left out without one.
+            # Without an image, a model for which it is optional skips this stage.
             needs="image" if node.stage == "image" else "",
         )
         for node in stage_nodes

@@ -13,7 +13,7 @@ _NEW = ("model", "precision")
 # For the siblings that are guided by a negative prompt.
 _NEGATIVE, _NEGATIVE_EMBEDS = "negative_prompt", "negative_prompt_embeds"
 
-# References are optional, and several encoders may follow each other: so this is no stage of the pipeline.
+# References are optional, and several encoders may follow each other: so it is not a stage of the pipeline.
 IMAGE_ENCODER = image_encoder(SPEC, LABEL, "image", "condition", "model_id", *_NEW)
 TEXT_ENCODER = text_encoder(SPEC, LABEL, "prompt", "model_id", *_NEW, _NEGATIVE)
 SAMPLER = sampler(SPEC, LABEL, "prompt_embeds", "condition", *_NUMBERS, "model_id", *_NEW, _NEGATIVE_EMBEDS, *FEW_STEPS)

@@ -1,9 +1,8 @@
-"""The inputs of a family's nodes by name: what each says, and where it stands. Limits and defaults are the model's."""
+"""Inputs of the families' nodes by name: tooltips and order. Limits and defaults come from the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import (
@@ -18,26 +17,23 @@ from ..tpu_runtime.pipeline import (
     Switch,
     media,
 )
-from .declare import Input
+from .declare import Input, Value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One input of every family's nodes. With a `socket`, its type, it is no widget. `references` is its tooltip where
-    pictures are references, `unguided` where the family's first model has no use for a negative prompt; `origin` is
-    added where a negative prompt stands there from the start; `{tiny}` and `{title}` stand for the model's, `{choices}`
-    for the family's.
-    """
+    """Documentation of one input of the families' nodes."""
 
-    tooltip: str
-    socket: str = ""
+    tooltip: str  # may hold {tiny} and {title}, of the model, and {choices}, of its family
+    socket: str = ""  # type of the socket; "" for a widget
     optional: bool = False
     advanced: bool = False
-    references: str = ""
-    unguided: str = ""
-    origin: str = ""
+    references: str = ""  # tooltip for families whose images are references; "": the same
+    unguided: str = ""  # tooltip if the family's first model does not use a negative prompt; "": the same
+    origin: str = ""  # added to the tooltip if the model has a default negative prompt
 
     def said_of(self, spec: ModelSpec) -> str:
+        """Return the tooltip for the nodes of a model's family."""
         unguided = self.unguided if spec.recipe.guidance != "cfg" else ""
         text = unguided or (self.references if spec.pictures.are_references else "") or self.tooltip
         text += self.origin if spec.texts.get("negative_prompt") else ""
@@ -45,7 +41,7 @@ class Entry:
 
 
 def _recipe(tooltip: str) -> Entry:
-    """A widget of the advanced options."""
+    """Return the entry of an optional widget among the advanced ones."""
     return Entry(tooltip=tooltip, optional=True, advanced=True)
 
 
@@ -168,7 +164,7 @@ ENTRIES = {
         "not with CogVideoXDDIMScheduler."
     ),
 }
-# Of samplers: what they may go on from.
+# Input of every sampler: latents to continue from.
 LATENTS = Input(
     name="latents",
     type=ENTRIES["latents"].socket,
@@ -176,52 +172,55 @@ LATENTS = Input(
     "sampling starts from noise.",
     optional=True,
 )
-# Recipes of distilled models, for flow models; and of those with two experts.
+# Inputs for distilled flow models; and for models with two experts.
 FEW_STEPS = ("scheduler", "sigmas")
-# Of samplers and pipelines, the newest.
+# Newest inputs of samplers and pipelines.
 _NEWEST = ("quality", "step_cache", "cache_threshold")
 TWO_EXPERTS = ("high_noise_steps",)
 
 
 def unused(spec: ModelSpec) -> tuple[str, ...]:
-    """Widgets of its family's nodes that do nothing for this model, which the page therefore hides."""
-    family = [one for one in SPECS if one.family == spec.family]
-    found = [name for one in family for name in one.inputs if name not in spec.inputs]
+    """Return the widgets of a family's nodes that have no effect for this model; the page hides them."""
+    family = [other for other in SPECS if other.family == spec.family]
+    names = [name for other in family for name in other.inputs if name not in spec.inputs]
     if len(spec.denoiser.experts) == 1:
-        found += ["guidance_scale_2", *TWO_EXPERTS]
+        names += ["guidance_scale_2", *TWO_EXPERTS]
     if spec.recipe.guidance != "cfg":
-        found.append("negative_prompt")
+        names.append("negative_prompt")
         if not spec.component(spec.denoiser.experts[0]).config.get("guidance_embeds"):
-            found.append("guidance_scale")
-    return tuple(dict.fromkeys(found))
+            names.append("guidance_scale")
+    return tuple(dict.fromkeys(names))
 
 
 def _choices(spec: ModelSpec) -> str:
-    """The family's models by id, and how much there is to download of each."""
-    family = [one for one in SPECS if one.family == spec.family]
-    sizes = {one.published.hub_id: runtime.published.sizes(one.name) for one in family}
+    """List the family's models by id, with their download sizes."""
+    family = [other for other in SPECS if other.family == spec.family]
+    sizes = {other.published.hub_id: runtime.published.sizes(other.name) for other in family}
     return "; ".join(f"{hub_id} (as files {size})" if size else hub_id for hub_id, size in sizes.items())
 
 
 def needs_picture(spec: ModelSpec) -> bool:
-    """Whether no model of the family can do without a picture."""
-    return all(one.needs_condition for one in SPECS if one.family == spec.family)
+    """Return whether every model of the family needs an image."""
+    return all(other.needs_condition for other in SPECS if other.family == spec.family)
 
 
 def of_names(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ...]:
-    """ComfyUI shows required widgets first: what stands before a required one is required, so that the order holds."""
-    found = [of_name(spec, name) for name in names]
-    last = max((index for index, i in enumerate(found) if i.is_widget and not i.optional), default=-1)
-    return tuple(replace(i, optional=False) if i.is_widget and n < last else i for n, i in enumerate(found))
+    """Return the inputs with these names.
+
+    ComfyUI shows required widgets first, so a widget before a required one is made required to keep the order.
+    """
+    declared = [of_name(spec, name) for name in names]
+    last = max((index for index, i in enumerate(declared) if i.is_widget and not i.optional), default=-1)
+    return tuple(replace(i, optional=False) if i.is_widget and n < last else i for n, i in enumerate(declared))
 
 
 def newest(spec: ModelSpec, before: tuple[str, ...]) -> tuple[str, ...]:
-    """What samplers and pipelines of the family have behind what stands `before`."""
+    """Return the inputs that samplers and pipelines of the family have after those in `before`."""
     return tuple(name for name in _NEWEST if name in spec.inputs and name not in before)
 
 
 def of_name(spec: ModelSpec, name: str) -> Input:
-    """The input `name` of the nodes of `spec`'s family."""
+    """Return the input `name` of the nodes of `spec`'s family."""
     entry = ENTRIES[name]
     optional = entry.optional or (name == "condition" and not needs_picture(spec))
     shared = {"name": name, "tooltip": entry.said_of(spec), "optional": optional, "advanced": entry.advanced}
@@ -244,8 +243,8 @@ def of_name(spec: ModelSpec, name: str) -> Input:
     return Input(**_widget(limit), check=partial(spec.check_input, name), companion=companion, **shared)
 
 
-def _widget(limit: Limit) -> dict[str, Any]:
-    """The kind of widget that holds what a limit allows."""
+def _widget(limit: Limit) -> dict[str, Value]:
+    """Return the keywords of the widget that holds the values a limit allows."""
     if isinstance(limit, Switch):
         return {"type": "BOOLEAN", "default": limit.default}
     if isinstance(limit, Numbers):
@@ -257,9 +256,9 @@ def _widget(limit: Limit) -> dict[str, Any]:
 
 
 def own_size(spec: ModelSpec, name: str) -> Input:
-    """A number of the video's size, for a sampler that takes it from the encoded picture, if there is one."""
+    """Return an input for one dimension of the video, of a sampler that prefers an encoded image's size."""
     declared = of_name(spec, name)
-    check: Callable[[Any], None] = partial(spec.check_input, name)
+    check: Callable[[Value], None] = partial(spec.check_input, name)
     tooltip = f"{declared.tooltip} 0 is the encoded image's, or the model's own without an image."
     return replace(
         declared, default=0, low=0, step=1, optional=True, tooltip=tooltip,

@@ -7,31 +7,34 @@ from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import LORA_EXPERTS, Lora, ModelRef
 from .declare import Folders, Host, Input, Node, Output
 
-# As ComfyUI's own loader.
+# Largest strength, as in ComfyUI's own loader.
 _HIGH = 100.0
 
 
 def find(folders: Folders, *, lora_name: str) -> Path:
-    """The file; a host that is not confined takes a path too. ValueError where there is none."""
+    """Return the path of a LoRA's file. A host that is not confined also accepts a path.
+
+    Raises ValueError if the file does not exist, or is not a .safetensors file.
+    """
     name = lora_name.strip()
     if not name:
         raise ValueError(
-            f"lora_name is empty. Put a .safetensors file into {_listed(folders.loras)} and choose it; reload the page "
+            f"lora_name is empty. Put a .safetensors file into {_join(folders.loras)} and choose it; reload the page "
             "if it is not in the list."
         )
     if folders.confined and (Path(name).is_absolute() or ".." in Path(name).parts):
-        raise ValueError(f"lora_name is {name}; it must be a file below {_listed(folders.loras)}.")
-    own = () if folders.confined else (Path(name).expanduser(), folders.workflow / name)
-    candidates = (*own, *(Path(folder) / name for folder in folders.loras))
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise ValueError(f"lora_name is {name}; there is no such file in {_listed(folders.loras)}. Choose another.")
-    if found.suffix != ".safetensors":
+        raise ValueError(f"lora_name is {name}; it must be a file below {_join(folders.loras)}.")
+    local = () if folders.confined else (Path(name).expanduser(), folders.workflow / name)
+    candidates = (*local, *(Path(folder) / name for folder in folders.loras))
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
+        raise ValueError(f"lora_name is {name}; no such file exists in {_join(folders.loras)}. Choose another.")
+    if file.suffix != ".safetensors":
         raise ValueError(f"lora_name is {name}; only .safetensors files are read. Choose one, or convert it.")
-    return found
+    return file
 
 
-def _listed(folders: tuple[str, ...]) -> str:
+def _join(folders: tuple[str, ...]) -> str:
     return " or ".join(folders) or "models/loras"
 
 
@@ -40,8 +43,8 @@ def _add(host: Host, *, model: ModelRef, lora_name: str, strength: float, expert
     return runtime.add_lora(model, Lora(path=str(path), strength=strength, expert=expert), progress=host)
 
 
-def _modified(folders: Folders, *, lora_name: str, **_: object) -> Hashable:
-    """Which file it is, and when it was last written."""
+def _fingerprint(folders: Folders, *, lora_name: str, **_: object) -> Hashable:
+    """Return the file's path, size and time of the last write."""
     path = find(folders, lora_name=lora_name)
     stat = path.stat()
     return str(path), stat.st_size, stat.st_mtime_ns
@@ -88,5 +91,5 @@ LOADER = Node(
     check=find,
     checks=("lora_name",),
     run=_add,
-    fingerprint=_modified,
+    fingerprint=_fingerprint,
 )

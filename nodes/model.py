@@ -1,12 +1,11 @@
-"""The nodes that name a model for others: one that runs here, or on another machine."""
+"""Nodes that select a model for other nodes: one that runs here, or on another machine."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import CHOICES, QUALITIES, SPECS, ModelRef, choose_model, spec_for_family
 from . import inputs
-from .declare import Folders, Host, Input, Node, Output
+from .declare import Folders, Host, Input, Node, Output, Value, Values
 
 _FAMILY = Input(
     name="family",
@@ -34,9 +33,9 @@ _QUALITY = Input(
     tooltip="Default quality for samplers that do not set one, including ComfyUI's own. int8 is faster and stays "
     "close; int8+sparse (Wan, HunyuanVideo) is faster still, but gives a different video.",
 )
-# A part that is not chosen: it comes with the others, or from ComfyUI's folders.
+# Choice for a part that comes with the model, or from ComfyUI's folders.
 AUTO = "auto"
-# Parts of a model in files of their own, with ComfyUI's folder for each, in the order in which a model id has them.
+# Parts of a model in separate files: ComfyUI's folder and the tooltip of each, in the order of a model id.
 PARTS = {
     "low_noise_model": ("diffusion_models", "File of the low-noise denoiser, for models with two."),
     "text_encoder": ("text_encoders", "File of the text encoder."),
@@ -46,7 +45,7 @@ PARTS = {
 }
 
 
-# Families by the type that ComfyUI's own loaders of text encoders are told.
+# Families by the `type` widget of ComfyUI's own loaders of text encoders.
 CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
     "wan": ("Wan21", "Wan22I2V"),
     "flux2": ("Flux2",),
@@ -57,32 +56,34 @@ CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def quality_of(weight_dtype: Any) -> str:
-    """The quality that a loader of ComfyUI's kind asks for by its `weight_dtype`."""
+def quality_of(weight_dtype: Value) -> str:
+    """Return the quality that a ComfyUI loader's `weight_dtype` stands for; exact for any other value."""
     return weight_dtype if weight_dtype in QUALITIES else QUALITIES[0]
 
 
-def chosen_id(values: Mapping[str, Any]) -> str:
-    """The model id of these widgets: that of `model_id`, with the files that are chosen for its parts."""
+def chosen_id(values: Values) -> str:
+    """Return the model id of a loader's widgets: `model_id`, joined with the files chosen for its parts."""
     parts = [str(values[name]) for name in PARTS if values.get(name) not in (None, "", AUTO)]
     return runtime.SEPARATOR.join([str(values["model_id"]).strip(), *parts])
 
 
-def catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """What the page knows of a model, by each id that is known beforehand: of the Hub, of the miniatures, and names of
-    published files. `download` is about how much that is as files, by format, empty for what is `here`; `unused` are
-    widgets that do nothing.
+def catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Value]]:
+    """Return the page's table of models, by every id that is known in advance: Hub ids, tiny models, published files.
+
+    here: Hub ids that need no download.
+    Each entry has `download`, the sizes of its files by format, "" if nothing has to be downloaded, and `unused`, the
+    widgets without effect.
     """
-    found = {}
+    table = {}
     for spec in SPECS:
         entry = {"name": spec.name, "title": spec.title, "family": spec.family, "unused": inputs.unused(spec)}
         entry |= {"download": "", "is_miniature": False}
         files = runtime.published.denoisers(spec.name)
-        found |= dict.fromkeys(files, entry)
-        found |= {name: {**entry, "is_miniature": True} for name in spec.miniature.ids}
+        table |= dict.fromkeys(files, entry)
+        table |= {name: {**entry, "is_miniature": True} for name in spec.miniature.ids}
         hub_id = spec.published.hub_id
-        found[hub_id] = {**entry, "download": "" if hub_id in here else runtime.published.sizes(spec.name)}
-    return found
+        table[hub_id] = {**entry, "download": "" if hub_id in here else runtime.published.sizes(spec.name)}
+    return table
 
 
 _MODEL = Output(name="model", type="TPU_MODEL", tooltip="For the `model` input of the family's nodes.")
@@ -102,11 +103,11 @@ def _check_choice(folders: Folders, *, family: str, **parts: str) -> None:
 
 def _choose(host: Host, *, family: str, precision: str, quality: str, **parts: str) -> tuple[ModelRef]:
     spec, folders, model_id = spec_for_family(family), host.folders.models, chosen_id(parts)
-    found = choose_model(spec, model_id, precision=precision, quality=quality, folders=folders, progress=host)
+    chosen = choose_model(spec, model_id, precision=precision, quality=quality, folders=folders, progress=host)
     if runtime.is_of_files(model_id):
         more = runtime.assumed(spec, model_id, folders)
-        host.text(f"{model_id} is taken for {found.spec.title}" + (f"; {more}" if more else ""))
-    return (found,)
+        host.text(f"{model_id} is taken for {chosen.spec.title}" + (f"; {more}" if more else ""))
+    return (chosen,)
 
 
 def _check_address(folders: Folders, *, address: str) -> None:

@@ -1,16 +1,16 @@
-"""Nodes that serve every model family: stage files on disk, memory, programs ahead of time, plans, comparisons."""
+"""Nodes for every model family: stage files, memory, compiling in advance, plans and comparisons."""
 
 import math
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import SPECS, ModelRef, Settings, media, spec_by_name, stage_files
 from ..tpu_runtime.pipeline import plan_process as process
 from . import lora, model
-from .declare import Folders, Host, Input, Node, Output
+from .declare import Folders, Host, Input, Node, Output, Value
 
 _FOLDER = Input(
     name="folder",
@@ -30,24 +30,27 @@ _STAGE_OUTPUTS = tuple(Output(name=name, type=kind, tooltip=text) for name, kind
 
 
 def _stage_folder(folders: Folders, folder: str) -> Path:
-    """Raises ValueError for what names no folder, and where the host is confined for one outside its output folder."""
+    """Return the folder of the stage files.
+
+    Raises ValueError for an invalid name, and for a folder outside the output folder of a confined host.
+    """
     if not folder.strip():
         raise ValueError("folder is empty; name the folder of the stage files.")
     try:
-        found = folders.output / (folder if folders.confined else Path(folder).expanduser())
-        # Links are followed: one in the output folder may lead out of it.
-        target = found.resolve()
+        path = folders.output / (folder if folders.confined else Path(folder).expanduser())
+        # Follow links: a link in the output folder may lead out of it.
+        target = path.resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"folder is {folder!r}, which cannot be ({error}). Give the name of a folder.") from error
     if folders.confined and (folder.startswith("~") or not target.is_relative_to(folders.output.resolve())):
         raise ValueError(
             f"folder is {folder!r}; stage files stay in ComfyUI's output folder. Give a name, or a path below it."
         )
-    return found
+    return path
 
 
 def _check_target(folders: Folders, *, folder: str) -> None:
-    """Before anything is computed that could not be saved then."""
+    """Raise ValueError if stage files could not be saved there, before anything is computed."""
     stage_files.check_ours(_stage_folder(folders, folder))
 
 
@@ -56,10 +59,10 @@ def _save(
     *,
     folder: str,
     model: ModelRef,
-    prompt_embeds: Any,
-    negative_prompt_embeds: Any,
-    latents: Any,
-    condition: Any = None,
+    prompt_embeds: Value,
+    negative_prompt_embeds: Value,
+    latents: Value,
+    condition: Value = None,
 ) -> tuple:
     target = _stage_folder(host.folders, folder)
     if prompt_embeds is None and latents is None:
@@ -75,9 +78,9 @@ def _save(
 
 def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
     source = _stage_folder(host.folders, folder)
-    found = stage_files.present(source)
-    has_embeddings, has_latents = stage_files.EMBEDDINGS in found, stage_files.LATENTS in found
-    if not found:
+    files = stage_files.present(source)
+    has_embeddings, has_latents = stage_files.EMBEDDINGS in files, stage_files.LATENTS in files
+    if not files:
         raise ValueError(
             f"{source} holds no stage files; {stage_files.EMBEDDINGS} or {stage_files.LATENTS} must be there. "
             "Write them with TPU Save Stage, or with `comfyui-tpu encode` and `denoise`."
@@ -87,78 +90,89 @@ def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
     return *embeds, latents, stage_files.load_condition(source, model) if has_embeddings else None
 
 
-def _modified(folders: Folders, *, folder: str) -> Hashable:
-    """When the stage files were last written."""
+def _fingerprint(folders: Folders, *, folder: str) -> Hashable:
+    """Return when each stage file was last written."""
     return tuple(stage_files.present(_stage_folder(folders, folder)).items())
 
 
-def _free(host: Host, *, anything: Any) -> tuple:
+def _free(host: Host, *, anything: Value) -> tuple:
     host.text("Freeing the TPU's memory")
     runtime.free()
     return (anything,)
 
 
 class WorkflowHost(Host, Protocol):
+    """A host that knows the workflow it runs."""
+
     def generations(self) -> list[tuple[ModelRef, Settings]]:
-        """What the samplers of the workflow that runs will do; ValueError where there is none, or one is refused."""
+        """Return models and settings of the running workflow's samplers.
+
+        Raises ValueError if it has no sampler, or one has values that are not allowed.
+        """
         ...
 
 
 def _warmup(host: WorkflowHost, *, model: ModelRef | None, **wanted: float) -> tuple[str]:
-    """Compiles what the sizes need, 0 standing for the model's own value; without a model, what the workflow needs."""
+    """Compile the programs of a model at these sizes, or of the workflow if there is no model.
+
+    wanted: sizes by name; 0 means the model's own value.
+    """
     if model is None:
-        return ("\n".join(_compiled(host, *one) for one in host.generations()),)
+        return ("\n".join(_compile(host, *generation) for generation in host.generations()),)
     wanted["guidance_scale_2"] = wanted["guidance_scale"]
     settings = model.spec.settings(**{name: value or None for name, value in wanted.items()})
-    return (_compiled(host, model, settings.in_quality(model.quality)),)
+    return (_compile(host, model, settings.in_quality(model.quality)),)
 
 
 def _never_the_same(folders: Folders, **sizes: float) -> Hashable:
-    """What a workflow needs is in none of the node's own inputs."""
+    """Return NaN: the inputs do not hold the workflow that the node compiles for."""
     return math.nan
 
 
-def _compiled(host: Host, model: ModelRef, settings: Settings) -> str:
-    """Compiles what a generation needs; in a sentence, what that was."""
+def _compile(host: Host, model: ModelRef, settings: Settings) -> str:
+    """Compile the programs of a generation; return a sentence about them."""
     spec, compiled = model.spec, runtime.warmup(model, settings, progress=host)
     size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")
     return f"{spec.title}, {size}: {compiled} program{'' if compiled == 1 else 's'} compiled, the others were there."
 
 
 def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
-    """The report of a plan; 0 stands for the model's own value."""
+    """Return the report of a plan.
+
+    wanted: sizes by name; 0 means the model's own value.
+    """
     spec = spec_by_name(model_name)
-    given = {name: value for name, value in wanted.items() if value}
-    spec.settings(**given)  # complains before anything is started
+    sizes = {name: value for name, value in wanted.items() if value}
+    spec.settings(**sizes)  # raises before anything is started
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
-    return (process.make_text({"model": model_name, "topology": topology, "inputs": given}, host),)
+    return (process.make_text({"model": model_name, "topology": topology, "inputs": sizes}, host),)
 
 
 _BESIDE, _SHEET = "side by side", "contact sheet"
 _RESULTS = ("frames", "frames_2", "frames_3", "frames_4")
 LONGEST_LABEL = 64
-# Of what is joined: four videos of 720p, as 6.4 GB of memory.
+# Pixels that can be joined: four videos of 720p, which need 6.4 GB of memory.
 MOST_PIXELS = 2**29
 
 
-def _compare(host: Host, *, layout: str, labels: str, pictures: int, columns: int, **results: Any) -> tuple:
-    given = [results[name] for name in _RESULTS if results[name] is not None]
+def _compare(host: Host, *, layout: str, labels: str, pictures: int, columns: int, **results: Value) -> tuple:
+    linked = [results[name] for name in _RESULTS if results[name] is not None]
     names = [name.strip()[:LONGEST_LABEL] for name in labels.split(",")] if labels.strip() else []
-    if len(names) > len(given):
+    if len(names) > len(linked):
         raise ValueError(
-            f"TPU Compare: labels name {len(names)} results, and {len(given)} are connected. Give each at most one, "
+            f"TPU Compare: labels name {len(names)} results, and {len(linked)} are connected. Give each at most one, "
             "with commas between them."
         )
-    names += [str(number + 1) if len(given) > 1 else "" for number in range(len(names), len(given))]
-    shown = sum(map(len, given)) if layout == _SHEET else len(given) * max(map(len, given))
-    height, width = given[0].shape[1:3] if given[0].ndim == 4 else (0, 0)
+    names += [str(number + 1) if len(linked) > 1 else "" for number in range(len(names), len(linked))]
+    shown = sum(map(len, linked)) if layout == _SHEET else len(linked) * max(map(len, linked))
+    height, width = linked[0].shape[1:3] if linked[0].ndim == 4 else (0, 0)
     if (pixels := shown * height * width) > MOST_PIXELS:
         raise ValueError(
             f"TPU Compare: {shown} frames of {width}x{height} are {pixels / 1e6:.0f} million pixels; at most "
             f"{MOST_PIXELS / 1e6:.0f} can be joined. Compare fewer frames, or smaller ones."
         )
-    # Bars, not cuts: what is compared is seen whole.
-    frames = [media.pictures(given[0]), *(media.resize(one, height, width, "fit") for one in given[1:])]
+    # "fit", so that compared images are shown in full.
+    frames = [media.pictures(linked[0]), *(media.resize(other, height, width, "fit") for other in linked[1:])]
     if layout == _BESIDE:
         return (media.side_by_side(frames, names),)
     return (media.contact_sheet(frames, names, pictures, columns),)
@@ -206,7 +220,7 @@ LOAD_STAGE = Node(
     check=_stage_folder,
     checks=("folder",),
     run=_load,
-    fingerprint=_modified,
+    fingerprint=_fingerprint,
 )
 
 FREE_MEMORY = Node(
@@ -235,7 +249,7 @@ PLAN = Node(
     id="TPUPlan",
     title="TPU Plan",
     description="Compiles a model's real programs for a described TPU and reports whether they fit in memory, and the "
-    "predicted time of a generation. Takes minutes; needs neither a TPU nor weights.",
+    "predicted time of a generation. Takes minutes, but no TPU and no weights.",
     inputs=(
         Input(
             name="model_name",

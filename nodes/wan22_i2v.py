@@ -1,6 +1,6 @@
 """Wan 2.2 image to video: the inputs of its nodes, in the order that saved workflows rely on.
 
-A model of the family that can do without a picture takes the video's size from the sampler then.
+Without an image, models for which it is optional take the video's size from the sampler.
 """
 
 from ..tpu_runtime.pipeline import SIZE, spec_for_family

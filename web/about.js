@@ -1,4 +1,4 @@
-// A notice where no node of the pack can run; one once the pack was updated, with what is new; and what is known of this machine, with the command for more.
+// Notices: no node of the pack can run; news after an update; the self-test's results for this machine, and its command.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -6,7 +6,7 @@ import { list, text } from "./monitor/format.mjs";
 import { isShown, notify } from "./monitor/notice.mjs";
 import { say, understood } from "./monitor/words.mjs";
 
-// Where this browser keeps which changes it has shown, by how they begin.
+// Key of the browser's storage for the beginnings of the changes that it has shown.
 const SEEN = "comfyui-tpu.changes";
 const BEGIN = 48;
 const MOST_SHOWN = 12;
@@ -21,7 +21,7 @@ async function fetchAbout() {
   return await answer.json();
 }
 
-/** What was shown before; null in a browser that was never here, or that keeps nothing. */
+/** Return the changes shown before; null in a new browser, or one without storage. */
 function seen() {
   try {
     const kept = JSON.parse(localStorage.getItem(SEEN));
@@ -31,13 +31,13 @@ function seen() {
   }
 }
 
-/** Whether there was something to tell, at every opening of the page: nothing runs until it is done. */
+/** Show why no node can run, at every opening of the page; return whether there was a reason. */
 function tellRefusals(refusals) {
   if (refusals.length) notify([say`No TPU node can run here:`, ...refusals.map(understood)]);
   return refusals.length > 0;
 }
 
-/** A new user is told nothing: to him all is new. */
+/** Show the changes of an update. New users see none, because everything is new to them. */
 function tellChanges(changes) {
   const before = seen();
   const begin = (change) => change.slice(0, BEGIN);
@@ -54,7 +54,7 @@ function foundOn(machine) {
   const title = text(machine.title);
   const sentences = texts(machine.sentences).map((sentence) => `${title}: ${understood(sentence)}`);
   if (sentences.length || machine.is_measured !== true) return sentences;
-  return [say`${title}: it takes all that was tried.`];
+  return [say`${title}: all checks passed.`];
 }
 
 async function showSelftest() {
@@ -63,12 +63,12 @@ async function showSelftest() {
     const waiting = queue.Running.length + queue.Pending.length;
     const lines = list(selftest?.machines).flatMap(foundOn);
     const why = waiting
-      ? say`Not now: the queue has ${waiting} prompts. The self-test needs the chips for itself, some ten minutes.`
-      : say`It needs the chips for itself, some ten minutes, and this server holds them. End ComfyUI, and run in a terminal:`;
+      ? say`Not now: the queue has ${waiting} prompts. The self-test needs the chips exclusively for about ten minutes.`
+      : say`The self-test needs the chips exclusively for about ten minutes, and this server holds them. Stop ComfyUI and run in a terminal:`;
     const known = lines.length ? lines : [say`No self-test has run here yet.`];
     notify([say`Self-test`, why, ...(waiting ? [] : [text(selftest?.command)]), say`What is known so far:`, ...known]);
   } catch (error) {
-    notify([say`Self-test`, say`The server does not say: ${error.message ?? error}`]);
+    notify([say`Self-test`, say`The server did not answer: ${error.message ?? error}`]);
   }
 }
 
@@ -77,7 +77,7 @@ app.registerExtension({
   commands: [{ id: "comfyui-tpu.selftest", label: "Self-test of this machine", function: showSelftest }],
   menuCommands: [{ path: ["TPU"], commands: ["comfyui-tpu.selftest"] }],
   setup() {
-    // Not before the workflow that the page opens with, which would take the notice away.
+    // After the workflow that the page opens with, which would remove the notice.
     const told = Promise.all([fetchAbout(), opened]).then(([{ refusals, changes }]) => {
       if (!tellRefusals(texts(refusals))) tellChanges(texts(changes));
     });

@@ -1,5 +1,5 @@
 // Commands with shortcuts, also in the menu under TPU: free the memory, compile what the workflow needs, plan it for a TPU,
-// try it without its models, show the tab. What takes long is queued as a prompt of its own, so that its progress is seen and Cancel ends it.
+// try it without its models, show the tab. Long commands are queued as prompts, so that they show progress and can be cancelled.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -11,7 +11,7 @@ import { say, understood } from "./monitor/words.mjs";
 
 const SIZES = ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"];
 
-/** Of each sampler and pipeline that Run would queue: where its model is named, and sizes; one of 0 is the encoded picture's. */
+/** Return model and sizes of each sampler and pipeline that Run would queue; a size of 0 is the encoded image's. */
 async function generations() {
   const { output } = await app.graphToPrompt(); // subgraphs are resolved there, and what is muted or bypassed is left out
   const behind = (node, name) => output[node.inputs[name]?.[0]];
@@ -24,9 +24,9 @@ async function generations() {
   });
 }
 
-/** Queues a prompt, and shows what its Preview as Text has to say. */
+/** Queue a prompt, and show the text of its Preview as Text. */
 async function report(headline, prompt) {
-  if (!Object.keys(prompt).length) return notify([say`There is no sampler of a known model in this workflow.`]);
+  if (!Object.keys(prompt).length) return notify([say`This workflow has no sampler of a known model.`]);
   const lines = [];
   let id;
   const take = ({ type, detail }) => {
@@ -39,7 +39,7 @@ async function report(headline, prompt) {
       notify([headline, ...lines]);
     }
   };
-  // A prompt that is soon done ends before the page knows its id.
+  // A short prompt ends before the page has its id.
   const early = [];
   const hear = (event) => (id === undefined ? early.push(event) : take(event));
   const forgetAll = () => EVENTS.forEach((name) => api.removeEventListener(name, hear));
@@ -62,7 +62,7 @@ async function warmUp() {
   const { output } = await app.graphToPrompt();
   const given = Object.entries(output).filter(([, { class_type }]) => !isOutput(class_type));
   if (!given.some(([, { class_type }]) => RUNS.test(class_type))) return report("", {});
-  // Without a model it compiles for all samplers of its prompt, which no output needs: nothing else runs.
+  // Without a model it compiles for all samplers of its prompt. No output needs them, so nothing else runs.
   const warmup = { class_type: "TPUWarmup", inputs: {} };
   const shown = { class_type: "PreviewAny", inputs: { source: ["warmup", 0] } };
   return report(say`Programs of this workflow:`, { ...Object.fromEntries(given), warmup, shown });
@@ -86,13 +86,13 @@ async function plan() {
 async function free() {
   try {
     const answer = await api.fetchApi("/tpu/free", { method: "POST" });
-    notify([answer.ok ? say`Frees as soon as no prompt runs.` : say`Not freed: the server answered ${answer.status}.`]);
+    notify([answer.ok ? say`Memory will be freed when the current prompt finishes.` : say`Not freed: the server answered ${answer.status}.`]);
   } catch {
     notify([say`Not freed: the server is not reachable.`]);
   }
 }
 
-/** Shows or hides the tab; the keyboard's next step is in it. */
+/** Show or hide the tab, and move the keyboard focus into it. */
 async function showTab() {
   await app.extensionManager.command.execute("Workspace.ToggleSidebarTab.comfyui-tpu");
   requestAnimationFrame(() => document.querySelector(".comfyui-tpu-panel")?.focus());

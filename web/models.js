@@ -1,6 +1,6 @@
-// What a model does with a node's widgets: those that do nothing for it are hidden, with their values, in both of the page's
-// renderers. While a model is connected to a node, its own `model_id` and `precision` are such. Nodes of the classic renderer
-// hide advanced ones too, as Vue nodes do by themselves, unless they are shown on purpose or stand at another value.
+// Hides the widgets that have no effect for a node's model, with their values, in both of the page's renderers. While a
+// model is connected, these include the node's own `model_id` and `precision`. Nodes of the classic renderer also hide
+// advanced widgets, as Vue nodes do themselves, unless they are shown on purpose or do not have the default value.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -11,7 +11,7 @@ const REPLACED = ["model_id", "precision"];
 
 const [ALWAYS, VUE] = ["Comfy.Node.AlwaysShowAdvancedWidgets", "Comfy.VueNodes.Enabled"];
 
-/** What the server declared of a node's inputs, by name: options of each. */
+/** Return the server's declaration of a node's inputs: options by name. */
 function declared(node) {
   const { required, optional } = node.constructor.nodeData?.input ?? {};
   return Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [, options]]) => [name, options ?? {}]));
@@ -31,7 +31,7 @@ function hideUnused(node, isVue = LiteGraph.vueNodesMode) {
   if (!isOurs(node) || !node.widgets) return;
   const [unused, options] = [unusedBy(node), declared(node)];
   const isShown = node.showAdvanced || app.extensionManager.setting.get(ALWAYS);
-  // A link tells more than the model's name: what somebody has linked stays.
+  // A linked widget stays visible: the user has linked it on purpose.
   const isGiven = (name) => isLinked(node, node.inputs.findIndex((input) => input.widget?.name === name));
   const marks = () => node.widgets.map(({ options: marked }) => `${marked.hidden ?? false} ${marked.advanced ?? false}`).join();
   const before = marks();
@@ -40,15 +40,15 @@ function hideUnused(node, isVue = LiteGraph.vueNodesMode) {
     const isUnused = unused.has(widget.name) && !isGiven(widget.name);
     const isAdvanced = Boolean(advanced) && !isUnused;
     const isFolded = isAdvanced && !isShown && widget.value === first && !isGiven(widget.name);
-    // Here Vue nodes look, and the side panel. Since frontend 1.58 each mark is also what follows for the classic renderer:
-    // `widget` has the last word.
+    // Read by Vue nodes and the side panel. Since frontend 1.58 the classic renderer also follows these marks; `widget`
+    // takes precedence.
     widget.options.hidden = isUnused;
     if (advanced) widget.options.advanced = isAdvanced; // a node without such widgets has no button in Vue
     widget.hidden = isUnused || (isFolded && !isVue);
     widget.advanced = isFolded || (isAdvanced && Boolean(node.showAdvanced)); // by this mark its menu has "Show Advanced"
   }
   if (marks() !== before) {
-    // By other widgets Vue nodes of older frontends notice, the button "Show advanced inputs" too.
+    // Vue nodes of older frontends update only if the list of widgets changes, the button "Show advanced inputs" too.
     const all = [...node.widgets];
     node.widgets = [];
     node.widgets = all;
@@ -56,7 +56,7 @@ function hideUnused(node, isVue = LiteGraph.vueNodesMode) {
   node.setDirtyCanvas?.(true, true);
 }
 
-/** As somebody changes it, the node becomes as much shorter or taller; a workflow's own sizes stay. */
+/** Resize the node by the height of changed widgets when the user changes it; a workflow's own sizes stay. */
 function fit(node, first = () => {}) {
   const before = node.computeSize()[1];
   first();
@@ -76,7 +76,7 @@ app.registerExtension({
   nodeCreated(node) {
     if (!isOurs(node)) return;
     const { onConnectionsChange: connected, toggleAdvanced: toggled, onAfterGraphConfigured: configured } = node;
-    // Before the page asks how large an opened workflow's nodes must be.
+    // Before the page computes the sizes of an opened workflow's nodes.
     node.onAfterGraphConfigured = function () {
       configured?.call(this);
       hideUnused(node);
@@ -100,7 +100,7 @@ app.registerExtension({
   setup() {
     const hear = (id, heard) => app.ui.settings.addEventListener(`${id}.change`, heard);
     hear(ALWAYS, () => setTimeout(() => everywhere(fit))); // the event comes before the value
-    // The classic renderer makes room for whatever it finds shown.
+    // The classic renderer computes the height from visible widgets.
     hear(VUE, ({ detail }) => {
       const root = app.rootGraph ?? app.graph;
       for (const { nodes } of [root, ...(root.subgraphs?.values() ?? [])]) for (const node of nodes) hideUnused(node, detail.value);
@@ -108,7 +108,7 @@ app.registerExtension({
   },
 });
 
-// The prompt boxes of a node say which they are; that the makers' own negative prompt stands in one, too.
+// Labels in a node's prompt boxes: which prompt it is, and whether it has the authors' default negative prompt.
 const LABEL_PX = 10;
 
 function label(node) {
@@ -120,7 +120,7 @@ function label(node) {
     if (box.name !== "negative_prompt" || !first) continue;
     const name = box.label ?? box.name;
     const called = box.callback;
-    const relabel = () => (box.label = box.value === first ? say`${name}: the makers' own` : name);
+    const relabel = () => (box.label = box.value === first ? say`${name}: the authors' default` : name);
     box.callback = function (...change) {
       relabel();
       return called?.apply(this, change);
@@ -144,7 +144,7 @@ function label(node) {
 
 app.registerExtension({ name: "comfyui-tpu.prompts", nodeCreated: label });
 
-// Schedulers have diffusers' names in workflows; who knows ComfyUI's samplers looks for these.
+// Schedulers have diffusers' names in workflows; the list also shows the names of ComfyUI's samplers.
 const CORE_NAMES = {
   FlowMatchEulerDiscreteScheduler: "euler",
   UniPCMultistepScheduler: "uni_pc_bh2",
@@ -161,7 +161,7 @@ app.registerExtension({
   },
 });
 
-// TPU Model Loader's list of models takes others too: an id of the Hub, a path, several files joined with " + ".
+// TPU Model Loader's list of models also accepts a Hub id, a path, or several files joined with " + ".
 const OTHER = "another: type an id, a path or files…";
 
 async function ask(node, widget, before) {
@@ -177,17 +177,17 @@ async function ask(node, widget, before) {
   node.setDirtyCanvas?.(true, true);
 }
 
-/** An id with what it takes to run it, as the list shows it. */
+/** Return an id with its download size, as the list shows it. */
 function sized(id) {
   const { download, is_miniature: isMiniature } = known(id) ?? {};
-  if (isMiniature) return say`${id} (built-in miniature)`;
+  if (isMiniature) return say`${id} (built-in tiny model)`;
   return download ? say`${id} (to download; as files ${download})` : String(id ?? "");
 }
 
 function letOthersBeTyped(node) {
   const widget = node.widgets?.find((each) => each.name === "model_id");
   if (!widget || !Array.isArray(widget.options?.values)) return;
-  // ComfyUI shares the list with other nodes of the kind.
+  // ComfyUI shares the list with other nodes of the type.
   widget.options.values = [...widget.options.values.filter((value) => value !== OTHER), OTHER];
   widget.options.getOptionLabel = (id) => (id === OTHER ? say`another: type an id, a path or files…` : sized(id));
   let before = widget.value;

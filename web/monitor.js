@@ -1,5 +1,5 @@
 // The TPU monitor in ComfyUI's page: a sidebar tab, a button in the action bar, two settings.
-// What it imports ends in .mjs: ComfyUI runs every .js by itself.
+// Imported modules end in .mjs, because ComfyUI runs every .js itself.
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
@@ -12,7 +12,7 @@ const TAB = "comfyui-tpu";
 const RATE = "TPU.Monitor.Rate";
 const BADGE = "TPU.Monitor.Badge";
 const DEFAULT_RATE_S = 1;
-// No more often while nothing runs; what begins is asked for at once.
+// Refresh interval while nothing runs; a new prompt triggers a refresh at once.
 const IDLE_S = 2;
 // The server samples no more often than this.
 const FASTEST_S = 0.5;
@@ -36,7 +36,7 @@ async function fetchStats(signal) {
   return await answer.json();
 }
 
-/** Frees residents by id, or everything; the sentence to show. */
+/** Free residents by id, or everything; return the sentence to show. */
 async function free(ids) {
   const request = { method: "POST", headers: { "Content-Type": "application/json" } };
   if (ids !== undefined) request.body = JSON.stringify({ ids });
@@ -45,7 +45,7 @@ async function free(ids) {
     if (!answer.ok) return say`Not freed: the server answered ${answer.status}.`;
     const { freed } = await answer.json();
     panelPoller.refresh();
-    return freed === "requested" ? say`Frees as soon as no prompt runs.` : say`Freed.`;
+    return freed === "requested" ? say`Memory will be freed when the current prompt finishes.` : say`Freed.`;
   } catch {
     return say`Not freed: the server is not reachable.`;
   }
@@ -72,7 +72,7 @@ const badgePoller = new Poller({
   onError: forgetBadge,
 });
 
-/** The badge asks by itself only if the user wants that, and the tab does not ask already. */
+/** Poll for the badge if the setting asks for it and the tab does not poll already. */
 function applyBadge(choice = setting(BADGE, BADGE_WITH_TAB)) {
   hideBadge(choice === BADGE_HIDDEN);
   badgePoller.setVisible(choice === BADGE_ALWAYS && !isTabVisible && document.visibilityState === "visible");
@@ -116,7 +116,7 @@ app.registerExtension({
     {
       id: RATE,
       category: ["TPU", "Monitor", "Rate"],
-      name: "Refresh the open tab every so many seconds",
+      name: "Refresh interval (seconds)",
       type: "slider",
       attrs: { min: FASTEST_S, max: 10, step: 0.5 },
       defaultValue: DEFAULT_RATE_S,
@@ -136,7 +136,7 @@ app.registerExtension({
     {
       icon: "pi pi-microchip",
       label: "TPU",
-      // Read when it is shown: the page's language is known later than this.
+      // Read when it is shown, because the page's language is not known yet.
       get tooltip() {
         return say`TPU monitor`;
       },

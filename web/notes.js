@@ -1,4 +1,4 @@
-// Notes of the pack's templates in the language of ComfyUI's settings: a workflow says the English, line by line.
+// Translates the notes of the pack's templates, line by line, into the language of ComfyUI's settings.
 
 import { app } from "../../scripts/app.js";
 
@@ -28,7 +28,7 @@ app.registerExtension({
       const text = note.widgets_values?.[0];
       if (typeof text !== "string") continue;
       const lines = text.split("\n");
-      // One that is somebody else's, or has been changed all over, keeps its title too.
+      // A note of another workflow, or one that was rewritten, keeps its title too.
       if (!lines.some((line) => Object.hasOwn(known, line))) continue;
       note.widgets_values[0] = lines.map(said).join("\n");
       if (note.title) note.title = said(note.title);

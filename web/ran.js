@@ -1,6 +1,6 @@
-// What ran for a picture or video that is dropped on the page: model, quality, chips, seconds. ComfyUI's page reads the
-// workflow out of the file; the server has noted there what ran. It is shown, and taken out: what the workflow runs next
-// is something else.
+// Provenance of an image or video that is dropped on the page: model, quality, chips, seconds. ComfyUI's page reads the
+// workflow from the file, in which the server has recorded them. They are shown and removed, because the workflow's next
+// run is a different one.
 
 import { app } from "../../scripts/app.js";
 import { isShown, notify } from "./monitor/notice.mjs";
@@ -9,7 +9,7 @@ import { stageOf } from "./monitor/stages.mjs";
 import { say } from "./monitor/words.mjs";
 
 const KEY = "comfyui-tpu";
-// Anyone may have written the file.
+// Limits, because the file is untrusted.
 const MOST_LINES = 32;
 const LONGEST = 80;
 
@@ -30,11 +30,11 @@ function lines(notes) {
 }
 
 function show() {
-  if (!last.length) return notify([say`Drop a picture or video that a TPU made on the page: here stands what ran for it.`]);
-  return notify([say`What ran for this file:`, ...last]);
+  if (!last.length) return notify([say`Drop an image or video generated on a TPU here to see how it was made.`]);
+  return notify([say`How this file was made:`, ...last]);
 }
 
-/** The nodes' notes, in the order of the file; a notice of something else stays. */
+/** Return the nodes' notes in the file's order; a notice about something else stays. */
 function remember(perNode) {
   last = lines(list(perNode).flat());
   if (last.length && !isShown()) show();

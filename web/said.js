@@ -1,5 +1,5 @@
-// What the server says of a prompt: in the page's language before the page shows it, with room for it on a node. And what
-// it does not say: that a real model runs on a machine without a TPU.
+// Translates the server's messages about a prompt before the page shows them, and makes space for them on a node. Also warns
+// if a real model runs on a machine without a TPU.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -19,7 +19,7 @@ const isOurs = (node) => definition(node?.constructor) === definition(LiteGraph.
 let tell; // the page's own way of an event to its listeners
 const kept = new WeakSet();
 
-/** Frontends since 1.58 take a node's line away as its job ends; how long it took is read then. */
+/** Frontends since 1.58 remove a node's line when its job ends; keep the duration visible. */
 function keep(node) {
   const line = widgetOf(node, LINE);
   if (!line || kept.has(line)) return;
@@ -36,7 +36,7 @@ function keep(node) {
   };
 }
 
-/** The classic renderer gives such a line room for two rows, whatever it says. */
+/** Resize the line: the classic renderer always gives it two rows. */
 function makeRoom(node) {
   const line = widgetOf(node, LINE);
   if (!line || LiteGraph.vueNodesMode) return;
@@ -47,7 +47,7 @@ function makeRoom(node) {
   if (missing > 0) node.setSize([node.size[0], node.size[1] + missing]);
 }
 
-/** Before the page draws it: by this class our style sheet knows it. */
+/** Add the class of our style sheet before the page draws the line. */
 function settle(node) {
   const line = widgetOf(node, LINE);
   if (line) line.props = { ...line.props, class: "comfyui-tpu-line" };
@@ -59,7 +59,7 @@ function lineOf(detail) {
   detail.text = understood(text(detail.text));
 }
 
-/** Of nodes alone that are ours. */
+/** Translate messages of our nodes only. */
 function settleLine({ nodeId }) {
   const node = nodeOf(nodeId);
   if (isOurs(node)) settle(node);
@@ -80,14 +80,14 @@ function change(changes, kind, detail) {
   }
 }
 
-/** The title of the first model that is no miniature, where a prompt generates. */
+/** Return the title of the first model that is not a tiny one, if the prompt generates. */
 function realModel(prompt) {
   const nodes = Object.values(prompt?.output ?? {});
   if (!nodes.some((node) => RUNS.test(node.class_type))) return undefined;
   return nodes.map((node) => node.inputs?.model_id).map(known).find((found) => found && !found.is_miniature)?.title;
 }
 
-/** Whether it waits or runs: the other of the two finds no such prompt. */
+/** Cancel a prompt, waiting or running: the call for the other state has no effect. */
 async function cancel(id) {
   await api.deleteItem("queue", id);
   await api.interrupt(id);
@@ -97,16 +97,16 @@ async function warn(title, id) {
   const answer = await api.fetchApi("/tpu/stats");
   if (!/^no TPU/i.test(text((await answer.json()).message))) return;
   const lines = [
-    say`No TPU in this machine: ${title} runs on its CPU, for hours, and is downloaded first.`,
-    say`A built-in miniature of it needs neither.`,
+    say`This machine has no TPU: ${title} will be downloaded and then run on the CPU, for hours.`,
+    say`A built-in tiny model needs neither.`,
   ];
-  notify(lines, { [say`Cancel, and try the miniature`]: () => cancel(id).then(useMiniatures) });
+  notify(lines, { [say`Cancel and try the tiny model`]: () => cancel(id).then(useMiniatures) });
 }
 
 app.registerExtension({
   name: "comfyui-tpu.said",
   setup() {
-    // Before any listener, and the page's own came first.
+    // Before all listeners, the page's own included.
     tell = api.dispatchCustomEvent;
     api.dispatchCustomEvent = function (kind, detail) {
       change(HEARD, kind, detail);

@@ -1,5 +1,5 @@
-// Who looks for "tpu" finds the node that a graph begins with first: of equal matches ComfyUI puts the most used node first,
-// by a list of its own, and then the shortest name.
+// Puts the node that a graph starts with first in a search for "tpu". ComfyUI sorts equal matches by usage, from a list of
+// its own, then by length of the name.
 
 import { app } from "../../scripts/app.js";
 

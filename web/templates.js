@@ -1,5 +1,5 @@
-// In the template browser the pack's own stand by their titles; first the one that needs neither a TPU nor weights. The
-// server lists them in no order.
+// Sorts the pack's templates by title in the template browser, the one without TPU and weights first. The server lists them
+// unsorted.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";

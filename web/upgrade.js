@@ -1,4 +1,4 @@
-// Workflows that the separate TPU packs saved are brought to today's nodes as they are opened: the server knows how.
+// Upgrades workflows of the separate TPU packs when they are opened; the server does the upgrade.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -6,7 +6,7 @@ import { text } from "./monitor/format.mjs";
 import { forget, notify } from "./monitor/notice.mjs";
 import { say, understood } from "./monitor/words.mjs";
 
-// Node ids that both have.
+// Node ids of both packs.
 const SHARED = /^(Flux2|CogVideoX|Wan21|Wan22I2V)(TextEncoder|ImageEncoder|TPU\w+)$/;
 
 function kinds(workflow) {
@@ -15,7 +15,7 @@ function kinds(workflow) {
   return nodes.map((node) => node?.type ?? node?.class_type);
 }
 
-// What was changed, sentence by sentence, and the workflow as it is then; no changes for one that needs none.
+// Return the changes as sentences, and the upgraded workflow; no changes if it is up to date.
 async function upgraded(workflow) {
   if (!kinds(workflow).some((kind) => SHARED.test(kind))) return { changes: [] };
   try {
@@ -29,7 +29,7 @@ async function upgraded(workflow) {
   return { changes: [] };
 }
 
-// The workflow of the page with loaders of ComfyUI's swapped for ours, or back; its notice says what stays, and why.
+// Swap ComfyUI's loaders in the page's workflow for ours, or back; the notice lists those that stay, with the reason.
 async function convert(back) {
   forget();
   const workflow = (app.rootGraph ?? app.graph).serialize();
@@ -42,7 +42,7 @@ async function convert(back) {
   } catch (error) {
     return notify([say`The loaders were not swapped: the server is not reachable (${error}).`]);
   }
-  if (!answer.changes.length) return notify([say`There is no loader to swap in this workflow.`]);
+  if (!answer.changes.length) return notify([say`This workflow has no loader to swap.`]);
   await app.loadGraphData(answer.workflow, true, true, app.extensionManager?.workflow?.activeWorkflow ?? null);
   const headline = back ? say`Loaders of the TPU and ComfyUI's own:` : say`ComfyUI's own loaders and those of the TPU:`;
   show([headline, ...answer.changes.map(understood)]);
@@ -50,7 +50,7 @@ async function convert(back) {
 
 const CONVERT = "comfyui-tpu.convert";
 
-// What was changed, and a button that saves the workflow as it is now.
+// Show the changes, and a button that saves the workflow.
 function show(changes) {
   notify(changes, { [say`Save workflow`]: () => app.extensionManager.command.execute("Comfy.SaveWorkflow") });
 }
@@ -63,7 +63,7 @@ app.registerExtension({
   ],
   menuCommands: [{ path: ["TPU"], commands: [CONVERT, `${CONVERT}-back`] }],
   async setup() {
-    // A workflow in API form passes no hook of extensions on its way in.
+    // A workflow in API format does not pass through any extension hook.
     const load = app.loadApiJson;
     app.loadApiJson = async function (workflow, ...rest) {
       const { changes, workflow: newer } = await upgraded(workflow);

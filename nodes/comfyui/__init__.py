@@ -1,3 +1,3 @@
-"""The only files that know ComfyUI: node classes, memory, previews, routes. May import `weights`,
-`graphs`, `nodes` and `pipeline`.
+"""The only files that know ComfyUI: node classes, memory, previews and routes. May import `weights`, `graphs`, `nodes`
+and `pipeline`.
 """

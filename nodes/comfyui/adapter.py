@@ -1,10 +1,10 @@
-"""ComfyUI's side: declarations as V3 node classes, progress, previews, cancel and folders."""
+"""Connects ComfyUI: declarations as V3 node classes, checks at queue time, execution."""
 
 import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import comfy.model_management
 import folder_paths
@@ -14,7 +14,7 @@ from server import PromptServer
 
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
-from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, in_words
+from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, Value, Values, in_words
 from ..graphs.ran import Records
 from . import about, core_loaders, errors, memory, routes
 from .announce import announce
@@ -28,12 +28,13 @@ except ImportError:
 log = logging.getLogger(__name__)
 
 RECORDS = Records(frozenset(name for name, declaration in DECLARATIONS.items() if declaration.family))
-_CHECKING = asyncio.Lock()  # what is queued may name files whose headers take memory: one check at a time
+_CHECKING = asyncio.Lock()  # one check at a time: it may read headers of files, which need memory
+Made = TypeVar("Made")
 _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
 
 
-def _say_stuck(sentence: str) -> None:
-    """The error of a prompt whose node cannot raise one any more (see `pipeline.when_stuck`)."""
+def _report_fatal(sentence: str) -> None:
+    """Send the error of a prompt whose node can no longer raise one (see `pipeline.when_stuck`)."""
     server = PromptServer.instance
     message = {
         "prompt_id": getattr(server, "last_prompt_id", None), "node_id": server.last_node_id, "node_type": "",
@@ -44,23 +45,23 @@ def _say_stuck(sentence: str) -> None:
 
 
 def extension() -> ComfyExtension:
-    """What ComfyUI's `comfy_entrypoint` must return."""
+    """Return the value of ComfyUI's `comfy_entrypoint`."""
     pipeline.bus.expect_no_tpu()
     for refusal in about.refusals():
-        log.error("%s", refusal)  # as every node will
-    # ComfyUI's exit code is 0 when it ends in order; nobody wants to wait minutes for that because XLA compiles.
+        log.error("%s", refusal)  # every node will raise the same
+    # ComfyUI's exit code is 0 after an orderly end, which must not wait minutes for XLA to finish compiling.
     pipeline.leave_at_exit()
     memory.wrap_unload()
-    pipeline.when_stuck(_say_stuck)
+    pipeline.when_stuck(_report_fatal)
     try:
         pipeline.listen()
     except (ValueError, RuntimeError) as error:
-        log.error("%s", error)  # as the first prompt will
+        log.error("%s", error)  # the first prompt will raise the same
     routes.add(RECORDS)
     install_pictures()
     declared = {**DECLARATIONS, **core_loaders.LOADERS}
     errors.install(declared)
-    classes = [*(node_class(one) for one in declared.values()), TPUCollect]
+    classes = [*map(node_class, declared.values()), TPUCollect]
 
     class Extension(ComfyExtension):
         async def get_node_list(self) -> list[type[io.ComfyNode]]:
@@ -70,7 +71,7 @@ def extension() -> ComfyExtension:
 
 
 def node_class(declaration: Node | Expansion) -> type[io.ComfyNode]:
-    """The V3 class of a declaration."""
+    """Return the V3 class of a declaration."""
     body = {
         "define_schema": lambda cls: _schema(declaration),
         "execute": _expand(declaration) if isinstance(declaration, Expansion) else _execute(declaration),
@@ -87,25 +88,25 @@ def node_class(declaration: Node | Expansion) -> type[io.ComfyNode]:
 
 def _schema(declaration: Declaration) -> io.Schema:
     is_expansion = isinstance(declaration, Expansion)
-    told: list[io.Hidden] = []
+    hidden: list[io.Hidden] = []
     if is_expansion:
-        told = [io.Hidden.dynprompt, io.Hidden.unique_id]
+        hidden = [io.Hidden.dynprompt, io.Hidden.unique_id]
     elif isinstance(declaration, Node) and (declaration.family or declaration.gives_core):
-        told = [io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id]
+        hidden = [io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id]
     elif isinstance(declaration, Node):
-        told = [io.Hidden.prompt]
-    return _accepted(
+        hidden = [io.Hidden.prompt]
+    return _call_supported(
         io.Schema,
         node_id=declaration.id,
         display_name=declaration.title,
         category=declaration.category,
         description=declaration.description,
-        # ComfyUI caches by literal inputs: a descriptor passed as a value would defeat it, its link does not.
+        # ComfyUI caches by literal inputs: an object passed as a value would defeat the cache, its link does not.
         inputs=[_input(declared, raw_link=is_expansion and not declared.is_widget) for declared in declaration.inputs],
         outputs=[_output(output, is_list=is_expansion) for output in declaration.outputs],
-        # Under a family's name are models of others, too: Wan 2.2's text to video runs on the nodes of 2.1.
+        # A family also has models with other names: Wan 2.2's text to video runs on the nodes of 2.1.
         search_aliases=[*declaration.aliases, *_titles(declaration.family)],
-        hidden=told,
+        hidden=hidden,
         is_output_node=isinstance(declaration, Node) and declaration.is_output,
         enable_expand=is_expansion,
         is_input_list=is_expansion,
@@ -116,34 +117,34 @@ def _titles(family: str) -> list[str]:
     return [spec.title for spec in pipeline.SPECS if spec.family == family]
 
 
-def _accepted(factory: Callable[..., Any], **keywords: Any) -> Any:
-    """Calls `factory` without the keywords that this version of ComfyUI does not have yet."""
+def _call_supported(factory: Callable[..., Made], **keywords: Value) -> Made:
+    """Call `factory` without the keywords that this version of ComfyUI does not have yet."""
     known = inspect.signature(factory).parameters
     return factory(**{name: value for name, value in keywords.items() if name in known})
 
 
-def _input(declared: Input, *, raw_link: bool) -> Any:
+def _input(declared: Input, *, raw_link: bool) -> "io.Input":
     shared = {"id": declared.name, "tooltip": in_words(declared.tooltip), "optional": declared.is_listed_optional}
     if not declared.is_widget:
-        return _accepted(_socket(declared.type).Input, raw_link=raw_link or None, **shared)
-    own = {
+        return _call_supported(_socket(declared.type).Input, raw_link=raw_link or None, **shared)
+    specific = {
         "INT": {"min": declared.low, "max": declared.high, "step": declared.step},
         "FLOAT": {"min": declared.low, "max": declared.high, "step": declared.step},
         "STRING": {"multiline": declared.multiline, "placeholder": declared.label},
         "COMBO": {"options": _options(declared)},
     }.get(declared.type, {})
     if declared.companion == "control_after_generate":
-        own["control_after_generate"] = True
+        specific["control_after_generate"] = True
     advanced = declared.advanced or None
     default = None if declared.files and not declared.options else declared.default  # the first file
-    return _accepted(
+    return _call_supported(
         _WIDGETS[declared.type].Input,
-        display_name=declared.label, default=default, advanced=advanced, **own, **shared,
+        display_name=declared.label, default=default, advanced=advanced, **specific, **shared,
     )  # fmt: skip
 
 
 def _options(declared: Input) -> list[str]:
-    """Files are looked for whenever the page asks, as for core's nodes."""
+    """Return the choices of a COMBO; files are looked up whenever the page asks, as for core's nodes."""
     if declared.files == "models":
         return _models(declared.options)
     if declared.files == "loras":
@@ -152,22 +153,24 @@ def _options(declared: Input) -> list[str]:
 
 
 def _models(published: Sequence[str]) -> list[str]:
-    """What needs no download before what is `published`; the miniatures last, or without a TPU first."""
+    """Return the models that need no download, then the `published` ones; tiny models last, or first without a TPU."""
     choices = pipeline.choices(folder_paths.get_folder_paths("diffusers"))
     miniatures = {spec.miniature.id for spec in pipeline.SPECS}
-    small = sorted((one for one in choices if one in miniatures), key=lambda one: not pipeline.tiny.is_trained(one))
-    large = [*(one for one in choices if one not in small), *weights(*DENOISERS), *published]
+    small = sorted(
+        (choice for choice in choices if choice in miniatures), key=lambda choice: not pipeline.tiny.is_trained(choice)
+    )
+    large = [*(choice for choice in choices if choice not in small), *weights(*DENOISERS), *published]
     return list(dict.fromkeys([*large, *small] if pipeline.bus.device_files() else [*small, *large]))
 
 
-def _output(output: Output, *, is_list: bool) -> Any:
+def _output(output: Output, *, is_list: bool) -> "io.Output":
     comfy_type = _WIDGETS.get(output.type) or _socket(output.type)
     return comfy_type.Output(
         output.name, display_name=output.name, tooltip=in_words(output.tooltip), is_output_list=is_list
     )
 
 
-def _socket(kind: str) -> Any:
+def _socket(kind: str) -> "type[io.ComfyTypeIO]":
     if kind == "*":
         return io.AnyType
     core = {
@@ -178,7 +181,7 @@ def _socket(kind: str) -> Any:
 
 
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
-    def execute(cls: type, **given: Any) -> io.NodeOutput:
+    def execute(cls: type, **given: Value) -> io.NodeOutput:
         with errors.named():
             pipeline.check_packages()
         memory.register()
@@ -189,7 +192,7 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
                 results = declaration.run(host, **declaration.values(given))
             host.ended()
             if declaration.family and (hidden := cls.hidden) is not None:
-                saved = hidden.extra_pnginfo  # whatever the request holds
+                saved = hidden.extra_pnginfo  # unchecked: part of the request
                 workflow = saved.get("workflow") if isinstance(saved, dict) else None
                 RECORDS.add(hidden.prompt, workflow, str(hidden.unique_id), notes)
             more = core_loaders.objects(*results) if declaration.gives_core else ()
@@ -198,23 +201,25 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
             failure = str(error)
         finally:
             memory.set_imports_aside()
-        # ComfyUI knows this one: it unloads everything, and the page says that memory ran out.
+        # For this exception ComfyUI unloads everything, and its page reports that memory ran out.
         raise comfy.model_management.OOM_EXCEPTION(failure)
 
     return execute
 
 
 def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
-    """ComfyUI gives every input as a list here. The stages get links to lists, and ComfyUI maps each stage over them as
-    over any node: so a list maps element by element through all stages, and one that is shorter repeats its last.
+    """Return the function that expands a pipeline into its stages.
+
+    ComfyUI passes every input as a list. The stages get links to lists, and ComfyUI maps each stage over them as over
+    any node: a list maps element by element through all stages, and a shorter one repeats its last element.
     """
 
-    def execute(cls: type, **given: Any) -> io.NodeOutput:
+    def execute(cls: type, **given: Value) -> io.NodeOutput:
         links = cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"]
-        number = max((len(each) for each in given.values()), default=1)
+        number = max(map(len, given.values()), default=1)
         values, *_ = (
-            declaration.values({name: each[min(place, len(each) - 1)] for name, each in given.items()})
-            for place in range(number)
+            declaration.values({name: values[min(index, len(values) - 1)] for name, values in given.items()})
+            for index in range(number)
         )
         builder = GraphBuilder()
         stages = declaration.stages_for(values)
@@ -227,55 +232,56 @@ def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
                     value = links[value.input] if len(given.get(value.input, ())) > 1 else values[value.input]
                 nodes[stage.name].set_input(name, value)
         collect = builder.node(TPUCollect.__name__, id="collect")
-        for place, link in enumerate(declaration.results):
-            collect.set_input(_PLACES[place], nodes[link.stage].out(link.output))
-        results = [collect.out(place) for place in range(len(declaration.results))]
+        for index, link in enumerate(declaration.results):
+            collect.set_input(_RESULTS[index], nodes[link.stage].out(link.output))
+        results = [collect.out(index) for index in range(len(declaration.results))]
         return io.NodeOutput(*results, expand=builder.finalize())
 
     return execute
 
 
-# As many outputs as a pipeline may have.
-_PLACES = ("first", "second", "third")
+# Names of the outputs, as many as a pipeline may have.
+_RESULTS = ("first", "second", "third")
 
 
 class TPUCollect(io.ComfyNode):
-    """What stands behind a pipeline's stages: each of their lists as one value. ComfyUI puts the values of all outputs
-    in a row, so that with more than one for an output the others would be in its place.
+    """Collects the results of a pipeline's stages, each list as one value.
+
+    ComfyUI concatenates the values of all outputs; with several values for one output the others would be misplaced.
     """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return _accepted(
+        return _call_supported(
             io.Schema,
             node_id=cls.__name__,
             display_name="TPU Collect",
             category="TPU",
             description="Internal part of the TPU Full Pipeline nodes; passes on the results of their stages.",
-            inputs=[io.AnyType.Input(name, optional=True, tooltip="Results of a stage.") for name in _PLACES],
-            outputs=[io.AnyType.Output(name) for name in _PLACES],
+            inputs=[io.AnyType.Input(name, optional=True, tooltip="Results of a stage.") for name in _RESULTS],
+            outputs=[io.AnyType.Output(name) for name in _RESULTS],
             is_input_list=True,
             is_dev_only=True,
         )
 
     @classmethod
-    def execute(cls, **results: Any) -> io.NodeOutput:
-        return io.NodeOutput(*(results.get(name, []) for name in _PLACES))
+    def execute(cls, **results: Value) -> io.NodeOutput:
+        return io.NodeOutput(*(results.get(name, []) for name in _RESULTS))
 
 
 def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
-    """The check at queue time, for the inputs that ComfyUI cannot judge by type, range and options. It may read files
-    that anyone made, so that it is off the loop that answers the page.
+    """Return the check at queue time, for inputs that ComfyUI cannot check by type, range and options.
 
-    ComfyUI takes the names from the signature and repeats the sentence on each of them (see `errors`), so the
-    signature holds only those. Inputs that are links are None to ComfyUI, and absent here.
+    It may read untrusted files, so it does not run on the event loop that answers the page. ComfyUI takes the names
+    from the signature and repeats the sentence on each of them (see `errors`), so the signature has only those. Inputs
+    that are links are None to ComfyUI, and absent here.
     """
     checked = (*declaration.checks, *declaration.checked_too)
     names = [i.name for i in declaration.inputs if i.is_grid or i.name in checked]
     if declaration.checked_links or any(i.listed_last for i in declaration.inputs):
-        names.append("input_types")  # ComfyUI then leaves the links to us
+        names.append("input_types")  # ComfyUI then leaves checks of links to us
 
-    def check(input_types: Mapping[str, str] | None, constants: Mapping[str, Any]) -> bool | str:
+    def check(input_types: Mapping[str, str] | None, constants: Values) -> bool | str:
         try:
             if input_types is not None:
                 _check_links(declaration, input_types)
@@ -284,8 +290,8 @@ def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
             return str(error)
         return True
 
-    async def validate_inputs(cls: type, input_types: Any = None, **constants: Any) -> bool | str:
-        if isinstance(declaration, Expansion):  # whose every input is a list
+    async def validate_inputs(cls: type, input_types: Value = None, **constants: Value) -> bool | str:
+        if isinstance(declaration, Expansion):  # every input is a list
             input_types = input_types and input_types[0]
             constants = {name: value[0] for name, value in constants.items()}
         constants = {name: value for name, value in constants.items() if value is not None}
@@ -299,10 +305,15 @@ def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
 
 
 def _check_links(declaration: Declaration, types: Mapping[str, str]) -> None:
-    """Raises ValueError for a required socket without a link, and for a link of another type; `types` by input."""
+    """Raise ValueError for a required socket without a link, and for a link of another type.
+
+    types: of the linked outputs, by input name.
+    """
     for declared in declaration.inputs:
-        given = types.get(declared.name)
-        if given is None and not declared.is_widget and not declared.optional:
+        linked_type = types.get(declared.name)
+        if linked_type is None and not declared.is_widget and not declared.optional:
             raise ValueError(f"{declaration.title}: {declared.name} is missing.")
-        if given is not None and not validate_node_input(given, declared.type):
-            raise ValueError(f"{declaration.title}: {declared.name} takes {declared.type}; it is linked to {given}.")
+        if linked_type is not None and not validate_node_input(linked_type, declared.type):
+            raise ValueError(
+                f"{declaration.title}: {declared.name} takes {declared.type}; it is linked to {linked_type}."
+            )

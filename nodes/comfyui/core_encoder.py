@@ -1,9 +1,11 @@
-"""A text encoder in place of core's, within core's CLIP: its states, its weights by core's names, what nodes change."""
+"""The text encoder that replaces core's within core's CLIP: its states, its weights by core's names, and the changes
+that nodes make to them.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import comfy.sd1_clip
 import comfy.text_encoders.qwen_vl
@@ -11,32 +13,35 @@ import numpy as np
 import torch
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import HeldTensors, Lora, ModelRef
+from ...tpu_runtime.pipeline import HeldTensors, Lora, ModelRef, TensorFile
 from . import core_patches
 from .core_model import MakeHost, ask
 from .weights import sources
 from .weights.stored import of_file
 
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
 
 class EncoderPlace:
-    """Where an encoder stands in core's CLIP: the names of its weights after `prefix`, and which layer is chosen."""
+    """The position of an encoder in core's CLIP: names of its weights after `prefix`, and the chosen layer."""
 
-    def __init__(self, prefix: str, network: torch.nn.Module, one: comfy.sd1_clip.SDClipModel) -> None:
-        self.prefix, self._network, self._one = prefix, network, one
-        self.names = tuple(one.transformer.state_dict())
+    def __init__(self, prefix: str, network: torch.nn.Module, core: comfy.sd1_clip.SDClipModel) -> None:
+        self.prefix, self._network, self._core = prefix, network, core
+        self.names = tuple(core.transformer.state_dict())
 
     @property
-    def patcher(self) -> Any:
+    def patcher(self) -> "ModelPatcher":
         return self._network.tpu_patcher
 
     def layer(self, number: int) -> int | None:
-        """How many of `number` layers a node chose, counted from the first; None for the encoder's own choice."""
-        one = self._one
-        if isinstance(one.layer, list) or (one.layer, one.layer_idx) == one.options_default[:2]:
+        """Return how many of `number` layers a node chose, from the first; None for the encoder's own choice."""
+        core = self._core
+        if isinstance(core.layer, list) or (core.layer, core.layer_idx) == core.options_default[:2]:
             return None
-        if one.layer == "last":
+        if core.layer == "last":
             return number
-        return one.layer_idx % number + 1
+        return core.layer_idx % number + 1
 
 
 class Part:
@@ -55,42 +60,45 @@ class Part:
 
 
 class Encoder(torch.nn.Module):
-    """In place of core's text model: tokens stay numbers until they reach ours, and those of pictures are below 0."""
+    """Replacement for core's text model. Tokens stay numbers until they reach ours; those of images are below 0."""
 
     def __init__(self, model: ModelRef, number: int, host: MakeHost, place: EncoderPlace) -> None:
         super().__init__()
         self.model, self.number, self.host, self.place = model, number, host, place
-        self._changed: tuple[Any, ModelRef] | None = None
+        self._changed: tuple[object, ModelRef] | None = None
 
     @functools.cached_property
-    def tensors(self) -> dict[str, tuple[str, Any]]:
-        """Our names of its weights and where they are, by core's."""
+    def tensors(self) -> dict[str, tuple[str, TensorFile]]:
+        """Return our name and the file's tensor of each weight, by core's name."""
         component = self.model.spec.text_encoders[self.number].component
-        own = pipeline.checkpoint.own_tensors(self.model.locate(), component, self.host())
-        return {core: (name, own[name]) for name, core in sources.names_like(self.place.names, own).items()}
+        files = pipeline.checkpoint.own_tensors(self.model.locate(), component, self.host())
+        return {core: (name, files[name]) for name, core in sources.names_like(self.place.names, files).items()}
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """For core's names of LoRAs, for merges, and for saving."""
+    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+        """Write the weights by core's names, for LoRAs, merges and saving."""
         for name, (_, tensor) in self.tensors.items():
             destination[prefix + name] = of_file(tensor)
 
     def _with_changes(self, *, sees: bool) -> ModelRef:
-        """The model with the weights that nodes have changed in this encoder."""
+        """Return the model with the weights that nodes have changed in this encoder.
+
+        sees: whether the prompt has images. Raises ValueError if a node then changes weights of the vision tower.
+        """
         patcher, prefix = self.place.patcher, self.place.prefix
         if self._changed is None or self._changed[0] != patcher.patches_uuid:
             source = sources.CoreWeights({prefix + name: tensor for name, (_, tensor) in self.tensors.items()})
-            found: dict[str, torch.Tensor] = {}
+            deltas: dict[str, torch.Tensor] = {}
             for key, patches in patcher.patches.items():
                 if key.startswith(prefix):
-                    found |= core_patches.difference(self.tensors[key.removeprefix(prefix)][0], key, patches, source)
+                    deltas |= core_patches.difference(self.tensors[key.removeprefix(prefix)][0], key, patches, source)
             title, component = "what nodes change in the CLIP", self.model.spec.text_encoders[self.number].component
-            held = HeldTensors(title=title, digest=f"{patcher.patches_uuid}/{prefix}", tensors=found)
-            lora = Lora(path=title, strength=1.0, held=held, component=component)
-            self._changed = patcher.patches_uuid, replace(self.model, loras=(lora,)) if found else self.model
-        eyes = next((key for key in patcher.patches if key.startswith(f"{prefix}visual.")), "")
-        if sees and eyes:
+            in_memory = HeldTensors(title=title, digest=f"{patcher.patches_uuid}/{prefix}", tensors=deltas)
+            lora = Lora(path=title, strength=1.0, held=in_memory, component=component)
+            self._changed = patcher.patches_uuid, replace(self.model, loras=(lora,)) if deltas else self.model
+        vision = next((key for key in patcher.patches if key.startswith(f"{prefix}visual.")), "")
+        if sees and vision:
             raise ValueError(
-                f"{self.model.spec.title}: a node changes {eyes}, with which the text encoder sees images, and this "
+                f"{self.model.spec.title}: a node changes {vision}, with which the text encoder sees images, and this "
                 "prompt shows it one. On the TPU its other weights can be changed. Leave the image or that node out, "
                 "or load the text encoder with ComfyUI's own loader."
             )
@@ -106,13 +114,13 @@ class Encoder(torch.nn.Module):
 
     @functools.cached_property
     def depth(self) -> int:
-        """How many layers it has."""
+        """Return the number of layers."""
         config = self.model.resolve(pipeline.Silent()).configs[self.model.spec.text_encoders[self.number].component]
         config = config.get("text_config", config)
         return int(config["num_layers"] if "num_layers" in config else config["num_hidden_layers"])
 
     def _layers(self) -> int | None:
-        """How many layers run, where a node chose others than the encoder's own."""
+        """Return how many layers run; None for the encoder's own choice."""
         text, number = self.model.spec.text_encoders[self.number], self.depth
         chosen = self.place.layer(number)
         if chosen is not None and not text.depth_key:
@@ -124,28 +132,35 @@ class Encoder(torch.nn.Module):
         return chosen if chosen != number else None
 
     def get_input_embeddings(self) -> Callable[..., torch.Tensor]:
-        return lambda tokens, out_dtype=None: tokens.unsqueeze(-1).to(torch.float32)  # exact: there are under 2**24
+        return lambda tokens, out_dtype=None: tokens.unsqueeze(-1).to(torch.float32)  # exact: ids are below 2**24
 
-    def preprocess_embed(self, embed: Mapping[str, Any], device: Any) -> tuple[torch.Tensor | None, Any]:
-        """A picture `[rows, height, width, 3]` in 0..1 among tokens: a place for each of its own, and these."""
+    def preprocess_embed(
+        self, embed: Mapping[str, Any], device: object
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return placeholders for the tokens of an image `[rows, height, width, 3]` in 0..1, and its encoded tokens."""
         if embed["type"] != "image":
             return None, None
         patches, grid = comfy.text_encoders.qwen_vl.process_qwen2vl_images(embed["data"])
-        seen = ask("look", self.model, self.host, prepared=(patches.float().numpy(), tuple(grid[0, 1:].tolist())))
-        return -torch.ones(1, seen.shape[1] * seen.shape[2], 1), seen
+        encoded = ask("look", self.model, self.host, prepared=(patches.float().numpy(), tuple(grid[0, 1:].tolist())))
+        return -torch.ones(1, encoded.shape[1] * encoded.shape[2], 1), encoded
 
     def forward(
         self, tokens: None, attention_mask: torch.Tensor | None, embeds: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states that the denoiser gets, `[rows, tokens, dim]`, in the places of core's last and inner layers."""
+        """Return the denoiser's states `[rows, tokens, dim]`, as core's last and inner layers.
+
+        tokens: unused.
+        attention_mask: [rows, tokens], or None.
+        embeds: [rows, tokens, 1], token ids.
+        """
         ids = embeds[..., 0].to(torch.int32)
         text = self.model.spec.text_encoders[self.number]
-        self._check_vocabulary(text, int(ids.max()))
-        seen = [each["extra"] for each in options.get("embeds_info") or () if each["type"] == "image"]
+        self._check_vocabulary(text.component, int(ids.max()))
+        images = [embed["extra"] for embed in options.get("embeds_info") or () if embed["type"] == "image"]
         length, most = ids.shape[1], text.prefix + text.max_length
         if length > most:
             advice = "Shorten it."
-            if seen:
+            if images:
                 advice = "Shorten it, or show it fewer or smaller pictures, as TextEncodeQwenImageEditPlus does."
             raise ValueError(
                 f"{self.model.spec.title}: the prompt has {length} tokens, and the "
@@ -153,42 +168,46 @@ class Encoder(torch.nn.Module):
             )
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(torch.int32)
         ids, mask = (torch.nn.functional.pad(x, (0, most - length)) for x in (ids, mask))
-        # One row a call: so every prompt is the same program's.
-        model, layers = self._with_changes(sees=bool(seen)), self._layers()
+        # One row per call, so that one program serves every prompt.
+        model, layers = self._with_changes(sees=bool(images)), self._layers()
         rows = [
             ask(
                 "states", model, self.host,
-                encoder=self.number, ids=_numbers(row), mask=_numbers(real), seen=seen, layers=layers,
+                encoder=self.number, ids=_as_batch(row), mask=_as_batch(real), seen=images, layers=layers,
             )
             for row, real in zip(ids, mask, strict=True)
         ]  # fmt: skip
         states = torch.cat(rows)[:, :length]
         layers = options.get("intermediate_output")
-        if isinstance(layers, list):  # of several layers, side by side: core wants them apart
+        if isinstance(layers, list):  # ours are concatenated, core expects a dimension of layers
             return states, states.unflatten(2, (len(layers), -1)).movedim(2, 1)
         return states, states
 
-    def generate(self, *args: Any, **options: Any) -> Any:
+    def generate(self, *args: object, **options: object) -> NoReturn:
+        """Raise ValueError: the encoder does not write text."""
         raise ValueError(
             f"{self.model.spec.title}: a node such as TextGenerate asks the text encoder to write text, and on the TPU "
             "it encodes prompts only. Load a language model with ComfyUI's own loader for that node."
         )
 
-    def _check_vocabulary(self, text: Any, most: int) -> None:
-        config = self.model.resolve(pipeline.Silent()).configs[text.component]
+    def _check_vocabulary(self, component: str, last: int) -> None:
+        config = self.model.resolve(pipeline.Silent()).configs[component]
         rows = config.get("text_config", config)["vocab_size"]
-        if most >= rows:
+        if last >= rows:
             raise ValueError(
-                f"{self.model.spec.title}: the prompt has a token {most}, and {self.model.model_id} has embeddings of "
+                f"{self.model.spec.title}: the prompt has a token {last}, and {self.model.model_id} has embeddings of "
                 f"{rows}: its tokenizer is not ComfyUI's. Use this pack's own text encoder for it."
             )
 
 
-def check_owner(patcher: Any, kind: str, network: str) -> None:
-    """Raises ValueError for what nodes of other packs, and LoraLoaderBypass, hang on a CLIP or VAE beside weights."""
+def check_owner(patcher: "ModelPatcher", kind: str, network: str) -> None:
+    """Raise ValueError for changes other than of weights that nodes, such as LoraLoaderBypass, make to a CLIP or VAE.
+
+    kind: "CLIP" or "VAE". network: its name in the error.
+    """
     hung = {
-        "injections": "modules beside its own, as LoraLoaderBypass does",
-        "object_patches": "another module in place of one of its own",
+        "injections": "modules in addition to its own, as LoraLoaderBypass does",
+        "object_patches": "another module instead of one of its own",
         "weight_wrapper_patches": "functions around its weights",
     }
     for name, what in hung.items():
@@ -200,14 +219,15 @@ def check_owner(patcher: Any, kind: str, network: str) -> None:
             )
 
 
-def _numbers(row: torch.Tensor) -> np.ndarray:
+def _as_batch(row: torch.Tensor) -> np.ndarray:
+    """Return a row `[tokens]` as an array `[1, tokens]`."""
     return np.ascontiguousarray(row[None].numpy())
 
 
-def checked(process: Callable[..., Any], model: ModelRef, can_see: bool) -> Callable[..., Any]:
+def checked(process: Callable[..., object], model: ModelRef, can_see: bool) -> Callable[..., object]:
     """Check the tokens before core's `process`. can_see: an encoder of this type may take images."""
 
-    def process_tokens(tokens: list[list[Any]], device: Any) -> Any:
+    def process_tokens(tokens: list[list[Any]], device: object) -> object:
         other = [token for row in tokens for token in row if not isinstance(token, int | np.integer)]
         pictures = [token for token in other if isinstance(token, dict) and token.get("type") == "image"]
         if pictures and can_see and not model.spec.text_encoders[0].place_beside:

@@ -1,21 +1,20 @@
-"""Loaders one for one with core's: the same widgets and outputs, so that a swap changes a node's type and nothing else.
+"""Counterparts of core's loaders with the same widgets and outputs, so that a swap only changes a node's type.
 
-What they load runs on the TPU behind core's own nodes (docs/core_nodes.md).
+Their models run on the TPU, with core's own nodes (docs/core_nodes.md).
 """
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 from ...tpu_runtime.pipeline import QUALITIES, ModelRef
-from ..declare import Input, Node, Output, by_id
+from ..declare import Input, Node, Output, Value, by_id
 from ..model import CLIP_TYPES, quality_of
 from . import core_model, core_text_and_vae
 from .host import ComfyHost, path_of
 
-# ComfyUI's own nodes: its module is called as a folder of this pack.
+# ComfyUI's own nodes. Imported by name, because a folder of this pack has the same name.
 core = importlib.import_module("nodes")
-_AUTO = "auto"  # what COMFYUI_TPU_PRECISION says, or bfloat16
+_AUTO = "auto"  # precision: COMFYUI_TPU_PRECISION, or bfloat16
 _MODEL = Output(name="MODEL", type="MODEL", tooltip="For KSampler and other ComfyUI samplers.")
 _CLIP = Output(name="CLIP", type="CLIP", tooltip="For CLIPTextEncode and similar nodes.")
 _VAE = Output(name="VAE", type="VAE", tooltip="For VAEDecode, VAEEncode and similar nodes.")
@@ -49,8 +48,8 @@ def _clip_vision(host: ComfyHost, *, clip_name: str) -> tuple:
     return (core_text_and_vae.clip_vision(path_of("clip_vision", clip_name), _AUTO, ComfyHost),)
 
 
-def objects(model: ModelRef) -> tuple[Any, ...]:
-    """MODEL, CLIP, VAE and MODEL of the second denoiser of a model, each made when it is first used."""
+def objects(model: ModelRef) -> tuple[Value, ...]:
+    """Return MODEL, CLIP, VAE and the second denoiser's MODEL of a model, each created on first use."""
     return (
         core_model.later(model, 0, ComfyHost),
         core_text_and_vae.later_clip(model, ComfyHost),
@@ -65,8 +64,8 @@ def _loader(name: str, title: str, run: Callable[..., tuple], *more: Input | Out
         title=title,
         category="TPU/ComfyUI's own nodes",
         description=description,
-        inputs=tuple(one for one in more if isinstance(one, Input)),
-        outputs=tuple(one for one in more if isinstance(one, Output)),
+        inputs=tuple(entry for entry in more if isinstance(entry, Input)),
+        outputs=tuple(entry for entry in more if isinstance(entry, Output)),
         run=run,
     )
 
@@ -75,11 +74,11 @@ def _file(name: str, folder: str, tooltip: str) -> Input:
     return Input(name=name, type="COMBO", files=folder, tooltip=tooltip)
 
 
-def _like(loader: Any, name: str, tooltip: str, *more: str, **how: Any) -> Input:
-    """The widget of core's loader, with `more` choices."""
-    known = loader.INPUT_TYPES()
-    options = {**known["required"], **known.get("optional", {})}[name][0]
-    return Input(name=name, type="COMBO", options=(*options, *more), tooltip=tooltip, **how)
+def _like(loader: type, name: str, tooltip: str, *more: str, **options: Value) -> Input:
+    """Return the widget of core's loader, with `more` choices."""
+    known = loader.INPUT_TYPES()  # type: ignore[attr-defined]
+    choices = {**known["required"], **known.get("optional", {})}[name][0]
+    return Input(name=name, type="COMBO", options=(*choices, *more), tooltip=tooltip, **options)
 
 
 _TYPE = f"Type of the text encoder. The TPU supports {', '.join(CLIP_TYPES)}."

@@ -1,15 +1,16 @@
-"""ComfyUI's own MODEL whose network runs on the TPU: samplers, guiders and wrappers are core's, the network is ours.
+"""ComfyUI's own MODEL whose network runs on the TPU: samplers, guiders and wrappers are core's.
 
-Core builds its own network from the shapes in a file, on the meta device, where it takes no memory: so names for LoRAs,
-latent formats, schedules and conditionings are core's. Only the innermost `_forward` is another: it asks the engine.
+Core builds its own network from the shapes in a file, on the meta device, where it needs no memory. So LoRA names,
+latent formats, schedules and conditionings are core's; only the innermost `_forward` is replaced, by a call to the
+engine.
 """
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_detection
 import comfy.model_management
@@ -25,76 +26,91 @@ from .networks import inputs
 from .networks.rows import KEY, PlainBatch
 from .weights.sources import CoreWeights
 
-# The progress of the node that runs: one object is used by many.
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+
+# Returns the progress of the running node: several nodes use one object.
 MakeHost = Callable[[], Progress]
 
 
 def model(path: str, precision: str, host: MakeHost, quality: str = QUALITIES[0]) -> CorePatcher:
-    """Core's MODEL of the denoiser in a file."""
-    found = later(pipeline.choose_part(pipeline.SPECS, path, precision=precision, quality=quality), 0, host)
-    found.make_now()
-    return found
+    """Return core's MODEL of the denoiser in a file.
+
+    path: of the file. precision, quality: as a node has them. host: returns the running node's progress.
+    """
+    patcher = later(pipeline.choose_part(pipeline.SPECS, path, precision=precision, quality=quality), 0, host)
+    patcher.make_now()
+    return patcher
 
 
 def later(chosen: ModelRef, expert: int, host: MakeHost) -> CorePatcher:
-    """Core's MODEL of a model's denoiser, by its number, made when it is first used; refused where there is none."""
+    """Return core's MODEL of a model's denoiser, created on first use.
+
+    expert: number of the denoiser; one that does not exist raises ValueError on first use.
+    """
     return CorePatcher.later(lambda patcher: _make(patcher, chosen, expert, host))
 
 
 def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -> None:
+    """Create core's model for a denoiser and put it into `patcher`."""
     experts = chosen.spec.denoiser.experts
     if expert >= len(experts):
         raise ValueError(
             f"{chosen.spec.title} has one denoiser, and this MODEL is that of a second one, for low noise. Link the "
             "output MODEL."
         )
-    held = pipeline.checkpoint.network(chosen.locate(), experts[expert], host())
-    base = _core_model(held)
+    file = pipeline.checkpoint.network(chosen.locate(), experts[expert], host())
+    base = _core_model(file)
     inputs.check_known(base)
     ours = inputs.CoreNetwork.of(chosen, expert)
     network = base.diffusion_model
     forward = inspect.signature(type(network)._forward)
 
-    def predict(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def predict(*args: object, **kwargs: object) -> torch.Tensor:
+        """Predict as the network's `_forward`, on the TPU."""
         bound = forward.bind(network, *args, **kwargs).arguments
-        given = {name: value for name, value in bound.items() if name != "self"}
-        given |= given.pop("kwargs", {})
+        passed = {name: value for name, value in bound.items() if name != "self"}
+        passed |= passed.pop("kwargs", {})
         patcher = base.current_patcher
-        options = given.pop("transformer_options", None) or {}
-        core_patches.check(options, given.pop("control", None))
-        core_patches.check_network(network, theirs)
-        x, loras = given["x"], core_patches.loras(patcher)
-        found = x.new_empty(0)
-        asked = inputs.asked(ours, {**given, "options": options})
-        for rows, one in asked:
-            prediction = pipeline.Prediction(sample=one.sample, timestep=one.timestep, inputs=one.inputs, expert=expert)
-            result = ask("predict", replace(chosen, loras=loras), host, prediction=prediction)
-            if len(asked) == 1:
-                found = result
+        options = passed.pop("transformer_options", None) or {}
+        core_patches.check(options, passed.pop("control", None))
+        core_patches.check_network(network, attributes)
+        x, loras = passed["x"], core_patches.loras(patcher)
+        result = x.new_empty(0)
+        requests = inputs.asked(ours, {**passed, "options": options})
+        for rows, request in requests:
+            prediction = pipeline.Prediction(
+                sample=request.sample, timestep=request.timestep, inputs=request.inputs, expert=expert
+            )
+            predicted = ask("predict", replace(chosen, loras=loras), host, prediction=prediction)
+            if len(requests) == 1:
+                result = predicted
             else:
-                found = found if len(found) else result.new_empty(len(x), *result.shape[1:])
-                found[rows] = result
-        found = found[(..., *(slice(0, size) for size in x.shape[2:]))]
-        # One row that stands for all: whoever wraps the network may write into each.
-        found = found if len(found) >= len(x) else found.repeat(len(x), *(1,) * (found.ndim - 1))
-        return found.to(x.dtype)
+                result = result if len(result) else predicted.new_empty(len(x), *predicted.shape[1:])
+                result[rows] = predicted
+        result = result[(..., *(slice(0, size) for size in x.shape[2:]))]
+        # Copy one row that serves all: wrappers of the network may write into each row.
+        result = result if len(result) >= len(x) else result.repeat(len(x), *(1,) * (result.ndim - 1))
+        return result.to(x.dtype)
 
     network._forward = predict
     network.register_forward_pre_hook(partial(_with_own_sample, chosen, host), with_kwargs=True)
     base.extra_conds = partial(_extra_conds, ours, base.extra_conds)
-    theirs = core_patches.own_attributes(network)
+    attributes = core_patches.own_attributes(network)
     base.tpu_texts = inputs.texts(ours)
-    base.tpu_source = _source(held)
+    base.tpu_source = _source(file)
     patcher.fill(base)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, partial(_prepare_sampling, ours))
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, PlainBatch(core_patches.CONTROL))
 
 
 def _with_own_sample(
-    chosen: ModelRef, host: MakeHost, network: Any, args: tuple[Any, ...], given: Mapping[str, Any]
-) -> tuple[Any, Any] | None:
-    """The sample for wrappers of the network, such as EasyCache, that write into it. In core a network of float32 is
-    given the sampler's own, and one of another format a copy; so is ours, of which core knows no other than float32.
+    chosen: ModelRef, host: MakeHost, network: torch.nn.Module, args: tuple[torch.Tensor, ...], given: Mapping[str, Any]
+) -> tuple[tuple[torch.Tensor, ...], Mapping[str, Any]] | None:
+    """Copy the sample for wrappers of the network, such as EasyCache, that write into it.
+
+    Core passes the sampler's own sample to a float32 network, and a copy to any other. It takes ours for float32, so
+    other precisions are copied here.
     """
     if not get_all_wrappers(WrappersMP.DIFFUSION_MODEL, given.get("transformer_options") or {}):
         return None
@@ -104,25 +120,36 @@ def _with_own_sample(
     return (args[0].clone(), *args[1:]), given
 
 
-def _extra_conds(network: inputs.CoreNetwork, extra_conds: Callable[..., Any], **given: Any) -> Any:
+def _extra_conds(
+    network: inputs.CoreNetwork, extra_conds: Callable[..., dict[str, object]], **given: Any
+) -> dict[str, object]:
     inputs.check_conditioning(network, given)
     return extra_conds(**given)
 
 
 def _prepare_sampling(
-    network: inputs.CoreNetwork, execute: Callable[..., Any], model: Any, shape: Any, *args: Any, **more: Any
-) -> Any:
+    network: inputs.CoreNetwork,
+    execute: Callable[..., object],
+    model: object,
+    shape: Sequence[int],
+    *args: object,
+    **more: object,
+) -> object:
     inputs.check_sample(network, shape)
     return execute(model, shape, *args, **more)
 
 
-def _source(held: Any) -> CoreWeights:
-    names = {f"diffusion_model.{name}": tensor for name, tensor in held.tensors.items()}
-    return CoreWeights(names, [f"diffusion_model.{name}" for name in held.layout.flags if name in held.tensors])
+def _source(file: Any) -> CoreWeights:
+    names = {f"diffusion_model.{name}": tensor for name, tensor in file.tensors.items()}
+    return CoreWeights(names, [f"diffusion_model.{name}" for name in file.layout.flags if name in file.tensors])
 
 
-def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:
-    """`pipeline.run`, whose error for want of memory ComfyUI then knows: it unloads everything and says so."""
+def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: object) -> Any:
+    """Run a stage as `pipeline.run` does. An OutOfMemory becomes ComfyUI's own exception: it unloads everything and
+    reports it.
+
+    stage: name of the stage. arguments: its keywords.
+    """
     try:
         with errors.named():
             return pipeline.run(stage, model, host(), **arguments)
@@ -131,19 +158,22 @@ def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: Any) -> Any:
     raise comfy.model_management.OOM_EXCEPTION(failure)
 
 
-def _core_model(held: Any) -> Any:
-    """Core's model of a network, as its own loader finds it, without memory for weights."""
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.tensors.items()}
-    said = held.contents.config
-    metadata = {"config": json.dumps(said)} if said else None
+def _core_model(file: Any) -> "BaseModel":
+    """Return core's model of a network, as its own loader detects it, without memory for weights.
+
+    Raises ValueError if ComfyUI does not know the file's names.
+    """
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in file.tensors.items()}
+    declared = file.contents.config
+    metadata = {"config": json.dumps(declared)} if declared else None
     config = comfy.model_detection.model_config_from_unet(shapes, "", metadata=metadata)
     if config is None:
-        found = comfy.model_detection.convert_diffusers_mmdit(shapes, "")
-        config = found and comfy.model_detection.model_config_from_unet(found, "")
-        shapes = found or shapes
+        converted = comfy.model_detection.convert_diffusers_mmdit(shapes, "")
+        config = converted and comfy.model_detection.model_config_from_unet(converted, "")
+        shapes = converted or shapes
     if config is None:
         raise ValueError(
-            f"{held.path}: ComfyUI does not know this file's names, so its samplers cannot run it. Use the file in "
+            f"{file.path}: ComfyUI does not know this file's names, so its samplers cannot run it. Use the file in "
             "ComfyUI's own names (Comfy-Org's repositories), or this pack's own sampler."
         )
     config.set_inference_dtype(torch.float32, None)

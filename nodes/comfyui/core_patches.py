@@ -1,11 +1,12 @@
-"""Core's handle of a MODEL, and what core's nodes hang onto a MODEL: LoRAs, which are merged on the chips, and what
-cannot work there.
+"""Core's handle of a MODEL, and the changes that core's nodes make to a MODEL.
+
+LoRAs are merged on the chips; changes that cannot work there are refused.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Self
 
 import comfy.hooks
 import comfy.model_patcher
@@ -17,7 +18,7 @@ from ...tpu_runtime.pipeline import HeldTensors, Lora
 from .weights import sources
 
 CPU = torch.device("cpu")
-# The parts of the tuples in which core keeps a file's tensors, by its name for the kind, as LoRA files call them.
+# Names in LoRA files of the tensors that core keeps in tuples, by core's name of the kind.
 _PARTS = {
     "lora": ("lora_up.weight", "lora_down.weight", "alpha", "lora_mid.weight", "dora_scale", "reshape_weight"),
     "loha": ("hada_w1_a", "hada_w1_b", "alpha", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "dora_scale"),
@@ -25,7 +26,7 @@ _PARTS = {
         "lokr_w1", "lokr_w2", "alpha", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "dora_scale",
     ),
 }  # fmt: skip
-# Of these our own merge knows nothing.
+# Tensors that our own merge does not support.
 _ONLY_CORES = ("lora_mid.weight", "reshape_weight", "hada_t1", "hada_t2", "lokr_t2")
 _PREFIX = "diffusion_model."
 
@@ -35,22 +36,22 @@ HOOKS = (
 )
 _INSIDE = "This MODEL runs compiled on the TPU, and {what} cannot work there ({node}). {advice}"
 _WITHOUT = "Remove that node, or load the model with ComfyUI's own loader."
-# What nodes put into `transformer_options`, the nodes that do, and what to do instead.
+# Entries of `transformer_options` that cannot work: a name, the nodes that set them, and a remedy.
 _OPTIONS = {
     "patches": (
-        "what changes attention or blocks inside",
-        "NAGuidance, UNet attention patches, HyperTile, TomePatchModel, FreeU, ModelPatchLoader's and alike",
+        "a patch of attention or blocks",
+        "NAGuidance, UNet attention patches, HyperTile, TomePatchModel, FreeU, ModelPatchLoader and similar nodes",
         _WITHOUT,
     ),
     "patches_replace": (
-        "what takes the place of attention or a block",
-        "SkipLayerGuidanceDiT, PerturbedAttentionGuidance, SelfAttentionGuidance, block replacements and alike",
+        "a replacement of attention or a block",
+        "SkipLayerGuidanceDiT, PerturbedAttentionGuidance, SelfAttentionGuidance, block replacements and similar nodes",
         "Remove that node; CFGZeroStar, APG and other guidance outside the network work.",
     ),
     "optimized_attention_override": ("another attention", "an attention override", _WITHOUT),
     "rope_options": ("another rotary embedding", "ScaleROPE", _WITHOUT),
 }
-# Nodes whose functions around guidance call the network again with such patches: these show only then.
+# Nodes whose guidance functions call the network with such patches, which are visible only at that call.
 _GUIDING = frozenset(
     (
         "PerturbedAttentionGuidance", "SelfAttentionGuidance", "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple",
@@ -66,14 +67,17 @@ _OBJECTS = _INSIDE.format(
     advice="Remove that node; the network is compiled already.",
 )
 _BYPASS = _INSIDE.format(
-    what="a LoRA beside the weights",
+    what="a LoRA outside the weights",
     node="LoraLoaderBypass, LoraLoaderBypassModelOnly",
     advice="Use LoraLoaderModelOnly with the same file and strength: it is merged into the weights.",
 )
 
 
-def check(options: Mapping[str, Any], control: Any) -> None:
-    """Raises ValueError with a sentence for what would have to run inside the network."""
+def check(options: Mapping[str, Any], control: object) -> None:
+    """Raise ValueError for patches that would have to run inside the network.
+
+    options: core's `transformer_options`. control: a ControlNet, or None.
+    """
     for name, (what, node, advice) in _OPTIONS.items():
         if options.get(name):
             kinds = ", ".join(map(str, options[name])) if isinstance(options[name], Mapping) else name
@@ -82,8 +86,8 @@ def check(options: Mapping[str, Any], control: Any) -> None:
         raise ValueError(CONTROL)
 
 
-def check_patcher(patcher: Any) -> None:
-    """`check`, of all that hangs on a MODEL before its first step."""
+def check_patcher(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """Run `check` on every patch of a MODEL before its first step."""
     check(patcher.model_options.get("transformer_options", {}), None)
     for functions in patcher.model_options.values():
         for function in functions if isinstance(functions, list) else [functions]:
@@ -91,30 +95,33 @@ def check_patcher(patcher: Any) -> None:
             if node in _GUIDING:
                 what, _, advice = _OPTIONS["patches_replace"]
                 raise ValueError(_INSIDE.format(what=what, node=node, advice=advice))
-    own = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
-    own += [name for name, part in patcher.model.diffusion_model.named_modules() if "forward" in vars(part)]
+    replaced = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
+    replaced += [name for name, part in patcher.model.diffusion_model.named_modules() if "forward" in vars(part)]
     wrapped = [name for name in patcher.weight_wrapper_patches if name.startswith("diffusion_model")]
     compiled = patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     check_injections(patcher)
-    if own or wrapped or compiled:
+    if replaced or wrapped or compiled:
         raise ValueError(_OBJECTS)
 
 
-def check_injections(patcher: Any) -> None:
-    """Raises ValueError for what would replace modules when the model is loaded."""
+def check_injections(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """Raise ValueError for injections, which would replace modules when the model is loaded."""
     if "bypass_lora" in patcher.injections:
         raise ValueError(_BYPASS)
     if patcher.injections:
         raise ValueError(_OBJECTS)
 
 
-def own_attributes(network: Any) -> frozenset[str]:
-    """What a network's object has beside its class."""
+def own_attributes(network: torch.nn.Module) -> frozenset[str]:
+    """Return the attributes of a network's object that its class does not have."""
     return frozenset(vars(network))
 
 
-def check_network(network: Any, before: frozenset[str]) -> None:
-    """Raises ValueError where a node has put functions in place of the network's: none of them would run."""
+def check_network(network: torch.nn.Module, before: frozenset[str]) -> None:
+    """Raise ValueError if a node has replaced functions of the network: they would not run.
+
+    before: attributes of the network's object before nodes saw it.
+    """
     for name in vars(network).keys() - before:
         if callable(getattr(type(network), name, None)):
             raise ValueError(_INSIDE.format(what="another part of the network", node=name, advice=_WITHOUT))
@@ -124,25 +131,28 @@ def check_network(network: Any, before: frozenset[str]) -> None:
 
 
 class Later:
-    """One of core's objects that is made when it is first asked for something: what nobody uses costs nothing."""
+    """One of core's objects that is created on first use, so that unused outputs cost nothing."""
 
     @classmethod
-    def later(cls, make: Callable[[Any], None]) -> Self:
-        found = cls.__new__(cls)
-        vars(found)["_make"] = make
-        return found
+    def later(cls, make: Callable[[Self], None]) -> Self:
+        """Return an object that `make` initializes on first use."""
+        proxy = cls.__new__(cls)
+        vars(proxy)["_make"] = make
+        return proxy
 
     @property
     def is_made(self) -> bool:
+        """Return whether the object is initialized."""
         return "_make" not in vars(self)
 
     def make_now(self) -> None:
+        """Initialize the object, unless it is."""
         make = vars(self).pop("_make", None)
         try:
             if make is not None:
                 make(self)
         except BaseException:
-            vars(self)["_make"] = make  # it is asked again, and says it again
+            vars(self)["_make"] = make  # the next use tries again, and raises again
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -153,24 +163,24 @@ class Later:
 
 
 class CorePatcher(Later, sources.Reading, comfy.model_patcher.ModelPatcher):
-    """Core's handle of the model, which moves no weights: those on the chips are the engine's."""
+    """Core's handle of the model. It moves no weights: those on the chips belong to the engine."""
 
     def fill(self, network: Any) -> None:
-        """With the network that it is of."""
+        """Initialize the handle with its network."""
         sources.install()
-        network.train = functools.partial(_only_evaluated, network)
+        network.train = functools.partial(_refuse_training, network)
         comfy.model_patcher.ModelPatcher.__init__(self, network, load_device=CPU, offload_device=CPU, size=1)
 
     def __del__(self) -> None:
         if self.is_made:
             super().__del__()
 
-    # Core asks every output of a node, used or not, for these.
+    # Core calls these on every output of a node, used or not.
 
-    def model_patches_models(self) -> list[Any]:
+    def model_patches_models(self) -> list[object]:
         return super().model_patches_models() if self.is_made else []
 
-    def get_nested_additional_models(self) -> list[Any]:
+    def get_nested_additional_models(self) -> list[object]:
         return super().get_nested_additional_models() if self.is_made else []
 
     def model_size(self) -> int:
@@ -213,7 +223,7 @@ class CorePatcher(Later, sources.Reading, comfy.model_patcher.ModelPatcher):
         pass
 
     def pre_run(self) -> None:
-        """Before the first step: what cannot work is refused here."""
+        """Refuse changes that cannot work, before the first step."""
         check_patcher(self)
         super().pre_run()
 
@@ -222,25 +232,25 @@ class CorePatcher(Later, sources.Reading, comfy.model_patcher.ModelPatcher):
         check_injections(self)
         super().inject_model()
 
-    def deepclone_multigpu(self, *args: object, **kwargs: object) -> None:
+    def deepclone_multigpu(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
             "A node such as Select Model Device or MultiGPU CFG Split wants this network on another device. It runs on "
             "the chips of the TPU, all of them. Remove that node, or choose its device default."
         )
 
-    def patch_hooks(self, hooks: Any) -> None:
+    def patch_hooks(self, hooks: comfy.hooks.HookGroup | None) -> None:
         if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
             raise ValueError(HOOKS)
         self.current_hooks = hooks
 
-    def register_all_hook_patches(self, hooks: Any, *args: Any, **kwargs: Any) -> None:
+    def register_all_hook_patches(self, hooks: comfy.hooks.HookGroup | None, *args: object, **kwargs: object) -> None:
         if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
             raise ValueError(HOOKS)
         super().register_all_hook_patches(hooks, *args, **kwargs)
 
 
-def _only_evaluated(network: Any, mode: bool = True) -> Any:
-    """In place of `train`."""
+def _refuse_training(network: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    """Raise ValueError where core's `train` would switch to training."""
     if mode:
         raise ValueError(
             "A node such as Train LoRA wants to train this network. On the TPU it runs compiled, without gradients. "
@@ -252,27 +262,27 @@ def _only_evaluated(network: Any, mode: bool = True) -> Any:
 # --- LoRAs ------------------------------------------------------------------------------------------------------------
 
 
-def loras(patcher: Any) -> tuple[Lora, ...]:
-    """The patches of weights that hang on a MODEL as LoRAs, of which the engine merges what it does not know yet."""
+def loras(patcher: comfy.model_patcher.ModelPatcher) -> tuple[Lora, ...]:
+    """Return the weight patches of a MODEL as LoRAs; the engine merges those that it has not merged yet."""
     if not patcher.patches:
         return ()
-    found = getattr(patcher.model, "tpu_loras", None)
-    if found is None or found[0] != patcher.patches_uuid:
-        found = patcher.model.tpu_loras = (patcher.patches_uuid, _converted(patcher))
-    return found[1]
+    cached = getattr(patcher.model, "tpu_loras", None)
+    if cached is None or cached[0] != patcher.patches_uuid:
+        cached = patcher.model.tpu_loras = (patcher.patches_uuid, _convert(patcher))
+    return cached[1]
 
 
-def _converted(patcher: Any) -> tuple[Lora, ...]:
-    # A loader adds one patch to each weight, of one strength: what has the same number and strength is one file's.
+def _convert(patcher: comfy.model_patcher.ModelPatcher) -> tuple[Lora, ...]:
+    # A loader adds one patch of one strength to each weight, so patches of equal number and strength are one file's.
     files: dict[tuple[int, float], dict[str, torch.Tensor]] = defaultdict(dict)
-    for key, hung in patcher.patches.items():
-        patches = sources.merged_by_core(patcher.model, key, hung)
-        found = [_tensors(key, patch) for patch in patches]
-        if None in found:
-            # All else is computed as core does, on the host, and is one difference.
+    for key, added in patcher.patches.items():
+        patches = sources.merged_by_core(patcher.model, key, added)
+        converted = [_tensors(key, patch) for patch in patches]
+        if None in converted:
+            # Other patches are computed on the host, as core does, into one difference.
             files[-1, 1.0] |= difference(key.removeprefix(_PREFIX), key, patches, patcher.model.tpu_source)
             continue
-        for number, (strength, tensors) in enumerate(one for one in found if one is not None):
+        for number, (strength, tensors) in enumerate(entry for entry in converted if entry is not None):
             files[number, strength] |= tensors
     titles = {number: f"LoRA {number + 1} of the MODEL" if number >= 0 else "what nodes change" for number, _ in files}
     return tuple(
@@ -287,11 +297,11 @@ def _converted(patcher: Any) -> tuple[Lora, ...]:
     )
 
 
-def _tensors(key: str, patch: tuple[Any, ...]) -> tuple[float, dict[str, torch.Tensor]] | None:
-    """The strength of a patch, and its tensors as a LoRA file has them; None of one that no file has."""
-    strength, value, kept, offset, function = patch
+def _tensors(key: str, patch: Sequence[Any]) -> tuple[float, dict[str, torch.Tensor]] | None:
+    """Return a patch's strength, and its tensors by their names in a LoRA file; None if files have no such patch."""
+    strength, value, model_strength, offset, function = patch
     kind = getattr(value, "name", None)
-    if kept != 1.0 or offset is not None or function is not None or kind not in _PARTS:
+    if model_strength != 1.0 or offset is not None or function is not None or kind not in _PARTS:
         return None
     parts = dict(zip(_PARTS[kind], value.weights, strict=False))
     if any(parts.get(part) is not None for part in _ONLY_CORES):
@@ -300,8 +310,13 @@ def _tensors(key: str, patch: tuple[Any, ...]) -> tuple[float, dict[str, torch.T
     return strength, {f"{module}.{part}": _tensor(x) for part, x in parts.items() if x is not None}
 
 
-def difference(name: str, key: str, patches: Any, source: sources.CoreWeights) -> dict[str, torch.Tensor]:
-    """What the patches of core's weight `key` add to our weight `name`, as a LoRA file has it; computed when read."""
+def difference(name: str, key: str, patches: Sequence[Any], source: sources.CoreWeights) -> dict[str, torch.Tensor]:
+    """Return the change of our weight by core's patches, as tensors of a LoRA file that are computed when read.
+
+    name, key: our name and core's name of the weight.
+    patches: core's. source: the weights before.
+    Raises ValueError for a weight that none of the model's files has.
+    """
     base = source.stored(key)
     if base is None:
         raise ValueError(
@@ -317,5 +332,5 @@ def _difference(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Ten
     yield endings.get(leaf, f"{name}.diff"), value
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _tensor(value: torch.Tensor | float) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))

@@ -1,11 +1,12 @@
-"""ComfyUI's own CLIP, VAE and CLIP_VISION whose networks run on the TPU: weights of words, templates, ratios, batches,
-pictures' crops are core's.
+"""ComfyUI's own CLIP, VAE and CLIP_VISION whose networks run on the TPU.
+
+Prompt weights, templates, aspect ratios, batches and image crops are core's.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import comfy.clip_model
 import comfy.clip_vision
@@ -22,7 +23,7 @@ import folder_paths
 import torch
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import ModelRef
+from ...tpu_runtime.pipeline import ModelRef, TensorFile
 from ..model import CLIP_TYPES
 from .core_encoder import Encoder, EncoderPlace, check_owner, checked
 from .core_model import MakeHost, ask
@@ -34,18 +35,18 @@ META = torch.device("meta")
 
 # --- CLIP -------------------------------------------------------------------------------------------------------------
 
-# Text encoders whose tokenizer core has not: files carry it along.
-_CARRYING = ("UMT5EncoderModel", "Mistral3ForConditionalGeneration")
+# Text encoders whose tokenizer core does not have; their files contain it.
+_WITH_TOKENIZER = ("UMT5EncoderModel", "Mistral3ForConditionalGeneration")
 
 
-def _core_classes(model: ModelRef) -> tuple[Any, Any]:
-    """Core's text encoder and tokenizer of a model, as `comfy.sd.load_text_encoder_state_dicts` chooses them."""
+def _core_classes(model: ModelRef) -> tuple[type, type]:
+    """Return core's text encoder and tokenizer of a model, as `comfy.sd.load_text_encoder_state_dicts` chooses them."""
     te = comfy.text_encoders
     flux, name = te.flux, model.spec.name
     if name.startswith("flux2-klein"):
         is_larger = "9b" in name
-        made = flux.klein_te(model_type="qwen3_8b" if is_larger else "qwen3_4b")
-        return made, flux.KleinTokenizer8B if is_larger else flux.KleinTokenizer
+        encoder = flux.klein_te(model_type="qwen3_8b" if is_larger else "qwen3_4b")
+        return encoder, flux.KleinTokenizer8B if is_larger else flux.KleinTokenizer
     return {
         "Flux2": lambda: (flux.flux2_te(), flux.Flux2Tokenizer),
         "ZImage": lambda: (te.z_image.te(), te.z_image.ZImageTokenizer),
@@ -56,13 +57,18 @@ def _core_classes(model: ModelRef) -> tuple[Any, Any]:
 
 
 def type_of(path: str) -> str:
-    """The type of the text encoder in a checkpoint's file."""
+    """Return the type, as in core's loaders, of the text encoder in a checkpoint's file."""
     family = pipeline.choose_part(pipeline.SPECS, path).spec.family
     return next(kind for kind, families in CLIP_TYPES.items() if family in families)
 
 
 def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> "CLIP":
-    """Core's CLIP of text encoders in files; `kind` is the type that core's loaders are told."""
+    """Return core's CLIP of text encoders in files.
+
+    paths: of the files. kind: the `type` of core's loaders. precision: as a node has it. host: returns the running
+        node's progress.
+    Raises ValueError for an unsupported type.
+    """
     if kind not in CLIP_TYPES:
         raise ValueError(
             f"type is {kind}; on the TPU run text encoders of the types {', '.join(CLIP_TYPES)}. Choose one of them, "
@@ -70,23 +76,23 @@ def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> "CL
         )
     specs = [spec for spec in pipeline.SPECS if spec.family in CLIP_TYPES[kind]]
     model = pipeline.choose_part(specs, pipeline.SEPARATOR.join(paths), precision=precision)
-    held = pipeline.checkpoint.network(model.locate(), model.spec.text_encoders[0].component, host())
-    seeing = [spec for spec in specs if spec.text_encoders[0].place_beside]
-    if seeing and any("visual." in name for name in held.tensors):
-        model = pipeline.choose_part(seeing, model.model_id, precision=precision)
-    found = later_clip(model, host)
-    found.make_now()
-    return found
+    file = pipeline.checkpoint.network(model.locate(), model.spec.text_encoders[0].component, host())
+    with_vision = [spec for spec in specs if spec.text_encoders[0].place_beside]
+    if with_vision and any("visual." in name for name in file.tensors):
+        model = pipeline.choose_part(with_vision, model.model_id, precision=precision)
+    loaded = later_clip(model, host)
+    loaded.make_now()
+    return loaded
 
 
 def later_clip(model: ModelRef, host: MakeHost) -> "CLIP":
-    """Core's CLIP of a model's text encoders, made when it is first used."""
-    return CLIP.later(lambda found: _make_clip(found, model, host))
+    """Return core's CLIP of a model's text encoders, created on first use."""
+    return CLIP.later(lambda clip: _make_clip(clip, model, host))
 
 
 def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
     carried = pipeline.checkpoint.tokenizers(model.locate(), host())
-    if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _CARRYING:
+    if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _WITH_TOKENIZER:
         raise ValueError(
             f"{model.model_id} has its tokenizer in no form that ComfyUI reads (a file that carries it along, "
             "spiece.model, tekken.json). Load Comfy-Org's file of this text encoder with Load CLIP (TPU)."
@@ -107,14 +113,14 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
         disable_dynamic=True,
     )
     network = found.cond_stage_model
-    inner = {name: one for name, one in network.named_modules() if isinstance(one, comfy.sd1_clip.SDClipModel)}
+    encoders = {name: part for name, part in network.named_modules() if isinstance(part, comfy.sd1_clip.SDClipModel)}
     can_see = is_seeing_type(model)
-    for number, (name, one) in enumerate(inner.items()):
-        one.transformer = Encoder(
-            model, number, host, EncoderPlace(f"{name}.transformer." if name else "transformer.", network, one)
+    for number, (name, encoder) in enumerate(encoders.items()):
+        encoder.transformer = Encoder(
+            model, number, host, EncoderPlace(f"{name}.transformer." if name else "transformer.", network, encoder)
         )
-        one.num_layers = one.transformer.depth  # core's own is the published one's
-        one.process_tokens = checked(one.process_tokens, model, can_see)
+        encoder.num_layers = encoder.transformer.depth  # core's own number is that of the published model
+        encoder.process_tokens = checked(encoder.process_tokens, model, can_see)
     patcher.fill(network)
     patcher.is_clip = True
     found.patcher = patcher
@@ -127,45 +133,46 @@ def is_seeing_type(model: ModelRef) -> bool:
 
 
 class LaterOwner(Later):
-    """With a patcher, which core looks for on every output of a node, and which makes its owner when it is used."""
+    """An object with a patcher, which core looks up on every output of a node. Using the patcher creates both."""
 
-    patcher: Any
+    patcher: CorePatcher
 
-    def get_models(self) -> list[Any]:
-        """Core asks every output of a node, used or not."""
+    def get_models(self) -> list[object]:
+        """Return nothing: core calls this on every output of a node, used or not."""
         return []
 
     @classmethod
-    def later(cls, make: Callable[[Any], None]) -> Self:
-        found = super().later(make)
-        found.patcher = CorePatcher.later(lambda patcher: found.make_now())
-        return found
+    def later(cls, make: Callable[[Self], None]) -> Self:
+        """Return an object that `make` initializes on first use, of it or of its patcher."""
+        proxy = super().later(make)
+        proxy.patcher = CorePatcher.later(lambda patcher: proxy.make_now())
+        return proxy
 
 
 class CLIP(LaterOwner, comfy.sd.CLIP):
-    """Core's, whose encoders see what nodes have changed in it."""
+    """Core's CLIP, whose encoders see the changes that nodes have made to it."""
 
-    def clone(self, *args: Any, **options: Any) -> "CLIP":
+    def clone(self, *args: object, **options: object) -> "CLIP":
         self.make_now()
-        found = CLIP.__new__(CLIP)
-        found.__dict__.update(super().clone(*args, **options).__dict__)
-        return found
+        copied = CLIP.__new__(CLIP)
+        copied.__dict__.update(super().clone(*args, **options).__dict__)
+        return copied
 
-    def load_model(self, tokens: Any = None) -> Any:
-        """Before the encoders run, and before they are saved."""
+    def load_model(self, tokens: Any = None) -> object:
+        """Check changes by nodes, before the encoders run and before they are saved."""
         check_owner(self.patcher, "CLIP", "text encoder")
         self.cond_stage_model.tpu_patcher = self.patcher
         return super().load_model(tokens or {})
 
 
 class CoreTarget:
-    """What core's CLIP is made of."""
+    """The classes that core creates a CLIP from."""
 
-    clip: Any
-    tokenizer: Any
+    clip: type
+    tokenizer: type
 
     def __init__(self) -> None:
-        self.params: dict[str, Any] = {}
+        self.params: dict[str, object] = {}
 
 
 # --- VAE --------------------------------------------------------------------------------------------------------------
@@ -174,26 +181,29 @@ _LIGHT = "TAEHV"
 
 
 def vae(path: str, precision: str, host: MakeHost) -> "VAE":
-    """Core's VAE of a file."""
-    found = later_vae(pipeline.choose_part(_ENCODING, path, precision=precision), host)
-    found.make_now()
-    return found
+    """Return core's VAE of a file.
+
+    path: of the file. precision: as a node has it. host: returns the running node's progress.
+    """
+    loaded = later_vae(pipeline.choose_part(_ENCODING, path, precision=precision), host)
+    loaded.make_now()
+    return loaded
 
 
 def later_vae(model: ModelRef, host: MakeHost) -> "VAE":
-    """Core's VAE of a model, made when it is first used."""
-    return VAE.later(lambda found: _make_vae(found, model, host))
+    """Return core's VAE of a model, created on first use."""
+    return VAE.later(lambda vae: _make_vae(vae, model, host))
 
 
 def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
-    held = pipeline.checkpoint.network(model.locate(), model.spec.vae.component, host())
+    file = pipeline.checkpoint.network(model.locate(), model.spec.vae.component, host())
     patcher = found.patcher
     with META:
-        shapes = {name: torch.empty(tensor.shape) for name, tensor in held.tensors.items()}
+        shapes = {name: torch.empty(tensor.shape) for name, tensor in file.tensors.items()}
         comfy.sd.VAE.__init__(found, shapes, device=CPU, dtype=torch.float32)
-    if held.layout.class_name == _LIGHT:
+    if file.layout.class_name == _LIGHT:
         found.process_output = lambda pixels: pixels.div_(2.0).add_(0.5)  # core's network has them in 0..1
-    found.first_stage_model = Autoencoder(model, _encoding(model, held), host, lambda: found.patcher, held.tensors)
+    found.first_stage_model = Autoencoder(model, _encoding(model, file), host, lambda: found.patcher, file.tensors)
     patcher.fill(found.first_stage_model)
     found.patcher = patcher
 
@@ -201,21 +211,23 @@ def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
 _ENCODING = tuple(spec for spec in pipeline.SPECS if spec.vae.encode is not None)
 
 
-def _encoding(model: ModelRef, held: Any) -> ModelRef | None:
-    """The model whose VAE encodes: of one that has no use for it, the same file's as another model's; None if in
-    several files. Beside a light decoder it is the model's own, if it has one.
+def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
+    """Return the model whose VAE encodes; None if there is only a light decoder, or the VAE has several files.
+
+    A model without encoding uses the same file as another model's. With a light decoder it is the model's own, if it
+    has one.
     """
-    is_light = held.layout.class_name == _LIGHT
+    is_light = file.layout.class_name == _LIGHT
     if model.spec.vae.encode is not None and not (is_light and model.is_partial):
         return model
     if is_light:
         return None
-    files = list({tensor.path for tensor in held.tensors.values()})
+    files = list({tensor.path for tensor in file.tensors.values()})
     return pipeline.choose_part(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
 
 
 class VAE(LaterOwner, comfy.sd.VAE):
-    """Core's, without tiles: the chips decode and encode one latent frame at a time, each a part of it."""
+    """Core's VAE without tiles: the chips decode and encode one latent frame at a time, each chip a part of it."""
 
     @property
     def first_stage_model(self) -> torch.nn.Module:
@@ -223,33 +235,35 @@ class VAE(LaterOwner, comfy.sd.VAE):
 
     @first_stage_model.setter
     def first_stage_model(self, network: torch.nn.Module) -> None:
-        # Core's own, which it makes in the published sizes, is neither filled nor kept.
+        # Core's own network, in the published sizes, gets no weights and is not kept.
         vars(network)["load_state_dict"] = lambda *args, **options: ([], [])
         self._network = network
 
-    def decode_tiled(self, samples: torch.Tensor, **tiles: Any) -> torch.Tensor:
+    def decode_tiled(self, samples: torch.Tensor, **tiles: object) -> torch.Tensor:
+        """Decode latents `[batch, channels, (frames,) height, width]`, as `decode` does; `tiles` are ignored."""
         return self.decode(samples)
 
-    def encode_tiled(self, pixel_samples: torch.Tensor, **tiles: Any) -> torch.Tensor:
+    def encode_tiled(self, pixel_samples: torch.Tensor, **tiles: object) -> torch.Tensor:
+        """Encode pixels `[batch, height, width, 3]` in 0..1, as `encode` does; `tiles` are ignored."""
         return self.encode(pixel_samples)
 
 
 class Autoencoder(torch.nn.Module):
-    """In place of core's network. Pixels are `[rows, 3, frames, height, width]` in -1..1; pictures have no frames."""
+    """Replacement for core's network. Pixels are `[rows, 3, frames, height, width]` in -1..1; images have no frames."""
 
     def __init__(
         self,
         model: ModelRef,
         encoding: ModelRef | None,
         host: MakeHost,
-        patcher: Callable[[], Any],
-        tensors: Mapping[str, Any],
+        patcher: Callable[[], CorePatcher],
+        tensors: Mapping[str, TensorFile],
     ) -> None:
         super().__init__()
         self.model, self.encoding, self.host = model, encoding, host
         self._patcher, self._tensors = patcher, tensors
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         self._check()
         for name, tensor in self._tensors.items():
             destination[prefix + name] = of_file(tensor)
@@ -272,13 +286,15 @@ class Autoencoder(torch.nn.Module):
                 "encodes, and has no parts. Load the VAE with ComfyUI's own loader for that node."
             ) from None
 
-    def decode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
+    def decode(self, samples: torch.Tensor, **options: object) -> torch.Tensor:
+        """Decode latents `[rows, channels, (frames,) height, width]` to pixels."""
         self._check()
         rows = [ask("decode", self.model, self.host, latents={"samples": row[None]}) for row in samples]
         pixels = torch.stack(rows).movedim(-1, 1) * 2.0 - 1.0
         return pixels[:, :, 0] if samples.ndim == 4 else pixels
 
-    def encode(self, pixels: torch.Tensor, **options: Any) -> torch.Tensor:
+    def encode(self, pixels: torch.Tensor, **options: object) -> torch.Tensor:
+        """Encode pixels `[rows, 3, (frames,) height, width]` to latents; ValueError if the model has no encoder."""
         if self.encoding is None:
             raise ValueError(
                 f"{self.model.spec.title}: {self.model.model_id} has no encoder that is read here: its VAE is in "
@@ -292,7 +308,7 @@ class Autoencoder(torch.nn.Module):
 
 # --- CLIP_VISION ------------------------------------------------------------------------------------------------------
 
-# By the class of an image encoder: core's description of it, and which of its states a model takes, and ours gives.
+# For each class of image encoders: core's config file, and the states that models use and ours returns.
 _VISION = {
     "CLIPVisionModel": ("clip_vision_config_h.json", "penultimate_hidden_states"),
     "SiglipVisionModel": ("clip_vision_siglip_384.json", "last_hidden_state"),
@@ -300,7 +316,10 @@ _VISION = {
 
 
 def clip_vision(path: str, precision: str, host: MakeHost) -> "CLIPVision":
-    """Core's CLIP_VISION of an image encoder in a file."""
+    """Return core's CLIP_VISION of an image encoder in a file.
+
+    path: of the file. precision: as a node has it. host: returns the running node's progress.
+    """
     specs = [spec for spec in pipeline.SPECS if _image_encoder(spec) in _VISION]
     return CLIPVision(pipeline.choose_part(specs, path, precision=precision), host)
 
@@ -310,14 +329,14 @@ def _image_encoder(spec: pipeline.ModelSpec) -> str:
 
 
 class CLIPVision(comfy.clip_vision.ClipVisionModel):
-    """Core's, which prepares pictures; the network that looks at them is ours."""
+    """Core's CLIP_VISION, which prepares images; its network is ours."""
 
     def __init__(self, model: ModelRef, host: MakeHost) -> None:
-        # What is not there says so: core's own network is not made.
+        # Core's own network is not created; `__getattr__` refuses its attributes.
         name, self.gives = _VISION[_image_encoder(model.spec)]
         config = json.loads((Path(comfy.clip_vision.__file__).parent / name).read_text("utf-8"))
-        own = model.resolve(pipeline.Silent()).configs["image_encoder"]
-        self.config = {**config, "image_size": own["image_size"]}
+        image_size = model.resolve(pipeline.Silent()).configs["image_encoder"]["image_size"]
+        self.config = {**config, "image_size": image_size}
         self.image_size, self.model_type = self.config["image_size"], self.config["model_type"]
         self.image_mean = config.get("image_mean", [0.48145466, 0.4578275, 0.40821073])
         self.image_std = config.get("image_std", [0.26862954, 0.26130258, 0.27577711])
@@ -330,29 +349,29 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
         )
 
     def get_sd(self) -> dict[str, torch.Tensor]:
-        """For saving, with a checkpoint's other networks."""
-        held = pipeline.checkpoint.network(self._model.locate(), "image_encoder", self._host())
-        return {name: of_file(tensor) for name, tensor in held.tensors.items()}
+        """Return the weights, for saving with a checkpoint's other networks."""
+        file = pipeline.checkpoint.network(self._model.locate(), "image_encoder", self._host())
+        return {name: of_file(tensor) for name, tensor in file.tensors.items()}
 
-    def load_sd(self, sd: Mapping[str, Any]) -> None:
+    def load_sd(self, sd: Mapping[str, torch.Tensor]) -> NoReturn:
         raise ValueError(
             f"{self._model.spec.title}: a node puts {len(sd)} weights into this CLIP_VISION, and on the TPU its "
             "weights are those of its file. Load it with ComfyUI's own loader for that node."
         )
 
     def encode_image(self, image: torch.Tensor, crop: bool = True) -> "Seen":
-        """Pictures `[rows, height, width, 3]` in 0..1."""
+        """Encode images `[rows, height, width, 3]` in 0..1. crop: to the center; otherwise they are stretched."""
         pixels = comfy.clip_model.clip_preprocess(
             image.to(CPU), size=self.image_size, mean=self.image_mean, std=self.image_std, crop=crop
         ).float()
-        found = Seen(self.gives)
-        found[self.gives] = ask("look", self._model, self._host, prepared=(pixels,))
-        found["image_sizes"] = [pixels.shape[1:]] * len(pixels)
-        return found
+        output = Seen(self.gives)
+        output[self.gives] = ask("look", self._model, self._host, prepared=(pixels,))
+        output["image_sizes"] = [pixels.shape[1:]] * len(pixels)
+        return output
 
 
 class Seen(comfy.clip_vision.Output):
-    """What an image encoder gives."""
+    """The output of an image encoder."""
 
     def __init__(self, gives: str) -> None:
         self.gives = gives

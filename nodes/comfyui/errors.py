@@ -1,31 +1,34 @@
-"""What ComfyUI's page shows of an error: one sentence, at the widget that it is about, under a name without a path."""
+"""Shapes errors for ComfyUI's page: one sentence, at the input that it is about, under an exception name without a
+path.
+"""
 
 import functools
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import execution
 from comfy.model_management import InterruptProcessingException
 
-from ..declare import in_words
+from ..declare import Json, in_words
 
 _PACKAGE = __name__.removesuffix(".nodes.comfyui.errors")
 _REFUSED = "custom_validation_failed"
+# One error of a node, as `execution.validate_prompt` returns it.
+Error = dict[str, Json]
 
 
 def install(node_ids: Collection[str]) -> None:
-    """From now on what these nodes refuse at queue time is said once.
+    """Make ComfyUI report each refusal of these nodes at queue time once.
 
-    ComfyUI repeats the sentence of a node's check on every input that the check looks at.
+    ComfyUI repeats the sentence of a node's check on every input that the check reads.
     """
     validate = execution.validate_prompt
 
     @functools.wraps(validate)
-    async def validate_prompt(*args: Any, **kwargs: Any) -> Any:
+    async def validate_prompt(*args: object, **kwargs: object) -> Json:
         answer = await validate(*args, **kwargs)
-        for node in dict(answer[3]).values():  # a list, and empty, where ComfyUI refused it before it looked at nodes
+        for node in dict(answer[3]).values():  # an empty list if ComfyUI refused the prompt before checking nodes
             if node.get("class_type") in node_ids:
                 node["errors"] = said_once(node["errors"])
         return answer
@@ -33,27 +36,28 @@ def install(node_ids: Collection[str]) -> None:
     execution.validate_prompt = validate_prompt
 
 
-def said_once(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of errors with one sentence that of the input which the sentence names first, or the first one; in the page's
-    words for inputs.
+def said_once(errors: list[Error]) -> list[Error]:
+    """Keep one of several errors with the same sentence: that of the input which the sentence names first.
+
+    Names of inputs are replaced by those on the page.
     """
-    chosen: dict[str, tuple[int, dict[str, Any]]] = {}
+    chosen: dict[str, tuple[int, Error]] = {}
     for error in errors:
         name = str(error["extra_info"].get("input_name", ""))
         sentence = error["details"].removeprefix(f"{name} - ") if error["type"] == _REFUSED else repr(error)
-        at = re.search(rf"\b{re.escape(name)}\b", sentence)
-        place = at.start() if at else len(sentence)
-        if sentence not in chosen or place < chosen[sentence][0]:
-            chosen[sentence] = (place, error)
+        match = re.search(rf"\b{re.escape(name)}\b", sentence)
+        position = match.start() if match else len(sentence)
+        if sentence not in chosen or position < chosen[sentence][0]:
+            chosen[sentence] = (position, error)
     return [{**error, "details": in_words(error["details"])} for _, error in chosen.values()]
 
 
 @contextmanager
 def named() -> Iterator[None]:
-    """ComfyUI shows an error's module before its class: of ours that would be the path of this folder.
+    """Give our exceptions a short module name; ComfyUI's page shows it, and it would contain this folder's path.
 
-    An exit that is no `Exception`, such as a panic of Rust's code in a library, becomes a RuntimeError: ComfyUI's
-    thread of prompts would end with it, and no prompt would run any more.
+    A `BaseException` such as a panic of Rust code in a library becomes a RuntimeError: otherwise it would end ComfyUI's
+    thread of prompts, and no prompt would run any more.
     """
     try:
         yield
@@ -66,5 +70,5 @@ def named() -> Iterator[None]:
     except BaseException as error:
         raise RuntimeError(
             f"A library failed within the node ({type(error).__name__}: {str(error)[:200]}); it should raise an error "
-            "that names the file. Try another file in the place of the one that this node reads."
+            "that names the file. Try another file instead of the one that this node reads."
         ) from error

@@ -22,14 +22,14 @@ from . import previews
 
 log = logging.getLogger(__name__)
 
-# ComfyUI's folders that a model id is looked for in, and those with what it may name alone.
+# ComfyUI's folders in which a model id is looked up, and those whose files it may name without others.
 _MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "vae_approx", "clip_vision")
 DENOISERS = ("diffusion_models", "checkpoints")
-# A number is not parted from its unit where the page breaks the line.
+# A space between a number and its unit, at which the page must not break the line.
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|[KMG]i?B)\b)")
-# The images that examples start from: of the models, and of their miniatures.
+# Start images of the examples: for the models, and for their tiny models.
 _EXAMPLES = Path(__file__).parents[2] / "examples"
-_PICTURES = ("wan_i2v_input.jpg", "wan_i2v_shapes.png")
+_IMAGES = ("wan_i2v_input.jpg", "wan_i2v_shapes.png")
 
 
 class ComfyHost:
@@ -39,38 +39,41 @@ class ComfyHost:
         context = get_executing_context()
         self._node_id = context.node_id if context else None
         self._bar = self._unit = None
-        self._began, self._said = time.monotonic(), ""
+        self._began, self._text = time.monotonic(), ""
         self._previewer = previews.Previewer()
         self.folders = folders()
         self._prompt = prompt or {}
 
     def generations(self) -> list[tuple[ModelRef, Settings]]:
+        """Return models and settings of the running workflow's samplers."""
         return graph.generations(self._prompt, self.folders, DECLARATIONS)
 
     def text(self, message: str) -> None:
-        self._said = message
+        """Show a line of status on the node."""
+        self._text = message
         message = pipeline.for_page(message)
         if self._node_id is not None:
             PromptServer.instance.send_progress_text(_UNITS.sub("\N{NO-BREAK SPACE}", message), self._node_id)
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        """Move the node's bar, and show a preview if there is one."""
         if self._bar is None or unit != self._unit:
-            # Loaded MiB, steps and chunks follow each other on the same node.
+            # One node reports loaded MiB, steps and chunks, one after another.
             self._bar, self._unit = comfy.utils.ProgressBar(total, node_id=self._node_id), unit
         self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
 
     def ended(self) -> None:
-        """A node that said what it does says in the end how long that took: what it said last would stay on it. A stage
-        has said it, with its parts.
-        """
-        if self._said and not self._said.startswith(pipeline.TOOK):
+        """Replace the last status of a node by its duration, unless a stage has already done so."""
+        if self._text and not self._text.startswith(pipeline.TOOK):
             self.text(f"Took {time.monotonic() - self._began:.1f} s")
 
     def check_cancelled(self) -> None:
+        """Raise ComfyUI's exception if the user cancelled."""
         comfy.model_management.throw_exception_if_processing_interrupted()
 
 
 def folders() -> Folders:
+    """Return ComfyUI's folders."""
     return Folders(
         models=tuple(path for name in _MODELS for path in folder_paths.get_folder_paths(name)),
         loras=tuple(folder_paths.get_folder_paths("loras")),
@@ -80,46 +83,48 @@ def folders() -> Folders:
     )
 
 
-# Light decoders of videos in `vae_approx` begin so; what else is there decodes pictures.
+# Prefixes of light video decoders in `vae_approx`, and of the image decoders among them.
 _LIGHT = ("tae", "lighttae"), ("taesd", "taef")
 
 
 def weights(*names: str) -> list[str]:
-    """The files of weights in ComfyUI's folders of these names; its own lists leave out GGUF. Light decoders are VAEs
-    too, as in core.
+    """Return the weight files in ComfyUI's folders of these names, GGUF included, which ComfyUI's own lists leave out.
+
+    For "vae" also light decoders, as in core.
     """
-    places = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
-    found = dict.fromkeys(name for folder in places for name in pipeline.files_in(folder))
+    paths = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
+    files = dict.fromkeys(name for folder in paths for name in pipeline.files_in(folder))
     if "vae" in names:
         light = [name for name in weights("vae_approx") if name.startswith(_LIGHT[0])]
-        found |= dict.fromkeys(name for name in light if not name.startswith(_LIGHT[1]))
-    return list(found)
+        files |= dict.fromkeys(name for name in light if not name.startswith(_LIGHT[1]))
+    return list(files)
 
 
 def path_of(folder: str, name: str) -> str:
-    """The file that a widget names, as core finds it: below its own folders alone."""
+    """Return the path of a file that a widget names; only below ComfyUI's folders, as in core."""
     if folder == "vae" and folder_paths.get_full_path(folder, name) is None:
         folder = "vae_approx"
     return folder_paths.get_full_path_or_raise(folder, name)
 
 
 def install_pictures() -> None:
-    """Copies the images that examples start from into ComfyUI's input folder, if no file has their name: so they
-    run as they open, however the pack came. A folder that cannot be written costs only the images.
+    """Copy the examples' images into ComfyUI's input folder, unless files of these names exist.
+
+    So the examples run without further steps. Only the images are missing if the folder cannot be written.
     """
-    for name in _PICTURES:
+    for name in _IMAGES:
         _install(_EXAMPLES / name)
 
 
-def _install(picture: Path) -> None:
-    target = Path(folder_paths.get_input_directory()) / picture.name
+def _install(image: Path) -> None:
+    target = Path(folder_paths.get_input_directory()) / image.name
     if target.exists():
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with pipeline.written_file(target) as scratch:
-            shutil.copyfile(picture, scratch)
+            shutil.copyfile(image, scratch)
     except OSError as error:
-        log.warning("ComfyUI-TPU: the examples' picture could not be copied: %s. It is %s.", error, picture)
+        log.warning("ComfyUI-TPU: the examples' image could not be copied: %s. It is %s.", error, image)
         return
-    log.info("ComfyUI-TPU: the examples' picture is %s.", target)
+    log.info("ComfyUI-TPU: the examples' image is %s.", target)

@@ -1,4 +1,4 @@
-"""ComfyUI's model management knows the pack as one loaded model: whatever unloads models unloads this one too."""
+"""Registers the pack in ComfyUI's model management as one loaded model, so that unloading models unloads it too."""
 
 import asyncio
 import functools
@@ -14,9 +14,9 @@ from ...tpu_runtime.pipeline import TPUModels
 
 
 class _Patcher(comfy.model_patcher.ModelPatcher):
-    """Answers ComfyUI's questions about loaded models for everything that the pack has on its devices.
+    """One ComfyUI model that stands for everything the pack has on its devices.
 
-    ComfyUI never moves it by itself: to it this is a model on the CPU.
+    ComfyUI never moves it: for ComfyUI it is a model on the CPU.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Patcher(comfy.model_patcher.ModelPatcher):
 
 
 def _free() -> None:
-    """Frees the devices, after a running stage; the server's event loop cannot wait for that, so it only asks."""
+    """Free the devices after a running stage. The server's event loop must not wait, so it only requests that."""
     if _is_server_loop():
         _ask_to_unload()
     else:
@@ -54,7 +54,7 @@ def _free() -> None:
 
 
 def _is_server_loop() -> bool:
-    """Whether this thread runs the page's event loop. Nodes run under another, in ComfyUI's own thread for prompts."""
+    """Return whether this thread runs the page's event loop; nodes run in ComfyUI's own thread for prompts."""
     try:
         return asyncio.get_running_loop() is PromptServer.instance.loop
     except RuntimeError:
@@ -62,18 +62,18 @@ def _is_server_loop() -> bool:
 
 
 def _ask_to_unload() -> None:
-    """ComfyUI's own "unload models", which it does between two prompts."""
+    """Request ComfyUI's own "unload models", which runs between two prompts."""
     PromptServer.instance.prompt_queue.set_flag("unload_models", True)
 
 
 @functools.cache
 def _patcher() -> _Patcher:
-    """ComfyUI keeps weak references only."""
+    """Return the one patcher; cached, because ComfyUI keeps only weak references."""
     return _Patcher()
 
 
 def register() -> None:
-    """Puts the pack among ComfyUI's loaded models. Unloading takes it out again, so this is called at every use."""
+    """Add the pack to ComfyUI's loaded models. Unloading removes it, so this is called at every use."""
     comfy.model_management.load_models_gpu([_patcher()])
 
 
@@ -92,11 +92,11 @@ def _kinds(kind: type) -> Iterator[type]:
 
 
 def wrap_unload() -> None:
-    """Lets `unload_all_models` free also what no model stands for (programs, after a run that failed while loading).
+    """Make `unload_all_models` also free memory of no model, such as programs after a failed run.
 
-    Done once, however often the pack is imported. One call at a time: freeing waits for a running stage, and two calls
-    that wait would both take the same models out of ComfyUI's list. Called on the server's event loop, as other packs
-    do, it returns at once: whoever waited there would freeze the page.
+    Installed once, however often the pack is imported. Calls run one at a time: freeing waits for a running stage, and
+    two waiting calls would both remove the same models from ComfyUI's list. On the server's event loop, where other
+    packs call it, it returns at once, so that the page does not freeze.
     """
     original = comfy.model_management.unload_all_models
     if getattr(original, "frees_tpu", False):

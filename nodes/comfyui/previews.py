@@ -1,23 +1,27 @@
-"""Previews while sampling, through ComfyUI's own previewers: the user's setting, TAESD files and animations apply. A
-model with a light decoder of ours in its VAE's place brings its picture along.
+"""Previews while sampling, through ComfyUI's own previewers: the user's setting, TAESD files and animations apply.
+
+A model with a light decoder of ours instead of its VAE provides its own preview image.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import comfy.latent_formats
 import latent_preview
 
 from ...tpu_runtime.pipeline import Preview, media
 
+if TYPE_CHECKING:
+    import torch
+
 
 class Previewer:
     """The previews of one run of a node."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Any] = {}
+        self._previewers: dict[str, latent_preview.LatentPreviewer | None] = {}
 
     def image(self, preview: Preview) -> tuple | None:
-        """What `ProgressBar` takes as preview; None where the user wants none."""
+        """Return a preview in the form that `ProgressBar` accepts; None if the user has disabled previews."""
         if latent_preview.args.preview_method == latent_preview.LatentPreviewMethod.NoPreviews:
             return None
         if preview.picture is not None:
@@ -26,13 +30,13 @@ class Previewer:
         sample = preview.sample()
         previewer = self._previewer(preview.latent_format, sample.device)
         if previewer is None:
-            # ComfyUI knows no colours of this latent space (CogVideoX).
+            # ComfyUI has no colours for this latent space (CogVideoX).
             previewer = latent_preview.Latent2RGBPreviewer(*media.main_colours(sample))
         return previewer.decode_latent_to_preview_image("JPEG", sample)
 
-    def _previewer(self, latent_format: str, device: Any) -> Any:
-        if latent_format not in self._found:
+    def _previewer(self, latent_format: str, device: "torch.device") -> "latent_preview.LatentPreviewer | None":
+        if latent_format not in self._previewers:
             known = getattr(comfy.latent_formats, latent_format, None)
-            # Looked up in its module, and at each run: packs that animate previews replace it.
-            self._found[latent_format] = latent_preview.get_previewer(device, known()) if known else None
-        return self._found[latent_format]
+            # Looked up in its module at each run, because packs that animate previews replace it.
+            self._previewers[latent_format] = latent_preview.get_previewer(device, known()) if known else None
+        return self._previewers[latent_format]

@@ -1,9 +1,9 @@
-"""The pack's addresses on ComfyUI's server: the monitor's `GET /tpu/stats` and `POST /tpu/free`; `GET /tpu/models`,
-what the page knows of a model by its id; `GET /tpu/about`, what it says of the pack and this machine; `POST
-/tpu/upgrade`, which brings a workflow of the separate packs to today's nodes; `POST /tpu/convert`, which swaps loaders
-of ComfyUI's own for those of the TPU and back; `POST /tpu/miniature`, which says how to try one without its models.
+"""The pack's routes on ComfyUI's server. ComfyUI itself is used only in `add`.
 
-It knows ComfyUI only in `add`.
+`GET /tpu/stats` and `POST /tpu/free` belong to the monitor. `GET /tpu/models` returns the table of models, `GET
+/tpu/about` facts about the pack and this machine. `POST /tpu/upgrade` brings a workflow of the separate packs to
+today's nodes, `POST /tpu/convert` swaps ComfyUI's own loaders for those of the TPU and back, `POST /tpu/miniature`
+returns the changes that run a workflow on tiny models.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
 from .. import DECLARATIONS, model
+from ..declare import Json
 from ..graphs import miniature, upgrade
 from ..graphs.queue_end import QueueEnd
 from ..graphs.ran import Records
@@ -26,21 +26,22 @@ from . import about
 
 log = logging.getLogger(__name__)
 
-# Bytes: a thousand times what large ones have.
+# Bytes; a thousand times the size of large workflows.
 LONGEST_WORKFLOW = 16 * 2**20
-# Where ComfyUI serves our web files: under the name of the folder it found us in.
+# Path of our web files on the server: it has the name of the pack's folder.
 _WEB = f"/extensions/{Path(__file__).parents[2].name}/"
 
 
 def add(records: Records) -> None:
-    """Adds the routes, and what looks at prompts; must be called while ComfyUI imports its nodes, it copies its table
-    of routes only once.
+    """Add the routes, and the handlers of prompts.
+
+    Must be called while ComfyUI imports its nodes: it copies its table of routes only once.
     """
     import folder_paths
     from server import PromptServer
 
     server = PromptServer.instance
-    # The server has its queue later.
+    # The server creates its queue later.
     ends = functools.cache(lambda: QueueEnd(server.prompt_queue))
     feed = Feed(lambda: {**pipeline.snapshot.stats(), "queue": ends().describe()})
     add_routes(
@@ -58,14 +59,18 @@ def add_routes(
     *,
     request_unload: Callable[[], None],
     feed: Feed | None = None,
-    free: Callable[..., Any] = pipeline.free,
+    free: Callable[..., object] = pipeline.free,
     here: Callable[[], Collection[str]] = tuple,
 ) -> None:
-    """The handlers. `request_unload` is ComfyUI's own "unload models", which runs between prompts, never inside one.
-    `here` says which models need no download.
+    """Add the handlers to `routes`.
+
+    request_unload: ComfyUI's own "unload models", which runs between prompts, never inside one.
+    feed: of the monitor's statistics; None: a new one.
+    free: frees residents by id.
+    here: returns the models that need no download.
     """
-    feed, freeing = feed or Feed(), _Freeing(free)
-    upgrading = asyncio.Lock()  # a large workflow takes seconds, and memory: one at a time
+    feed, free_worker = feed or Feed(), _FreeWorker(free)
+    upgrading = asyncio.Lock()  # one at a time: a large workflow needs seconds, and memory
 
     @routes.get("/tpu/stats")
     async def stats(request: web.Request) -> web.Response:
@@ -83,57 +88,58 @@ def add_routes(
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:
         try:
-            ids = _ids(await _bounded(request))
+            ids = _ids(await _read_body(request))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         if ids is None:
             request_unload()
             return web.json_response({"freed": "requested"})
-        await freeing.of(ids)
+        await free_worker.free(ids)
         return web.json_response({"freed": list(ids)})
 
-    async def changed(request: web.Request, change: Callable[[Any], dict[str, Any]]) -> web.Response:
-        """What `change` makes of the body."""
+    async def apply(request: web.Request, change: Callable[[Json], Json]) -> web.Response:
+        """Answer with the result of `change` for the body."""
         try:
-            body = await _bounded(request)
+            body = await _read_body(request)
             async with upgrading:
-                found = await asyncio.to_thread(lambda: change(_json(body)))
+                result = await asyncio.to_thread(lambda: change(_json(body)))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
-        return web.json_response(found)
+        return web.json_response(result)
 
-    for name, change in {"upgrade": _upgraded, "convert": _converted, "miniature": miniature.changes}.items():
-        routes.post(f"/tpu/{name}")(functools.partial(changed, change=change))
+    for name, change in {"upgrade": _upgrade, "convert": _convert, "miniature": miniature.changes}.items():
+        routes.post(f"/tpu/{name}")(functools.partial(apply, change=change))
 
 
-class _Freeing:
-    """Frees residents in one thread, however many ask meanwhile: that waits for a running stage, perhaps for minutes,
-    and who asked may be gone by then.
+class _FreeWorker:
+    """Frees residents in one thread for all requests.
+
+    Freeing waits for a running stage, perhaps for minutes, and the client may have disconnected by then.
     """
 
-    def __init__(self, free: Callable[..., Any]) -> None:
+    def __init__(self, free: Callable[..., object]) -> None:
         self._free = free
-        self._wanted: set[str] = set()
+        self._requested: set[str] = set()
         self._round: asyncio.Future[None] | None = None
 
-    async def of(self, ids: Iterable[str]) -> None:
-        self._wanted.update(ids)
+    async def free(self, ids: Iterable[str]) -> None:
+        self._requested.update(ids)
         if self._round is None:
             self._round = asyncio.ensure_future(self._work())
         await asyncio.shield(self._round)
 
     async def _work(self) -> None:
         try:
-            while self._wanted:
-                ids, self._wanted = tuple(sorted(self._wanted)), set()
-                # Not with a thread of the loop's small pool.
+            while self._requested:
+                ids, self._requested = tuple(sorted(self._requested)), set()
+                # In a thread of its own, not of the loop's small pool.
                 await asyncio.wrap_future(in_daemon(lambda ids=ids: self._free(ids=ids), "comfyui-tpu-free"))
         finally:
             self._round = None
 
 
-async def _bounded(request: web.Request) -> bytes:
-    """The body; ValueError for one that is longer than any workflow's, of which no more is read."""
+async def _read_body(request: web.Request) -> bytes:
+    """Read the body. Raises ValueError for one that is longer than any workflow, without reading the rest."""
     body = bytearray()
     async for piece in request.content.iter_chunked(2**16):
         body += piece
@@ -142,31 +148,31 @@ async def _bounded(request: web.Request) -> bytes:
     return bytes(body)
 
 
-def _upgraded(workflow: Any) -> dict[str, Any]:
-    """The workflow with today's nodes where any is older, and what was changed; ValueError for what is none."""
-    found, changes = upgrade.upgraded(workflow, DECLARATIONS)
-    return {"changes": changes, **({"workflow": found} if changes else {})}
+def _upgrade(workflow: Json) -> dict[str, Json]:
+    """Return the workflow with today's nodes if any is older, and the changes; ValueError if it is not a workflow."""
+    upgraded, changes = upgrade.upgraded(workflow, DECLARATIONS)
+    return {"changes": changes, **({"workflow": upgraded} if changes else {})}
 
 
-def _json(body: bytes) -> Any:
+def _json(body: bytes) -> Json:
     try:
         return parse_json(body)
     except ValueError as error:
         raise ValueError(f"The body is not a workflow in JSON ({error}).") from None
 
 
-def _converted(asked: Any) -> dict[str, Any]:
-    """The workflow in `{"workflow": ..., "back": false}` with loaders swapped, and what was done."""
-    if not isinstance(asked, dict) or not isinstance(asked.get("back", False), bool):
+def _convert(body: Json) -> dict[str, Json]:
+    """Return the workflow in `{"workflow": ..., "back": false}` with loaders swapped, and the changes."""
+    if not isinstance(body, dict) or not isinstance(body.get("back", False), bool):
         raise ValueError('The body must be {"workflow": ..., "back": true or false}.')
     from .host import folders
 
-    found, changes = upgrade.with_tpu_loaders(asked.get("workflow"), folders().models, back=asked.get("back", False))
-    return {"changes": changes, "workflow": found}
+    converted, changes = upgrade.with_tpu_loaders(body.get("workflow"), folders().models, back=body.get("back", False))
+    return {"changes": changes, "workflow": converted}
 
 
-def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:
-    """What is about to be queued, as scripts send it, with today's nodes."""
+def _upgrade_prompt(data: dict[str, Json]) -> dict[str, Json]:
+    """Upgrade the nodes of a prompt that a script is about to queue."""
     prompt, changes = upgrade.upgraded(data.get("prompt"), DECLARATIONS)
     if changes:
         for change in changes:
@@ -174,8 +180,8 @@ def _upgrade_prompt(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "prompt": prompt} if changes else data
 
 
-def _begin(data: dict[str, Any], records: Records) -> dict[str, Any]:
-    """What is about to be queued, its workflow with notes of this prompt alone."""
+def _begin(data: dict[str, Json], records: Records) -> dict[str, Json]:
+    """Reset the notes in the workflow of a prompt that is about to be queued to those of this prompt."""
     extra = data.get("extra_data")
     saved = extra.get("extra_pnginfo") if isinstance(extra, dict) else None
     if isinstance(saved, dict):
@@ -184,7 +190,7 @@ def _begin(data: dict[str, Any], records: Records) -> dict[str, Any]:
 
 
 def _ids(content: bytes) -> tuple[str, ...] | None:
-    """What to free; None for everything. ValueError with a sentence when the body is something else."""
+    """Return the ids to free from a body; None for everything. Raises ValueError if the body is invalid."""
     if not content.strip():
         return None
     expected = 'it must be empty, or {"ids": ["..."]} with ids from "resident" in /tpu/stats.'
@@ -195,12 +201,12 @@ def _ids(content: bytes) -> tuple[str, ...] | None:
     if not isinstance(body, dict) or set(body) - {"ids"}:
         raise ValueError(f"The body is {json.dumps(body)[:80]}; {expected}")
     ids = body.get("ids")
-    if ids is not None and (not isinstance(ids, list) or not all(isinstance(one, str) for one in ids)):
+    if ids is not None and (not isinstance(ids, list) or not all(isinstance(id, str) for id in ids)):
         raise ValueError(f"ids is {json.dumps(ids)[:80]}; {expected}")
     return None if ids is None else tuple(ids)
 
 
 async def _keep_modules_fresh(request: web.Request, response: web.StreamResponse) -> None:
-    """ComfyUI forbids caching of .js but not of .mjs: after an update the page would mix old modules with new ones."""
+    """Forbid caching of .mjs, as ComfyUI does for .js: after an update the page would mix old modules with new ones."""
     if request.path.endswith(".mjs") and _WEB in request.path:
         response.headers.setdefault("Cache-Control", "no-cache")

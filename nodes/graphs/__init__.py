@@ -1,3 +1,3 @@
-"""Workflows as graphs of nodes: which generations one asks for, what becomes of one that older packs saved, how
-to try one without its models, and what ran for a result. May import `nodes` and `pipeline`.
+"""Workflows as graphs of nodes: the generations a workflow runs, upgrades of older packs' workflows, runs with tiny
+models, and the provenance of results. May import `nodes` and `pipeline`.
 """

@@ -1,27 +1,28 @@
-"""A workflow of ComfyUI's own samplers: what each will ask for, as far as it can be known before it runs.
+"""Predicts the calls of ComfyUI's own samplers in a workflow, as far as they are known before it runs.
 
-Nodes that are not known here may change shapes: a sampler behind one is left out.
+Unknown nodes may change shapes: a sampler that depends on one is left out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from .graph import Workflow, is_link
+from ..declare import Value, Values
+from .graph import GraphNode, Workflow, is_link
 
-# Nodes that pass a model on and change no shape, and those that put a prompt's states into a conditioning.
+# Nodes that pass a model on without changing shapes.
 _MODELS = frozenset(
     "LoraLoaderModelOnly ModelSamplingSD3 ModelSamplingAuraFlow ModelSamplingFlux RescaleCFG CFGZeroStar CFGNorm APG "
     "TCFG EasyCache LazyCache DifferentialDiffusion WanContextWindowsManual".split()
 )
-# What guiders call the conditionings of a step, and the scales without which the later ones do not run.
+# For each guider, its conditioning inputs, and its scales; at scale 1 only the first conditioning is evaluated.
 _GUIDERS = {
     "BasicGuider": (("conditioning",), ()),
     "CFGGuider": (("positive", "negative"), ("cfg",)),
     "DualCFGGuider": (("cond1", "cond2", "negative"), ("cfg_conds", "cfg_cond2_negative")),
 }
+# Nodes that put encoded text into a conditioning, with the input that leads to the text.
 _TEXTS = {"CLIPTextEncode": "clip", "FluxGuidance": "conditioning", "ConditioningZeroOut": "conditioning"}
-# Nodes that take both conditionings and give them again, before an empty latent: those of picture to video.
+# Image-to-video nodes: inputs and outputs are both conditionings, the third output is an empty latent.
 _PICTURES = frozenset("WanImageToVideo WanFirstLastFrameToVideo HunyuanVideo15ImageToVideo".split())
 _LATENTS = _PICTURES | frozenset(
     "EmptyLatentImage EmptySD3LatentImage EmptyFlux2LatentImage EmptyHunyuanLatentVideo EmptyHunyuanVideo15Latent "
@@ -33,71 +34,68 @@ _DECODERS = frozenset(("VAEDecode", "VAEDecodeTiled"))
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An output of a loader: the node's type and its values, and which output."""
+    """An output of a loader."""
 
-    kind: str
-    values: Mapping[str, Any]
-    output: int
+    kind: str  # the node's type
+    values: Values  # its inputs, by name
+    output: int  # index of the output
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What one sampler asks of a model: so many conditionings a step, for a batch of this size, and for no more frames
-    at once than a `window` has. `decoders` are the VAEs that decode what it gives; `pictures` are what a node adds to
-    the conditionings, by the names of its inputs.
-    """
+    """The calls of one sampler."""
 
     model: Source
-    width: int
-    height: int
+    width: int  # pixels
+    height: int  # pixels
     num_frames: int
-    window: int
+    window: int  # frames that the network gets at once
     batch: int
-    branches: int
-    decoders: tuple[Source, ...]
-    pictures: frozenset[str] = frozenset()
+    branches: int  # conditionings per step
+    decoders: tuple[Source, ...]  # the VAEs that decode its result
+    pictures: frozenset[str] = frozenset()  # images that a node adds to the conditionings, by its input's name
 
 
 def samplings(workflow: Workflow) -> list[Sampling]:
-    """The samplings of a workflow that are understood whole, in its order."""
-    return [found for node_id in workflow if (found := _sampling(workflow, node_id)) is not None]
+    """Return the samplings of a workflow that are fully understood, in its order."""
+    return [sampling for node_id in workflow if (sampling := _sampling(workflow, node_id)) is not None]
 
 
 def encoders(workflow: Workflow) -> list[Source]:
-    """The loaders of text encoders whose prompts are encoded."""
-    found = [_source(workflow, node, "clip") for node in workflow.values() if node.get("class_type") in _TEXTS]
-    return list({id(one.values): one for one in found if one is not None}.values())
+    """Return the loaders of text encoders that encode prompts."""
+    sources = [_source(workflow, node, "clip") for node in workflow.values() if node.get("class_type") in _TEXTS]
+    return list({id(source.values): source for source in sources if source is not None}.values())
 
 
 def _sampling(workflow: Workflow, node_id: str) -> Sampling | None:
     try:
         return _understood(workflow, node_id)
     except (KeyError, TypeError, ValueError, AttributeError):
-        return None  # not understood: its nodes say what is wrong when they run
+        return None  # not understood: its nodes raise the error when they run
 
 
 def _understood(workflow: Workflow, node_id: str) -> Sampling | None:
     node = workflow[node_id]
     guider = node
     if node["class_type"] == "SamplerCustomAdvanced":
-        guider = _linked(workflow, node, "guider")
+        guider = _follow_link(workflow, node, "guider")
     elif node["class_type"] not in _SAMPLERS:
         return None
     model = _source(workflow, guider, "model")
-    latent = _linked(workflow, node, "latent_image")
+    latent = _follow_link(workflow, node, "latent_image")
     if model is None or latent["class_type"] not in _LATENTS:
         return None
     names, scales = _GUIDERS["CFGGuider" if guider is node else guider["class_type"]]
     if any(_number(workflow, guider, scale) == 1.0 for scale in scales):
         if len(scales) > 1:
-            return None  # which of three are left out depends on the guider's style
+            return None  # the guider's style decides which of three are left out
         names = names[:1]
-    beside = {tuple(sorted(_beside(workflow, guider, name))) for name in names}
-    if len(beside) != 1:
+    extras = {tuple(sorted(_extras(workflow, guider, name))) for name in names}
+    if len(extras) != 1:
         return None
     inputs = latent["inputs"]
     frames = int(_number(workflow, latent, "length")) if "length" in inputs else 1
-    windows = [each for _, each in _chain(workflow, guider, "model") if each["class_type"] == "WanContextWindowsManual"]
+    windows = [node for _, node in _chain(workflow, guider, "model") if node["class_type"] == "WanContextWindowsManual"]
     return Sampling(
         model=model,
         width=int(_number(workflow, latent, "width")),
@@ -107,37 +105,37 @@ def _understood(workflow: Workflow, node_id: str) -> Sampling | None:
         batch=int(_number(workflow, latent, "batch_size")) if "batch_size" in inputs else 1,
         branches=len(names),
         decoders=tuple(_decoders(workflow, node_id)),
-        pictures=frozenset(beside.pop()),
+        pictures=frozenset(extras.pop()),
     )
 
 
-def _linked(workflow: Workflow, node: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The node that an input is linked to; KeyError where it is a value."""
+def _follow_link(workflow: Workflow, node: GraphNode, name: str) -> GraphNode:
+    """Return the node that an input is linked to; KeyError if the input is a value."""
     link = node["inputs"][name]
     return workflow[link[0] if is_link(link) else ""]
 
 
-def _number(workflow: Workflow, node: Mapping[str, Any], name: str) -> float:
-    """An input's number, also of a node that holds one; ValueError where it is known only when it runs."""
+def _number(workflow: Workflow, node: GraphNode, name: str) -> float:
+    """Return an input's number, also from a primitive node; ValueError if it is known only at run time."""
     value = node["inputs"][name]
     if is_link(value):
         holder = workflow[value[0]]
         value = holder["inputs"]["value"] if holder["class_type"].startswith("Primitive") else None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is known when it runs")
+        raise ValueError(f"{name} is known only when it runs")
     return value
 
 
-def _source(workflow: Workflow, node: Mapping[str, Any], name: str) -> Source | None:
-    """The loader behind an input, through nodes that pass on what they get."""
-    for link, found in _chain(workflow, node, name):
-        if found["class_type"] not in _MODELS:
-            return Source(kind=found["class_type"], values=found["inputs"], output=link[1])
+def _source(workflow: Workflow, node: GraphNode, name: str) -> Source | None:
+    """Return the loader of an input, through nodes that pass on their input."""
+    for link, origin in _chain(workflow, node, name):
+        if origin["class_type"] not in _MODELS:
+            return Source(kind=origin["class_type"], values=origin["inputs"], output=link[1])
     return None
 
 
-def _chain(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Links and nodes behind an input, one after another, up to one that does more than pass on what it gets."""
+def _chain(workflow: Workflow, node: GraphNode, name: str) -> Iterator[tuple[list[Value], GraphNode]]:
+    """Yield links and nodes that lead to an input, up to the first node that does not just pass on its input."""
     for _ in workflow:
         link = node["inputs"].get(name)
         if not is_link(link):
@@ -149,8 +147,8 @@ def _chain(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[t
         name = "model"
 
 
-def _beside(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[str]:
-    """What nodes add to a conditioning beside a prompt's states; ValueError for nodes that are not known."""
+def _extras(workflow: Workflow, node: GraphNode, name: str) -> Iterator[str]:
+    """Yield the image inputs that nodes add to a conditioning; ValueError for unknown nodes."""
     for _ in workflow:
         link = node["inputs"][name]
         node = workflow[link[0]]
@@ -161,8 +159,8 @@ def _beside(workflow: Workflow, node: Mapping[str, Any], name: str) -> Iterator[
                 return
         elif kind in _PICTURES:
             name = ("positive", "negative")[link[1]]
-            given = ("start_image", "end_image", "clip_vision_output")
-            yield from (one for one in given if is_link(node["inputs"].get(one)))
+            images = ("start_image", "end_image", "clip_vision_output")
+            yield from (image for image in images if is_link(node["inputs"].get(image)))
         else:
             raise ValueError(f"{kind} is not known")
 
@@ -172,6 +170,6 @@ def _decoders(workflow: Workflow, sampler: str) -> Iterator[Source]:
         inputs = node.get("inputs", {})
         samples = inputs.get("samples")
         if node.get("class_type") in _DECODERS and is_link(samples) and samples[0] == sampler:
-            found = _source(workflow, node, "vae")
-            if found is not None:
-                yield found
+            decoder = _source(workflow, node, "vae")
+            if decoder is not None:
+                yield decoder

@@ -1,4 +1,4 @@
-"""When ComfyUI's queue will be through: each of its prompts takes about as long as the last one of its kind took."""
+"""Estimates the end of ComfyUI's queue: each prompt takes as long as the last one of its kind."""
 
 import hashlib
 import json
@@ -7,25 +7,29 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# What a prompt may differ in and still take as long.
+from ..declare import Json
+
+# Inputs that do not change how long a prompt takes.
 _NO_MATTER = frozenset({"seed", "noise_seed", "prompt", "negative_prompt", "text", "image", "filename_prefix"})
-# Nodes whose result makes a run a short one when it is in ComfyUI's cache.
+# Nodes that dominate a run's time. A run is not measured if ComfyUI's cache had a result of one.
 _LONG = re.compile(r"TPU(Sampler|Pipeline)$|^KSampler|^SamplerCustom")
-# Prompts are anyone's; of the history and the queue so many are looked at.
+# Limits for prompts from anyone: entries of the history and the queue, nodes, and kinds that are remembered.
 MOST_FINISHED, MOST_WAITING, MOST_NODES, MOST_KINDS = 50, 200, 2000, 256
 
 
 class QueueEnd:
-    """Of one `queue`, ComfyUI's. `describe` is for one thread at a time."""
+    """An estimator of the end of one queue. `describe` is for one thread at a time."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._seconds: dict[str, float] = {}
         self._kinds: dict[str, str | None] = {}
 
-    def describe(self) -> dict[str, Any] | None:
-        """`prompts` that run and wait, the `seconds` until the end of those whose kind has run, and how many are of an
-        `unknown` kind; None of an empty queue.
+    def describe(self) -> dict[str, float] | None:
+        """Return the queue's estimate; None if the queue is empty.
+
+        `prompts`: how many run and wait. `seconds`: until the end of those whose kind has run. `unknown`: how many are
+            of an unknown kind.
         """
         running, waiting = self._queue.get_current_queue_volatile()
         if not running and not waiting:
@@ -43,7 +47,7 @@ class QueueEnd:
         return {"prompts": len(running) + len(waiting), "seconds": known, "unknown": unknown}
 
     def _learn(self) -> float:
-        """From what has ended; when the last one did, as Unix time."""
+        """Record the durations of finished prompts; return the end of the last one as Unix time."""
         ended = 0.0
         finished = self._queue.get_history(max_items=MOST_FINISHED, map_function=lambda entry: entry)
         for entry in finished.values():
@@ -60,32 +64,32 @@ class QueueEnd:
                 self._seconds[kind] = end - begin
                 if len(self._seconds) > MOST_KINDS:
                     del self._seconds[next(iter(self._seconds))]
-        # Of those that are gone nothing is kept.
+        # Forget prompts that have left the queue and the history.
         ids = {*finished, *(item[1] for items in self._queue.get_current_queue_volatile() for item in items)}
         self._kinds = {name: kind for name, kind in self._kinds.items() if name in ids}
         return ended
 
-    def _kind(self, item: Any) -> str | None:
-        """What prompts that take as long have in common; None for one that is too large to look at."""
+    def _kind(self, item: Json) -> str | None:
+        """Return a digest that prompts of equal duration share; None if the prompt is too large."""
         prompt_id, prompt = item[1], item[2]
         if prompt_id not in self._kinds:
             self._kinds[prompt_id] = None if len(prompt) > MOST_NODES else _digest(prompt)
         return self._kinds[prompt_id]
 
 
-def _digest(prompt: Mapping[str, Any]) -> str | None:
-    # Of nodes that no output asks for ComfyUI checks nothing.
+def _digest(prompt: Mapping[str, Json]) -> str | None:
+    # ComfyUI does not check nodes that no output needs.
     inputs = {name: node.get("inputs") for name, node in prompt.items() if isinstance(node, dict)}
-    nodes = {
-        name: [prompt[name].get("class_type"), {key: value for key, value in given.items() if key not in _NO_MATTER}]
-        for name, given in inputs.items()
-        if isinstance(given, dict)
+    nodes_by_id = {
+        name: [prompt[name].get("class_type"), {key: value for key, value in values.items() if key not in _NO_MATTER}]
+        for name, values in inputs.items()
+        if isinstance(values, dict)
     }
     try:
-        return hashlib.sha256(json.dumps(nodes, sort_keys=True, default=repr).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(nodes_by_id, sort_keys=True, default=repr).encode()).hexdigest()
     except RecursionError:
         return None
 
 
-def _number(value: Any) -> float:
+def _number(value: Json) -> float:
     return float(value) if isinstance(value, int | float) else 0.0

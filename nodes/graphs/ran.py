@@ -1,8 +1,7 @@
-"""What ran for a result, noted in the workflow that is saved with it: nothing else tells the model, quality, chips and
-seconds of a picture that somebody was sent.
+"""Provenance: records in a saved workflow which model, quality, chips and seconds produced a result.
 
-ComfyUI's own nodes write the page's workflow into what they save, and its page reads it back from there, so the notes
-lie in that workflow's `extra`, by node; a workflow in API form, which has none, holds them in each node's `_meta`.
+ComfyUI's own nodes write the page's workflow into their files, and its page reads it back. So the notes are in that
+workflow's `extra`, by node; a workflow in API format has none, and holds them in each node's `_meta`.
 """
 
 import hashlib
@@ -10,27 +9,34 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
 from ...tpu_runtime.pipeline import SEPARATOR, hide_tokens
+from ..declare import Json, Values
 from .graph import Table, Workflow, is_link
 
 KEY = "comfyui-tpu"
-Notes = Sequence[Mapping[str, Any]]
-# Of a prompt, which may be anyone's, so much is looked at; and so many nodes' notes are kept.
+# The stages that a node ran, each with model, chips, seconds and so on; see `pipeline.noted`.
+Notes = Sequence[Mapping[str, Json]]
+# Limits: nodes of a prompt, which may be anyone's, and nodes whose notes are kept.
 MOST_NODES, MOST_KEPT = 2000, 256
 
 
 class Records:
-    """The notes of nodes that ran in this process, for prompts that find their results in ComfyUI's cache."""
+    """Notes of nodes that ran in this process, for later prompts whose results come from ComfyUI's cache."""
 
     def __init__(self, kinds: frozenset[str]) -> None:
-        """`kinds` are the nodes that run stages."""
+        """Create an empty log.
+
+        kinds: types of the nodes that run stages.
+        """
         self._kinds = kinds
         self._kept: OrderedDict[str, Notes] = OrderedDict()
 
-    def begin(self, prompt: Any, workflow: Any) -> None:
-        """Before a prompt runs: the workflow's notes become those of the same nodes with the same inputs."""
+    def begin(self, prompt: Json, workflow: Json) -> None:
+        """Replace the notes in a workflow by those of the same nodes with the same inputs, before a prompt runs.
+
+        prompt, workflow: of the request, unchecked.
+        """
         if not isinstance(workflow, dict) or not isinstance(workflow.setdefault("extra", {}), dict):
             return
         workflow["extra"].pop(KEY, None)
@@ -42,31 +48,36 @@ class Records:
                 if (notes := self._kept.get(_signature(prompt, node_id, known) or "")) is not None:
                     _put(workflow, node_id, notes)
 
-    def add(self, prompt: Any, workflow: Any, node_id: str, notes: Notes) -> None:
-        """After a node ran, or one that it was expanded to."""
+    def add(self, prompt: Json, workflow: Json, node_id: str, notes: Notes) -> None:
+        """Record the notes of a node that ran, or of a stage that it was expanded to.
+
+        prompt, workflow: of the request, unchecked.
+        node_id: of the node, or `<node id>.<stage>`.
+        notes: of its stages.
+        """
         node_id = node_id.partition(".")[0]
         if not notes or not isinstance(prompt, dict) or node_id not in prompt or len(prompt) > MOST_NODES:
             return
         if (key := _signature(prompt, node_id, {})) is None:
             return
         stages = {note["stage"] for note in notes}
-        # Of an expanded node one stage after another, each in the place of what it was before.
-        self._kept[key] = [*(one for one in self._kept.pop(key, ()) if one["stage"] not in stages), *notes]
+        # The stages of an expanded node arrive one after another; each replaces its earlier note.
+        self._kept[key] = [*(note for note in self._kept.pop(key, ()) if note["stage"] not in stages), *notes]
         if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         if isinstance(workflow, dict) and isinstance(workflow.get("extra"), dict):
             _put(workflow, node_id, self._kept[key])
 
 
-def _put(workflow: dict[str, Any], node_id: str, notes: Notes) -> None:
+def _put(workflow: dict[str, Json], node_id: str, notes: Notes) -> None:
     workflow["extra"].setdefault(KEY, {})[node_id] = list(notes)
 
 
-def _signature(prompt: Mapping[str, Any], node_id: str, known: dict[str, str | None]) -> str | None:
-    """Returns a digest of a node, its id and values, and of all nodes that it depends on.
+def _signature(prompt: Mapping[str, Json], node_id: str, known: dict[str, str | None]) -> str | None:
+    """Return a digest of a node, its id and values, and of all nodes that it depends on.
 
-    Each node is hashed once: `known` has the digests so far, and gets those that are found. None is the digest of a
-    node that is nested too deep, whose links form a circle, or that depends on such a node.
+    known: digests by node; each node is hashed once, and new digests are added.
+    None is the digest of a node that is nested too deep, whose links form a circle, or that depends on such a node.
     """
     waiting, entered = [node_id], set()
     while waiting:
@@ -81,53 +92,55 @@ def _signature(prompt: Mapping[str, Any], node_id: str, known: dict[str, str | N
             waiting += missing
             continue
         waiting.pop()
-        digests = {source: known.get(source) for source in sources}  # of a node in a circle None
+        digests = {source: known.get(source) for source in sources}  # None for a node in a circle
         known[name] = None if None in digests.values() else _digest(name, prompt.get(name), digests)
     return known[node_id]
 
 
-def _inputs(node: Any) -> Mapping[str, Any]:
+def _inputs(node: Json) -> Values:
     inputs = node.get("inputs") if isinstance(node, dict) else None
     return inputs if isinstance(inputs, dict) else {}
 
 
-def _sources(node: Any) -> Iterator[str]:
-    """The nodes that a node's links come from."""
+def _sources(node: Json) -> Iterator[str]:
+    """Return the nodes that a node's links come from."""
     return (value[0] for value in _inputs(node).values() if is_link(value))
 
 
-def _digest(name: str, node: Any, sources: Mapping[str, str | None]) -> str | None:
+def _digest(name: str, node: Json, sources: Mapping[str, str | None]) -> str | None:
     kind = node.get("class_type") if isinstance(node, dict) else None
-    told = [name, kind, {key: _plain(value) for key, value in _inputs(node).items()}, sources]
+    content = [name, kind, {key: _plain(value) for key, value in _inputs(node).items()}, sources]
     try:
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()
     except RecursionError:
         return None
 
 
-def _plain(value: Any) -> Any:
-    """ComfyUI makes 5.0 of a FLOAT's 5 once it has checked the prompt."""
+def _plain(value: Json) -> Json:
+    """Convert a whole float to an integer: ComfyUI turns a FLOAT's 5 into 5.0 when it checks the prompt."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def metadata(workflow: Workflow, notes: Mapping[str, Notes], table: Table) -> dict[str, str]:
-    """Returns the entry `prompt` that a file holds of a workflow in API form, as ASCII JSON that ComfyUI reads.
+    """Return a file's metadata entry `prompt` for a workflow in API format, as ASCII JSON that ComfyUI reads.
 
-    Texts that a user writes are recorded as they are, but for this process's tokens. Values are cleaned before they
-    are written as JSON, so that the entry is JSON whatever they hold.
+    notes: by id of the expanded nodes.
+    table: the known declarations.
+    Texts that a user writes are recorded unchanged, except for this process's tokens. Values are cleaned before they
+    are written as JSON, so that the entry is valid JSON whatever they hold.
     """
     nodes = {}
     for node_id, node in workflow.items():
         meta = node.get("_meta", {})
-        ran = [note for name, found in notes.items() if name.partition(".")[0] == node_id for note in found]
+        ran = [note for name, node_notes in notes.items() if name.partition(".")[0] == node_id for note in node_notes]
         texts = {declared.name for declared in table[node["class_type"]].inputs if declared.multiline}
-        inputs = {name: value if name in texts else _named(value) for name, value in node["inputs"].items()}
+        inputs = {name: value if name in texts else _strip_paths(value) for name, value in node["inputs"].items()}
         nodes[node_id] = {**node, "inputs": inputs, "_meta": {**meta, KEY: ran} if ran else meta}
     return {"prompt": json.dumps(_without_tokens(nodes))}
 
 
-def _without_tokens(value: Any) -> Any:
-    """Returns a JSON value whose texts, names included, hold no token of this process."""
+def _without_tokens(value: Json) -> Json:
+    """Return a JSON value without this process's tokens in its texts and names."""
     if isinstance(value, str):
         return hide_tokens(value)
     if isinstance(value, dict):
@@ -135,15 +148,15 @@ def _without_tokens(value: Any) -> Any:
     return [_without_tokens(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _named(value: Any) -> Any:
-    """A path that only this machine has says no more than its name, also each of several files that are joined."""
+def _strip_paths(value: Json) -> Json:
+    """Reduce paths of this machine to their last part, also in several joined files."""
     if not isinstance(value, str) or not any(start in value for start in ("/", "~", "\\")):
         return value
     return SEPARATOR.join(map(_last_part, value.split(SEPARATOR)))
 
 
 def _last_part(entry: str) -> str:
-    """The last part of an absolute path, whether it is there or not; what is none stays, such as a Hub id."""
+    """Return the last part of an absolute path, whether it exists or not; other texts, such as a Hub id, stay."""
     path = entry.strip()
     if path.startswith("~"):
         try:

@@ -1,36 +1,33 @@
-"""Workflows that the separate TPU packs saved, brought to today's nodes, which have the same ids; and workflows of
-ComfyUI's own nodes, with their loaders swapped for those of the TPU and back.
+"""Upgrades workflows of the separate TPU packs to today's nodes, which have the same ids, and swaps the loaders of
+workflows of ComfyUI's own nodes for those of the TPU and back.
 
-Both forms of a workflow are taken: the page's (`nodes`, `links`) and the API's. What a separate pack's node had, and
-today's has not, is in `_OLD`; all else is looked up in the declarations by name.
+Both the page's form of a workflow (`nodes`, `links`) and the API's are accepted. `_OLD` describes where a separate
+pack's node differs from today's; all else is looked up in the declarations by name.
 """
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any
+from typing import TypeAlias
 
 from ...tpu_runtime import pipeline as runtime
 from ...tpu_runtime.pipeline import QUALITIES
-from ..declare import VALUE_TYPES, Declaration, Input
+from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
 from ..model import CLIP_TYPES, quality_of
 
-Document = dict[str, Any]
-Table = Mapping[str, Declaration]
+Document: TypeAlias = dict[str, Json]
+Table: TypeAlias = Mapping[str, Declaration]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Old:
-    """A separate pack's node: its `widgets` in the order of saved values, its sockets that today have other names, and
-    what each of its outputs is called today (empty for one that is gone). `added` are values of today's widgets with
-    which it does what it did, where those are not the defaults.
-    """
+    """A separate pack's node."""
 
-    widgets: tuple[str, ...]
-    sockets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    added: Mapping[str, Any] = field(default_factory=dict)
-    outputs: tuple[str, ...]
+    widgets: tuple[str, ...]  # in the order of saved values
+    sockets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # today's names of renamed sockets
+    added: Values = field(default_factory=dict)  # values of new widgets that keep the old behaviour; else the defaults
+    outputs: tuple[str, ...]  # today's names; "" for an output that no longer exists
 
 
 _PROMPTS = ("prompt", "negative_prompt", "model_id")
@@ -44,7 +41,7 @@ _OLD = {
     "Flux2TPUSampler": Old(widgets=("height", "width", *_STEPS, "model_id"), outputs=("latents",)),
     "Flux2TPUVAEDecoder": Old(widgets=("height", "width", "model_id"), outputs=("image",)),
     "Flux2TPUPipeline": Old(widgets=("prompt", "height", "width", *_STEPS, "model_id"), outputs=("image",)),
-    # Both encoded prompts came through one socket.
+    # One socket carried both encoded prompts.
     "CogVideoXTextEncoder": Old(widgets=_PROMPTS, outputs=_EMBEDS[:1]),
     "CogVideoXTPUSampler": Old(
         widgets=(*_VIDEO, *_STEPS), sockets={"embeddings": _EMBEDS}, outputs=("latents", "")
@@ -58,50 +55,51 @@ _OLD = {
     ),
     "Wan22I2VTextEncoder": Old(widgets=_PROMPTS, outputs=_EMBEDS),
     "Wan22I2VImageEncoder": Old(widgets=(*_VIDEO, "model_id"), outputs=("condition", "")),
-    # The video's size comes with the encoded picture.
+    # The encoded image now holds the video's size.
     "Wan22I2VTPUSampler": Old(
         widgets=("num_inference_steps", "guidance_scale", "shift", "seed", "model_id"),
         sockets={"latent_info": ()},
-        added={"guidance_scale_2": 0.0},  # both experts had the one
+        added={"guidance_scale_2": 0.0},  # both experts shared one
         outputs=("latents", "num_frames"),
     ),
     "Wan22I2VTPUVAEDecoder": Old(widgets=("model_id", "fps"), outputs=_FRAMES),
 }  # fmt: skip
 # Types of sockets that today's nodes do not have.
 _OLD_TYPES = frozenset({"TENSOR", "COGVIDEOX_EMBEDS", "COGVIDEOX_LATENTS", "CONDITION", "LATENT_INFO"})
-# What the page may save behind a seed, and what it is where the file has none: the seed stays as it was saved.
+# Values of the page's widget after a seed. The first is used where the file has none, so that the seed stays.
 _CONTROLS = ("fixed", "increment", "decrement", "randomize")
 _HEADLINE = "This workflow was saved by the separate TPU packs; it now has ComfyUI-TPU's nodes."
 
 
-def upgraded(document: Any, table: Table) -> tuple[Any, list[str]]:
-    """A workflow with today's nodes, and what was changed, a sentence each: none for any other workflow, which is
-    returned as it is. `table` has today's declarations by id.
+def upgraded(document: Json, table: Table) -> tuple[Json, list[str]]:
+    """Return a workflow with today's nodes, and a sentence for each change.
 
-    What is no workflow is returned as it is too: who reads it says so. ValueError for one that is nested too deeply.
+    table: today's declarations by id.
+    Any other document is returned unchanged, without sentences: its reader reports errors. Raises ValueError for one
+    that is nested too deeply.
     """
     try:
-        return _upgraded(document, table)
+        return _upgrade(document, table)
     except RecursionError:
         raise ValueError("The workflow is nested too deeply to be read.") from None
 
 
-def _upgraded(document: Any, table: Table) -> tuple[Any, list[str]]:
+def _upgrade(document: Json, table: Table) -> tuple[Json, list[str]]:
     if isinstance(document, dict) and isinstance(document.get("nodes"), list):
-        found = copy.deepcopy(document)
-        graphs = [_Graph(graph, table) for graph in _graphs(found)]
+        copied = copy.deepcopy(document)
+        graphs = [_Graph(graph, table) for graph in _graphs(copied)]
         if not any(graph.is_old() for graph in graphs):
             return document, []
         changes = [change for graph in graphs for change in graph.upgrade()]
-        return found, [_HEADLINE, *changes]
+        return copied, [_HEADLINE, *changes]
     if isinstance(document, dict) and any(_is_old_in_api(node, table) for node in document.values()):
-        found = copy.deepcopy(document)
-        return found, [_HEADLINE, *_upgrade_api(found, table)]
+        copied = copy.deepcopy(document)
+        return copied, [_HEADLINE, *_upgrade_api(copied, table)]
     return document, []
 
 
 def _graphs(document: Document) -> Iterator[Document]:
-    """The workflow, and its subgraphs."""
+    """Yield the workflow and its subgraphs."""
     yield document
     definitions = document.get("definitions")
     subgraphs = definitions.get("subgraphs") if isinstance(definitions, dict) else None
@@ -110,11 +108,11 @@ def _graphs(document: Document) -> Iterator[Document]:
             yield graph
 
 
-def _dicts(values: Any) -> list[dict[str, Any]]:
+def _dicts(values: Json) -> list[Document]:
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
-def _label(node: Mapping[str, Any]) -> str:
+def _label(node: Mapping[str, Json]) -> str:
     return f"{node['type']} (node {node.get('id')})"
 
 
@@ -122,8 +120,9 @@ def _label(node: Mapping[str, Any]) -> str:
 
 
 class _Graph:
-    """A graph in the page's form, changed in place. A link is `[id, origin, slot, target, slot, type]`, or in subgraphs
-    an object with these.
+    """A graph in the page's form, changed in place.
+
+    A link is `[id, origin, slot, target, slot, type]`, or in subgraphs an object with these.
     """
 
     def __init__(self, graph: Document, table: Table) -> None:
@@ -136,9 +135,9 @@ class _Graph:
         links = graph.get("links")
         read = [_Wire.read(raw) for raw in links] if isinstance(links, list) else []
         self._links = {link.id: link for link in read if link is not None}
-        self._last = max((one for one in self._links if isinstance(one, int)), default=0)
-        # What is looked up for each node or link: a file may have many of both.
-        self._sockets: dict[int | str, list[dict[str, Any]]] = {}
+        self._last = max((key for key in self._links if isinstance(key, int)), default=0)
+        # Indexes for lookups: a file may have many nodes and links.
+        self._sockets: dict[int | str, list[Document]] = {}
         for node in self._nodes.values():
             for socket in _dicts(node.get("inputs")):
                 if self._is_linked(socket):
@@ -148,11 +147,11 @@ class _Graph:
     def is_old(self) -> bool:
         return any(self._is_old(node) for node in self._ours())
 
-    def _ours(self) -> list[dict[str, Any]]:
+    def _ours(self) -> list[Document]:
         return [node for node in self._nodes.values() if node["type"] in _OLD and node["type"] in self._table]
 
-    def _is_old(self, node: Mapping[str, Any]) -> bool:
-        """By a socket that today's node does not have, or by values that do not fit today's widgets."""
+    def _is_old(self, node: Mapping[str, Json]) -> bool:
+        """Return whether a socket does not exist on today's node, or saved values do not match today's widgets."""
         sockets = [*_dicts(node.get("inputs")), *_dicts(node.get("outputs"))]
         if any(str(socket.get("type")) in _OLD_TYPES for socket in sockets):
             return True
@@ -160,41 +159,41 @@ class _Graph:
         if not isinstance(values, list) or len(values) not in _lengths(_OLD[node["type"]]):
             return False
         pairs = zip(_widgets(declared), values, strict=False)
-        return not all(_is_typed(one, value) if one else value in _CONTROLS for one, value in pairs)
+        return not all(_is_typed(widget, value) if widget else value in _CONTROLS for widget, value in pairs)
 
     def upgrade(self) -> list[str]:
-        """Brings all nodes of the separate packs to today's; says what of each is another thing now."""
+        """Upgrade all nodes of the separate packs; return the changes of each as a sentence."""
         changes = []
         for node in self._ours():
-            said = [*self._upgrade_widgets(node), *self._upgrade_inputs(node)]
-            changes += [f"{_label(node)}: {'; '.join(said)}."] if said else []
+            notes = [*self._upgrade_widgets(node), *self._upgrade_inputs(node)]
+            changes += [f"{_label(node)}: {'; '.join(notes)}."] if notes else []
         leaving: dict[int | str, list[_Wire]] = {}
-        for link in self._links.values():  # once all inputs are what they will be
+        for link in self._links.values():  # once all inputs are final
             leaving.setdefault(link.origin, []).append(link)
         for node in self._ours():
-            said = list(self._upgrade_outputs(node, leaving.get(node["id"], [])))
-            changes += [f"{_label(node)}: {'; '.join(said)}."] if said else []
-        self._graph["links"] = [link.written() for link in self._links.values()]
+            notes = list(self._upgrade_outputs(node, leaving.get(node["id"], [])))
+            changes += [f"{_label(node)}: {'; '.join(notes)}."] if notes else []
+        self._graph["links"] = [link.to_raw() for link in self._links.values()]
         return changes
 
-    def _upgrade_widgets(self, node: dict[str, Any]) -> Iterator[str]:
+    def _upgrade_widgets(self, node: Document) -> Iterator[str]:
         declared, old = self._table[node["type"]], _OLD[node["type"]]
-        values, left = _named(old, node.get("widgets_values"))
-        today = {one.name: one for one in declared.inputs if one.is_widget}
+        values, left = _name_values(old, node.get("widgets_values"))
+        today = {widget.name: widget for widget in declared.inputs if widget.is_widget}
         for name in [name for name in values if name and name not in today]:
-            yield f"{name} {values.pop(name)!r} is left out, what comes in has its own"
+            yield f"{name} {values.pop(name)!r} is left out, the input has its own"
         if left:
             yield f"{', '.join(map(repr, left))} is left out, no input takes it"
         values = {**old.added, **values}
-        written: list[Any] = []
-        for one in today.values():
-            written.append(values.get(one.name, one.default))
-            if one.companion:
+        written: list[Json] = []
+        for widget in today.values():
+            written.append(values.get(widget.name, widget.default))
+            if widget.companion:
                 written.append(values.get("", _CONTROLS[0]))
         node["widgets_values"] = written
 
-    def _upgrade_inputs(self, node: dict[str, Any]) -> Iterator[str]:
-        """Sockets in today's order; a link to one that has another name goes to that, or to several."""
+    def _upgrade_inputs(self, node: Document) -> Iterator[str]:
+        """Put sockets into today's order. A link to a renamed socket moves to it, or to several."""
         declared, old = self._table[node["type"]], _OLD[node["type"]]
         saved = {str(socket.get("name")): socket for socket in _dicts(node.get("inputs"))}
         linked = {name: self._links[socket["link"]] for name, socket in saved.items() if self._is_linked(socket)}
@@ -207,44 +206,44 @@ class _Graph:
                 linked[target] = link if offset == 0 else self._add_link(link, offset)
             if not targets:
                 self._remove(link)
-        names = {one.name for one in declared.inputs}
+        names = {declared_input.name for declared_input in declared.inputs}
         for name in [name for name in linked if name not in names]:
             self._remove(linked.pop(name))
-            yield f"the link to {name} is left out, there is no such input"
-        order = [one for one in declared.page_order() if not one.is_widget or one.name in saved]
+            yield f"the link to {name} is left out, the input does not exist"
+        order = [entry for entry in declared.page_order() if not entry.is_widget or entry.name in saved]
         node["inputs"] = []
-        for slot, one in enumerate(order):
-            link = linked.get(one.name)
+        for slot, entry in enumerate(order):
+            link = linked.get(entry.name)
             if link is not None:
-                link.target, link.target_slot, link.type = node["id"], slot, one.type
-            widget = {"widget": {"name": one.name}} if one.is_widget else {}
-            node["inputs"].append({"name": one.name, "type": one.type, "link": link and link.id, **widget})
+                link.target, link.target_slot, link.type = node["id"], slot, entry.type
+            widget = {"widget": {"name": entry.name}} if entry.is_widget else {}
+            node["inputs"].append({"name": entry.name, "type": entry.type, "link": link and link.id, **widget})
 
-    def _is_linked(self, socket: Mapping[str, Any]) -> bool:
+    def _is_linked(self, socket: Mapping[str, Json]) -> bool:
         link = socket.get("link")
         return isinstance(link, int | str) and link in self._links
 
-    def _upgrade_outputs(self, node: dict[str, Any], leaving: "list[_Wire]") -> Iterator[str]:
-        """Outputs as today's node has them, each with those of the links `leaving` that the old one of its name had."""
+    def _upgrade_outputs(self, node: Document, leaving: "list[_Wire]") -> Iterator[str]:
+        """Write today's outputs, each with those of the links `leaving` that the old output of its name had."""
         declared, old = self._table[node["type"]], _OLD[node["type"]]
-        today = {one.name: slot for slot, one in enumerate(declared.outputs)}
-        own: list[list[int | str]] = [[] for _ in declared.outputs]
+        today = {output.name: slot for slot, output in enumerate(declared.outputs)}
+        link_ids: list[list[int | str]] = [[] for _ in declared.outputs]
         for link in leaving:
             names = tuple(today) if link.is_new else old.outputs
             name = dict(enumerate(names)).get(link.origin_slot, "")  # type: ignore[arg-type]
             if name in today:
                 link.origin_slot = today[name]
-                own[today[name]].append(link.id)
+                link_ids[today[name]].append(link.id)
             else:
                 self._remove(link)
-                yield f"the link from output {link.origin_slot} is left out, there is no such output"
+                yield f"the link from output {link.origin_slot} is left out, the output does not exist"
         node["outputs"] = [
-            {"name": one.name, "type": one.type, "links": links or None}
-            for one, links in zip(declared.outputs, own, strict=True)
+            {"name": output.name, "type": output.type, "links": ids or None}
+            for output, ids in zip(declared.outputs, link_ids, strict=True)
         ]
 
     def _add_link(self, first: "_Wire", offset: int) -> "_Wire":
-        """A further link from the node where `first` comes from, through nodes that only pass it on."""
+        """Add a link from the node where `first` comes from, through nodes that only pass it on."""
         self._last += 1
         added = replace(first, id=self._last, origin=self._origin(first), origin_slot=offset, is_new=True)
         self._links[self._last] = added
@@ -255,7 +254,7 @@ class _Graph:
         return added
 
     def _origin(self, link: "_Wire") -> int | str:
-        """The node that a link comes from, behind all reroutes; in a circle of them any of these."""
+        """Return the node that a link comes from, through all reroutes; in a circle of them any of these."""
         passed = []
         while link.id not in self._origins:
             passed.append(link.id)
@@ -280,99 +279,102 @@ _FIELDS = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
 
 @dataclass
 class _Wire:
-    """A link from an output to an input; `raw` is what the file has for it."""
+    """A link from an output to an input."""
 
-    raw: Any
+    raw: Json  # the file's own form
     id: int | str
     origin: int | str
     origin_slot: int | str
     target: int | str
     target_slot: int | str
-    type: Any
+    type: Json
     is_new: bool = False
 
     @classmethod
-    def read(cls, raw: Any) -> "_Wire | None":
-        """None for what is no link."""
-        parts: Any = [raw.get(name) for name in _FIELDS] if isinstance(raw, dict) else raw
+    def read(cls, raw: Json) -> "_Wire | None":
+        """Return a link from the file's form; None if it is not valid."""
+        parts: Json = [raw.get(name) for name in _FIELDS] if isinstance(raw, dict) else raw
         if not isinstance(parts, list) or len(parts) != len(_FIELDS):
             return None
-        return cls(raw, *parts) if all(isinstance(one, int | str) for one in parts[:5]) else None
+        return cls(raw, *parts) if all(isinstance(entry, int | str) for entry in parts[:5]) else None
 
-    def written(self) -> Any:
+    def to_raw(self) -> Json:
         parts = [self.id, self.origin, self.origin_slot, self.target, self.target_slot, self.type]
         return {**self.raw, **dict(zip(_FIELDS, parts, strict=True))} if isinstance(self.raw, dict) else parts
 
 
 def _widgets(declared: Declaration) -> list[Input | None]:
-    """What each saved value is for; None for one that the page adds."""
-    found: list[Input | None] = []
-    for one in declared.inputs:
-        if one.is_widget:
-            found += [one, None] if one.companion else [one]
-    return found
+    """Return the widget of each saved value; None for a value that the page adds."""
+    widgets: list[Input | None] = []
+    for widget in declared.inputs:
+        if widget.is_widget:
+            widgets += [widget, None] if widget.companion else [widget]
+    return widgets
 
 
 def _lengths(old: Old) -> tuple[int, int]:
-    """How many values the old node saved, with and without the page's own."""
+    """Return how many values the old node saved, without and with the page's own."""
     return len(old.widgets), len(old.widgets) + ("seed" in old.widgets)
 
 
-def _is_typed(declared: Input, value: Any) -> bool:
+def _is_typed(declared: Input, value: Value) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number if declared.type in ("INT", "FLOAT") else isinstance(value, VALUE_TYPES[declared.type])
 
 
-def _named(old: Old, values: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Saved values by name, with what the page adds behind a seed under an empty one; and those that are over."""
+def _name_values(old: Old, values: Json) -> tuple[dict[str, Json], list[Json]]:
+    """Return saved values by name, and the values that are left over.
+
+    The value that the page adds after a seed has the name "".
+    """
     if isinstance(values, dict):
         return {name: values[name] for name in old.widgets if name in values}, []
     left = list(values) if isinstance(values, list) else []
-    found: dict[str, Any] = {}
+    named: dict[str, Json] = {}
     for name in old.widgets:
         if not left:
             break
-        found[name] = left.pop(0)
+        named[name] = left.pop(0)
         if name == "seed" and left and left[0] in _CONTROLS:
-            found[""] = left.pop(0)
-    return found, left
+            named[""] = left.pop(0)
+    return named, left
 
 
 # --- the API's form ---------------------------------------------------------------------------------------------------
 
 
-def _is_old_in_api(node: Any, table: Table) -> bool:
-    """By an input that the old node had, and today's has not."""
-    return bool(_gone(node, table))
+def _is_old_in_api(node: Json, table: Table) -> bool:
+    """Return whether the node has an input that only the old node had."""
+    return bool(_list_removed_inputs(node, table))
 
 
-def _gone(node: Any, table: Table) -> list[str]:
+def _list_removed_inputs(node: Json, table: Table) -> list[str]:
     inputs = node.get("inputs") if isinstance(node, dict) else None
     kind = node.get("class_type") if isinstance(node, dict) else None
     if not isinstance(inputs, dict) or not isinstance(kind, str) or kind not in _OLD or kind not in table:
         return []
-    names = {one.name for one in table[kind].inputs}
+    names = {declared.name for declared in table[kind].inputs}
     return [name for name in inputs if name not in names and name in (*_OLD[kind].widgets, *_OLD[kind].sockets)]
 
 
 def _upgrade_api(workflow: Document, table: Table) -> Iterator[str]:
     for node_id, node in workflow.items():
-        said = []
-        for name in _gone(node, table):
+        notes = []
+        for name in _list_removed_inputs(node, table):
             value, targets = node["inputs"].pop(name), _OLD[node["class_type"]].sockets.get(name, ())
             is_link = isinstance(value, list) and len(value) == 2 and isinstance(value[1], int)
             if is_link:
                 for offset, target in enumerate(targets):
                     node["inputs"].setdefault(target, [value[0], value[1] + offset])
-            said.append(f"{name} is {' and '.join(targets)} now" if targets else f"{name} is left out")
-        if said:
+            notes.append(f"{name} is {' and '.join(targets)} now" if targets else f"{name} is left out")
+        if notes:
             node["inputs"] = {**_OLD[node["class_type"]].added, **node["inputs"]}
-            yield f"{node['class_type']} (node {node_id}): {'; '.join(said)}."
+            yield f"{node['class_type']} (node {node_id}): {'; '.join(notes)}."
 
 
 # --- ComfyUI's own loaders --------------------------------------------------------------------------------------------
 
-# Core's loaders and ours, which have the same widgets, in this order.
+# For each of core's loaders, our loader and the widgets that both have, in order.
 LOADERS = {
     "UNETLoader": ("TPUUNETLoader", ("unet_name", "weight_dtype")),
     "CLIPLoader": ("TPUCLIPLoader", ("clip_name", "type", "device")),
@@ -386,32 +388,37 @@ _PARTLY = (
     "Only a part of this workflow can run on the TPU: ComfyUI runs {} on the CPU. It will not end in useful time. "
     "Open a template of which every loader can be swapped."
 )
-# Of more the headers are not read.
+# The headers of further files are not read.
 _MOST_LOADERS = 200
 
 
-def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = False) -> tuple[Any, list[str]]:
-    """A workflow, subgraphs included, with core's loaders of models that we run swapped for ours, or ours for core's;
-    and a sentence for each loader, also for one that stays. ValueError for what is no workflow.
+def with_tpu_loaders(document: Json, folders: Sequence[str], *, back: bool = False) -> tuple[Json, list[str]]:
+    """Return a workflow with loaders swapped, subgraphs included, and a sentence for each loader, also for those that
+    stay.
 
-    `folders` are those that files are looked for in.
+    document: the workflow, unchecked.
+    folders: where files are looked for.
+    back: swap ours for core's instead of core's for ours.
+    Raises ValueError if `document` is not a workflow.
     """
     if not isinstance(document, dict):
-        raise ValueError("This is no workflow: it must be an object, as ComfyUI's page saves or exports it.")
+        raise ValueError("This is not a workflow: it must be an object, as ComfyUI's page saves or exports it.")
     try:
-        found = copy.deepcopy(document)
+        result = copy.deepcopy(document)
     except RecursionError:
         raise ValueError("The workflow is nested too deeply to be read.") from None
-    is_of_page = isinstance(found.get("nodes"), list)
-    nodes = [node for graph in _graphs(found) for node in _dicts(graph.get("nodes"))] if is_of_page else found.values()
+    is_of_page = isinstance(result.get("nodes"), list)
+    nodes = (
+        [node for graph in _graphs(result) for node in _dicts(graph.get("nodes"))] if is_of_page else result.values()
+    )
     key, table = "type" if is_of_page else "class_type", _BACK if back else LOADERS
     loaders = [node for node in nodes if isinstance(node, dict) and str(node.get(key)) in table]
     changes, staying = [], []
     for node in loaders[:_MOST_LOADERS]:
         kind = node[key]
         other, names = table[kind]
-        said = node.get("widgets_values") if is_of_page else node.get("inputs")
-        values = dict(zip(names, said, strict=False)) if isinstance(said, list) else said
+        saved = node.get("widgets_values") if is_of_page else node.get("inputs")
+        values = dict(zip(names, saved, strict=False)) if isinstance(saved, list) else saved
         values = values if isinstance(values, dict) else {}
         label = f"{kind} ({', '.join(str(values.get(name, '')) for name in names if 'name' in name)})"
         if not back and (problem := _why_not(kind, values, folders)):
@@ -419,31 +426,31 @@ def with_tpu_loaders(document: Any, folders: Sequence[str], *, back: bool = Fals
             staying.append(label)
             continue
         node[key] = other
-        if back and quality_of(values.get("weight_dtype")) != QUALITIES[0]:  # which core's loader does not have
-            if isinstance(said, list):
-                said[names.index("weight_dtype")] = "default"
-            elif isinstance(said, dict):
-                said["weight_dtype"] = "default"
+        if back and quality_of(values.get("weight_dtype")) != QUALITIES[0]:  # core's loader does not have it
+            if isinstance(saved, list):
+                saved[names.index("weight_dtype")] = "default"
+            elif isinstance(saved, dict):
+                saved["weight_dtype"] = "default"
         if is_of_page and isinstance(node.get("properties"), dict):
-            # Which pack a node is of: the page would look it up in another.
+            # Drop the name of the node's pack: the new node is not in it.
             node["properties"] = {"Node name for S&R": other}
         changes.append(f"{label} is now {other}.")
-    # What looks at pictures beside the model takes seconds on any processor.
+    # Image encoders take only seconds on any processor.
     slow = [label for label in staying if not label.startswith("CLIPVision")]
     if slow and len(staying) < len(changes):
         changes.insert(0, _PARTLY.format(", ".join(slow)))
-    return found, changes
+    return result, changes
 
 
-def _why_not(kind: str, values: Mapping[str, Any], folders: Sequence[str]) -> str:
-    """Why what a loader of core's names does not run here; empty where it does."""
+def _why_not(kind: str, values: Values, folders: Sequence[str]) -> str:
+    """Return why the files of a core loader do not run here; "" if they do."""
     if "type" in LOADERS[kind][1]:
         known = ", ".join(CLIP_TYPES)
-        return "" if values.get("type") in CLIP_TYPES else f"its type is none of {known}"
+        return "" if values.get("type") in CLIP_TYPES else f"its type is not one of {known}"
     name = str(values.get(LOADERS[kind][1][0], ""))
     if PurePath(name).name in runtime.published.models():
         return ""
-    unknown = "the file is no model that runs on the TPU, or is not in ComfyUI's folders"
+    unknown = "the file is not a model that runs on the TPU, or is not in ComfyUI's folders"
     if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):
         return unknown
     try:

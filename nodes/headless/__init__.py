@@ -1,3 +1,3 @@
-"""Runs workflows without ComfyUI: the file formats, a terminal host, stand-ins for core nodes. May import `graphs` and
-`nodes`.
+"""Runs workflows without ComfyUI: file formats, a terminal host, and replacements for core nodes. May import `graphs`
+and `nodes`.
 """

@@ -1,67 +1,70 @@
-"""One workflow in several qualities, its results side by side: what a quality costs, on one's own prompt."""
+"""Runs one workflow in several qualities and shows the results side by side."""
 
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ...tpu_runtime.pipeline import QUALITIES, media, spec_for_family
-from ..declare import Folders
+from ..declare import Folders, Value
 from ..graphs.graph import Workflow, models
 from .runner import HEADLESS, TerminalHost, run_workflow
 
 QUALITY = "quality"
-DEFAULT = ",".join(QUALITIES[:2])  # which every model has
+DEFAULT = ",".join(QUALITIES[:2])  # every model has these
 MOST_DB = 99.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """The results of one quality: frames `[number, height, width, 3]` in 0..1 by the node that saves them, and with
-    their rate where they are a video. `seconds` are the samplers', with what they compiled.
-    """
+    """The results of one quality."""
 
     quality: str
-    frames: Mapping[str, Any]
-    rates: Mapping[str, Any]
-    seconds: float
+    frames: Mapping[str, Value]  # [number, height, width, 3] in 0..1, by the node that saves them
+    rates: Mapping[str, Value]  # frames per second of those that are videos, by the same nodes
+    seconds: float  # of the samplers, compilation included
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of one result from the first quality's: PSNR in dB over all frames, and of the frame that is least alike."""
+    """The difference of one result from that of the first quality."""
 
     node_id: str
     quality: str
-    psnr: float
-    least_psnr: float
+    psnr: float  # dB, over all frames
+    least_psnr: float  # dB, of the frame with the largest difference
 
 
 def check_qualities(text: str) -> tuple[str, ...]:
-    """The qualities that a command names, with commas between; ValueError for fewer than two, or an unknown one."""
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    for quality in found:
+    """Return the comma-separated qualities of a command.
+
+    Raises ValueError for fewer than two, or an unknown one.
+    """
+    qualities = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for quality in qualities:
         if quality not in QUALITIES:
             raise ValueError(f"--quality is {quality!r}; it must be one of {', '.join(QUALITIES)}.")
-    if len(found) < 2:
+    if len(qualities) < 2:
         raise ValueError(f"--quality is {text!r}; name two or more to compare, such as {DEFAULT}.")
-    return found
+    return qualities
 
 
 def with_quality(workflow: Workflow, quality: str) -> Workflow:
-    """A copy in which every sampler and loader has this quality; ValueError where no sampler is, or one lacks it."""
+    """Return a copy of a workflow in which every sampler and loader has this quality.
+
+    Raises ValueError if it has no sampler, or one does not support the quality.
+    """
     changed = copy.deepcopy(workflow)
     known = {
         node_id: HEADLESS[node["class_type"]] for node_id, node in changed.items() if node["class_type"] in HEADLESS
     }
-    asked = [node_id for node_id, node in known.items() if any(i.name == QUALITY for i in node.inputs)]
-    if not any(known[node_id].family for node_id in asked):
+    nodes = [node_id for node_id, node in known.items() if any(i.name == QUALITY for i in node.inputs)]
+    if not any(known[node_id].family for node_id in nodes):
         raise ValueError("The workflow has no TPU sampler or pipeline, whose quality could be compared.")
-    for node_id in asked:
+    for node_id in nodes:
         if family := known[node_id].family:
             spec_for_family(family).check_input(QUALITY, quality)
         changed[node_id]["inputs"][QUALITY] = quality
@@ -69,17 +72,22 @@ def with_quality(workflow: Workflow, quality: str) -> Workflow:
 
 
 def render(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> Iterator[Rendered]:
-    """The workflow's results in each quality; files of single results go into a folder of each."""
+    """Run the workflow in each quality; each writes its files into a subfolder.
+
+    workflow: in API format.
+    qualities: the first is the reference.
+    folders: where models and inputs are, and where results go.
+    """
     copies = [with_quality(workflow, quality) for quality in qualities]
-    for quality, copied in zip(qualities, copies, strict=True):  # a family's models do not all have the same
+    for quality, copied in zip(qualities, copies, strict=True):  # models of a family may have different qualities
         for model in models(copied, folders, HEADLESS):
             model.spec.check_input(QUALITY, quality)
     for quality, copied in zip(qualities, copies, strict=True):
         host = TerminalHost(replace(folders, output=folders.output / quality))
-        found = run_workflow(copied, host)
-        first = {node_id: outputs[0] for node_id, outputs in found.items() if outputs}
-        videos = {node_id: one for node_id, one in first.items() if isinstance(one, media.Video)}
-        pictures = {node_id: one for node_id, one in first.items() if getattr(one, "ndim", 0) == 4}
+        outputs_by_node = run_workflow(copied, host)
+        first = {node_id: outputs[0] for node_id, outputs in outputs_by_node.items() if outputs}
+        videos = {node_id: value for node_id, value in first.items() if isinstance(value, media.Video)}
+        pictures = {node_id: value for node_id, value in first.items() if getattr(value, "ndim", 0) == 4}
         yield Rendered(
             quality=quality,
             frames={**pictures, **{node_id: video.frames for node_id, video in videos.items()}},
@@ -89,21 +97,21 @@ def render(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> It
 
 
 def differences(rendered: Sequence[Rendered]) -> Iterator[Difference]:
-    """Each result's distance from the first quality's."""
+    """Yield each result's difference from that of the first quality."""
     reference, *others = rendered
     for other in others:
-        for node_id, wanted in reference.frames.items():
-            errors = [_error(*pair) for pair in zip(other.frames[node_id], wanted, strict=True)]
+        for node_id, expected in reference.frames.items():
+            errors = [_error(*pair) for pair in zip(other.frames[node_id], expected, strict=True)]
             whole, least = _decibels(sum(errors) / len(errors)), _decibels(max(errors))
             yield Difference(node_id=node_id, quality=other.quality, psnr=whole, least_psnr=least)
 
 
-def psnr(one: Any, other: Any) -> float:
-    """Of pictures in 0..1, arrays or tensors, in dB; at most 99."""
+def psnr(one: Value, other: Value) -> float:
+    """Return the peak signal-to-noise ratio of two images `[..., 3]` in 0..1 in dB, at most 99."""
     return _decibels(_error(one, other))
 
 
-def _error(one: Any, other: Any) -> float:
+def _error(one: Value, other: Value) -> float:
     return float(np.mean(np.square(np.asarray(one, np.float64) - np.asarray(other, np.float64))))
 
 
@@ -112,10 +120,10 @@ def _decibels(error: float) -> float:
 
 
 def save_side_by_side(rendered: Sequence[Rendered], folder: Path) -> list[Path]:
-    """Every result of all qualities beside each other, under their names: a video, or a picture for each."""
-    paths, names = [], [one.quality for one in rendered]
+    """Save every result with all qualities next to each other, labelled: as a video, or as one image per frame."""
+    paths, names = [], [result.quality for result in rendered]
     for node_id in rendered[0].frames:
-        joined = media.side_by_side([one.frames[node_id] for one in rendered], names)
+        joined = media.side_by_side([result.frames[node_id] for result in rendered], names)
         rate = rendered[0].rates.get(node_id)
         stem = f"compared_{node_id}" if len(rendered[0].frames) > 1 else "compared"
         if rate is not None:

@@ -1,11 +1,11 @@
-"""The few ComfyUI nodes that the examples use, for runs without ComfyUI: same names, same inputs, files on disk."""
+"""The few ComfyUI nodes that the examples use, for runs without ComfyUI: same names and inputs, files on disk."""
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...tpu_runtime.pipeline import media
-from ..declare import Folders, Host, Input, Node, Output
+from ..declare import Folders, Host, Input, Node, Output, Value
 
 _IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")
 _VIDEO = Input(name="video", type="VIDEO", tooltip="The video.")
@@ -14,13 +14,13 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class SavingHost(Host, Protocol):
-    """A host whose files hold `metadata`."""
+    """A host that writes `metadata` into its files."""
 
     metadata: dict[str, str]
 
 
 def find_image(folders: Folders, image: str) -> Path:
-    """From the input folder; else beside the workflow, else among the pack's own examples."""
+    """Return the path of an image: in the input folder, else next to the workflow, else among the pack's examples."""
     candidates = [folder / image for folder in (folders.input, folders.workflow, _EXAMPLES)]
     return next((path for path in candidates if path.is_file()), candidates[0])
 
@@ -29,7 +29,7 @@ def _load_image(host: Host, *, image: str) -> tuple:
     return media.load_image(find_image(host.folders, image))
 
 
-def _save_images(host: SavingHost, *, images: Any, filename_prefix: str) -> tuple:
+def _save_images(host: SavingHost, *, images: Value, filename_prefix: str) -> tuple:
     for image in images:
         path = media.free_path(host.folders.output, Path(filename_prefix).name, ".png")
         media.save_image(path, image, host.metadata)
@@ -38,7 +38,7 @@ def _save_images(host: SavingHost, *, images: Any, filename_prefix: str) -> tupl
 
 
 def _save_animation(
-    host: SavingHost, *, images: Any, filename_prefix: str, fps: float, lossless: bool, quality: int, method: str
+    host: SavingHost, *, images: Value, filename_prefix: str, fps: float, lossless: bool, quality: int, method: str
 ) -> tuple:
     path = media.free_path(host.folders.output, Path(filename_prefix).name, ".webp")
     effort, prompt = _WEBP_EFFORT[method], host.metadata.get("prompt")
@@ -47,7 +47,7 @@ def _save_animation(
     return (images,)
 
 
-def _create_video(host: Host, *, images: Any, fps: float, bit_depth: int, audio: None) -> tuple[media.Video]:
+def _create_video(host: Host, *, images: Value, fps: float, bit_depth: int, audio: None) -> tuple[media.Video]:
     if bit_depth != 8:
         raise ValueError(f"CreateVideo: bit_depth is {bit_depth}; without ComfyUI it can only be 8.")
     return (media.Video(frames=images, frame_rate=media.frame_rate(fps)),)
@@ -91,7 +91,7 @@ PREVIEW_IMAGE = Node(
     id="PreviewImage",
     title="Preview Image",
     category="image",
-    description="Writes each image as preview.png: there is no page to show it on.",
+    description="Writes each image as preview.png, instead of showing it on a page.",
     inputs=(_IMAGES,),
     outputs=(Output(name="images", type="IMAGE"),),
     run=partial(_save_images, filename_prefix="preview"),
@@ -106,14 +106,14 @@ SAVE_ANIMATION = Node(
         _IMAGES,
         _prefix("ComfyUI"),
         Input(name="fps", type="FLOAT", default=6.0, low=0.01, high=1000.0, tooltip="Frames per second."),
-        Input(name="lossless", type="BOOLEAN", default=True, tooltip="Every pixel as it is."),
-        Input(name="quality", type="INT", default=80, low=0, high=100, tooltip="More is better and larger."),
+        Input(name="lossless", type="BOOLEAN", default=True, tooltip="Keep every pixel exactly."),
+        Input(name="quality", type="INT", default=80, low=0, high=100, tooltip="Higher is better and larger."),
         Input(
             name="method",
             type="COMBO",
             default="default",
             options=tuple(_WEBP_EFFORT),
-            tooltip="How long to look for a smaller file.",
+            tooltip="Compression effort: a slower method gives a smaller file.",
         ),
     ),
     outputs=(Output(name="images", type="IMAGE"),),
@@ -129,7 +129,15 @@ CREATE_VIDEO = Node(
         _IMAGES,
         Input(name="fps", type="FLOAT", default=30.0, low=1.0, high=120.0, tooltip="Frames per second."),
         Input(name="audio", type="AUDIO", optional=True, tooltip="Not supported without ComfyUI."),
-        Input(name="bit_depth", type="INT", default=8, low=8, high=10, optional=True, tooltip="Only 8 here."),
+        Input(
+            name="bit_depth",
+            type="INT",
+            default=8,
+            low=8,
+            high=10,
+            optional=True,
+            tooltip="Only 8 is supported without ComfyUI.",
+        ),
     ),
     outputs=(Output(name="VIDEO", type="VIDEO"),),
     run=_create_video,

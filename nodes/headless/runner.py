@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import ModelRef, Settings
+from ...tpu_runtime.pipeline import ModelRef, Preview, Settings
 from .. import DECLARATIONS
-from ..declare import Folders, Node, by_id
+from ..declare import Folders, Node, Value, Values, by_id
 from ..graphs import ran
 from ..graphs.graph import Table, Workflow, expand, expected, generations, is_link, node_label
 from . import core_nodes
@@ -23,29 +23,31 @@ HEADLESS: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTime:
+    """The duration of one node."""
+
     title: str
     elapsed_s: float
 
 
 class TimedHost(core_nodes.SavingHost, Protocol):
-    """A host that is told which node of which workflow runs. One that `tells` has its files say what ran for them."""
+    """A host that is notified which node of which workflow runs."""
 
-    tells: bool
+    tells: bool  # whether saved files get the provenance of their results
     workflow: Workflow
 
     def timed(self, title: str) -> AbstractContextManager[None]:
-        """Entered while a node of this title runs."""
+        """Return a context in which a node of this title runs."""
         ...
 
 
-# Without a terminal that can overwrite a line, a new one after so many seconds.
+# Seconds between two progress lines if the output is not a terminal.
 LINE_S = 30.0
 _OF = re.compile(r"\d+ of \d+")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class TerminalHost:
-    """Progress on a terminal: one line per node with its time; on a tty also a status line that is overwritten."""
+    """Progress on a terminal: one line per node with its time, and a status line that is overwritten."""
 
     def __init__(self, folders: Folders, stream: TextIO | None = None, *, tells: bool = False) -> None:
         self.folders, self.tells = folders, tells
@@ -54,35 +56,37 @@ class TerminalHost:
         self.timings: list[NodeTime] = []
         self._stream = stream or sys.stderr
         self._is_tty = self._stream.isatty()
-        self._last, self._said_at = "", -math.inf
+        self._last, self._written_at = "", -math.inf
 
     def generations(self) -> list[tuple[ModelRef, Settings]]:
+        """Return models and settings of the running workflow's samplers."""
         return generations(self.workflow, self.folders, HEADLESS)
 
     def text(self, message: str) -> None:
-        """Of lines with so many of so many done, such as one for each step, a file gets one in half a minute."""
+        """Print a line of status. If output is not a terminal, print at most one progress line every 30 s."""
         message = pipeline.printable(message)
         kind, now = _NUMBER.sub("", message), time.monotonic()
         is_progress = _OF.search(message) is not None
-        if not self._is_tty and is_progress and kind == self._last and now - self._said_at < LINE_S:
+        if not self._is_tty and is_progress and kind == self._last and now - self._written_at < LINE_S:
             return
-        self._last, self._said_at = kind, now
+        self._last, self._written_at = kind, now
         self._clear()
         self._stream.write(f"  {message}\n")
         self._stream.flush()
 
-    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
+        """Overwrite the status line; do nothing if output is not a terminal."""
         if self._is_tty:
             self._clear()
             self._stream.write(f"  {unit} {done}/{total}")
             self._stream.flush()
 
     def check_cancelled(self) -> None:
-        """Ctrl-C arrives as KeyboardInterrupt; nothing to ask."""
+        """Do nothing: Ctrl-C arrives as KeyboardInterrupt."""
 
     @contextmanager
     def timed(self, title: str) -> Iterator[None]:
-        """Announces `title`, and records how long the block took when it succeeds."""
+        """Print `title`, and record how long the block took if it succeeds."""
         self._stream.write(f"{title}\n")
         start = time.perf_counter()
         try:
@@ -96,10 +100,13 @@ class TerminalHost:
             self._stream.write("\r\x1b[K")
 
 
-def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -> dict[str, tuple[Any, ...]]:
-    """Runs what the output nodes need and returns their outputs by node id.
+def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -> dict[str, tuple[Value, ...]]:
+    """Run the output nodes and all nodes they need; return the outputs of the output nodes by node id.
 
-    Everything is checked before the first node runs; ValueError lists all that is wrong.
+    workflow: in API format.
+    host: gets progress and node times.
+    table: the known declarations.
+    Everything is checked before the first node runs; ValueError lists all problems.
     """
     if problems := validate_workflow(workflow, table):
         raise ValueError("\n".join(problems))
@@ -109,27 +116,30 @@ def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -
     host.workflow, graph = workflow, expand(workflow, table)
     order = execution_order(graph, table)
     pipeline.expect(expected(workflow, host.folders, table), progress=host)
-    results: dict[str, tuple[Any, ...]] = {}
+    results: dict[str, tuple[Value, ...]] = {}
     notes: dict[str, ran.Notes] = {}
     for node_id in order:
         node = _node(graph, node_id, table)
         if host.tells and node.is_output:
             host.metadata = ran.metadata(workflow, notes, table)
         with host.timed(_title(node, node_id, graph)), pipeline.noted() as notes[node_id]:
-            results[node_id] = node.run(host, **node.values(_given(graph[node_id]["inputs"], results)))
+            results[node_id] = node.run(host, **node.values(_resolve_links(graph[node_id]["inputs"], results)))
     return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
 
 
 def execution_order(graph: Workflow, table: Table) -> list[str]:
-    """Ids of the output nodes and of all they depend on, dependencies first. ValueError for none, and for a cycle."""
+    """Return the ids of the output nodes and of all nodes they depend on, dependencies first.
+
+    Raises ValueError without an output node, and for a cycle.
+    """
     done: dict[str, None] = {}
 
     def visit(first: str) -> None:
-        """Not by calling itself: a chain of nodes may be longer than Python's stack."""
+        """Append a node after its dependencies. Not recursive: a chain may be longer than Python's stack."""
         path = {first: _sources(graph, first)}
         while path:
             node_id, sources = next(reversed(path.items()))
-            source = next((one for one in sources if one not in done), None)
+            source = next((name for name in sources if name not in done), None)
             if source is None:
                 path.popitem()
                 done[node_id] = None
@@ -150,22 +160,22 @@ def execution_order(graph: Workflow, table: Table) -> list[str]:
 
 
 def _sources(graph: Workflow, node_id: str) -> Iterator[str]:
-    """The nodes that a node's links come from."""
+    """Return the nodes that a node's links come from."""
     return (value[0] for value in graph[node_id]["inputs"].values() if is_link(value))
 
 
-def _given(inputs: Mapping[str, Any], results: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _resolve_links(inputs: Values, results: Mapping[str, tuple[Value, ...]]) -> dict[str, Value]:
     return {name: results[value[0]][value[1]] if is_link(value) else value for name, value in inputs.items()}
 
 
 def _node(graph: Workflow, node_id: str, table: Table) -> Node:
-    """The declaration of one node of a graph, which is expanded: all have bodies."""
+    """Return the declaration of a node of an expanded graph, in which all nodes have bodies."""
     node = table[graph[node_id]["class_type"]]
     assert isinstance(node, Node)
     return node
 
 
 def _title(node: Node, node_id: str, graph: Workflow) -> str:
-    """The node's title, with its id where the workflow has several of the kind."""
+    """Return the node's title, with its id if the workflow has several of its type."""
     same = [other for other in graph.values() if other["class_type"] == node.id]
     return node.title if len(same) == 1 else node_label(node_id, {"class_type": node.title})

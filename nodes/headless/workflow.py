@@ -1,15 +1,14 @@
-"""Workflow files: the page's own format (UI) into the format that runs (API), and checks of the latter.
+"""Converts workflow files from the page's own format (UI) to the format that runs (API), and validates the latter.
 
-API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, output index]}}}`. In it the page has
-unpacked subgraphs; those of its own format are not supported.
+API format: `{node id: {"class_type": ..., "inputs": {name: value or [node id, output index]}}}`. The page unpacks
+subgraphs into it; subgraphs in the page's own format are not supported.
 """
 
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ..declare import Declaration, Input
+from ..declare import Declaration, Input, Json, Value
 from ..graphs.graph import Table, Workflow, declaration_of, is_link, node_label
 from ..graphs.upgrade import upgraded
 from .structure import api_nodes, page_links, page_nodes, page_subgraphs
@@ -18,13 +17,15 @@ log = logging.getLogger(__name__)
 
 PAGE_ONLY = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode"})
 _MUTED, _BYPASSED = 2, 4
-# The page's name of a subgraph's kind.
+# A subgraph's type on the page.
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-def to_api(document: Any, table: Table) -> Workflow:
-    """A workflow file's content in API format; ValueError says why a document is not a workflow that can run. One that
-    the separate packs saved has today's nodes then, and the log says what was changed.
+def to_api(document: Json, table: Table) -> Workflow:
+    """Return a workflow file's content in API format.
+
+    Nodes of the separate packs are upgraded to today's, and the log lists the changes. Raises ValueError if the
+    document is not a workflow that can run.
     """
     document, changes = upgraded(document, table)
     if changes:
@@ -34,17 +35,17 @@ def to_api(document: Any, table: Table) -> Workflow:
         return _Page(document, table).to_api()
     if isinstance(document, dict) and document and all(_is_api_node(node) for node in document.values()):
         return api_nodes(document)
-    raise ValueError("This is not a ComfyUI workflow: it has neither `nodes` and `links` nor nodes with a class_type.")
+    raise ValueError("This is not a ComfyUI workflow: it needs `nodes` and `links`, or nodes with a class_type.")
 
 
-def _is_api_node(node: Any) -> bool:
+def _is_api_node(node: Json) -> bool:
     return isinstance(node, dict) and isinstance(node.get("class_type"), str)
 
 
 class _Page:
     """A document in the page's format."""
 
-    def __init__(self, document: Mapping[str, Any], table: Table):
+    def __init__(self, document: Mapping[str, Json], table: Table):
         self._nodes = page_nodes(document)
         self._links = page_links(document)
         self._table = table
@@ -56,15 +57,18 @@ class _Page:
             if node["type"] in PAGE_ONLY or node.get("mode") in (_MUTED, _BYPASSED):
                 continue
             try:
-                inputs = self._widgets(node_id, node) | self._linked(node)
+                inputs = self._widgets(node_id, node) | self._read_links(node)
             except RecursionError:
                 raise ValueError("The workflow's bypassed nodes or reroutes are linked in a circle.") from None
             workflow[node_id] = {"class_type": node["type"], "inputs": inputs, "_meta": {"title": _title(node)}}
         return workflow
 
-    def _widgets(self, node_id: str, node: Mapping[str, Any]) -> dict[str, Any]:
-        """The node's own values by name. The page stores them by position; too few is an older version of the node."""
-        self._check_is_none(node_id, node["type"])
+    def _widgets(self, node_id: str, node: Mapping[str, Json]) -> dict[str, Value]:
+        """Return the node's own values by name.
+
+        The page stores them by position; an older version of the node has fewer.
+        """
+        self._check_no_subgraph(node_id, node["type"])
         declaration = declaration_of(self._table, node_id, node["type"])
         values = node.get("widgets_values") or []
         if isinstance(values, dict):
@@ -75,15 +79,15 @@ class _Page:
                 names += [declared.name] + ([""] if declared.companion else [])
         return {name: value for name, value in zip(names, values, strict=False) if name}
 
-    def _check_is_none(self, node_id: str, kind: str) -> None:
-        """Raises ValueError for a subgraph, whose type is an id that no user knows."""
+    def _check_no_subgraph(self, node_id: str, kind: str) -> None:
+        """Raise ValueError for a subgraph; its type is an id that users do not know."""
         if kind in self._table or (kind not in self._subgraphs and not _UUID.fullmatch(kind)):
             return
         name, inner = self._subgraphs.get(kind, ("", []))
-        for one in inner:
-            if one not in PAGE_ONLY and one not in self._subgraphs:
-                # Raises for a node that runs in ComfyUI alone, however the workflow is saved.
-                declaration_of(self._table, f"{node_id} (in the subgraph {name!r})", one)
+        for node_type in inner:
+            if node_type not in PAGE_ONLY and node_type not in self._subgraphs:
+                # Raises for a node that only runs in ComfyUI, in whatever format the workflow is saved.
+                declaration_of(self._table, f"{node_id} (in the subgraph {name!r})", node_type)
         which = f"the subgraph {name!r}" if name else "a subgraph that the file does not hold"
         raise ValueError(
             f"Node {node_id} is {which}; a workflow that runs without ComfyUI's page has its nodes outside of "
@@ -91,25 +95,26 @@ class _Page:
             "run that file."
         )
 
-    def _linked(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        """The node's links by input name; a PrimitiveNode's value takes the link's place."""
-        found = {}
+    def _read_links(self, node: Mapping[str, Json]) -> dict[str, Value]:
+        """Return the node's links by input name; for a PrimitiveNode its value instead of a link."""
+        links = {}
         for socket in node.get("inputs", []):
             if socket.get("link") is not None:
                 source = self._source(socket["link"], self._type(node, socket))
                 if source is not None:
-                    found[socket["name"]] = source
-        return found
+                    links[socket["name"]] = source
+        return links
 
-    def _type(self, node: Mapping[str, Any], socket: Mapping[str, Any]) -> str:
-        """A socket's type: as the node is declared now, else as the page saved it."""
+    def _type(self, node: Mapping[str, Json], socket: Mapping[str, Json]) -> str:
+        """Return a socket's type: as the node is declared now, else as the page saved it."""
         declaration = self._table.get(node["type"])
         types = {declared.name: declared.type for declared in declaration.inputs} if declaration else {}
         return str(types.get(socket["name"], socket.get("type", "*")))
 
-    def _source(self, link_id: int, wanted: str) -> Any:
-        """What a link delivers to an input of type `wanted`: `[node id, output]`, a constant, or None when it comes
-        from a muted node.
+    def _source(self, link_id: int, wanted: str) -> Value:
+        """Return the value of a link to an input of type `wanted`.
+
+        That is `[node id, output]`, a constant, or None if it comes from a muted node.
         """
         if link_id not in self._links:
             raise ValueError(f"The workflow names link {link_id}, which it does not have.")
@@ -123,7 +128,7 @@ class _Page:
                 raise ValueError(f"Node {origin}, a PrimitiveNode, has no value. Open the workflow and give it one.")
             return values[0]
         if node["type"] == "Reroute":
-            return self._delivered(node.get("inputs", [])[:1], wanted)
+            return self._follow(node.get("inputs", [])[:1], wanted)
         if node.get("mode") == _MUTED:
             return None
         if node.get("mode") == _BYPASSED:
@@ -134,27 +139,30 @@ class _Page:
                     f"The workflow's link {link_id} is of output {output} of node {origin}, which has none."
                 )
             index = bypass_index(types, output, str(node["outputs"][output].get("type")), wanted)
-            return None if index is None else self._delivered([sockets[index]], types[index])
+            return None if index is None else self._follow([sockets[index]], types[index])
         return [origin, output]
 
-    def _sockets(self, node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """A node's inputs as the page has them: in the order of the declaration, what it does not know after it."""
+    def _sockets(self, node: Mapping[str, Json]) -> list[Mapping[str, Json]]:
+        """Return a node's inputs in the page's order: that of the declaration, then unknown ones."""
         saved = {socket["name"]: socket for socket in node.get("inputs", [])}
         declaration = self._table.get(node["type"])
         names = [declared.name for declared in declaration.page_order()] if declaration else []
         return [saved.pop(name, {"name": name}) for name in names] + list(saved.values())
 
-    def _delivered(self, sockets: Sequence[Mapping[str, Any]], wanted: str) -> Any:
-        """What comes in at the first of `sockets`; None without one, or without a link."""
+    def _follow(self, sockets: Sequence[Mapping[str, Json]], wanted: str) -> Value:
+        """Return the value of the link at the first of `sockets`; None without a socket or a link."""
         link = sockets[0].get("link") if sockets else None
         return None if link is None else self._source(link, wanted)
 
 
 def bypass_index(inputs: Sequence[str], output: int, given: str, wanted: str) -> int | None:
-    """Which input stands in for an output of a bypassed node, as ComfyUI's page chooses it; None if none does.
+    """Return the index of the input that replaces an output of a bypassed node, as ComfyUI's page chooses it; None if
+    none fits.
 
-    `inputs` are the types of the node's inputs in the page's order, `given` that of the output, `wanted` that of the
-    input at the link's end. The input of the same number goes first, then one of exactly the wanted type.
+    inputs: types of the node's inputs in the page's order.
+    output: index of the output. given: its type.
+    wanted: type of the input at the link's end.
+    The input of the same number comes first, then one of exactly the wanted type.
     """
 
     def fits(kind: str) -> bool:
@@ -170,17 +178,17 @@ def bypass_index(inputs: Sequence[str], output: int, given: str, wanted: str) ->
 
 
 def _connects(one: str, other: str) -> bool:
-    """Whether the page links sockets of these types; a type may list several, and `*` is any."""
+    """Return whether the page links sockets of these types; a type may list several, and `*` is any."""
     kinds, others = ({kind.lower() for kind in types.split(",")} for types in (one, other))
     return bool(kinds & others) or not {"", "*"}.isdisjoint(kinds | others)
 
 
-def _title(node: Mapping[str, Any]) -> str:
+def _title(node: Mapping[str, Json]) -> str:
     return node.get("title") or node.get("properties", {}).get("Node name for S&R") or node["type"]
 
 
 def validate_workflow(workflow: Workflow, table: Table) -> list[str]:
-    """Everything wrong with an API-format workflow, one sentence each; no model is looked at."""
+    """Return all problems of a workflow in API format, one sentence each; no model is looked up."""
     problems = []
     for node_id, node in workflow.items():
         try:
@@ -193,10 +201,10 @@ def validate_workflow(workflow: Workflow, table: Table) -> list[str]:
     return problems
 
 
-def _node_problems(workflow: Workflow, node: Mapping[str, Any], declaration: Declaration, table: Table) -> list[str]:
+def _node_problems(workflow: Workflow, node: Mapping[str, Json], declaration: Declaration, table: Table) -> list[str]:
     problems = []
     known = {declared.name: declared for declared in declaration.inputs}
-    # The page writes the parts of a composite widget as `format.codec`.
+    # The page writes a composite widget as several inputs, such as `format.codec`.
     for name in node["inputs"]:
         if name.partition(".")[0] not in known:
             problems.append(f"it has no input {name}; its inputs are {', '.join(known)}.")
@@ -226,8 +234,8 @@ def _link_problems(workflow: Workflow, declared: Input, link: list, table: Table
     label = node_label(link[0], source)
     if not 0 <= link[1] < len(outputs):
         return [f"{declared.name} is linked to output {link[1]} of {label}, which has {len(outputs)}."]
-    given = outputs[link[1]].type
+    output_type = outputs[link[1]].type
     # COMBO takes any text, as in ComfyUI.
-    if given != declared.type and not (given == "STRING" and declared.type == "COMBO"):
-        return [f"{declared.name} takes {declared.type}; {label} gives {given} there."]
+    if output_type != declared.type and not (output_type == "STRING" and declared.type == "COMBO"):
+        return [f"{declared.name} takes {declared.type}; {label} gives {output_type} there."]
     return []

@@ -81,7 +81,7 @@ def test_memory_is_freed(page: Any, server: Server):
         until(lambda: server.get("/tpu/stats")["resident"])
         until(lambda: not any(server.get("/queue").values()))
     page.keyboard.press("Alt+Shift+F")
-    says(page, "Frees as soon as no prompt runs.")
+    says(page, "Memory will be freed when the current prompt finishes.")
     until(lambda: not server.get("/tpu/stats")["resident"])
 
 
@@ -95,7 +95,7 @@ def test_the_self_test_says_how_to_run_it_and_what_is_known(page: Any, server: S
     (server.cache / "machine.json").write_text(json.dumps(said))
     page.evaluate(run)
     says(page, f"{key}: Without residual_norm: it did not compile.")
-    says(page, "clean: it takes all that was tried.")
+    says(page, "clean: all checks passed.")
     assert page.evaluate("window.pwned") is None and page.locator(f"{NOTICE} img").count() == 0
     page.screenshot(path=SCREENSHOTS / "command-selftest.png")
     (server.cache / "machine.json").unlink()
@@ -183,10 +183,10 @@ def test_a_real_model_without_a_tpu_is_cancelled_and_its_miniature_runs(page: An
     page.wait_for_function(IS_DRAWN)
     before = len(server.get("/history"))
     page.evaluate("app.queuePrompt(0)")
-    says(page, "No TPU in this machine: FLUX.2 klein 4B runs on its CPU, for hours, and is downloaded first.")
+    says(page, "This machine has no TPU: FLUX.2 klein 4B will be downloaded and then run on the CPU, for hours.")
     page.screenshot(path=SCREENSHOTS / "miniature-offered.png")
-    page.get_by_role("button", name="Cancel, and try the miniature").click()
-    says(page, "This workflow now runs on a built-in miniature, with the sizes that fit it.")
+    page.get_by_role("button", name="Cancel and try the tiny model").click()
+    says(page, "This workflow now uses a built-in tiny model and matching sizes.")
     says(page, 'Its prompt is "a red circle and a green square on blue".')
     page.screenshot(path=SCREENSHOTS / "miniature-taken.png")
     until(lambda: not any(server.get("/queue").values()))
@@ -205,7 +205,7 @@ def test_a_real_model_without_a_tpu_is_cancelled_and_its_miniature_runs(page: An
     assert last["status"]["status_str"] == "success", last["status"]
     page.evaluate("app.graph.clear()")
     page.keyboard.press("Alt+Shift+Y")
-    says(page, "There is no model in this workflow that a miniature could stand for.")
+    says(page, "This workflow has no model that a tiny model can replace.")
 
 
 def test_nodes_in_a_subgraph_are_tried_compiled_and_planned_like_others(page: Any):
@@ -213,7 +213,7 @@ def test_nodes_in_a_subgraph_are_tried_compiled_and_planned_like_others(page: An
     page.wait_for_function(IS_DRAWN)
     subgraph = page.evaluate(INTO_SUBGRAPH)
     page.keyboard.press("Alt+Shift+Y")
-    says(page, "This workflow now runs on a built-in miniature, with the sizes that fit it.")
+    says(page, "This workflow now uses a built-in tiny model and matching sizes.")
     page.screenshot(path=SCREENSHOTS / "miniature-subgraph.png")
     queued = page.evaluate("async () => (await app.graphToPrompt()).output")
     inside = {

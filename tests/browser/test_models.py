@@ -172,7 +172,7 @@ def test_the_list_begins_with_what_runs_without_a_tpu(server: Server, page: Any)
         """() => app.graph.nodes.find((one) => one.type === "TPUModelLoader")
             .widgets.find((one) => one.name === "model_id").options.getOptionLabel("tiny/wan21")"""
     )
-    assert label == "tiny/wan21 (built-in miniature)"
+    assert label == "tiny/wan21 (built-in tiny model)"
 
 
 BUTTONS = {"Wan 2.1 TPU Sampler", "TPU Model Loader"}
@@ -220,9 +220,9 @@ def test_prompt_boxes_are_labelled_and_the_makers_negative_prompt_is_said_to_be_
     load(page)
     labels = f"""() => app.graph.nodes.find((one) => one.type === "{ENCODER}").widgets
         .filter((one) => one.name.endsWith("prompt")).map((one) => one.label ?? one.name)"""
-    assert page.evaluate(labels) == ["prompt", "negative_prompt: the makers' own"]
+    assert page.evaluate(labels) == ["prompt", "negative_prompt: the authors' default"]
     if is_vue:
-        page.get_by_text("negative_prompt: the makers' own").first.wait_for()
+        page.get_by_text("negative_prompt: the authors' default").first.wait_for()
     page.evaluate(
         f"""() => {{
             const node = app.graph.nodes.find((one) => one.type === "{ENCODER}");

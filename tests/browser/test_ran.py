@@ -93,7 +93,7 @@ def test_a_file_says_what_ran_for_it_when_it_is_dropped(page: Any, server: Serve
     for path in files:
         open_example(page)
         drop(page, path)
-        says(page, "What ran for this file:")
+        says(page, "How this file was made:")
         said = page.locator(f"{NOTICE} li").all_inner_texts()
         assert [line.split(":")[0] for line in said] == ["Text encoder", "Denoiser", "VAE decoder"]
         assert said[1].startswith(LINE) and re.fullmatch(r"[\d.]+ s", said[1].removeprefix(LINE))
@@ -107,7 +107,7 @@ def test_a_file_says_what_ran_for_it_when_it_is_dropped(page: Any, server: Serve
     # Asked for once more, and gone with another workflow.
     page.evaluate(f"document.querySelector('{NOTICE}').remove()")
     page.evaluate("app.extensionManager.command.execute('comfyui-tpu.ran')")
-    says(page, "What ran for this file:")
+    says(page, "How this file was made:")
     open_example(page)
     page.evaluate("app.extensionManager.command.execute('comfyui-tpu.ran')")
     says(page, "Drop a picture or video that a TPU made on the page")

@@ -34,11 +34,11 @@ def test_a_screen_reader_finds_names_and_values(tab: Tab):
     progress = tab.section("Running").locator("[role=progressbar]")
     values = [progress.get_attribute(name) for name in ("aria-valuenow", "aria-valuetext")]
     assert values == ["33", "Step 13 of 40"]
-    behind = tab.section("Running").get_by_role("list", name="Compiling behind it").get_by_role("listitem")
+    behind = tab.section("Running").get_by_role("list", name="Compiling in the background").get_by_role("listitem")
     texts = [text.split("\n")[0] for text in behind.all_inner_texts()]
     queue = tab.section("Running").get_by_text("Queue: 3 prompts").inner_text()
-    assert re.fullmatch(r"Queue: 3 prompts · through at about \d+:\d\d.*", queue)
-    assert texts == ["Compiling behind: the vae decoder", "Will compile: <b>"]
+    assert re.fullmatch(r"Queue: 3 prompts · done at about \d+:\d\d.*", queue)
+    assert texts == ["Compiling in the background: the vae decoder", "Will compile: <b>"]
     assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
 
 

@@ -247,7 +247,7 @@ def test_a_picture_that_was_encoded_elsewhere_is_asked_for(asked: Asked, tmp_pat
     path.write_text(json.dumps(workflow))
     assert cli.main(["warmup", str(path)]) == 2
     assert capsys.readouterr().err.endswith(
-        "comfyui-tpu: Wan22I2VTPUSampler (node 4): what is linked to condition does not say its height before it runs. "
+        "comfyui-tpu: Wan22I2VTPUSampler (node 4): the node linked to condition has no height before it runs. "
         "Name model and size yourself: `comfyui-tpu warmup --model NAME --height ... --width ... --num-frames ...`.\n"
     )
 

@@ -246,7 +246,7 @@ def check_refused(name: str, refused: Mapping[str, str]) -> None:
     """Where core takes another layer, ours does so of T5, and says so of others. Of FLUX.2 core takes no other."""
     for change, what in refused.items():
         print(f"{change}: {what}")
-    always = {"LoraLoaderBypass": "modules beside its own", "TextGenerate": "to write text"}
+    always = {"LoraLoaderBypass": "modules in addition to its own", "TextGenerate": "to write text"}
     layers = {f"CLIPSetLastLayer {number}": "CLIPSetLastLayer asks for" for number in (-1, -2, -3, -24)}
     own = {"z-image": ("-2",), "qwen-image": ("-24",), "hunyuanvideo 1.5": ("-3", "-24")}.get(name)
     if own is not None:
@@ -304,7 +304,7 @@ def test_nodes_that_patch_a_model_work_as_on_cores_or_are_refused_before_the_fir
         "ControlNet", "LoraLoaderBypass", "ModelAttentionBackend",
     }  # fmt: skip
     assert found["LoraLoaderBypass"] == (
-        "This MODEL runs compiled on the TPU, and a LoRA beside the weights cannot work there (LoraLoaderBypass, "
+        "This MODEL runs compiled on the TPU, and a LoRA outside the weights cannot work there (LoraLoaderBypass, "
         "LoraLoaderBypassModelOnly). Use LoraLoaderModelOnly with the same file and strength: it is merged into the "
         "weights."
     )

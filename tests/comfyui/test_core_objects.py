@@ -157,11 +157,11 @@ def patched(node: str, inputs: Mapping[str, Any], output: int = 0) -> dict[str, 
 
 # Nodes of core that change what is inside the network, with what is said.
 REFUSED = {
-    "NAGuidance": ({"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}, "changes attention or blocks inside"),
+    "NAGuidance": ({"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}, "a patch of attention or blocks"),
     "SkipLayerGuidanceDiT": (
         {"double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0,
          "rescaling_scale": 0.0},
-        "takes the place of attention or a block",
+        "a replacement of attention or a block",
     ),
     "ScaleROPE": (
         {"scale_x": 1.5, "shift_x": 0.0, "scale_y": 1.0, "shift_y": 0.0, "scale_t": 1.0, "shift_t": 0.0},

@@ -82,7 +82,7 @@ def test_a_lora_is_found_by_its_name_in_comfyuis_folders(
         folder.mkdir(parents=True)
         (folder / name).touch()
         assert lora.find(folders, lora_name=name).resolve() == (folder / name).resolve()
-    with pytest.raises(ValueError, match="there is no such file in .*loras or .*styles or .*more"):
+    with pytest.raises(ValueError, match="no such file exists in .*loras or .*styles or .*more"):
         lora.find(folders, lora_name="c.safetensors")
 
 

@@ -332,7 +332,7 @@ def test_an_error_of_the_user_is_one_sentence(arguments: list[str], message: str
 
 def test_a_missing_workflow_is_named(capsys: pytest.CaptureFixture):
     assert cli.main(["run", "nowhere.json"]) == 2
-    assert capsys.readouterr().err == "comfyui-tpu: there is no file nowhere.json.\n"
+    assert capsys.readouterr().err == "comfyui-tpu: the file nowhere.json does not exist.\n"
 
 
 def test_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

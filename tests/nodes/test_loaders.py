@@ -40,10 +40,10 @@ def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named(
         "(unknown.safetensors) on the CPU. It will not end in useful time. Open a template of which every loader can "
         "be swapped.",
         "UNETLoader (wan2.1_t2v_14B_fp16.safetensors) is now TPUUNETLoader.",
-        "CLIPLoader (t5.safetensors) stays: its type is none of wan, flux2, lumina2, qwen_image, cogvideox, "
+        "CLIPLoader (t5.safetensors) stays: its type is not one of wan, flux2, lumina2, qwen_image, cogvideox, "
         "hunyuan_video_15.",
         "CLIPLoader (umt5.safetensors) is now TPUCLIPLoader.",
-        "VAELoader (unknown.safetensors) stays: the file is no model that runs on the TPU, or is not in ComfyUI's "
+        "VAELoader (unknown.safetensors) stays: the file is not a model that runs on the TPU, or is not in ComfyUI's "
         "folders.",
     ]
     again, changes = with_tpu_loaders(found, [], back=True)
@@ -81,12 +81,12 @@ def test_a_strangers_file_is_not_looked_for_outside_comfyuis_folders(name: str, 
             continue
         api = {"1": {"class_type": kind, "inputs": {names[0]: name}}}
         found, (change,) = with_tpu_loaders(api, [str(tmp_path / "models")])
-        assert found == api and "the file is no model that runs on the TPU, or is not in" in change
+        assert found == api and "the file is not a model that runs on the TPU, or is not in" in change
 
 
 @pytest.mark.parametrize("document", [None, [], 3, "x"])
 def test_what_is_no_workflow_is_said(document: Any):
-    with pytest.raises(ValueError, match="This is no workflow"):
+    with pytest.raises(ValueError, match="This is not a workflow"):
         with_tpu_loaders(document, [])
 
 

@@ -86,8 +86,8 @@ def test_the_notice_says_what_was_changed():
     said = {pack: upgraded(make(), DECLARATIONS)[1][1:] for pack, make in separate_packs.ALL.items()}
     assert said == {
         "flux2": [
-            "Flux2TPUVAEDecoder (node 3): height 1024 is left out, what comes in has its own; width 1024 is left out, "
-            "what comes in has its own."
+            "Flux2TPUVAEDecoder (node 3): height 1024 is left out, the input has its own; width 1024 is left out, "
+            "the input has its own."
         ],
         "cogvideox": [
             "CogVideoXTPUSampler (node 2): 8 is left out, no input takes it; embeddings is prompt_embeds and "

@@ -1,11 +1,11 @@
-// The button in the action bar, with the memory that is taken. ComfyUI owns the element; we only set one attribute on it,
-// which our style sheet shows, so that its redraws and ours cannot get into each other's way.
+// The button in the action bar, with the memory in use. ComfyUI owns the element; we only set one attribute, which our style
+// sheet shows, so that its redraws and ours do not conflict.
 
 import { setAttribute } from "./dom.mjs";
 import { bytesOf, totals } from "./format.mjs";
 
 export const BADGE_CLASS = "comfyui-tpu-badge";
-// A number that nobody refreshes would mislead.
+// A stale number would mislead.
 const FORGET_MS = 20_000;
 
 let timer = null;

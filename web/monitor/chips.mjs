@@ -1,4 +1,4 @@
-// One bar per chip: rows while they fit a sidebar, a grid of small bars for a big slice.
+// One bar per chip: rows if they fit the sidebar, a grid of small bars for a large slice.
 
 import { amount, bytes, bytesOf, list, mean, most, percent, text, UNKNOWN } from "./format.mjs";
 import { say } from "./words.mjs";
@@ -8,7 +8,7 @@ import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 const MOST_ROWS = 16;
 
 const tiles = () => [
-  // All of one chip: the fullest is what a program must fit beside. All chips together are in the badge and the curve.
+  // Numbers of one chip: programs must fit on the fullest one. The badge and the curve show all chips together.
   [
     say`In use, a chip`,
     say`High-bandwidth memory in use on the fullest chip, of what it has.`,
@@ -19,7 +19,7 @@ const tiles = () => [
     say`The most memory that any one chip has used since the server started.`,
     (stats) => bytes(most(stats, "hbm_peak")),
   ],
-  // These two are not shown where no chip says them, as simulated ones do not.
+  // These two are hidden if no chip reports them, as with simulated chips.
   [
     say`Reserved, a chip`,
     say`The most that programs reserve on one chip, in addition to the memory in use.`,
@@ -63,7 +63,7 @@ function describe(chip, index) {
   return facts.join(", ");
 }
 
-/** A share of 0..1 as CSS has it; nothing for null. */
+/** Format a share of 0..1 for CSS; "" for null. */
 function percentage(share) {
   return `${(Math.min(1, share ?? 0) * 100).toFixed(1)}%`;
 }
@@ -91,7 +91,7 @@ export class Chips {
 
   show(stats) {
     const chips = list(stats.chips);
-    // The host's processor stands for chips then: it has none of these numbers.
+    // Without a TPU the host's processor, which has none of these numbers.
     this.element.hidden = chips.length === 0 || stats.platform === "cpu";
     this.#values.forEach((value, index) => {
       const found = value(stats);
@@ -128,7 +128,7 @@ export class Chips {
       setAttribute(element, "title", describe(now, now.position));
       const used = this.#share(now, now.hbm_used);
       bar.set(used, describe(now, now.position));
-      // Behind what is used, and longer: what begins elsewhere each time would be a shift of the layout.
+      // Drawn below the used memory, and longer: a moving start would count as a layout shift.
       reserved.style.width = percentage(used + this.#share(now, now.hbm_reserved));
       const mark = this.#share(now, now.hbm_peak);
       peak.hidden = mark === null;
@@ -149,7 +149,7 @@ export class Chips {
     return { element, update };
   }
 
-  /** Of what the chip has; null where it has no limit, as simulated ones, and a bar would be of a scale of its own. */
+  /** Return the share of the chip's limit; null without a limit, as with simulated chips. */
   #share(chip, value) {
     const [known, limit] = [amount(value), amount(chip.hbm_limit)];
     return known === null || !limit ? null : known / limit;

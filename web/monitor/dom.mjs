@@ -1,4 +1,4 @@
-// Elements. Text goes in as text only: nothing the server says is ever parsed as HTML.
+// Helpers for elements. Text is inserted as text: the server's messages are never parsed as HTML.
 
 /** An element with a class, attributes and children (elements or texts). */
 export function make(tag, className = "", attributes = {}, ...children) {

@@ -1,10 +1,10 @@
-// Numbers as people read them. What is no number becomes a dash: the server may not know, or may be an older one.
+// Formats numbers. Missing values become a dash: the server may not have them, or may be older.
 
 import { say } from "./words.mjs";
 
 export const UNKNOWN = "–";
 
-// Of memory in powers of 1024; of files, as downloads and disks are told, in powers of 1000.
+// Units of memory are powers of 1024; those of files, as for downloads and disks, powers of 1000.
 const MEMORY = { base: 1024, units: ["B", "KiB", "MiB", "GiB", "TiB"] };
 export const FILES = { base: 1000, units: ["B", "kB", "MB", "GB", "TB"] };
 
@@ -17,7 +17,7 @@ export function list(value) {
   return Array.isArray(value) ? value.filter((one) => one !== null && typeof one === "object") : [];
 }
 
-/** What the server says as text; nothing for what is none, such as an object, which may refuse to become one. */
+/** Return the server's value as text; "" for objects, which may refuse the conversion. */
 export function text(value) {
   return value === null || value === undefined || typeof value === "object" ? "" : String(value);
 }
@@ -53,7 +53,7 @@ export function bytesOf(used, limit, kind = MEMORY) {
   return say`${digits(share)} of ${whole}`;
 }
 
-/** Gigabytes a second, of so many bytes in so many seconds; null where one is not known. */
+/** Return the rate in GB/s; null if bytes or seconds are unknown. */
 export function rate(size, span) {
   const [all, time] = [amount(size), amount(span)];
   return all && time ? `${(all / 1e9 / time).toFixed(2)} GB/s` : null;
@@ -87,30 +87,30 @@ export function ago(moment) {
   return past < 129600 ? say`${Math.round(past / 3600)} h ago` : say`${Math.round(past / 86400)} days ago`;
 }
 
-/** A field of the chips that report it. */
+/** Return a field of the chips that report it. */
 function known(stats, field) {
   return list(stats.chips).map((chip) => amount(chip[field])).filter((value) => value !== null);
 }
 
-/** The sum of a field over the chips that report it; null where none does. */
+/** The sum of a field over the chips that report it; null if none does. */
 function sum(stats, field) {
   const values = known(stats, field);
   return values.length ? values.reduce((left, right) => left + right, 0) : null;
 }
 
-/** Memory of all chips together: used, reserved by programs, both, and the limit; null where no chip says. */
+/** Memory of all chips together: used, reserved by programs, both, and the limit; null if no chip reports them. */
 export function totals(stats) {
   const [used, reserved] = [sum(stats, "hbm_used"), sum(stats, "hbm_reserved")];
   return { used, reserved, taken: used === null ? null : used + (reserved ?? 0), limit: sum(stats, "hbm_limit") };
 }
 
-/** The mean of a field over the chips that report it; null where none does. */
+/** The mean of a field over the chips that report it; null if none does. */
 export function mean(stats, field) {
   const all = sum(stats, field);
   return all === null ? null : all / known(stats, field).length;
 }
 
-/** The most of a field that one chip reports; null where none does. */
+/** The most of a field that one chip reports; null if none does. */
 export function most(stats, field) {
   const values = known(stats, field);
   return values.length ? Math.max(...values) : null;

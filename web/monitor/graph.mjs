@@ -1,13 +1,13 @@
-// Which model a node of the page's graph runs, and what the server knows of it.
+// Finds the model that a node of the page's graph runs, and the server's entry for it.
 
 // A node that generates, by its class.
 export const RUNS = /TPU(Sampler|Pipeline)$/;
 export const BYPASSED = 4; // a node's mode
 const MODEL = "TPU_MODEL";
-// A chain of LoRAs is followed so far.
+// Longest chain of LoRAs that is followed.
 export const DEEPEST = 100;
 
-// By the ids that the server knows beforehand: name, title, family, download, unused.
+// The server's table of models by id: name, title, family, download, unused.
 let models = {};
 
 export async function fetchModels(api) {
@@ -19,20 +19,20 @@ export async function fetchModels(api) {
   }
 }
 
-/** What is known of a model's id; undefined for another. */
+/** Return the table's entry of a model id; undefined for an unknown one. */
 export const known = (id) => (Object.hasOwn(models, String(id)) ? models[id] : undefined);
 
 export const modelSocket = (node) => node.inputs?.findIndex((input) => input.type === MODEL) ?? -1;
-/** Whether a link comes into this input; a slot of -1 is no input. */
+/** Return whether this input is linked; a slot of -1 is not an input. */
 export const isLinked = (node, slot) => slot >= 0 && node.isInputConnected(slot);
 export const widgetOf = (node, name) => node?.widgets?.find((widget) => widget.name === name);
 
-/** The node that names the model of this one: a loader, or itself; undefined where the page cannot know it. */
+/** Return the node that names this one's model: a loader, or itself; undefined if that is unknown. */
 function sourceOf(node, depth = 0) {
   if (!node || depth > DEEPEST) return undefined;
   const socket = node.type === "Reroute" ? 0 : modelSocket(node);
   return isLinked(node, socket) ? sourceOf(node.getInputNode(socket), depth + 1) : node;
 }
 
-/** The id of the model that a node runs. */
+/** Return the id of the model that a node runs. */
 export const modelOf = (node) => widgetOf(sourceOf(node), "model_id")?.value;

@@ -1,4 +1,4 @@
-// The workflow of the page with built-in miniatures in the place of its models: the server knows what fits them.
+// Replaces the models of the page's workflow by built-in tiny models, with the changes that the server returns.
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
@@ -45,18 +45,18 @@ export async function useMiniatures() {
     const { output } = await app.graphToPrompt();
     const response = await api.fetchApi("/tpu/miniature", { method: "POST", body: JSON.stringify(output) });
     found = await response.json();
-    if (!response.ok) return notify([say`The workflow is as it was: ${understood(text(found.error))}`]);
+    if (!response.ok) return notify([say`The workflow was not changed: ${understood(text(found.error))}`]);
   } catch (error) {
-    return notify([say`The workflow is as it was: the server is not reachable (${error}).`]);
+    return notify([say`The workflow was not changed: the server is not reachable (${error}).`]);
   }
   const all = Object.values(found.values);
-  if (!all.length) return notify([say`There is no model in this workflow that a miniature could stand for.`]);
+  if (!all.length) return notify([say`This workflow has no model that a tiny model can replace.`]);
   apply(found);
   const prompts = new Set(all.map(({ prompt }) => prompt).filter(Boolean));
   return notify([
-    say`This workflow now runs on a built-in miniature, with the sizes that fit it.`,
+    say`This workflow now uses a built-in tiny model and matching sizes.`,
     ...[...prompts].map((prompt) => say`Its prompt is "${prompt}".`),
-    ...(found.without.length ? [say`LoRAs are bypassed: they are made for the model's real sizes.`] : []),
+    ...(found.without.length ? [say`LoRAs are bypassed: they only fit the real model's sizes.`] : []),
     say`Open the template again for the real model, or undo.`,
   ]);
 }

@@ -1,4 +1,4 @@
-// One notice over the graph, of what a command or an opened workflow has to say.
+// The notice over the graph, with the message of a command or an opened workflow.
 
 import { make } from "./dom.mjs";
 import { say } from "./words.mjs";
@@ -27,11 +27,11 @@ export function forget() {
   document.getElementById(NOTICE)?.remove();
 }
 
-// The page's own Tab key comes to it last of all.
+// The page's Tab order reaches it last.
 const closes = ({ key }) => key === "Escape" && !document.querySelector("[role=dialog]") && forget();
 document.addEventListener("keydown", closes, { capture: true });
 
-/** Shows a headline and lines in place of the notice before; `actions` are what its buttons do, by their texts. */
+/** Show a headline and lines instead of the previous notice. `actions`: functions of its buttons, by text. */
 export function notify([headline, ...lines], actions = {}) {
   forget();
   const list = make("ul", "", {}, ...lines.map((line) => make("li", "", {}, line)));

@@ -1,4 +1,4 @@
-// The panel: builds its elements once, then shows one answer of the server after another.
+// The panel: creates its elements once, then updates them with each answer of the server.
 
 import {
   ago, amount, bytes, bytesOf, FILES, list, mean, percent, rate, seconds, text, totals, UNKNOWN,
@@ -19,24 +19,24 @@ const COUNTS = [
   ["encode", (count) => (count === 1 ? say`${count} prompt` : say`${count} prompts`)],
   ["compile", (count) => (count === 1 ? say`${count} compilation` : say`${count} compilations`)],
 ];
-// A curve whose numbers stay moves on so often, and the host's load is told: what an idle tab costs is mostly that.
+// Interval for redrawing an unchanged curve and the host's load, the main cost of an idle tab.
 const STILL_MS = 10_000;
 const tick = () => Math.floor(Date.now() / STILL_MS);
-// How long the answer to a button stays.
+// Time for which a button's answer is shown.
 const SAID_MS = 10_000;
-// A year: what has no end that a clock could show.
+// A year; longer durations are not shown as a time of day.
 const LONGEST_QUEUE_S = 31_536_000;
-// The unit of bytes that are loaded or downloaded.
+// Unit of loads and downloads.
 const MIB = "MiB";
-// That of a compilation of which it is known how long such a one takes.
+// Unit of a compilation with a known duration.
 const SECOND = "second";
 
 const heard = (said) => understood(text(said));
 const own = (table, key) => (Object.hasOwn(table, text(key)) ? table[key]() : text(key));
-/** A Hub id without its organisation, the last part of a folder. */
+/** Return a Hub id without its organisation, or the last part of a folder. */
 const shortName = (model) => text(model).replace(/\/+$/, "").split("/").pop();
 
-/** `free(ids)` asks the server to free residents, or everything when `ids` is undefined; it returns a sentence. */
+/** `free(ids)` asks the server to free residents, or everything if `ids` is undefined, and returns a sentence. */
 export class Panel {
   #history = new History();
   #parts;
@@ -55,7 +55,7 @@ export class Panel {
     const [running, chips, residents] = [new Running(), new Chips(), new Residents(free)];
     this.#parts = [running, chips, this.#curve, residents, new LastRun(), new Host(), new Caches()];
     const [first, ...others] = this.#parts.map((part) => part.element);
-    // What this machine does without, and what is not known, before the numbers.
+    // Limitations of this machine, and unknown facts, before the numbers.
     this.#content.append(first, this.#notes, ...others);
     const title = make("h2", "tpu-title", {}, "TPU");
     this.element = make("div", "comfyui-tpu-panel", { role: "region", "aria-label": say`TPU monitor`, tabindex: "-1" });
@@ -76,7 +76,7 @@ export class Panel {
     this.#noteRows.show((Array.isArray(stats.notes) ? stats.notes : []).map(heard));
   }
 
-  /** What a part shows is mostly as it was a second ago: then none of its elements is touched. */
+  /** Update a section only if its content has changed; most do not change from second to second. */
   #showIfNew(part, stats) {
     const given = JSON.stringify(part.sees(stats) ?? null);
     if (this.#shown.get(part) === given) return;
@@ -90,7 +90,7 @@ export class Panel {
     setText(this.#alert, sentence);
   }
 
-  /** Draws the curve anew: its colours come from the theme, its size from the sidebar. */
+  /** Redraw the curve with the theme's colours and the sidebar's size. */
   redraw() {
     this.#curve.redraw();
   }
@@ -101,7 +101,7 @@ function behindRow() {
   const update = (program) => {
     const begun = amount(program.elapsed_s);
     const which = heard(program.title);
-    setText(title, begun === null ? say`Will compile: ${which}` : say`Compiling behind: ${which}`);
+    setText(title, begun === null ? say`Will compile: ${which}` : say`Compiling in the background: ${which}`);
     setText(time, begun === null ? "" : seconds(begun));
   };
   return { element: make("li", "tpu-between", {}, title, time), update };
@@ -112,7 +112,7 @@ function noteRow() {
   return { element, update: (note) => setText(element, note) };
 }
 
-/** What of a stage is done: bytes of weights and downloads, else so many of its units. */
+/** Return a stage's progress: bytes of weights and downloads, else its units. */
 function countOf(unit, done, total) {
   if (unit === MIB) return bytesOf(done * 2 ** 20, total * 2 ** 20, FILES);
   if (unit === "step") return say`Step ${done} of ${total}`;
@@ -121,7 +121,7 @@ function countOf(unit, done, total) {
   return say`Part ${done} of ${total}`;
 }
 
-/** How many prompts are in the queue, and when it will be through; nothing for an empty one. */
+/** Return the number of queued prompts, and the estimated end; "" for an empty queue. */
 function queueOf(queue) {
   const known = queue !== null && typeof queue === "object" ? queue : {};
   const [prompts, left, unknown] = [amount(known.prompts), amount(known.seconds), amount(known.unknown) ?? 0];
@@ -130,7 +130,7 @@ function queueOf(queue) {
   if (unknown) facts.push(say`${unknown} of a kind that has not run yet`);
   if (left !== null && left < LONGEST_QUEUE_S && unknown < prompts) {
     const clock = new Date(Date.now() + 1000 * left).toLocaleTimeString([], { timeStyle: "short" });
-    facts.push(unknown ? say`the others take about ${seconds(left)}` : say`through at about ${clock}`);
+    facts.push(unknown ? say`the others take about ${seconds(left)}` : say`done at about ${clock}`);
   }
   return facts.join(" · ");
 }
@@ -144,13 +144,13 @@ class Running {
   #busy = make("div", "tpu-stack tpu-away");
   #idle = make("p", "tpu-dim", {}, say`Nothing is running.`);
   #queue = make("p", "tpu-dim");
-  #behind = make("ul", "tpu-list", { "aria-label": say`Compiling behind it` });
+  #behind = make("ul", "tpu-list", { "aria-label": say`Compiling in the background` });
   #rows = new Rows(this.#behind, (_, index) => index, () => behindRow());
 
   constructor() {
     const head = make("div", "tpu-between", {}, this.#stage, this.#elapsed);
     this.#busy.append(head, this.#model, this.#bar.element, this.#pace);
-    // One over the other, and both there: nothing below moves as a prompt begins or ends.
+    // Stacked, both always present, so that nothing below moves when a prompt starts or ends.
     const now = make("div", "tpu-now", {}, this.#idle, this.#busy);
     this.element = section(say`Running`, now, this.#queue, this.#behind);
   }
@@ -209,7 +209,7 @@ class Curve {
     const { taken, limit } = totals(stats);
     const core = mean(stats, "tensorcore_utilization");
     const busy = core ?? mean(stats, "duty_cycle");
-    // Chips that nobody has started yet say nothing, and without a TPU there are none.
+    // Idle chips report nothing, and without a TPU there are no chips.
     this.element.hidden = (taken === null && busy === null) || stats.platform === "cpu";
     setText(this.#memory, say`Memory ${limit ? percent((100 * (taken ?? 0)) / limit) : bytes(taken)}`);
     const measure = core === null ? say`Duty cycle` : "TensorCore";
@@ -229,7 +229,7 @@ class Residents {
   #said = make("p", "tpu-dim", { role: "status" });
   #all = make(
     "button", "tpu-button",
-    { type: "button", title: say`Frees all weights and programs, once the running prompt has ended` }, say`Free all`,
+    { type: "button", title: say`Free all weights and programs when the current prompt finishes` }, say`Free all`,
   );
   #rows;
 
@@ -241,7 +241,7 @@ class Residents {
     this.element = section(say`Loaded`, this.#empty, this.#list, make("div", "tpu-between", {}, this.#said, this.#all));
   }
 
-  // How long ago one was used is said anew so often.
+  // Interval for updating the times of last use.
   sees = ({ resident }) => [resident, list(resident).length && tick()];
 
   show(stats) {
@@ -251,7 +251,7 @@ class Residents {
     this.#list.hidden = residents.length === 0;
     this.#all.hidden = residents.length === 0;
     this.#rows.show(residents);
-    // The button that had the focus went with its row: the keyboard's next step starts here, not at the page's top.
+    // The focused button was removed with its row: continue keyboard navigation here, not at the top of the page.
     if (hadFocus && !this.#list.contains(document.activeElement)) this.#list.focus();
     if (!residents.length) setText(this.#said, "");
   }
@@ -278,7 +278,7 @@ class Residents {
   async #ask(button, ids) {
     if (button.ariaDisabled === "true") return;
     button.ariaDisabled = "true"; // a disabled button would lose the keyboard's focus
-    setText(this.#said, ids ? say`Freeing; a running stage ends first.` : say`Freeing.`);
+    setText(this.#said, ids ? say`Memory will be freed when the running stage finishes.` : say`Freeing.`);
     try {
       const sentence = await this.free(ids);
       setText(this.#said, sentence);
@@ -365,7 +365,7 @@ class Host {
     this.element = section(say`Host`, ...rows, this.#process);
   }
 
-  // It is never still, and nobody waits for it.
+  // It changes constantly, and is not urgent.
   sees = () => tick();
 
   show({ host }) {

@@ -1,11 +1,11 @@
-// Asks the server for its numbers, only while somebody can see them.
+// Polls the server's statistics, only while they are visible.
 
 const TIMEOUT_MS = 5000;
 const SLOWEST_RETRY_MS = 5000;
 
 /**
- * `fetchStats(signal)` gives the parsed answer or throws; `onStats` and `onError` show it. `intervalMs()` is read
- * before each wait, so that a changed setting counts at once. Nothing is sent until `setVisible(true)`.
+ * `fetchStats(signal)` returns the parsed answer or throws; `onStats` and `onError` show it. `intervalMs()` is read
+ * before each wait, so that a changed setting applies at once. Nothing is sent until `setVisible(true)`.
  */
 export class Poller {
   #fetchStats;
@@ -69,7 +69,7 @@ export class Poller {
   }
 }
 
-/** Calls `onChange(visible)` as `element` comes into sight or leaves it, by scrolling, closing or switching windows. */
+/** Call `onChange(visible)` when `element` becomes visible or hidden, by scrolling, closing or switching windows. */
 export function watchVisibility(element, onChange) {
   let isIntersecting = false;
   const report = () => onChange(isIntersecting && document.visibilityState === "visible");

@@ -1,4 +1,4 @@
-// The stages of a generation, as the page calls them.
+// The page's names of a generation's stages.
 
 import { text } from "./format.mjs";
 import { say } from "./words.mjs";
@@ -10,5 +10,5 @@ const STAGES = {
 
 export const isStage = (name) => Object.hasOwn(STAGES, text(name));
 
-/** A stage's name; another's as it is. */
+/** Return a stage's name; unknown ones are unchanged. */
 export const stageOf = (name) => (isStage(name) ? STAGES[name]() : text(name));

@@ -1,11 +1,11 @@
-// The page's words in the language of ComfyUI's settings; in the code stands the English.
+// Translates the page's texts into the language of ComfyUI's settings; the code has the English texts.
 
-// Languages with a file beside this one: what stands for each English text, with {} for what is filled in. In `server` are
-// those of the sentences that come from there.
+// Languages with a file next to this one: translations by English text, with {} for inserted values. `server` has those of
+// the server's sentences.
 const KNOWN = new Set(["zh"]);
-// A longer text, or a longer sentence, quotes somebody: to look for patterns in it could take long.
+// Longer texts and sentences contain quotations; matching patterns in them could be slow.
 const [LONGEST_TEXT, LONGEST] = [8000, 1000];
-// Patterns that are looked for in all: a prompt of many commas is many parts, each again of such.
+// Limit of matched patterns per text: a prompt with many commas has many parts, which are split again.
 const MOST_TRIES = 30_000;
 const BREAK = /(?<=[.!?]) (?=[A-Z"`])/;
 let words = {};
@@ -16,7 +16,7 @@ async function fetched(name) {
   return answer.ok ? await answer.json() : {};
 }
 
-/** From now on `say` speaks `language`, where there are words of it. */
+/** Set the language of `say`; English if there are no translations. */
 export async function speak(language) {
   [words, sentences] = [{}, []];
   if (!KNOWN.has(language)) return;
@@ -26,8 +26,8 @@ export async function speak(language) {
   } catch (error) {
     console.warn("comfyui-tpu: the words could not be fetched", error); // English will do
   }
-  // What is said as it is, then what several have between them and one word before a colon, else what has most words; a number
-  // with its unit last, behind what has signs alone.
+  // Order of patterns: literal texts, separators and a word before a colon, then by number of words; patterns of signs alone,
+  // and last a number with its unit.
   sentences.sort((one, other) => rank(other) - rank(one));
 }
 
@@ -42,15 +42,15 @@ function filled(template, values) {
   return template.replace(/\{\}/g, () => String(values[next++]));
 }
 
-/** A template literal in that language: say`peak ${size} a chip`. */
+/** Translate a template literal: say`peak ${size} a chip`. */
 export function say(texts, ...values) {
   const english = texts.join("{}");
   return filled(Object.hasOwn(words, english) ? words[english] : english, values);
 }
 
 /**
- * What is filled in before a unit is a number; before a comma it may have commas itself. Each hole ends where what is behind
- * it first stands, and that is never tried elsewhere: with many holes it would take a power of the text's length.
+ * A value before a unit is a number; before a comma it may contain commas. Each hole ends at the first occurrence of the text
+ * after it, without backtracking, which would take exponential time with many holes.
  */
 function sentence(english, translated) {
   const [first, ...parts] = english.split("{}").map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
@@ -76,14 +76,14 @@ function sentence(english, translated) {
   };
 }
 
-/** What the server said, in that language as far as there are words of it: of a sentence, of what is filled in, of each part. */
+/** Translate a server message as far as possible: its sentences, inserted values and parts. */
 export function understood(said) {
   if (!sentences.length || said.length > LONGEST_TEXT) return said;
   const left = { tries: MOST_TRIES };
   return said.split("\n").map((line) => part(line, left)).join("\n");
 }
 
-/** What is quoted stays in one piece. */
+/** Split a text without splitting quotations. */
 function sentencesOf(said) {
   const found = [];
   for (const piece of said.split(BREAK)) {
@@ -107,13 +107,13 @@ function part(said, left) {
   return whole;
 }
 
-/** Chinese has no spaces between its signs. */
+/** Remove spaces between Chinese characters. */
 function tight(before, after) {
   const isChinese = /\p{Script=Han} ?$/u.test(before) && /^ ?\p{Script=Han}/u.test(after);
   return isChinese ? before.trimEnd() + after.trimStart() : before + after;
 }
 
-/** One sentence. What only stands between others counts where one of these is understood, or all are numbers. */
+/** Translate one sentence. A separator counts only if one of its neighbours is translated, or all are numbers. */
 function one(said, plain, left) {
   if (plain.length > LONGEST) return said;
   const isWhole = /[.!?]$/.test(plain);

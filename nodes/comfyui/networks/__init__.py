@@ -1,3 +1,3 @@
-"""What ComfyUI's samplers ask of its networks, in our terms: the rows of guidance, the inputs of each model, and what
-does not fit a network. May import `pipeline`.
+"""The calls of ComfyUI's samplers to its networks, in our terms: rows of guidance, inputs of each model, and checks.
+May import `pipeline`.
 """

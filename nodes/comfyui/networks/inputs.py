@@ -1,8 +1,8 @@
-"""What core passes to its networks, by its models, in our terms; and what does not fit a network, in sentences."""
+"""Converts the arguments that core passes to its networks into our terms, by model; refuses unsupported ones."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,60 +13,66 @@ from ....tpu_runtime.pipeline import ModelRef, ModelSpec
 from . import rows as batch
 from .rows import LENGTHS
 
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+
 CPU = torch.device("cpu")
+# The keywords of a call to core's network; `options` are its `transformer_options`.
 Given = dict[str, Any]
-# How Qwen-Image Edit from 2511 on takes its images; FLUX.2 has no such network.
+# The reference method of Qwen-Image Edit from 2511 on; FLUX.2 does not have it.
 _OF_2511 = "index_timestep_zero"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What core asks a network for, in our terms: a sample, `model_spec.Forward`'s inputs, a timestep."""
+    """A call to a network in our terms."""
 
-    sample: torch.Tensor
-    timestep: float
-    inputs: Mapping[str, np.ndarray]
+    sample: torch.Tensor  # [rows, channels, (frames,) height, width] of latents
+    timestep: float  # in 0..1000
+    inputs: Mapping[str, np.ndarray]  # of `model_spec.Forward`, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreNetwork:
-    """A denoiser that core asks: its model, and its config."""
+    """A denoiser that core calls."""
 
     spec: ModelSpec
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # of the checkpoint
 
     @classmethod
     def of(cls, chosen: ModelRef, expert: int) -> "CoreNetwork":
-        """That of a model, by its number."""
+        """Return a model's denoiser, by its number `expert`."""
         config = chosen.resolve(pipeline.Silent()).configs[chosen.spec.denoiser.experts[expert]]
         return cls(spec=chosen.spec, config=config)
 
 
-def check_known(base: Any) -> None:
+def check_known(base: "BaseModel") -> None:
+    """Raise ValueError if core detects a model that does not run with its samplers."""
     name = type(base).__name__
     if name not in ("WAN21", "WAN22", "Flux2", "Lumina2", "QwenImage", "HunyuanVideo15", "CogVideoX"):
         raise ValueError(
-            f"This file is a {name} to ComfyUI, which does not run on the TPU behind ComfyUI's samplers. Use this "
+            f"This file is a {name} to ComfyUI, which does not run on the TPU with ComfyUI's samplers. Use this "
             "pack's own nodes for it, or ComfyUI's loader."
         )
 
 
 def asked(network: CoreNetwork, given: Given) -> list[tuple[list[int], Asked]]:
-    """What the network is asked for, with the numbers of the rows that each answers: rows of one timestep at a time."""
+    """Split a call of core into calls of one timestep each, with the numbers of the rows that each answers."""
     times = given["timesteps" if "timesteps" in given else "timestep"]
     number = len(times)
-    alike: dict[tuple[float, ...], list[int]] = {}
-    for row, own in enumerate(times.reshape(number, -1).tolist()):
-        alike.setdefault(tuple(own), []).append(row)
-    if len(alike) == 1:
-        return [(list(range(number)), _one_asked(network, dict(given)))]
+    by_time: dict[tuple[float, ...], list[int]] = {}
+    for row, values in enumerate(times.reshape(number, -1).tolist()):
+        by_time.setdefault(tuple(values), []).append(row)
+    if len(by_time) == 1:
+        return [(list(range(number)), _convert(network, dict(given)))]
     return [
-        (rows, _one_asked(network, {name: _rows(x, rows, number) for name, x in given.items()}))
-        for rows in alike.values()
+        (rows, _convert(network, {name: _rows(x, rows, number) for name, x in given.items()}))
+        for rows in by_time.values()
     ]
 
 
-def _one_asked(network: CoreNetwork, given: Given) -> Asked:
+def _convert(network: CoreNetwork, given: Given) -> Asked:
+    """Convert a call of one timestep; two equal rows become one."""
     x = given["x"]
     if len(x) == 2 and torch.equal(x[0], x[1]):
         given["x"] = x[:1]
@@ -74,34 +80,34 @@ def _one_asked(network: CoreNetwork, given: Given) -> Asked:
 
 
 def _rows(value: Any, rows: Sequence[int], number: int) -> Any:
-    """These of so many rows, of all that has rows."""
+    """Select `rows` of `number` rows, of everything that has rows."""
     if isinstance(value, torch.Tensor):
         return value[list(rows)] if value.ndim and len(value) == number else value
     if isinstance(value, list):
-        return [_rows(one, rows, number) for one in value]
+        return [_rows(entry, rows, number) for entry in value]
     if isinstance(value, dict) and LENGTHS in value:
-        own = {name: [lengths[row] for row in rows] for name, lengths in value[LENGTHS].items()}
-        return {**value, LENGTHS: own}
+        selected = {name: [lengths[row] for row in rows] for name, lengths in value[LENGTHS].items()}
+        return {**value, LENGTHS: selected}
     return value
 
 
 def _wan(network: CoreNetwork, given: Given) -> Asked:
-    """`WAN21` and `WAN22`. What is beside the sample's channels is the condition of image to video."""
+    """Convert a call of `WAN21` or `WAN22`. Channels after the sample's are the condition of image to video."""
     x, timestep, context, pictures = (given.pop(name, None) for name in ("x", "timestep", "context", "clip_fea"))
-    # Core's network looks at a reference latent only where it has weights for it, which ours have not.
+    # Core's network uses a reference latent only if it has weights for it, which ours do not have.
     _refuse_rest(network, given, {"denoise_mask", "reference_latent"})
-    x = _padded(x, (1, 2, 2))
+    x = _pad(x, (1, 2, 2))
     channels = network.spec.geometry.channels
-    wanted = network.spec.pictures.condition_shapes(tuple(x[:, :channels].shape))
-    _check_channels(network, x, wanted.get("condition", (0, 0))[1])
+    conditions = network.spec.pictures.condition_shapes(tuple(x[:, :channels].shape))
+    _check_channels(network, x, conditions.get("condition", (0, 0))[1])
     inputs = {"text": _whole_text(network, context)}
-    if "condition" in wanted:
+    if "condition" in conditions:
         inputs["condition"] = _array(x[:, channels:])
-    if "image_embeds" in wanted and pictures is not None:
+    if "image_embeds" in conditions and pictures is not None:
         inputs["image_embeds"] = _array(pictures)
     timestep = timestep.reshape(len(timestep), -1)
-    if "is_given" in wanted:
-        # Core says a timestep for each frame; that of a first frame that is given is 0.
+    if "is_given" in conditions:
+        # Core passes one timestep per frame; a given first frame has timestep 0.
         is_given = timestep.shape[1] > 1 and bool((timestep[:, 0] == 0).all())
         inputs["is_given"] = np.full(1, is_given, np.float32)
         timestep = timestep[:, is_given:]
@@ -109,7 +115,7 @@ def _wan(network: CoreNetwork, given: Given) -> Asked:
 
 
 def _flux2(network: CoreNetwork, given: Given) -> Asked:
-    """`Flux2`, whose timestep is in 0..1; latents of references are as many arrays."""
+    """Convert a call of `Flux2`, whose timestep is in 0..1. Each reference's latents are one input."""
     x, timestep, context, guidance, references, method = (
         given.pop(name, None) for name in ("x", "timestep", "context", "guidance", "ref_latents", "ref_latents_method")
     )
@@ -139,40 +145,40 @@ def _check_method(network: CoreNetwork, method: str | None, own: str) -> None:
 
 
 def _z_image(network: CoreNetwork, given: Given) -> Asked:
-    """`Lumina2`, whose timestep is in 0..1. Texts are as long as they are; ours are padded, and have lengths."""
+    """Convert a call of `Lumina2`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded."""
     x, timestep, context = (given.pop(name, None) for name in ("x", "timesteps", "context"))
-    # Of these core's network takes none, or has no weights for it.
+    # Core's network ignores these, or has no weights for them.
     _refuse_rest(network, given, {"num_tokens", "attention_mask", "clip_text_pooled"})
     _check_channels(network, x)
-    inputs = _padded_text(network, 0, context, _lengths(network, given, context, None))
-    return Asked(sample=_padded(x, (2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
+    inputs = _pad_text(network, 0, context, _lengths(network, given, context, None))
+    return Asked(sample=_pad(x, (2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
 def _qwen_image(network: CoreNetwork, given: Given) -> Asked:
-    """`QwenImage`, whose timestep is in 0..1. Texts are as long as they are; ours are padded, and have lengths."""
+    """Convert a call of `QwenImage`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded."""
     x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
     references, method = (given.pop(name, None) for name in ("ref_latents", "ref_latents_method"))
     _refuse_rest(network, given, set())
     _check_channels(network, x)
     if references:
         _check_method(network, method, _OF_2511 if network.config.get("zero_cond_t") else "index")
-    inputs = _padded_text(network, 0, context, _lengths(network, given, context, mask))
-    inputs |= {f"reference_{n}": _array(_padded(each, (1, 2, 2))) for n, each in enumerate(references or ())}
-    return Asked(sample=_padded(x, (1, 2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
+    inputs = _pad_text(network, 0, context, _lengths(network, given, context, mask))
+    inputs |= {f"reference_{n}": _array(_pad(latents, (1, 2, 2))) for n, latents in enumerate(references or ())}
+    return Asked(sample=_pad(x, (1, 2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
 def _hunyuan15(network: CoreNetwork, given: Given) -> Asked:
-    """`HunyuanVideo15`, whose texts are as long as they are; ours are padded, and have lengths."""
+    """Convert a call of `HunyuanVideo15`, whose texts have their own lengths; ours are padded."""
     x, timestep, context, glyphs, pictures, mask = (
         given.pop(name, None) for name in ("x", "timestep", "context", "txt_byt5", "clip_fea", "attention_mask")
     )
     _refuse_rest(network, given, {"y", "guidance", "disable_time_r"})
     channels = network.spec.geometry.channels
     _check_channels(network, x, channels + 1)
-    told = given["options"].get(LENGTHS, {}).get("txt_byt5")
+    glyph_lengths = given["options"].get(LENGTHS, {}).get("txt_byt5")
     inputs = {
-        **_padded_text(network, 0, context, _lengths(network, given, context, mask)),
-        **_padded_text(network, 1, glyphs, told or [0 if glyphs is None else glyphs.shape[1]] * len(context)),
+        **_pad_text(network, 0, context, _lengths(network, given, context, mask)),
+        **_pad_text(network, 1, glyphs, glyph_lengths or [0 if glyphs is None else glyphs.shape[1]] * len(context)),
     }
     if x[:, channels:].any():
         inputs["condition"] = _array(x[:, channels:])
@@ -184,10 +190,10 @@ def _hunyuan15(network: CoreNetwork, given: Given) -> Asked:
 
 
 def _cogvideox(network: CoreNetwork, given: Given) -> Asked:
-    """`CogVideoX`. A picture's latent is the first frame of as many channels more."""
+    """Convert a call of `CogVideoX`. An image's latent is the first frame of further channels."""
     x, timestep, context, ofs = (given.pop(name, None) for name in ("x", "timestep", "context", "ofs"))
     _refuse_rest(network, given, set())
-    x = _padded(x, (2, 2, 2))
+    x = _pad(x, (2, 2, 2))
     channels = network.spec.geometry.channels
     takes_picture = "image" in network.spec.pictures.condition_shapes(tuple(x[:, :channels].shape))
     _check_channels(network, x, channels if takes_picture else 0)
@@ -195,8 +201,8 @@ def _cogvideox(network: CoreNetwork, given: Given) -> Asked:
     if takes_picture:
         if x[:, channels:, 1:].any() or (ofs is not None and not torch.all(ofs == 2.0)):
             raise ValueError(
-                f"{network.spec.title}: what is given is more than a first frame, or ofs is not 2; its network on the "
-                "TPU takes a first frame. Connect one picture."
+                f"{network.spec.title}: the conditioning has more than a first frame, or ofs is not 2; its network on "
+                "the TPU takes a first frame. Connect one picture."
             )
         inputs["image"] = _array(x[:, channels:, :1])
     return Asked(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
@@ -212,67 +218,73 @@ _FAMILIES: Mapping[str, Callable[[CoreNetwork, Given], Asked]] = {
     "CogVideoX": _cogvideox,
 }
 
-# Texts are as long as they are, and core joins no rows of different lengths.
+# Families whose texts have their own lengths; core does not join rows of different lengths, so they are padded.
 _PADDED = frozenset({"ZImage", "QwenImage", "HunyuanVideo15"})
 
 
 def texts(network: CoreNetwork) -> dict[str, int]:
-    """To how many tokens texts are padded, by core's names of them; nothing where they are not."""
+    """Return the number of tokens that texts are padded to, by core's names of them; nothing if they are not padded."""
     encoders = network.spec.text_encoders if network.spec.family in _PADDED else ()
     return dict(zip(("c_crossattn", "txt_byt5"), (text.max_length for text in encoders), strict=False))
 
 
 def expected(
     chosen: ModelRef, expert: int, shape: tuple[int, ...], rows: tuple[int, int], pictures: Collection[str]
-) -> Any:
-    """What a step of core's samplers will ask of a denoiser, as zeros: for a sample of this `shape`, without its batch,
-    for so many `rows` of it and of conditionings, and for what nodes give of `pictures`.
+) -> "pipeline.Prediction":
+    """Return the call that a step of core's samplers will make to a denoiser, with zeros as values.
+
+    chosen, expert: the model, and the number of its denoiser.
+    shape: of one sample, without the batch.
+    rows: of the sample, and of the conditionings.
+    pictures: images that nodes add, by the names of their inputs.
     """
     network = CoreNetwork.of(chosen, expert)
     spec, config = network.spec, network.config
     text = spec.text_encoders[0]
-    wanted = spec.conditions(config, (1, *shape))
-    given: Given = {
+    conditions = spec.conditions(config, (1, *shape))
+    arguments: Given = {
         "context": torch.zeros(rows[1], text.max_length, int(config[text.width_key])),
         "options": {"sample_sigmas": torch.tensor((1.0, 0.0)), "sigmas": torch.ones(1)},
     }
-    channels = shape[0] + sum(wanted.get(name, (0, 0))[1] for name in ("condition", "image"))
+    channels = shape[0] + sum(conditions.get(name, (0, 0))[1] for name in ("condition", "image"))
     if spec.family == "HunyuanVideo15":
         channels = 2 * shape[0] + 1
     x = torch.zeros(rows[0], channels, *shape[1:])
     if spec.family == "HunyuanVideo15" and "start_image" in pictures:
         x[:, shape[0] :] = 1.0
-    if "image_embeds" in wanted and "clip_vision_output" in pictures:
-        given["clip_fea"] = torch.zeros(rows[1], *wanted["image_embeds"][1:])
+    if "image_embeds" in conditions and "clip_vision_output" in pictures:
+        arguments["clip_fea"] = torch.zeros(rows[1], *conditions["image_embeds"][1:])
     if spec.family == "Flux2":
-        given["guidance"] = torch.ones(rows[1])
+        arguments["guidance"] = torch.ones(rows[1])
     time = "timesteps" if spec.family in ("ZImage", "QwenImage") else "timestep"
-    found = _FAMILIES[spec.family](network, {**given, "x": x, time: torch.ones(1)})
-    return pipeline.Prediction(sample=found.sample, timestep=found.timestep, inputs=found.inputs, expert=expert)
+    call = _FAMILIES[spec.family](network, {**arguments, "x": x, time: torch.ones(1)})
+    return pipeline.Prediction(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def _padded(x: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
-    """As core pads; what need not be padded it would copy."""
+def _pad(x: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+    """Pad `[rows, channels, ...]` to whole patches as core does, without a copy if nothing is to be padded."""
     is_whole = all(size % part == 0 for size, part in zip(x.shape[2:], patch, strict=True))
     return x if is_whole else pad_to_patch_size(x, patch)
 
 
 def _array(x: torch.Tensor) -> np.ndarray:
+    """Return a float32 array."""
     return x.detach().to(CPU, torch.float32).contiguous().numpy()
 
 
 def _whole_text(network: CoreNetwork, context: torch.Tensor) -> np.ndarray:
-    """A text whose every token counts."""
+    """Return a text whose tokens are all valid."""
     check_width(network, 0, "the prompt's states", context)
     return _array(context)
 
 
-def _padded_text(
+def _pad_text(
     network: CoreNetwork, encoder: int, context: torch.Tensor | None, lengths: Sequence[int]
 ) -> dict[str, np.ndarray]:
+    """Return an encoder's text `[rows, tokens, width]`, padded, and its lengths, by the network's input names."""
     text = network.spec.text_encoders[encoder]
     counted = {f"{text.name}_length": np.array(lengths, np.int32)}
     if context is not None:
@@ -286,30 +298,33 @@ def _padded_text(
 
 
 def _lengths(network: CoreNetwork, given: Given, context: torch.Tensor, mask: torch.Tensor | None) -> Sequence[int]:
-    told = given["options"].get(LENGTHS, {}).get("c_crossattn")
-    if told or mask is None:
-        return told or [context.shape[1]] * len(context)
-    found = batch.ends(mask)
-    if found is None:
+    """Return the number of valid tokens of each row; ValueError if the mask leaves out tokens before the end."""
+    lengths = given["options"].get(LENGTHS, {}).get("c_crossattn")
+    if lengths or mask is None:
+        return lengths or [context.shape[1]] * len(context)
+    lengths = batch.ends(mask)
+    if lengths is None:
         raise ValueError(
             f"{network.spec.title}: the prompt's attention_mask leaves out tokens before its end, which its network on "
             "the TPU does not. Encode the prompt with the model's text encoder."
         )
-    return found
+    return lengths
 
 
 def _next_timestep(network: CoreNetwork, options: Mapping[str, Any]) -> float | None:
-    """The timestep that a step goes to, which a mean flow is told; core finds it among the sampler's own, and tells
-    none where the sampler evaluates the network between them.
+    """Return the timestep at the end of a step, an input of mean flow networks.
+
+    Core looks it up in the sampler's sigmas; None if the network has no such input, or is evaluated between them.
     """
-    sigmas, own = options.get("sample_sigmas"), options.get("sigmas")
-    if not network.config.get("use_meanflow") or sigmas is None or own is None:
+    sigmas, current = options.get("sample_sigmas"), options.get("sigmas")
+    if not network.config.get("use_meanflow") or sigmas is None or current is None:
         return None
-    found = torch.where(own[0] == sigmas)[0].tolist()
-    return 1000.0 * float(sigmas[found[0] + 1]) if found and found[0] + 1 < len(sigmas) else None
+    steps = torch.where(current[0] == sigmas)[0].tolist()
+    return 1000.0 * float(sigmas[steps[0] + 1]) if steps and steps[0] + 1 < len(sigmas) else None
 
 
 def _one_timestep(network: CoreNetwork, values: torch.Tensor) -> float:
+    """Return the only timestep of a call; ValueError if frames have different ones."""
     first = values.flatten()[0]
     if not torch.all(values == first):
         shown = ", ".join(f"{value:.4g}" for value in values.flatten().unique().tolist()[:3])
@@ -320,13 +335,13 @@ def _one_timestep(network: CoreNetwork, values: torch.Tensor) -> float:
     return float(first)
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 _OTHER_VAE = "It comes from the VAE, or a node, of another model. Encode the picture with this model's VAE."
 
 
 def check_sample(network: CoreNetwork, shape: Sequence[int]) -> None:
-    """Raises ValueError for latents that a sampler is given and that the network does not take."""
+    """Raise ValueError for latents of a sampler whose shape the network does not support."""
     geometry, title = network.spec.geometry, network.spec.title
     names = ["rows", str(geometry.channels), *(["frames"] if geometry.stride_t else []), "height", "width"]
     if len(shape) != len(names) or shape[1] != geometry.channels:
@@ -343,9 +358,7 @@ def check_sample(network: CoreNetwork, shape: Sequence[int]) -> None:
 
 
 def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for what nodes put into a conditioning and the network does not take, before core fits it to
-    the sample, by cutting channels for one.
-    """
+    """Raise ValueError for entries of a conditioning that do not fit, before core cuts them to the sample's size."""
     spec, config, noise = network.spec, network.config, given.get("noise")
     if given.get("cross_attn") is not None:
         check_width(network, 0, "the prompt's states", given["cross_attn"])
@@ -355,10 +368,10 @@ def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
     if spec.family in ("Flux2", "QwenImage"):
         for number, latents in enumerate(given.get("reference_latents") or ()):
             _check_reference(network, f"reference_latents {number + 1}", latents)
-    seen = given.get("clip_vision_output")
+    vision = given.get("clip_vision_output")
     width = config.get("image_embed_dim" if spec.family == "HunyuanVideo15" else "image_dim")
-    if seen is not None and width:
-        states = seen.last_hidden_state if spec.family == "HunyuanVideo15" else seen.penultimate_hidden_states
+    if vision is not None and width:
+        states = vision.last_hidden_state if spec.family == "HunyuanVideo15" else vision.penultimate_hidden_states
         if states.shape[-1] != int(width):
             raise ValueError(
                 f"{spec.title}: clip_vision_output is {states.shape[-1]} wide, and its network takes {width}. It "
@@ -373,6 +386,10 @@ def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
 
 
 def check_width(network: CoreNetwork, encoder: int, what: str, states: torch.Tensor) -> None:
+    """Raise ValueError for text states not of shape `[rows, tokens, width]` of a text encoder.
+
+    encoder: its number. what: name of the states in the error.
+    """
     width = int(network.config[network.spec.text_encoders[encoder].width_key])
     if states.ndim != 3 or states.shape[2] != width:
         raise ValueError(
@@ -381,16 +398,16 @@ def check_width(network: CoreNetwork, encoder: int, what: str, states: torch.Ten
         )
 
 
-def _check_concat(network: CoreNetwork, given: Mapping[str, Any], noise: Any) -> None:
-    """The latents of pictures that image to video is given, which core joins to the sample's channels."""
+def _check_concat(network: CoreNetwork, given: Mapping[str, Any], noise: torch.Tensor | None) -> None:
+    """Check the latents of image to video's images, which core concatenates to the sample's channels."""
     spec, latents = network.spec, given.get("concat_latent_image")
     if latents is None or noise is None or noise.ndim != 5:
         return
-    wanted = spec.pictures.condition_shapes(tuple(noise.shape))
+    conditions = spec.pictures.condition_shapes(tuple(noise.shape))
     channels = spec.geometry.channels
-    if spec.family != "HunyuanVideo15" and not wanted.keys() & {"condition", "image"}:
-        return  # core leaves them out, too
-    allowed = {channels, int(wanted["condition"][1])} if spec.family.startswith("Wan") else {channels}
+    if spec.family != "HunyuanVideo15" and not conditions.keys() & {"condition", "image"}:
+        return  # core ignores them, too
+    allowed = {channels, int(conditions["condition"][1])} if spec.family.startswith("Wan") else {channels}
     if latents.ndim != 5 or latents.shape[1] not in allowed:
         raise ValueError(
             f"{spec.title}: concat_latent_image has {latents.shape[1]} channels, shape {tuple(latents.shape)}, and "
@@ -421,12 +438,13 @@ def _check_reference(network: CoreNetwork, what: str, latents: torch.Tensor) -> 
         )
 
 
-def _check_channels(network: CoreNetwork, x: torch.Tensor, beside: int | str = 0) -> None:
-    wanted = network.spec.geometry.channels + int(beside)
-    if x.shape[1] != wanted:
+def _check_channels(network: CoreNetwork, x: torch.Tensor, further: int | str = 0) -> None:
+    """Raise ValueError unless `x` has the sample's channels and `further` ones."""
+    channels = network.spec.geometry.channels + int(further)
+    if x.shape[1] != channels:
         raise ValueError(
-            f"{network.spec.title}: the sample and what is beside it have {x.shape[1]} channels, and its network takes "
-            f"{wanted}. Make both with this model's VAE."
+            f"{network.spec.title}: the sample and its conditioning have {x.shape[1]} channels, and its network takes "
+            f"{channels}. Make both with this model's VAE."
         )
 
 

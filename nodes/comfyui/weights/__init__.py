@@ -1,3 +1,3 @@
-"""The weights behind ComfyUI's own MODEL, CLIP and VAE: read where core computes with them, written where it saves
-them. May import `pipeline`.
+"""The weights of ComfyUI's own MODEL, CLIP and VAE: read when core computes with them, written when it saves them. May
+import `pipeline`.
 """

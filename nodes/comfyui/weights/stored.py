@@ -1,4 +1,4 @@
-"""Weights that stay in their files: core may hand them on by name and shape; what computes with one reads it."""
+"""Weights that stay in their files: core passes them on by name and shape; a computation reads them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -9,35 +9,36 @@ from torch.utils import _pytree as pytree
 from ....tpu_runtime.pipeline import TensorFile, read_tensor
 
 CPU = torch.device("cpu")
-# Formats that a saved file has as its source has them; others are codes, which are saved as what they stand for.
+# Formats that a saved file keeps; quantized ones are saved dequantized.
 _KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What is asked of a tensor without a look at its values.
+# Methods of a tensor that do not read its values.
 _SHAPES = frozenset(
     getattr(torch.Tensor, name)
     for name in ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "stride")
 )
 _SAME = frozenset((torch.Tensor.contiguous, torch.Tensor.is_contiguous))
-# What gives a place in memory, where nothing is.
+# Methods that return a memory address, which these tensors do not have.
 _PLACES = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage))
 
 
 class Stored(torch.Tensor):
-    """A tensor of a known shape and format whose values `read` gives, anew each time, on the CPU."""
+    """A CPU tensor of known shape and format whose values are read from a file at each use."""
 
     read: Callable[[], torch.Tensor]
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Self:
-        found = torch.Tensor._make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"))
-        found.read = lambda: read().to(dtype)
-        return found
+        """Return a tensor of this shape `[...]` and format whose values `read` returns."""
+        tensor = torch.Tensor._make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        tensor.read = lambda: read().to(dtype)
+        return tensor
 
     @property
     def device(self) -> torch.device:
         return CPU
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SAME:
             return args[0] if func is torch.Tensor.contiguous else True
@@ -54,5 +55,5 @@ class Stored(torch.Tensor):
 
 
 def of_file(tensor: TensorFile) -> Stored:
-    """A tensor of a file, in the file's format or in bfloat16."""
+    """Return a tensor of a file, in the file's format or in bfloat16."""
     return Stored.of(tensor.shape, _KEPT.get(tensor.dtype, torch.bfloat16), lambda: read_tensor(tensor))

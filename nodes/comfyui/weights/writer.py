@@ -1,18 +1,17 @@
-"""A safetensors file written tensor by tensor: the host holds one at a time."""
+"""Writes a safetensors file tensor by tensor, so that the host holds one at a time."""
 
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ....tpu_runtime.pipeline import written_file
 from .stored import Stored
 
-# As safetensors names formats.
+# Names of formats in safetensors.
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -26,11 +25,14 @@ def save(
     metadata: Mapping[str, str] | None,
     check: Callable[[], None],
 ) -> None:
-    """Writes all `tensors`; ValueError with a sentence before anything is written where one has no values, or where
-    the disk has no room. `check` raises if the user cancelled; then, and after an error, nothing is left.
+    """Write `tensors`, each `[...]`, to a safetensors file at `path`, with `metadata`.
+
+    check: raises if the user cancelled.
+    Raises ValueError before writing if a tensor has no values, or the disk has too little space. After an error or a
+    cancel no file is left.
     """
     target = Path(path)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
         if not isinstance(tensor, Stored) and tensor.device.type == "meta":
@@ -55,5 +57,5 @@ def save(
         file.write(text)
         for tensor in tensors.values():
             check()
-            found = tensor.read() if isinstance(tensor, Stored) else tensor
-            file.write(found.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+            values = tensor.read() if isinstance(tensor, Stored) else tensor
+            file.write(values.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
