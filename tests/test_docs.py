@@ -74,7 +74,7 @@ TABLES = {
     "docs/files.md": [
         "| in the file | decoded | marks | test |",
         "| file | ComfyUI's folder | becomes | on the chips | test |",
-        "| family | what no tensor tells | what tells it | where it stays open | test |",
+        "| family | not determined by tensors | determined by | if undetermined | test |",
         "| known by | networks | test |",
         "| what | test |",
     ],
