@@ -228,7 +228,7 @@ class _StepBuild:
     def forward(
         self, denoiser: torch.nn.Module, run: DenoiserRun, features: PyTree, *asked: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Return the `Predict` result of a step without a step cache."""
+        """Return the `Predict` result without a step cache: the forward of `denoiser` with `run`; no `features`."""
         return self.spec.denoiser.forward(denoiser, run, *asked), ()
 
     def predicted(
