@@ -1,9 +1,15 @@
 """Hundreds of prompts while everything happens at once: does each end well, and is nothing left behind?
 
-Run: python benchmarks/soak.py [--prompts 300] [--seed 0]. Two clients alternate all families on eight simulated
-chips with memory for one of them; prompts are cancelled at any moment, and models unloaded from three places at once.
-It runs in a real ComfyUI server, or where there is none (COMFYUI_PATH), in this process. Prints one line whose four
+Run: python benchmarks/soak.py [--prompts 300] [--seed 0] [--faults]. Two clients alternate all families on eight
+simulated chips with memory for one of them; prompts are cancelled at any moment, and models unloaded from three places
+at once. It runs in a real ComfyUI server, or where there is none (COMFYUI_PATH), in this process. Prints one line whose
 numbers must be zero, and ends with 1 if one is not; `--seed` chooses the same prompts, cancels and unloads again.
+
+With `--faults` every tenth prompt meets a fault, in turn: a full disk, a damaged cache, a cancel, weights that are
+replaced or cut off, a stranger's file, text or tokenizer (`tests/support/faults.py`). All others must give the frames,
+and write the pixels, that they gave before the first fault. Meanwhile another process asks the page ten times a second,
+and that of an idle server beside it: slow answers of both are the machine's. It mounts small disks, as root or by
+`unshare -rm`.
 """
 
 import argparse
@@ -11,9 +17,11 @@ import ctypes
 import gc
 import io
 import itertools
+import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,12 +29,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-from comfyui_tpu.tests.support.comfyui_server import COMFYUI, FLAGS, prepare
+from comfyui_tpu.tests.support.comfyui_server import COMFYUI, FLAGS, PACK, prepare
 
 # As for the servers of tests, and before JAX is imported, which only a soak in this process does.
 for _name, _value in {
@@ -38,7 +46,8 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from comfyui_tpu.tests.support.citizen import BUDGET_MIB, CITIZEN_PACK, EXAMPLES, PICTURE, Listener, digest, workflow  # noqa: E402
+from comfyui_tpu.tests.support.citizen import BUDGET_MIB, CITIZEN_PACK, EXAMPLES, PICTURE, Listener, workflow  # noqa: E402
+from comfyui_tpu.tests.support.faults import FAULTS, Ended, Site, run  # noqa: E402
 
 MIB = 2**20
 CLIENTS = 2
@@ -50,6 +59,8 @@ CANCELS, UNLOADS = 0.2, 0.15
 ROUND = 5
 # So much may the host's memory grow over half of a soak, unloaded and swept: fragments, and ComfyUI's history.
 NOISE_MIB = 32
+# Of so many prompts one meets a fault; the page answers within so many milliseconds all the time.
+FAULT_EVERY, ANSWER_MS = 10, 250
 
 
 # --- what happens -----------------------------------------------------------------------------------------------------
@@ -63,6 +74,17 @@ class Prompt:
     seed: int
     cancel_at: float | None
     unload_at: float | None
+    fault: str | None = None
+
+
+def plan_faults(count: int, seed: int, every: int = FAULT_EVERY) -> list[Prompt]:
+    """The prompts of a soak of which one of so many meets a fault, in turn; nothing happens to the others."""
+    dice, kinds = random.Random(seed), itertools.cycle(FAULTS)
+    prompts = [replace(one, cancel_at=None, unload_at=None) for one in plan(count, seed)]
+    for start in range(0, count - every + 1, every):
+        place = start + dice.randrange(every)
+        prompts[place] = replace(prompts[place], fault=next(kinds))
+    return prompts
 
 
 def plan(count: int, seed: int) -> list[Prompt]:
@@ -78,15 +100,6 @@ def plan(count: int, seed: int) -> list[Prompt]:
         )
         for _ in range(count)
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a prompt ended: with the digest of its frames, cancelled, or with an error."""
-
-    digest: str = ""
-    is_cancelled: bool = False
-    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +120,10 @@ class Place(Protocol):
     def unloads(self) -> Sequence[Callable[[], object]]: ...
 
     def run(self, client: int, graph: dict) -> Ended: ...
+
+    def meet(self, client: int, prompt: Prompt, graph: dict, wanted: str, alone_s: float) -> str:
+        """Runs a prompt that meets its fault, and says what is wrong with how it ended."""
+        ...
 
     def cancel(self) -> None:
         """Cancels whatever runs now."""
@@ -134,7 +151,7 @@ class InServer:
         )
         stack.callback(server.stop)
         server.start()
-        self._server = server
+        self._server = self.server = server
         self._pages = [stack.enter_context(Listener(server)) for _ in range(CLIENTS)]
         self.unloads = (
             lambda: server.get("/citizen/unload"),
@@ -143,15 +160,14 @@ class InServer:
         )
 
     def run(self, client: int, graph: dict) -> Ended:
-        page = self._pages[client]
-        entry = page.finish(page.queue(graph))
-        page.forget()
-        messages = dict(entry["status"]["messages"])
-        if "execution_interrupted" in messages:
-            return Ended(is_cancelled=True)
-        if failure := messages.get("execution_error"):
-            return Ended(error=failure["exception_message"])
-        return Ended(digest=digest(entry))
+        return run(self._pages[client], self._server, graph)
+
+    def meet(self, client: int, prompt: Prompt, graph: dict, wanted: str, alone_s: float) -> str:
+        dice = random.Random(f"{prompt}")
+        page, server = self._pages[client], self._server
+        return FAULTS[prompt.fault or ""](
+            Site(server=server, page=page, dice=dice, graph=graph, wanted=wanted, alone_s=alone_s)
+        )
 
     def cancel(self) -> None:
         self._server.post("/interrupt", None)
@@ -247,14 +263,29 @@ class Soak:
     cancelled: int = 0
     unloads: int = 0
     compiled: int = 0
+    saves: bool = False  # whether prompts write their files too
+    met: list[tuple[float, float, Prompt]] = field(default_factory=list)  # when each prompt was asked for, and ended
 
     def warm(self) -> None:
         """Every family twice, undisturbed: compiles what there is to compile, then takes the time."""
-        for prompt in plan(2 * len(EXAMPLES), seed=0):
+        self._warm(plan(2 * len(EXAMPLES), seed=0))
+
+    def warm_all(self) -> None:
+        """Every family with every seed, undisturbed: what all later prompts must give."""
+        seeds = range(SEEDS)
+        self._warm(
+            [Prompt(family=one, seed=seed, cancel_at=None, unload_at=None) for seed in seeds for one in EXAMPLES]
+        )
+
+    def _warm(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
             begun = time.monotonic()
-            self._check(prompt, self.place.run(0, _graph(prompt)))
+            self._check(prompt, self.place.run(0, self._graph(prompt)))
             self.alone_s[prompt.family] = time.monotonic() - begun
         self.compiled = self.place.compilations()
+
+    def _graph(self, prompt: Prompt) -> dict:
+        return workflow(prompt.family, seed=prompt.seed, saves=self.saves)
 
     def run(self, prompts: Sequence[Prompt]) -> None:
         """In rounds: the clients take turns with the prompts of one, then everything is unloaded and measured."""
@@ -274,10 +305,20 @@ class Soak:
             if prompt.unload_at is not None:
                 happening += [pool.submit(self._later, prompt, prompt.unload_at, one) for one in self.place.unloads]
                 self.unloads += len(self.place.unloads)
-            self._check(prompt, self.place.run(number, _graph(prompt)))
+            begun = time.time()
+            if prompt.fault is None:
+                self._check(prompt, self.place.run(number, self._graph(prompt)))
+            else:
+                self._meet(number, prompt)
+            self.met.append((begun, time.time(), prompt))
             for one in happening:
                 if error := one.exception():
                     self.failures.append(f"{prompt}: an unload or a cancel: {error!r}")
+
+    def _meet(self, number: int, prompt: Prompt) -> None:
+        wanted = self.digests[prompt.family, prompt.seed]
+        if wrong := self.place.meet(number, prompt, self._graph(prompt), wanted, self.alone_s[prompt.family]):
+            self.failures.append(f"{prompt}: {wrong}")
 
     def _later(self, prompt: Prompt, moment: float, action: Callable[[], object]) -> None:
         time.sleep(moment * self.alone_s[prompt.family])
@@ -295,10 +336,19 @@ class Soak:
     @property
     def grown_mib(self) -> float:
         """By how much the host's memory grew in the second half: the median slope between its measurements."""
-        late = [left.on_host / MIB for left in self.left[len(self.left) // 2 :]]
+        return self.slope_mib * ROUND * (len(self._late) - 1)
+
+    @property
+    def slope_mib(self) -> float:
+        """MiB a prompt, in the second half."""
+        late = [left.on_host / MIB for left in self._late]
         pairs = itertools.combinations(enumerate(late), 2)
         slopes = [(later - earlier) / (j - i) for (i, earlier), (j, later) in pairs]
-        return statistics.median(slopes) * (len(late) - 1) if slopes else 0.0
+        return statistics.median(slopes) / ROUND if slopes else 0.0
+
+    @property
+    def _late(self) -> list[Left]:
+        return self.left[len(self.left) // 2 :]
 
     def verdict(self) -> dict[str, int]:
         """What must be zero."""
@@ -310,8 +360,85 @@ class Soak:
         }
 
 
-def _graph(prompt: Prompt) -> dict:
-    return workflow(prompt.family, seed=prompt.seed)
+class Watch:
+    """Another process that asks a server's page all the time, and that of an idle one beside it."""
+
+    def __init__(self, place: InServer, base: Path, stack: ExitStack) -> None:
+        beside = prepare(base)
+        stack.callback(beside.stop)
+        beside.start()
+        self._urls = [place.server.url, beside.url]
+        self._process = subprocess.Popen(
+            [sys.executable, str(PACK / "benchmarks/host/answers.py"), *self._urls],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        stack.callback(self._process.kill)
+
+    def ends(self) -> "Answers":
+        said, _ = self._process.communicate()
+        mine, beside = ([one for one in json.loads(said) if one["url"] == url] for url in self._urls)
+        return Answers(mine=mine, beside=beside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What `benchmarks/host/answers.py` found of the server, and of the idle one `beside` it."""
+
+    mine: list[dict[str, Any]]
+    beside: list[dict[str, Any]]
+
+    @property
+    def late(self) -> list[tuple[float, float]]:
+        """Moments and seconds of answers of the server that were late, or did not come."""
+        return [(at, taken) for one in self.mine for at, taken in one["slow"] if taken * 1000 > ANSWER_MS]
+
+    def report(self, met: Sequence[tuple[float, float, Prompt]]) -> str:
+        lines = []
+        for name, found in (("the server", self.mine), ("the idle server", self.beside)):
+            lines += [
+                f"{name}, GET {one['path']}: {one['answers']} answers, {one['failed']} failed, "
+                f"median {one['median_ms']} ms, p99 {one['p99_ms']} ms, worst {one['worst_ms']} ms, "
+                f"{sum(taken * 1000 > ANSWER_MS for _, taken in one['slow'])} over {ANSWER_MS} ms"
+                for one in found
+            ]
+        for at, taken in sorted(self.late, key=lambda one: -one[1])[:8]:
+            during = [
+                prompt.fault or prompt.family for begun, ended, prompt in met if begun <= at + taken and at <= ended
+            ]
+            lines.append(
+                f"  {taken:.3f} s at {time.strftime('%H:%M:%S', time.gmtime(at))}, during: {', '.join(during)}"
+            )
+        return "\n".join(lines)
+
+
+def soak_faults(prompts: int, seed: int, every: int, base: Path, cache: Path) -> int:
+    """The soak with faults; prints what it found, and returns 1 where a number is not zero."""
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        place = InServer(base / "server", cache, stack)
+        soak = Soak(place, saves=True)
+        soak.warm_all()
+        watch = Watch(place, base / "beside", stack)
+        soak.run(plan_faults(prompts, seed, every))
+        answers, log = watch.ends(), place.server.log.read_text(errors="replace")
+        verdict = soak.verdict() | {
+            f"answers over {ANSWER_MS} ms": len(answers.late) + sum(one["failed"] for one in answers.mine)
+        }
+    recompiles = verdict.pop("recompiles")
+    print("\n".join(soak.failures), file=sys.stderr)
+    if soak.failures:
+        print(log[-20_000:], file=sys.stderr)
+    late = [round(left.on_host / MIB) for left in soak.left]
+    print(answers.report(soak.met))
+    print(f"RSS of the server after each round of {ROUND}, unloaded, MiB: {late}; {soak.slope_mib:+.2f} MiB a prompt")
+    faults = sum(one.fault is not None for *_, one in soak.met)
+    print(
+        f"{prompts} prompts of {len(EXAMPLES)} families, {CLIENTS} clients, {faults} met one of {len(FAULTS)} faults, "
+        f"{recompiles} recompiles, seed {seed}, {time.monotonic() - begun:.0f} s: "
+        f"{', '.join(f'{value} {name}' for name, value in verdict.items())} "
+        f"({soak.grown_mib:+.1f} MiB measured over half of it; up to {NOISE_MIB} are noise)"
+    )
+    return 1 if any(verdict.values()) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -320,11 +447,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="which prompts, cancels and unloads (0)")
     parser.add_argument("--in-process", action="store_true", help="without ComfyUI, as where there is none")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="a cache that is kept (default: a new one)")
+    parser.add_argument("--faults", action="store_true", help="some prompts meet a fault; the page is watched")
+    parser.add_argument("--every", type=int, default=FAULT_EVERY, metavar="N", help="the N-th prompt meets one (10)")
     options = parser.parse_args(arguments)
     if options.prompts < 2 * ROUND:
         parser.error(f"--prompts is {options.prompts}; it must be at least {2 * ROUND}.")
     kind = InProcess if options.in_process or not (COMFYUI / "main.py").is_file() else InServer
     begun = time.monotonic()
+    if options.faults:
+        with tempfile.TemporaryDirectory(prefix="soak-") as base:
+            cache = options.cache or Path(base, "cache")
+            return soak_faults(options.prompts, options.seed, options.every, Path(base), cache)
     with tempfile.TemporaryDirectory(prefix="soak-") as base, ExitStack() as stack:
         soak = Soak(kind(Path(base), options.cache or Path(base, "cache"), stack))
         soak.warm()

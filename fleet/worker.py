@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost, run_workflow
-from ..tpu_runtime.pipeline import Progress, Silent, redact
+from ..tpu_runtime.pipeline import HostFull, Progress, Silent, redact
 from .jobs import mark
 from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Mark, Request, Status
 from .store import DONE, RESULTS, BatchStore, Document, StoreError, decided, locked
@@ -88,7 +88,7 @@ class Actor:
 
     def _fault(self, request: Request, error: Exception) -> str:
         """Return the cause of an error: the machine if its files cannot be used or differ from those of the batch."""
-        if isinstance(error, OSError | StoreError | WrongFiles | MemoryError):
+        if isinstance(error, OSError | StoreError | WrongFiles | MemoryError | HostFull):
             return PLACES_FAULT
         try:
             self._compared.clear()

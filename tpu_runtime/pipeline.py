@@ -79,6 +79,7 @@ from .precision import resolve as resolve_precision
 from .precision import title as precision_title
 from .progress import TOLD, TOOK, Preview, Progress, Silent
 from .redact import for_page, hide_tokens, printable, redact
+from .refusal import HostFull
 from .units import GB, GIB, MIB, loaded, readable
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, came, keep, prompt
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_for_family
+from comfyui_tpu.tpu_runtime.refusal import HostFull
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +127,9 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
 def test_an_error_with_all_files_as_they_were_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     request = Request(job="1", line=1, workflow={}, folders=None, out=str(tmp_path), token="")  # pyright: ignore
     runner = Actor("a")
-    assert [runner._fault(request, error) for error in (ValueError(), RuntimeError(), OSError(), MemoryError())] == [
-        JOBS_FAULT, "", PLACES_FAULT, PLACES_FAULT,
-    ]  # fmt: skip
+    errors = (ValueError(), RuntimeError(), OSError(), MemoryError(), HostFull())
+    found = [runner._fault(request, error) for error in errors]
+    assert found == [JOBS_FAULT, "", PLACES_FAULT, PLACES_FAULT, PLACES_FAULT]
 
 
 def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_path: Path):

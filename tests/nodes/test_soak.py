@@ -34,6 +34,8 @@ class Place:
         self.lock = threading.Lock()
         self.unloads = (lambda: None,) * 3
         self.device_bytes = self.grows_mib = self.compiles = 0
+        self.met: list[tuple[str, bool, bool]] = []
+        self.fails = ""
         self.ends: Callable[[dict, int], Any] = lambda graph, number: soak.Ended(digest=str(graph))
 
     def run(self, client: int, graph: dict) -> Any:
@@ -41,6 +43,10 @@ class Place:
             self.prompts += 1
             number = self.prompts
         return self.ends(graph, number)
+
+    def meet(self, client: int, prompt: Any, graph: dict, wanted: str, alone_s: float) -> str:
+        self.met.append((prompt.fault, wanted == str(graph), alone_s >= 0))
+        return "it went wrong" if prompt.fault == self.fails else ""
 
     def cancel(self) -> None:
         pass
@@ -106,6 +112,36 @@ def test_a_seed_chooses_the_same_again_and_the_families_take_turns(soak: ModuleT
     assert [prompt.family for prompt in prompts[: 2 * len(EXAMPLES)]] == [*EXAMPLES, *EXAMPLES]
     cancels, unloads = (sum(getattr(one, name) is not None for one in prompts) for name in ("cancel_at", "unload_at"))
     assert 40 <= cancels <= 80 and 30 <= unloads <= 60
+
+
+def test_one_prompt_of_ten_meets_a_fault_in_turn_and_nothing_happens_to_the_others(soak: ModuleType):
+    prompts = soak.plan_faults(300, seed=5)
+    assert prompts == soak.plan_faults(300, seed=5) != soak.plan_faults(300, seed=6)
+    assert all(sum(one.fault is not None for one in prompts[start : start + 10]) == 1 for start in range(0, 300, 10))
+    assert all(sum(one.fault == kind for one in prompts) == 3 for kind in soak.FAULTS) and len(soak.FAULTS) == 10
+    assert not any(one.cancel_at or one.unload_at for one in prompts)
+
+
+def test_a_fault_that_ends_otherwise_than_it_must_is_a_failure(place: Place, soak: ModuleType):
+    place.fails = "it is cancelled"
+    run = soak.Soak(place)
+    run.warm_all()
+    run.run(soak.plan_faults(100, seed=0))
+    assert run.verdict()["failures"] == 1 and "it went wrong" in run.failures[0]
+    assert [fault for fault, *_ in place.met] == list(soak.FAULTS) and all(all(rest) for _, *rest in place.met)
+    assert len(run.met) == 100
+
+
+def test_answers_that_come_late_are_counted_and_told(soak: ModuleType):
+    def found(*slow: tuple[float, float]) -> dict[str, Any]:
+        numbers = dict.fromkeys(("answers", "failed", "median_ms", "p99_ms", "worst_ms"), 1)
+        return {"url": "http://x", "path": "/", **numbers, "slow": list(slow)}
+
+    answers = soak.Answers(mine=[found((5.0, 0.26), (6.0, 0.24))], beside=[found((5.0, 9.0))])
+    assert answers.late == [(5.0, 0.26)]
+    prompt = soak.Prompt(family="Wan21", seed=0, cancel_at=None, unload_at=None, fault="it is cancelled")
+    said = answers.report([(4.0, 5.1, prompt), (7.0, 8.0, prompt)])
+    assert "1 over 250 ms" in said and "0.260 s at 00:00:05, during: it is cancelled" in said
 
 
 @needs_comfyui

@@ -45,11 +45,11 @@ def example(stem: str, *, is_random: bool = True, is_pipeline: bool = False, **i
     return graph
 
 
-def workflow(family: str, **inputs: object) -> dict:
-    """A family's example, ending in a digest of its frames."""
+def workflow(family: str, *, saves: bool = False, **inputs: object) -> dict:
+    """A family's example, ending in a digest of its frames; one that `saves` them also writes its file."""
     graph = example(EXAMPLES[family], **inputs)
     saved = [name for name, node in graph.items() if node["class_type"] in ("SaveVideo", "SaveImage", "CreateVideo")]
-    for name in saved:
+    for name in () if saves else saved:
         del graph[name]
     decoder = next(name for name, node in graph.items() if node["class_type"].endswith("TPUVAEDecoder"))
     graph["digest"] = {"class_type": "CitizenDigest", "inputs": {"image": [decoder, 0]}}

@@ -4,6 +4,7 @@ Its source is copied into a server's `custom_nodes`; nothing of it is part of th
 """
 
 import asyncio
+import ctypes
 import gc
 import hashlib
 import os
@@ -106,6 +107,19 @@ async def validate(request):
 async def stats(request):
     """The monitor's numbers of this moment; its own address may answer with those of half a second ago."""
     return web.json_response(runtime("monitor.snapshot").stats())
+
+
+@routes.get("/citizen/memory")
+async def memory(request):
+    """Bytes of this process when nothing that could be given back is kept."""
+    import psutil
+
+    def swept():
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return psutil.Process().memory_info().rss
+
+    return web.json_response({"rss": await asyncio.get_running_loop().run_in_executor(None, swept)})
 
 
 @routes.get("/citizen/living")
