@@ -3,15 +3,10 @@
 A model with a light decoder of ours instead of its VAE provides its own preview image.
 """
 
-from typing import TYPE_CHECKING
-
 import comfy.latent_formats
 import latent_preview
 
 from ...tpu_runtime.pipeline import Preview, media
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Previewer:
@@ -34,7 +29,7 @@ class Previewer:
             previewer = latent_preview.Latent2RGBPreviewer(*media.main_colours(sample))
         return previewer.decode_latent_to_preview_image("JPEG", sample)
 
-    def _previewer(self, latent_format: str, device: "torch.device") -> "latent_preview.LatentPreviewer | None":
+    def _previewer(self, latent_format: str, device: object) -> "latent_preview.LatentPreviewer | None":
         if latent_format not in self._previewers:
             known = getattr(comfy.latent_formats, latent_format, None)
             # Looked up in its module at each run, because packs that animate previews replace it.
