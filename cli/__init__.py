@@ -1,1 +1,1 @@
-"""The `comfyui-tpu` command, one file a group of verbs. May import the rooms outside the runtime, and its door."""
+"""The `comfyui-tpu` command, one file per group of verbs. May import all packages; the runtime by its public API."""

@@ -1,4 +1,4 @@
-"""The command batch: a workflow once for each line of a file, on this machine or over a fleet, as one view."""
+"""The command batch: runs a workflow once for each line of a file, on this machine or on a fleet."""
 
 import argparse
 import tempfile
@@ -20,16 +20,17 @@ from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalHost
 from .verbs import add_workflow, given_folders, given_workflow
 
-# More workers than this are counted, not listed.
+# Workers that are listed; further ones are counted.
 MOST_WORKERS = 24
 _EVERY_S = 0.5
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add_workflow(verb)
     verb.add_argument(
         "--set-from", type=Path, required=True, metavar="FILE.jsonl",
-        help='a job a line: the inputs that it sets, such as {"1.prompt": "a cat", "2.seed": 7}',
+        help='one job per line: the inputs that it sets, such as {"1.prompt": "a cat", "2.seed": 7}',
     )  # fmt: skip
     verb.add_argument(
         "--out", required=True, metavar="DIR",
@@ -38,23 +39,25 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--ray", metavar="ADDRESS", help="a Ray cluster instead of this machine: auto, HOST:6379 or ray://HOST:10001"
     )
-    verb.add_argument("--attempts", type=int, default=3, metavar="N", help="failures that set a job aside; default: 3")
-    verb.add_argument("--retry-failed", action="store_true", help="try again what was set aside")
+    verb.add_argument(
+        "--attempts", type=int, default=3, metavar="N", help="set a job aside after N failures; default: 3"
+    )
+    verb.add_argument("--retry-failed", action="store_true", help="retry the jobs that were set aside")
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 when all is done, 1 when jobs were set aside."""
+    """Run the command; return 0 when all jobs are done, 1 when jobs were set aside."""
     if options.attempts < 1:
         raise ValueError(f"--attempts is {options.attempts}; it must be at least 1.")
-    # What an output node writes goes into a folder of its job's own; this one is nobody's.
+    # Each job's output nodes write into a folder of that job; this one is a placeholder.
     folders = given_folders(options, Path(options.out) / RESULTS / "of-a-job")
     recipe = JobTemplate(given_workflow(options), folders, TerminalHost(Folders()))
     try:
-        # Lines end in a newline alone: other signs that Python splits at may stand in a JSON string. Some editors begin
-        # a file with a mark of its encoding.
+        # Lines end only at newlines: `splitlines` would also split within JSON strings. Some editors write a byte
+        # order mark first.
         lines = options.set_from.read_text("utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise ValueError(f"there is no file {options.set_from}.") from None
+        raise ValueError(f"the file {options.set_from} does not exist.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{options.set_from} cannot be read as UTF-8 text ({error}).") from None
     jobs = read_jobs(recipe, lines, str(options.set_from))
@@ -90,6 +93,7 @@ def _workers(options: argparse.Namespace, store: BatchStore) -> Workers:
 
 
 def summary(ended: BatchNumbers, store: BatchStore) -> str:
+    """Return a sentence about the numbers of a batch."""
     text = f"{ended.done} of {ended.total} jobs are done"
     if ended.before:
         text += f", {ended.before} of them decided by earlier calls"
@@ -102,7 +106,7 @@ def summary(ended: BatchNumbers, store: BatchStore) -> str:
 
 
 class TerminalView(View):
-    """On a terminal a table that is drawn over, and a line for what happened; elsewhere only the lines."""
+    """A view in the terminal: a table that is overwritten, and a line for each event. Elsewhere only the lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -112,21 +116,24 @@ class TerminalView(View):
             self._live.start()
 
     def line(self, text: str) -> None:
+        """Print a line for an event."""
         self._console.print(Text(text), soft_wrap=True)
 
     def show(self, numbers: BatchNumbers) -> None:
+        """Redraw the table, at most twice a second."""
         if self._live and time.monotonic() > self._shown + _EVERY_S:
             self._shown = time.monotonic()
             self._live.update(render(numbers), refresh=True)
 
     def close(self) -> None:
+        """Remove the table."""
         if self._live:
             self._live.stop()
 
 
 def render(progress: BatchNumbers) -> RenderableType:
-    """The numbers of a batch, and what each worker does."""
-    running = [doing for doing in progress.workers.values() if doing.job is not None]
+    """Return the numbers of a batch, and the state of each worker, as a table."""
+    running = [worker for worker in progress.workers.values() if worker.job is not None]
     numbers = [f"{progress.done} done", f"{len(running)} running", f"{progress.waiting} waiting"]
     if progress.failed:
         numbers.append(f"{progress.failed} set aside")

@@ -1,7 +1,7 @@
-"""`comfyui-tpu bench`: a model's real programs, at the real size, timed on this machine next to what `plan` predicts.
+"""`comfyui-tpu bench`: times a model's real programs at the real size on this machine, next to `plan`'s predictions.
 
-Nothing is downloaded: weights and inputs are random, made on the chips. Where there is no TPU the built-in miniature's
-sizes run, which shows that the command works, and nothing else.
+Nothing is downloaded: weights and inputs are random, created on the chips. Without a TPU the tiny model's sizes run,
+which only shows that the command works.
 """
 
 import argparse
@@ -43,50 +43,44 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredProgram:
-    """Seconds of one program: of the compiler, and of `runs` in one generation each; predicted, where that was asked.
-    `predicts_floor`: the prediction is the chip's peak, and seconds are more.
-
-    `peak_bytes`: what the compiler says that a device holds while it runs.
-    """
+    """Times of one program, in seconds."""
 
     name: str
-    runs: int
-    mesh: str
+    runs: int  # in one generation
+    mesh: str  # its sizes, such as 2x4
     compile_s: float
-    median_s: float
+    median_s: float  # of one run
     least_s: float
     most_s: float
-    predicted_s: float | None
-    peak_bytes: int
-    predicts_floor: bool = False
+    predicted_s: float | None  # by the compiler, of one run; None: not requested
+    peak_bytes: int  # on one device while it runs, according to the compiler
+    predicts_floor: bool = False  # the prediction is the chip's peak, so real times are longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A model's programs on one machine. No paths, no names of machines. Of the fullest device `hbm_peak_bytes` were in
-    use, `hbm_reserved_peak_bytes` reserved for programs beside them, of `hbm_limit_bytes`; None where devices do not
-    say it. `is_tiny`: of the miniature, which shows that it runs, not how fast.
-    """
+    """Times of a model's programs on one machine, without paths and machine names."""
 
     model: str
     title: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # as `Settings` has them
     device_kind: str
     num_devices: int
     precision: str
     versions: Mapping[str, str]
-    is_tiny: bool
-    hbm_peak_bytes: int | None
+    is_tiny: bool  # of the tiny model, whose times mean nothing
+    hbm_peak_bytes: int | None  # in use on the fullest device; None: devices do not report it
     programs: tuple[MeasuredProgram, ...]
-    hbm_reserved_peak_bytes: int | None = None
+    hbm_reserved_peak_bytes: int | None = None  # reserved for programs there, in addition
     hbm_limit_bytes: int | None = None
 
     @property
     def total_s(self) -> float:
-        """Of one generation's programs, without loading and host work."""
+        """Return the seconds of one generation's programs, without loading and work on the host."""
         return sum(program.median_s * program.runs for program in self.programs)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record, as written to a file."""
         return {"schema": SCHEMA, "label": "measured", **asdict(self), "total_s": self.total_s}
 
 
@@ -95,24 +89,27 @@ TRACED_RUNS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help=f"{NAME_HELP}; or a file")
     add_precision(parser)
     add_inputs(parser, ["height", "width", "num_frames", "num_inference_steps", "guidance_scale", "quality"])
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="how often each program is timed; default: 5")
-    parser.add_argument("--stages", metavar="A,B", help=f"which parts to time; default: {','.join(STAGES)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON, for a report")
-    parser.add_argument("--no-prediction", action="store_true", help="leave out what the compiler predicts (minutes)")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="number of timed runs per program; default: 5")
+    parser.add_argument("--stages", metavar="A,B", help=f"stages to time; default: {','.join(STAGES)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
-        "--verify", action="store_true", help="three blocks in every form of a step: do they agree, what is each worth"
+        "--no-prediction", action="store_true", help="leave out the compiler's predictions, which take minutes"
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FOLDER", help=f"also a profiler trace of {TRACED_RUNS} runs of each program"
+        "--verify", action="store_true", help="run three blocks in every variant of a step; compare results and times"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help=f"write a profiler trace of {TRACED_RUNS} runs of each program"
     )
     parser.add_argument("--topology", metavar="NAME", help="with --verify: compile for these chips, such as v6e:2x4")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Exit code 1 where forms disagree. Errors of the user are `ValueError`."""
+    """Run the command; return 1 if variants disagree. Raises ValueError for errors of the user."""
     from ..tpu_runtime.pipeline import chips
 
     spec = spec_of(options.model, model_folders())
@@ -127,14 +124,14 @@ def run(options: argparse.Namespace) -> int:
     model = miniature(spec) if is_tiny else spec
     if options.verify:
         record, rows = verify.verify(model, settings, devices, options.precision, options.runs, described)
-        said, status = verify.text(spec, record, rows), int(any(row.problem for row in rows))
+        report, status = verify.text(spec, record, rows), int(any(row.problem for row in rows))
     else:
-        found = measure(
+        result = measure(
             model, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs, choice=options.precision,
             predicts=not options.no_prediction, trace=options.trace,
         )  # fmt: skip
-        record, said, status = found.to_json(), text(found), 0
-    print_now("\n" + said)
+        record, report, status = result.to_json(), text(result), 0
+    print_now("\n" + report)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -143,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _stages(options: argparse.Namespace) -> tuple[str, ...]:
-    """What is to be timed. Raises `ValueError` for options of which one has no use for another."""
+    """Return the stages to time. Raises ValueError for options that exclude each other."""
     if options.verify and options.stages is not None:
         raise ValueError("--stages is not for --verify, which runs one block of the denoiser alone. Leave it out.")
     if options.verify and options.no_prediction:
@@ -153,7 +150,7 @@ def _stages(options: argparse.Namespace) -> tuple[str, ...]:
     if options.verify and options.trace is not None:
         raise ValueError("--trace is not for --verify, which compares forms. Leave one of them out.")
     if options.topology and not options.verify:
-        raise ValueError("--topology is for --verify; what a model takes on other chips is said by `comfyui-tpu plan`.")
+        raise ValueError("--topology is for --verify; for a model on other chips use `comfyui-tpu plan`.")
     if options.stages is None:
         return tuple(STAGES)
     stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
@@ -166,8 +163,14 @@ def measure(
     spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", *, is_tiny: bool, choice: str,
     stages: Sequence[str], runs: int, predicts: bool, trace: Path | None = None,
 ) -> Measured:  # fmt: skip
-    """Compiles and times every program of a generation, the programs of one network after another. `choice` is the
-    precision as a node has it. `trace`: the folder for profiler traces, one for each program.
+    """Compile and time every program of a generation, the programs of one network after another.
+
+    spec, settings: of the model. devices: to run on.
+    is_tiny: whether `spec` is the tiny model's.
+    choice: the precision as a node has it.
+    stages: to time. runs: of each program.
+    predicts: whether to add the compiler's predictions.
+    trace: folder for profiler traces, one per program; None: no traces.
     """
     from ..sharding.mesh import shape_of
     from ..tpu_runtime.pipeline import chips, compiling, generation, plan, versions
@@ -198,7 +201,7 @@ def measure(
             rows.append(row)
             if topology:
                 compiled.append(compiling.compiled(program, executable, topology, compile_s))
-    if topology:  # what `plan` says of the very programs that ran
+    if topology:  # the predictions of `plan` for the programs that ran
         plans = plan.predict(compiled, topology, print_now)
         rows = [
             replace(row, predicted_s=planned.predicted_s, predicts_floor=planned.is_floor)
@@ -215,7 +218,7 @@ def measure(
 
 
 def _trace(folder: Path, executable: Any, weights: Any, make: Callable[[], Any]) -> None:
-    """Write a profiler trace of a few runs, after those that are timed: tracing costs time itself."""
+    """Write a profiler trace of a few runs, after the timed ones: tracing costs time itself."""
     import jax
 
     with jax.profiler.trace(folder):
@@ -223,7 +226,7 @@ def _trace(folder: Path, executable: Any, weights: Any, make: Callable[[], Any])
 
 
 def text(found: Measured) -> str:
-    """The readable report."""
+    """Return the readable report."""
     from ..tpu_runtime.pipeline import plan_report as report
 
     head = ("program", "runs", "mesh", "compile", "GiB", "median", "least", "most", "x runs", "predicted", "of it")
@@ -237,7 +240,7 @@ def text(found: Measured) -> str:
         for row in found.programs
     ]  # fmt: skip
     size, steps = found.settings, found.settings["num_inference_steps"]
-    quality = size.get("quality", QUALITIES[0])  # older records have none
+    quality = size.get("quality", QUALITIES[0])  # missing in older records
     what = "the miniature of " * found.is_tiny + found.title
     memory = DeviceMemory(
         limit_bytes=found.hbm_limit_bytes, peak_in_use_bytes=found.hbm_peak_bytes,

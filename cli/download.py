@@ -1,6 +1,7 @@
-"""`comfyui-tpu download`: the files of a model that the nodes load, into the Hub's cache or a folder.
+"""`comfyui-tpu download`: downloads a model's files that the nodes load, into the Hub's cache or a folder.
 
-What is taken, and how, is what the nodes do at a first run (`tpu_runtime/checkpoints/hub.py`); here it is said before.
+The files are those that the nodes download at a first run (`tpu_runtime/checkpoints/hub.py`); here their sizes are
+printed first.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import LINE_S, TerminalHost
@@ -34,6 +35,7 @@ BAR_WIDTH = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help=f"{NAME_HELP}; or a Hub id")
     parser.add_argument(
         "--to", type=Path, metavar="DIR",
@@ -48,19 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Errors of the user, the disk and the Hub are `ValueError`."""
+    """Run the command. Raises ValueError for errors of the user, the disk and the Hub."""
     host = BarHost()
     to = Path(os.path.expanduser(options.to)).absolute() if options.to else None
     if options.files:
         return _run_files(options.model, options.files, to or doctor.comfyui_folder() / "models", host)
     try:
         spec, model_id = find(options.model, host)
-        found = Checkpoint(spec=spec, model_id=model_id, root=None, to=to)
-        found.configs(host)
-        _announce(found, to or hub.cache_folder(), host)
+        remote = Checkpoint(spec=spec, model_id=model_id, root=None, to=to)
+        remote.configs(host)
+        _announce(remote, to or hub.cache_folder(), host)
         for component in spec.components:
-            found.fetch_weights(component, host)
-            checkpoint.read_headers(found.folder(component.folder, host), component)
+            remote.fetch_weights(component, host)
+            checkpoint.read_headers(remote.folder(component.folder, host), component)
     finally:
         host.clear()
     print(f"complete: {spec.title}; model_id is {to or model_id}")
@@ -68,29 +70,30 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_files(model: str, kind: str, place: Path, host: "BarHost") -> int:
-    """Downloads a model as single files, below a folder as ComfyUI's `models` is."""
+    """Download a model as single files, below a folder with ComfyUI's `models` layout."""
     spec = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
-    wanted = published.files(model if spec is None else spec.name, kind)
-    found: list[WeightFile] = []
+    downloads = published.files(model if spec is None else spec.name, kind)
+    files: list[WeightFile] = []
     try:
-        for repository in dict.fromkeys(file.repository for file in wanted):
-            own = [file for file in wanted if file.repository == repository]
-            targets = {file.path: place / file.folder / file.name for file in own}
-            found += hub.single_files(repository, targets, host, place)
+        for repository in dict.fromkeys(file.repository for file in downloads):
+            targets = {
+                file.path: place / file.folder / file.name for file in downloads if file.repository == repository
+            }
+            files += hub.single_files(repository, targets, host, place)
         rows = [("file", "size", "here")]
-        rows += [(str(file.target), readable(file.size_bytes), readable(file.here_bytes)) for file in found]
+        rows += [(str(file.target), readable(file.size_bytes), readable(file.here_bytes)) for file in files]
         host.clear()
-        _say_what(rows, found, place, model)
-        hub.fetch_single(found, host, place)
+        _print_sizes(rows, files, place, model)
+        hub.fetch_single(files, host, place)
     finally:
         host.clear()
-    denoisers = [file.name for file in wanted if file.folder == "diffusion_models"]
+    denoisers = [file.name for file in downloads if file.folder == "diffusion_models"]
     print(f"complete: model_id is {SEPARATOR.join(denoisers)}")
     return 0
 
 
 def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
-    """The model and the Hub id that a name or an id stands for."""
+    """Return the model and the Hub id that a name or an id stands for."""
     named = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
     if named is not None:
         return named, named.published.hub_id
@@ -105,7 +108,7 @@ def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
 
 
 def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
-    """Says what will be downloaded; ValueError where that does not fit on the disk."""
+    """Print the sizes of the download; ValueError if it does not fit on the disk."""
 
     parts = found.all_weights_on_hub(host)
     files = [file for part in parts.values() for file in part]
@@ -115,11 +118,11 @@ def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
         rows.append((name, str(len(part)), readable(size), readable(here)))
     host.clear()
     print(f"{found.spec.title}: {found.model_id}, to {place}")
-    _say_what(rows, files, place, found.model_id)
+    _print_sizes(rows, files, place, found.model_id)
 
 
-def _say_what(rows: Sequence[Sequence[str]], files: Sequence[WeightFile], place: Path, what: str) -> None:
-    """Prints a table, and how much of `files` is missing; ValueError where that does not fit on the disk."""
+def _print_sizes(rows: Sequence[Sequence[str]], files: Sequence[WeightFile], place: Path, what: str) -> None:
+    """Print a table, and the missing bytes of `files`; ValueError if they do not fit on the disk."""
     from ..tpu_runtime.pipeline import plan_report as report
 
     for line in report.table(rows):
@@ -130,31 +133,33 @@ def _say_what(rows: Sequence[Sequence[str]], files: Sequence[WeightFile], place:
 
 
 class BarHost(TerminalHost):
-    """A terminal that shows the bytes of a download as a bar, with the speed and the time that is left."""
+    """A terminal that shows a download as a bar, with speed and remaining time."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(Folders(), **options)
-        self._start = (0.0, 0)  # when, and how much there was
-        self._said_s, self._said = 0.0, ""
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(Folders(), stream)
+        self._start = (0.0, 0)  # time, and MiB at that time
+        self._printed_s, self._printed = 0.0, ""
 
     def text(self, message: str) -> None:
+        """Print a line of status once."""
         self._start = (0.0, 0)
-        if message != self._said:
+        if message != self._printed:
             super().text(message)
-        self._said = message
+        self._printed = message
 
     def clear(self) -> None:
-        """Removes the bar."""
+        """Remove the bar."""
         self._clear()
         self._stream.flush()
 
-    def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
+        """Redraw the bar; without a terminal print it twice a minute."""
         now = time.monotonic()
         if not self._start[0]:
-            self._start, self._said_s = (now, done), now
-        if not self._is_tty and now - self._said_s < LINE_S:
+            self._start, self._printed_s = (now, done), now
+        if not self._is_tty and now - self._printed_s < LINE_S:
             return
-        self._said_s = now
+        self._printed_s = now
         self._clear()
         self._stream.write(f"  {bar(done, total, done - self._start[1], now - self._start[0])}")
         self._stream.write("" if self._is_tty else "\n")
@@ -162,7 +167,10 @@ class BarHost(TerminalHost):
 
 
 def bar(done: int, total: int, came: int, elapsed_s: float) -> str:
-    """`done` of `total` MiB as a line; `came` MiB of them in `elapsed_s`."""
+    """Return a line for a download.
+
+    done, total: in MiB. came: MiB that arrived in `elapsed_s` seconds.
+    """
     filled = BAR_WIDTH * done // total
     line = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {readable(done * MIB)} of {readable(total * MIB)}"
     if came <= 0 or elapsed_s <= 0:

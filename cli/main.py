@@ -11,7 +11,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from ..nodes.declare import Folders
 from ..nodes.graphs import upgrade
@@ -35,24 +35,24 @@ from .verbs import (
 )
 
 WORKFLOW = "examples/api/wan21_t2v_720p.json"
-# Of `plan`: the TPU that is described, inputs of the models, and what they are called there too.
+# Defaults of `plan`: the described TPU, inputs of the models, and short options for them.
 TOPOLOGY = "v6e:2x4"
 SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "guidance_scale_2")
 SHORTER = {"num_inference_steps": "--steps", "guidance_scale": "--guidance", "guidance_scale_2": "--guidance-2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run one command; return the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
     pipeline.bus.expect_no_tpu()
     if logging.lastResort:
-        logging.lastResort.addFilter(_is_untold)
+        logging.lastResort.addFilter(_is_not_shown)
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
     except (ValueError, RuntimeError, OSError) as error:
         if options.debug:
             raise
-        if not _is_cut_off():
+        if not _close_broken_pipes():
             print(f"comfyui-tpu: {pipeline.printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as cancel:
@@ -61,32 +61,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> int:
-    """The console script: `main`, without waiting for XLA where it still compiles what is no longer wanted."""
+    """Run `main` as the console script, without waiting for XLA compilations that are no longer needed."""
     try:
         status = main()
     finally:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
-        _is_cut_off()
+        _close_broken_pipes()
     pipeline.leave(status)
     return status
 
 
-def _is_cut_off() -> bool:
-    """Whether nobody reads on, as behind `| head`. What is still to be written goes nowhere then, without a word."""
+def _close_broken_pipes() -> bool:
+    """Return whether the output's reader has ended, as with `| head`; further output is discarded silently."""
     if not hasattr(select, "poll"):
         return False  # Windows
     streams = select.poll()
     for stream in (1, 2):
         streams.register(stream, 0)
-    cut_off = [stream for stream, event in streams.poll(0) if event & select.POLLERR]
-    for stream in cut_off:
+    broken = [stream for stream, event in streams.poll(0) if event & select.POLLERR]
+    for stream in broken:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    return bool(cut_off)
+    return bool(broken)
 
 
-def _is_untold(record: logging.LogRecord) -> bool:
-    """Where the log has no place of its own it comes to the terminal, which has what a host was told already."""
+def _is_not_shown(record: logging.LogRecord) -> bool:
+    """Return whether a log record was not shown by a host; without a log file it would appear twice in the terminal."""
     return not hasattr(record, pipeline.TOLD)
 
 
@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     names = "\n".join(f"  {spec.name:<40}{spec.miniature.id}" for spec in sorted(SPECS, key=lambda spec: spec.name))
     parser = argparse.ArgumentParser(
         prog="comfyui-tpu", description="Diffusion models on Google TPUs, without ComfyUI.",
-        epilog=f"names of models, and of their miniatures, which are built in:\n{names}\n\n"
-        f"`comfyui-tpu COMMAND --help` says more, with an example.\n{DOWNLOADS}",
+        epilog=f"names of models, and of their built-in tiny models:\n{names}\n\n"
+        f"`comfyui-tpu COMMAND --help` shows options and an example.\n{DOWNLOADS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     run = add_verb(verbs, "run", _run, "run a ComfyUI workflow file", f"{WORKFLOW} --tiny", downloads=True)
     add_workflow(run)
     run.add_argument(
-        "--out", type=Path, default=Path("output"), metavar="DIR", help="where results go; default: output"
+        "--out", type=Path, default=Path("output"), metavar="DIR", help="folder for results; default: output"
     )
 
     compared = add_verb(
@@ -121,13 +121,13 @@ def _parser() -> argparse.ArgumentParser:
         "--quality",
         default=compare.DEFAULT,
         metavar="A,B",
-        help=f"the qualities, the first is the measure; default: {compare.DEFAULT}",
+        help=f"qualities; the first is the reference; default: {compare.DEFAULT}",
     )
     compared.add_argument(
-        "--out", type=Path, default=Path("output"), metavar="DIR", help="where results go; default: output"
+        "--out", type=Path, default=Path("output"), metavar="DIR", help="folder for results; default: output"
     )
 
-    def add(name: str, file: Any, text: str, example: str, *, downloads: bool = False) -> None:
+    def add(name: str, file: ModuleType, text: str, example: str, *, downloads: bool = False) -> None:
         file.add_arguments(add_verb(verbs, name, file.run, text, example, downloads=downloads))
 
     convert = add_verb(
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
     convert.add_argument("--back", action="store_true", help="swap the TPU's loaders for ComfyUI's own")
-    convert.add_argument("--to", type=Path, metavar="FILE", help="where it goes; by default into the same file")
+    convert.add_argument("--to", type=Path, metavar="FILE", help="output file; default: the same file")
 
     add(
         "batch",
@@ -150,40 +150,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("serve", serve, "run stages for a ComfyUI elsewhere, by its node TPU Remote", "--port 8190", downloads=True)
     stages.add_verbs(verbs)
-    add("warmup", warmup, "compile a size's programs, so that its first run starts at once", WORKFLOW, downloads=True)
+    add("warmup", warmup, "compile the programs of a size in advance", WORKFLOW, downloads=True)
     _add_plan(
         add_verb(
             verbs,
             "plan",
             _plan,
-            "compile for a described TPU: does it fit, how long would it take",
+            "compile for a described TPU; report memory and predicted time",
             f"{model} --topology {TOPOLOGY}",
         )
     )
     add("bench", bench, "time a model's programs on this machine, with random weights", model)
-    add(
-        "selftest",
-        selftest,
-        "compare what this machine computes with float32 on the host's CPU",
-        "--report selftest.json",
-    )
-    add("download", download, "download the files of a model that are loaded (needs the network)", model)
-    add("monitor", monitor, "show what a ComfyUI server does on the TPU, or without one the chips", "--once")
+    add("selftest", selftest, "compare this machine's results with float32 on the host's CPU", "--report selftest.json")
+    add("download", download, "download a model's files (needs the network)", model)
+    add("monitor", monitor, "show a ComfyUI server's work on the TPU, or, without a server, the chips", "--once")
     add(
         "follow",
         follow,
-        "take part, as a further host, in what the first host of a TPU runs",
+        "join as a further host of a TPU and follow its first host",
         "-- comfyui-tpu run workflow.json",
         downloads=True,
     )
-    add("doctor", doctor, "report what is wrong with this machine, and how to fix it", f"--model {model}")
+    add("doctor", doctor, "report problems of this machine, and how to fix them", f"--model {model}")
     return parser
 
 
 class _Version(argparse.Action):
-    """Reads the file that the repository, the registry's archive and the wheel have."""
+    """The option --version, which reads the file that repository, registry archive and wheel contain."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         settings = tomllib.loads((pipeline.versions.ROOT / "pyproject.toml").read_text("utf-8"))
         print(settings["project"]["version"])
         parser.exit()
@@ -204,12 +199,12 @@ def _run(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     qualities, workflow = compare.check_qualities(options.quality), given_workflow(options)
     rendered = list(compare.render(workflow, qualities, given_folders(options, options.out)))
-    for one in rendered:
-        print(f"{one.quality}: {one.seconds:.1f} s in the samplers, of compiling too")
-    for one in compare.differences(rendered):
+    for result in rendered:
+        print(f"{result.quality}: {result.seconds:.1f} s in the samplers, compilation included")
+    for difference in compare.differences(rendered):
         print(
-            f"{one.quality} against {qualities[0]}, node {one.node_id}: PSNR {one.psnr:.1f} dB, "
-            f"{one.least_psnr:.1f} in the frame that is least alike"
+            f"{difference.quality} against {qualities[0]}, node {difference.node_id}: PSNR {difference.psnr:.1f} dB, "
+            f"{difference.least_psnr:.1f} in the least similar frame"
         )
     print("\n".join(f"written: {path}" for path in compare.save_side_by_side(rendered, options.out)))
     return 0
@@ -217,11 +212,11 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     document = read_json(options.workflow)
-    found, changes = upgrade.with_tpu_loaders(document, model_folders(), back=options.back)
+    converted, changes = upgrade.with_tpu_loaders(document, model_folders(), back=options.back)
     print("\n".join(changes) or "No loader to swap.")
     target = options.to or options.workflow
-    if found != document or target != options.workflow:
-        target.write_text(json.dumps(found, indent=2, ensure_ascii=False), "utf-8")
+    if converted != document or target != options.workflow:
+        target.write_text(json.dumps(converted, indent=2, ensure_ascii=False), "utf-8")
     return 0
 
 
@@ -231,7 +226,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
     model.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
     verb.add_argument(
-        "--models", action="append", default=[], metavar="DIR", help="where the file is looked for; repeatable"
+        "--models", action="append", default=[], metavar="DIR", help="folder to look for the file in; repeatable"
     )
     verb.add_argument(
         "--topology", default=TOPOLOGY, metavar="NAME",
@@ -240,18 +235,16 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     add_inputs(verb, [*SIZES, "step_cache", "cache_threshold", "quality"], SHORTER)
     verb.add_argument(
         "--precision", choices=CHOICES[1:], default="bfloat16",
-        help="number format; mixed: pictures in float32; default: bfloat16",
+        help="number format; mixed: image encoders in float32; default: bfloat16",
     )  # fmt: skip
     verb.add_argument(
         "--mesh", metavar="DP,SP,TP",
-        help="chips by guidance, sequence and heads in the denoiser; default: what the runtime chooses",
+        help="chips by guidance, sequence and heads in the denoiser; default: the runtime's choice",
     )  # fmt: skip
     every = ",".join(STAGES)
-    verb.add_argument("--stages", default=every, metavar="A,B", help=f"which parts to compile; default: {every}")
-    verb.add_argument(
-        "--explain", action="store_true", help="list the operations that take longest, and where they come from"
-    )
-    verb.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON too")
+    verb.add_argument("--stages", default=every, metavar="A,B", help=f"stages to compile; default: {every}")
+    verb.add_argument("--explain", action="store_true", help="list the slowest operations and their source")
+    verb.add_argument("--json", dest="json_file", metavar="FILE", help="also write the report as JSON")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -264,5 +257,5 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cancel(number: int, _: Any) -> None:
+def _cancel(number: int, _: object) -> None:
     raise KeyboardInterrupt(number)

@@ -1,6 +1,7 @@
-"""The monitor in a terminal: what `GET /tpu/stats` of a running server says, as tables. Starts nothing itself.
+"""The monitor in a terminal: shows `GET /tpu/stats` of a running server as tables.
 
-Where no server runs on this machine: what its bus says of the chips, and the process that holds them of their memory.
+Without a server on this machine it shows the chips as the bus reports them, and their memory as the process that holds
+them reports it. It starts nothing itself.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,34 +26,36 @@ DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
 NO_CHIPS = "this machine has no TPU whose chips could be shown, and "
 FASTEST_S = 0.5
-# More chips than this are shown as one line for all and the fullest few.
+# With more chips than this, one line for all and the fullest few are shown.
 MOST_CHIPS = 32
 FULLEST = 8
 UNKNOWN = "–"
-# What programs have beside arrays, as far as the runtime says it.
+# Memory that programs reserve in addition to arrays, if the runtime reports it.
 RESERVED = ("hbm_reserved", "hbm_reserved_peak")
 TITLES: dict[str, str] = dict(zip(STAGES, ("text encoder", "image encoder", "denoiser", "VAE decoder"), strict=True))
 
 
 class NoStatistics(RuntimeError):
-    """No statistics from that address; the message says what to do."""
+    """No statistics from that address; the message has the remedy."""
 
 
 class NoServer(NoStatistics):
-    """Nothing listens there."""
+    """No server listens at that address."""
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     verb.add_argument("--url", default=DEFAULT_URL, help=f"the server; default: {DEFAULT_URL}")
-    verb.add_argument("--once", action="store_true", help="print the numbers once and end")
-    verb.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two looks; default: 1"
-    )
+    verb.add_argument("--once", action="store_true", help="print the numbers once and exit")
+    verb.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="refresh interval; default: 1")
 
 
 def run(options: argparse.Namespace, console: Console | None = None, sampler: Sampler | None = None) -> int:
-    """Shows the statistics until Ctrl-C, through restarts of the server; raises `NoStatistics` if it never answered and
-    this machine has no chips to show instead."""
+    """Show the statistics until Ctrl-C, through restarts of the server.
+
+    options: of the command. console, sampler: None for the real ones.
+    Raises `NoStatistics` if the server never answered and this machine has no chips to show.
+    """
     if options.interval < FASTEST_S:
         raise ValueError(f"--interval is {options.interval:g}; it must be at least {FASTEST_S} s.")
     console, sampler = console or Console(), sampler or Sampler()
@@ -80,11 +82,11 @@ def run(options: argparse.Namespace, console: Console | None = None, sampler: Sa
 
 
 def _without_server(url: str, sampler: Sampler) -> Stats | None:
-    """What can be said of this machine's chips; None if it has none, or `url` is another machine's."""
+    """Return the statistics of this machine's chips; None if it has none, or `url` is another machine's."""
     if not _is_here(url):
         return None
     stats = sampler.complete(snapshot.stats())
-    # This process is not the one whose memory is of interest.
+    # The memory of this process is not of interest.
     return {**stats, "host": {**stats["host"], "process_ram": None}} if stats["chips"] else None
 
 
@@ -97,7 +99,7 @@ def _with_scheme(url: str) -> str:
 
 
 def fetch(url: str) -> Stats:
-    """The server's statistics. Raises `NoStatistics` when there are none."""
+    """Return the server's statistics. Raises `NoStatistics` if it has none."""
     url = _with_scheme(url)
     address = f"{url.rstrip('/')}/tpu/stats"
     try:
@@ -120,14 +122,14 @@ def fetch(url: str) -> Stats:
     return stats
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def render(stats: Stats, note: str = "") -> RenderableType:
-    """All of `stats`; whatever is missing there is shown as not known."""
+    """Return all of `stats` as tables; missing values are shown as unknown."""
     blocks = [
         _running(stats.get("running")),
-        *_behind(_list(stats, "behind")),
+        *_background(_list(stats, "behind")),
         *_chips(_list(stats, "chips")),
         _residents(_list(stats, "resident")),
         *_last_run(stats.get("last_run")),
@@ -137,53 +139,53 @@ def render(stats: Stats, note: str = "") -> RenderableType:
     return Panel(Group(*blocks), title="TPU", subtitle=_text(stats.get("message") or ""), title_align="left")
 
 
-def _text(value: Any, style: str = "") -> Text:
-    """What the server says, without the control characters that a terminal would obey; never as rich's markup."""
-    return Text("".join(one if one.isprintable() else "?" for one in str(value)), style=style)
+def _text(value: object, style: str = "") -> Text:
+    """Return a server's text without control characters that a terminal would obey, and without markup."""
+    return Text("".join(char if char.isprintable() else "?" for char in str(value)), style=style)
 
 
 def _list(stats: Stats, name: str) -> list[Stats]:
-    return [one for one in stats.get(name) or () if isinstance(one, dict)]
+    return [entry for entry in stats.get(name) or () if isinstance(entry, dict)]
 
 
 def _table(*columns: str) -> Table:
-    """A table whose first column is text and whose others are numbers."""
+    """Return a table whose first column is text and whose others are numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table
 
 
-def _running(running: Any) -> RenderableType:
+def _running(running: object) -> RenderableType:
     if not isinstance(running, dict):
         return Text("nothing is running", style="dim")
-    said = f"  {running.get('model') or ''}  {seconds(running.get('elapsed_s'))}"
-    head = _text(_stage(running), "bold") + _text(said)
+    model = f"  {running.get('model') or ''}  {seconds(running.get('elapsed_s'))}"
+    head = _text(_stage(running), "bold") + _text(model)
     done, total = _number(running.get("done")) or 0, _number(running.get("total")) or 0
     if running.get("compiling") or not total:
         return Group(head, _text(running.get("text") or ""))
-    each, unit = _number(running.get("seconds_per_unit")), running.get("unit") or "part"
+    per_unit, unit = _number(running.get("seconds_per_unit")), running.get("unit") or "part"
     pace = f"{unit} {done:g} of {total:g}" if unit != "MiB" else bytes_of(done * MIB, total * MIB)
-    if each is not None:
-        speed = f"{MIB / GB / each:.2f} GB/s" if unit == "MiB" and each else f"{seconds(each)} each"
-        pace += f", {speed}, {seconds(each * max(0, total - done))} left"
+    if per_unit is not None:
+        speed = f"{MIB / GB / per_unit:.2f} GB/s" if unit == "MiB" and per_unit else f"{seconds(per_unit)} each"
+        pace += f", {speed}, {seconds(per_unit * max(0, total - done))} left"
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(ProgressBar(total=total, completed=min(done, total), width=24), _text(pace))
     return Group(head, grid)
 
 
-def _behind(programs: Sequence[Stats]) -> Iterator[RenderableType]:
-    """What is compiled behind the running stage, and what waits for that."""
-    said = [
-        f"{one.get('title')} {'waits' if one.get('elapsed_s') is None else seconds(one['elapsed_s'])}"
-        for one in programs
+def _background(programs: Sequence[Stats]) -> Iterator[RenderableType]:
+    """Yield the programs that compile in the background, and those that wait."""
+    lines = [
+        f"{entry.get('title')} {'waits' if entry.get('elapsed_s') is None else seconds(entry['elapsed_s'])}"
+        for entry in programs
     ]
-    if said:
-        yield Text("compiling behind  ", style="dim") + _text(", ".join(said))
+    if lines:
+        yield Text("compiling in the background  ", style="dim") + _text(", ".join(lines))
 
 
-def _stage(of: Stats) -> str:
-    name = str(of.get("stage"))
+def _stage(entry: Stats) -> str:
+    name = str(entry.get("stage"))
     return TITLES.get(name, name)
 
 
@@ -226,11 +228,11 @@ def _residents(residents: Sequence[Stats]) -> RenderableType:
     return table
 
 
-def _last_run(run: Any) -> Iterator[RenderableType]:
+def _last_run(run: object) -> Iterator[RenderableType]:
     if not isinstance(run, dict):
         return
     stages = [stage for stage in run.get("stages") or () if isinstance(stage, dict)]
-    parts = [f"{_stage(one)} {seconds(one.get('seconds'))}" for one in stages]
+    parts = [f"{_stage(stage)} {seconds(stage.get('seconds'))}" for stage in stages]
     if speed := _number(run.get("steps_per_second")):
         parts.append(f"{seconds(1 / speed)} a step")
     if run.get("peak_hbm") is not None:
@@ -241,11 +243,11 @@ def _last_run(run: Any) -> Iterator[RenderableType]:
 
 
 def _host(stats: Stats) -> RenderableType:
-    host = found if isinstance(found := stats.get("host"), dict) else {}
+    host = reported if isinstance(reported := stats.get("host"), dict) else {}
     line = f"CPU {percent(host.get('cpu_percent'))}, RAM {bytes_of(host.get('ram_used'), host.get('ram_total'))}"
     if host.get("process_ram") is not None:
         line += f", of it ComfyUI {size(host['process_ram'])}"
-    caches = [f"{one.get('name')} {size(one.get('bytes'))}" for one in _list(stats, "caches")]
+    caches = [f"{cache.get('name')} {size(cache.get('bytes'))}" for cache in _list(stats, "caches")]
     return Text.assemble(("\nhost  ", "dim"), line, ("\ncaches  ", "dim"), _text(", ".join(caches) or UNKNOWN))
 
 
@@ -259,30 +261,30 @@ def _ago(then: float | None) -> str:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 <= value < float("inf") else None
 
 
-def size(value: Any) -> str:
+def size(value: object) -> str:
     number = _number(value)
     return UNKNOWN if number is None else readable(number)
 
 
-def bytes_of(used: Any, limit: Any) -> str:
-    """`used` alone where no limit is known; in one unit where that suits both."""
+def bytes_of(used: object, limit: object) -> str:
+    """Return `used` of `limit` bytes as text, in one unit if it suits both; `used` alone if the limit is unknown."""
     if not _number(limit):
         return size(used)
     number, _, unit = size(used).partition(" ")
     return f"{number if size(limit).endswith(f' {unit}') else size(used)} of {size(limit)}"
 
 
-def percent(value: Any) -> str:
+def percent(value: object) -> str:
     number = _number(value)
     return UNKNOWN if number is None else f"{number:.0f} %"
 
 
-def seconds(value: Any) -> str:
+def seconds(value: object) -> str:
     number = _number(value)
     if number is None:
         return UNKNOWN

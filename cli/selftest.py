@@ -1,6 +1,6 @@
-"""`comfyui-tpu selftest`: does this machine compute what it should? A line a check, a verdict, a record.
+"""`comfyui-tpu selftest`: checks the results of this machine. One line per check, a verdict, a report.
 
-With --first-run, in processes of their own, also what this machine takes: see `tpu_runtime/selftest/first_run.py`.
+With --first-run it also tests the machine's limits, in child processes: see `tpu_runtime/selftest/first_run.py`.
 """
 
 import argparse
@@ -26,60 +26,63 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument(
         "--model",
         action="append",
         metavar="NAME",
-        help=f"only this model's miniature: {NAME_HELP}; repeatable; default: {len(FLAGSHIPS)}, one of each kind",
+        help=f"only this model's tiny model: {NAME_HELP}; repeatable; default: {len(FLAGSHIPS)}, one of each kind",
     )
     parser.add_argument(
         "--first-run",
         action="store_true",
-        help="what this machine takes, too: options, kernels, memory, rates; each part in a process of its own. It is "
-        "kept, and programs are compiled by it. Estimated at 20 to 40 minutes on a TPU; none has run it yet",
+        help="also test options, kernels, memory and rates, each part in its own process. Results are saved, and "
+        "later programs are compiled accordingly. Estimated at 20 to 40 minutes on a TPU; none has run it yet",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="as --first-run, but only the parts that a first image needs. Estimated at 5 minutes on a TPU",
+        help="like --first-run, but only the parts that a first image needs. Estimated at 5 minutes on a TPU",
     )
     parser.add_argument(
         "--one-process",
         action="store_true",
-        help="with --first-run: all checks in one process, for a sandbox in which no second one can open the chips; "
-        "gVisor is recognized by itself",
+        help="with --first-run: run all checks in one process, in sandboxes where no second one can open the chips; "
+        "gVisor is detected automatically",
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write all of it as JSON, for a bug report")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write the report as JSON, to attach to a bug report"
+    )
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Runs the command; 0 where all is well, 1 where a check failed. Errors of the user are `ValueError`."""
+    """Run the command; return 0 if all checks passed, else 1. Raises ValueError for errors of the user."""
     console = console or Console(highlight=False, soft_wrap=True)
     specs = [spec_by_name(name) for name in dict.fromkeys(options.model or ())]
     specs = specs or ([spec_by_name(name) for name in groups.QUICK_MODELS] if options.quick else FLAGSHIPS)
     if options.report and not (options.report.parent.is_dir() and not options.report.is_dir()):
         raise ValueError(f"--report {options.report}: it must be a file in a folder that exists.")
-    # XLA warns of how arrays as small as the miniatures' are split, by the dozen; for the processes of a first run too.
+    # Hides XLA's many warnings about sharding arrays as small as the tiny models', in child processes too.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    fallbacks.from_environment()  # a switch that is none is said now, not in the middle
+    fallbacks.from_environment()  # raises for an invalid switch now, not in the middle
     models = [spec.name for spec in specs]
     in_processes = options.first_run or options.quick
     if options.one_process and not in_processes:
         raise ValueError(
             "--one-process is for --first-run and --quick; a plain self-test has one process anyway. Leave it out."
         )
-    found = _first_run(models, options, console) if in_processes else _plain(models, console)
+    result = _first_run(models, options, console) if in_processes else _plain(models, console)
     problem = ""
     if options.report:
-        problem = _write(options.report, found)
+        problem = _write(options.report, result)
         console.print(Text(problem or f"written: {options.report}"))
-    elif not found.is_good:
+    elif not result.is_good:
         first = " --first-run" * options.first_run or " --quick" * options.quick
         console.print(f"To report it: comfyui-tpu selftest{first} --report selftest.json, and attach the file.")
-    for sentence in found.machine.sentences if found.machine else ():
+    for sentence in result.machine.sentences if result.machine else ():
         console.print(Text(sentence))
-    console.print(Text(found.verdict, style="green" if found.is_good else "red"))
-    return 0 if found.is_good and not problem else 1
+    console.print(Text(result.verdict, style="green" if result.is_good else "red"))
+    return 0 if result.is_good and not problem else 1
 
 
 def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
@@ -101,7 +104,7 @@ def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
 
 
 def _first_run(models: Sequence[str], options: argparse.Namespace, console: Console) -> "SelftestReport":
-    """Write each change to the file at once, so that a lost machine leaves all earlier results."""
+    """Run all parts. Each change is written to the report at once, so that a machine failure keeps earlier results."""
     from ..tpu_runtime.selftest import first_run
 
     file: Path | None = options.report
@@ -111,7 +114,7 @@ def _first_run(models: Sequence[str], options: argparse.Namespace, console: Cons
     with console.status("") as status:
         printed = 0
 
-        def changed() -> None:
+        def print_rows() -> None:
             nonlocal printed
             if file is not None:
                 _write(file, run.report())
@@ -123,16 +126,16 @@ def _first_run(models: Sequence[str], options: argparse.Namespace, console: Cons
             printed = len(ended)
             status.update(Text(last.title))
 
-        def shown(text: str) -> None:
+        def show_status(text: str) -> None:
             status.update(Text(f"{run.rows[-1].title}  {text}"))
 
-        run = first_run.FirstRun(models, changed, shown, in_one_process=in_one_process)
+        run = first_run.FirstRun(models, print_rows, show_status, in_one_process=in_one_process)
         run.run(groups.quick(models) if options.quick and not options.first_run else groups.all_of(models))
     return run.report()
 
 
 def _write(file: Path, found: "SelftestReport") -> str:
-    """Writes the report; what went wrong as a sentence, for a full disk does not end the checks."""
+    """Write the report; return a sentence if that fails, because a full disk does not end the checks."""
     try:
         files.write_file(file, (json.dumps(found.to_json(), indent=1) + "\n").encode())
     except OSError as error:
@@ -141,24 +144,26 @@ def _write(file: Path, found: "SelftestReport") -> str:
 
 
 class Shown:
-    """Progress of a check in a terminal's last line, which is overwritten; elsewhere it is silent."""
+    """Progress of a check in a terminal's last line, which is overwritten; silent elsewhere."""
 
     def __init__(self, status: Status, title: str) -> None:
         self._status, self._title = status, title
         self.text("")
 
     def text(self, message: str) -> None:
+        """Show a line of status."""
         self._status.update(Text(f"{self._title}  {message}".rstrip()))
 
     def step(self, done: int, total: int, unit: str, preview: "Preview | None" = None) -> None:
+        """Show the progress."""
         self.text(f"{unit} {done} of {total}")
 
     def check_cancelled(self) -> None:
-        """Ctrl-C arrives as KeyboardInterrupt; nothing to ask."""
+        """Do nothing: Ctrl-C arrives as KeyboardInterrupt."""
 
 
 def _head(chips: "Sequence[ChipRecord]", platform: str) -> str:
-    kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(one.kind for one in chips).items())
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(chip.kind for chip in chips).items())
     if platform == "tpu":
         return f"On {kinds}, against float32 on the host's CPU."
     return f"On {kinds}, which is no TPU: kernels run in interpret mode."
@@ -166,8 +171,10 @@ def _head(chips: "Sequence[ChipRecord]", platform: str) -> str:
 
 def _line(row: "CheckResult") -> Text:
     numbers = "" if row.error is None or row.bound is None else f"  {row.error:.1e} of {row.bound.error:.0e}"
-    said = ", ".join([*(f"{name} {value:g}" for name, value in row.values.items()), *([row.note] if row.note else [])])
+    details = ", ".join(
+        [*(f"{name} {value:g}" for name, value in row.values.items()), *([row.note] if row.note else [])]
+    )
     word, style = ("ok", "green") if row.is_good else ("skipped", "yellow") if row.is_skipped else ("WRONG", "red")
     line = Text(f"{word:<7}", style=style)
-    line.append(f"{row.title}{numbers}  {row.seconds:.1f} s{f'  {said}' if said else ''}", style="default")
+    line.append(f"{row.title}{numbers}  {row.seconds:.1f} s{f'  {details}' if details else ''}", style="default")
     return line if not row.problem else line.append(f"\n       {row.problem}", style="default")

@@ -1,4 +1,4 @@
-"""The command serve: stages for ComfyUI on another machine, by the node TPURemote."""
+"""The command serve: runs stages for ComfyUI on another machine, through the node TPURemote."""
 
 import argparse
 import logging
@@ -10,27 +10,28 @@ from .verbs import model_folders
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     verb.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS",
-        help="where it listens; default: 127.0.0.1; 0.0.0.0 lets other machines ask",
+        help="address to listen at; default: 127.0.0.1; 0.0.0.0 admits other machines",
     )  # fmt: skip
     verb.add_argument(
         "--port",
         type=int,
         default=trust.DEFAULT_PORT,
-        help=f"where it listens; default: {trust.DEFAULT_PORT}; 0: a free one",
+        help=f"port to listen at; default: {trust.DEFAULT_PORT}; 0: a free one",
     )
     verb.add_argument(
         "--models",
         action="append",
         default=[],
         metavar="DIR",
-        help="a folder that holds models, besides those of the ComfyUI of this machine; repeatable",
+        help="a further folder of models, in addition to those of this machine's ComfyUI; repeatable",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until Ctrl-C."""
+    """Serve until Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     trust.make_token(print)
     with Server(options.host, options.port, Stages((*options.models, *model_folders()))) as server:

@@ -1,14 +1,13 @@
-"""The commands encode, denoise and decode: a generation in stages, which files hold between them. And
-`calibrate`, which measures in one how MagCache is to choose steps.
+"""The commands encode, denoise and decode, which run a generation in stages with files between them, and `calibrate`,
+which measures MagCache's curve.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from ..nodes.declare import Folders
+from ..nodes.declare import Folders, Json, Value
 from ..nodes.headless.runner import TerminalHost
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import (
@@ -39,27 +38,27 @@ from .verbs import (
 )
 
 
-def add_verbs(verbs: Any) -> None:
-    """The commands of this file."""
+def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands of this file."""
     encode = _stage_verb(
-        verbs, "encode", _encode, "stage 1: prompts, and pictures, to what the denoiser reads (embeddings)",
+        verbs, "encode", _encode, "stage 1: encode prompts and images to embeddings",
         '--folder output/stages --model tiny/wan21 \\\n    --prompt "a red circle moves right on blue"',
     )  # fmt: skip
     _add_prompts(encode)
     add_inputs(encode, SIZE)
     denoise = _stage_verb(
-        verbs, "denoise", _denoise, "stage 2: embeddings to a compressed video or picture (latents)",
+        verbs, "denoise", _denoise, "stage 2: denoise latents, guided by the embeddings",
         "--folder output/stages --model tiny/wan21",
     )  # fmt: skip
     add_inputs(denoise, [name for name in input_names("inputs") if name != "fps"])
     decode = _stage_verb(
-        verbs, "decode", _decode, "stage 3: latents to a video or a picture",
+        verbs, "decode", _decode, "stage 3: decode latents to a video or an image",
         "--folder output/stages --model tiny/wan21",
     )  # fmt: skip
     add_inputs(decode, ["fps"])
     decode.add_argument(
         "--out", type=Path, metavar="FILE",
-        help="where the result goes; default: output_video.mp4 or output_image.png in --folder",
+        help="output file; default: output_video.mp4 or output_image.png in --folder",
     )  # fmt: skip
     _add_calibrate(verbs)
 
@@ -69,7 +68,7 @@ def _add_prompts(verb: argparse.ArgumentParser) -> None:
         verb.add_argument(flag(name), dest=name, metavar="TEXT", help=f"{meaning(name)}; default: the model's own")
     verb.add_argument(
         "--image", type=Path, action="append", default=[], metavar="FILE",
-        help="the picture to start from, and then the one to end with; for models that look at references: each",
+        help="the start image, then the end image; for models that take references: each of them",
     )  # fmt: skip
     verb.add_argument(
         "--resize", choices=media.RESIZE, default=media.RESIZE[0],
@@ -77,28 +76,26 @@ def _add_prompts(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _stage_verb(verbs: Any, name: str, command: Callable, text: str, example: str) -> argparse.ArgumentParser:
+def _stage_verb(
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: Callable, text: str, example: str
+) -> argparse.ArgumentParser:
     verb = add_verb(verbs, name, command, text, example, downloads=True)
     verb.add_argument(
-        "--folder",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="holds what one stage gives to the next; made if needed",
+        "--folder", type=Path, required=True, metavar="DIR", help="folder of the stage files; created if needed"
     )
     verb.add_argument("--name", help=f"{NAME_HELP}; default: the folder's, or {SPECS[0].name}")
     families = ", ".join(dict.fromkeys(spec.family for spec in SPECS))
-    verb.add_argument("--family", help=f"the same by family: {families}")
+    verb.add_argument("--family", help=f"the model's family instead of its name: {families}")
     verb.add_argument(
         "--model", metavar="ID",
-        help=f"where its weights are: a Hub id, a folder, or a miniature such as {SPECS[0].miniature.id}; default: the "
+        help=f"its weights: a Hub id, a folder, or a tiny model such as {SPECS[0].miniature.id}; default: the "
         "folder's, or the model's own",
     )  # fmt: skip
     add_precision(verb)
     return verb
 
 
-def _stage_spec(options: argparse.Namespace, config: dict[str, Any]) -> ModelSpec:
+def _stage_spec(options: argparse.Namespace, config: dict[str, Json]) -> ModelSpec:
     if options.name and options.family and spec_by_name(options.name).family != options.family:
         raise ValueError(f"--name {options.name} is not of the family {options.family}; give one of the two.")
     if options.family and not options.name:
@@ -107,8 +104,10 @@ def _stage_spec(options: argparse.Namespace, config: dict[str, Any]) -> ModelSpe
     return spec_by_name(name) if name else SPECS[0]
 
 
-def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, Any]]:
-    """The spec, the checked model, and every option by name: given now, else the folder's, else the default."""
+def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, Value]]:
+    """Return the spec, the checked model, and the value of every option: given now, else the folder's, else the
+    default.
+    """
     config = stage_files.read_config(options.folder)
     spec = _stage_spec(options, config)
     folders = model_folders()
@@ -132,8 +131,8 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
 
 
 @contextmanager
-def _timed(title: str) -> Iterator[TerminalHost]:
-    """The host of a stage, whose time is printed at its end."""
+def _time_stage(title: str) -> Iterator[TerminalHost]:
+    """Return the host of a stage; print the stage's duration at its end."""
     host = TerminalHost(Folders())
     with host.timed(title):
         yield host
@@ -145,10 +144,10 @@ def _encode(options: argparse.Namespace) -> int:
     stage_files.check_ours(options.folder)
     texts = {name: values[name] for name in spec.texts}
     pictures = _pictures(spec, options.image)
-    # A picture is encoded for a size, which the later stages must have.
+    # An image is encoded for a size, which later stages must use.
     fixed = {name: values[name] for name in SIZE if pictures and not spec.pictures.are_references}
     asked = {name: values[name] for name in SIZE if name in values and getattr(options, name) is not None}
-    with _timed(f"{spec.title}: encode") as host:
+    with _time_stage(f"{spec.title}: encode") as host:
         condition = _encode_pictures(model, pictures, fixed, options.resize, host)
         prompts = texts["prompt"], texts.get("negative_prompt", "")
         embeds = pipeline.encode_prompt(model, *prompts, progress=host, condition=condition)
@@ -157,24 +156,24 @@ def _encode(options: argparse.Namespace) -> int:
     return 0
 
 
-def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Any]:
-    """The pictures as IMAGEs; ValueError where the model takes another number of them."""
+def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Value]:
+    """Load the images as IMAGEs; ValueError if the model takes another number of them."""
     if paths and spec.pictures.encode is None:
         names = ", ".join(other.name for other in SPECS if other.pictures.encode is not None)
         raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
     allowed = spec.pictures.numbers
     if (paths or spec.needs_condition) and not spec.pictures.are_references and len(paths) not in allowed:
-        given = {0: "none was given", 1: "one was given"}.get(len(paths), f"{len(paths)} were given")
-        wanted = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[allowed[0]]
-        raise ValueError(f"{spec.title}: it {wanted}, and {given}. Give each with --image FILE.")
+        count = {0: "none was given", 1: "one was given"}.get(len(paths), f"{len(paths)} were given")
+        expected = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[allowed[0]]
+        raise ValueError(f"{spec.title}: it {expected}, and {count}. Give each with --image FILE.")
     return [media.load_image(path)[0] for path in paths]
 
 
 def _encode_pictures(
-    model: ModelRef, pictures: Sequence[Any], size: dict[str, int], resize: str, host: TerminalHost
+    model: ModelRef, pictures: Sequence[Value], size: dict[str, int], resize: str, host: TerminalHost
 ) -> payloads.ImageCondition | None:
-    """The condition of pictures brought to `size`, or left at their own where that is empty; None without pictures."""
-    images = [media.resize(one, size["height"], size["width"], resize) if size else one for one in pictures]
+    """Return the condition of images, resized to `size` if it is not empty; None without images."""
+    images = [media.resize(image, size["height"], size["width"], resize) if size else image for image in pictures]
     images = [media.joined(images)] if size else images
     conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]
     return pipeline.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
@@ -188,14 +187,14 @@ def _denoise(options: argparse.Namespace) -> int:
     embeds = stage_files.load_embeddings(options.folder, model)
     condition = stage_files.load_condition(options.folder, model)
     goes_on = settings.start_step or not settings.add_noise
-    given = stage_files.load_latents(options.folder, model) if goes_on else None
+    latents = stage_files.load_latents(options.folder, model) if goes_on else None
     if spec.needs_condition and condition is None:
         raise ValueError(
             f"{spec.title}: {options.folder} holds no encoded picture; run `comfyui-tpu encode --folder "
             f"{options.folder} --image FILE` first."
         )
-    with _timed(f"{spec.title}: denoise") as host:
-        latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=given, progress=host)
+    with _time_stage(f"{spec.title}: denoise") as host:
+        latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=latents, progress=host)
         stage_files.save_latents(options.folder, latents, model)
         stage_files.update_config(options.folder, {name: x for name, x in numbers.items() if name not in PART})
     return 0
@@ -205,7 +204,7 @@ def _decode(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
     out = options.out or options.folder / ("output_image.png" if spec.is_image else "output_video.mp4")
     latents = stage_files.load_latents(options.folder, model)
-    with _timed(f"{spec.title}: decode") as host:
+    with _time_stage(f"{spec.title}: decode") as host:
         frames = pipeline.decode(model, latents, progress=host)
         if spec.is_image:
             media.save_image(out, frames[0])
@@ -217,24 +216,24 @@ def _decode(options: argparse.Namespace) -> int:
 
 # --- calibrate --------------------------------------------------------------------------------------------------------
 
-# What is no matter of the curve, or is what the curve is for.
+# Inputs that do not affect the curve, or that use it.
 _NOT_MEASURED = ("fps", "step_cache", "cache_threshold", "cache_start", "cache_end", "cache_interval", *PART)
 
 
-def _add_calibrate(verbs: Any) -> None:
-    text = "measure the curve by which cache_threshold chooses the steps that are left out"
+def _add_calibrate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "measure the curve by which cache_threshold chooses the steps to skip"
     verb = add_verb(
         verbs, "calibrate", _calibrate, text, f"{SPECS[0].name} --model-id {SPECS[0].miniature.id}", downloads=True
     )
     verb.add_argument("name", metavar="MODEL", help=f"{NAME_HELP}; a video model")
-    verb.add_argument("--model-id", metavar="ID", help="its id or folder; default: its Hub id")
+    verb.add_argument("--model-id", metavar="ID", help="the model's id or folder; default: its Hub id")
     add_precision(verb)
     _add_prompts(verb)
     add_inputs(verb, [name for name in input_names("inputs") if name not in _NOT_MEASURED])
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """MagCache's curve of a model, from one generation of whole steps."""
+    """Measure a model's MagCache curve in one generation of full steps."""
     spec, host = spec_by_name(options.name), TerminalHost(Folders())
     if "cache_threshold" not in spec.inputs:
         raise ValueError(f"{spec.title}: this model has no cache_threshold, so there is nothing to measure.")

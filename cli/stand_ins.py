@@ -1,25 +1,34 @@
-"""Programs on random weights and inputs, made where they are placed: nothing is read, nothing crosses the host."""
+"""Random weights and inputs for programs, created on the chips: nothing is read or transferred."""
 
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
     from ..tpu_runtime.pipeline import ModelSpec, Program
 
+# A pytree of arrays, or the description of one array: a `jax.ShapeDtypeStruct` with a sharding.
+Tree: TypeAlias = Any
+Result = TypeVar("Result")
+
 
 def miniature(spec: "ModelSpec") -> "ModelSpec":
-    """The model at its miniature's sizes."""
+    """Return the model with its tiny model's sizes."""
     return replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
 
 
-def timed(executable: Any, weights: Any, make: Callable[[], Any], runs: int) -> tuple[Any, list[float]]:
-    """The last result, and the seconds of each run, after one that does not count. What a run may overwrite is created
-    again before it.
+def timed(
+    executable: Callable[..., Result], weights: Tree, make: Callable[[], Tree], runs: int
+) -> tuple[Result, list[float]]:
+    """Run an executable; return its last result and the seconds of each run, without a first one that is not counted.
+
+    weights: its first argument. make: returns the others, again before each run, because it may overwrite them. runs:
+        to count.
     """
     import jax
 
@@ -32,8 +41,8 @@ def timed(executable: Any, weights: Any, make: Callable[[], Any], runs: int) -> 
     return result, seconds[1:]
 
 
-def arguments(program: "Program") -> tuple[Any, ...]:
-    """Random numbers of deviation 1; lengths of texts are the longest; other integers are 1."""
+def arguments(program: "Program") -> tuple[Tree, ...]:
+    """Return random arguments of deviation 1; lengths of texts are maximal, other integers are 1."""
     import jax
 
     from ..tpu_runtime.pipeline import StepArgs
@@ -46,20 +55,25 @@ def arguments(program: "Program") -> tuple[Any, ...]:
     return tuple(args)
 
 
-def random(want: Any, deviation: float, seed: int = 0) -> "jax.Array":
-    """An array as `want` describes it, made where it is placed."""
+def random(want: Tree, deviation: float, seed: int = 0) -> "jax.Array":
+    """Return an array as `want` describes it, created where it is placed.
+
+    want: shape, dtype and sharding. deviation: of floating-point values; others are 1. seed: of the generator.
+    """
     return _maker(want.shape, want.dtype, want.sharding)(deviation, seed)
 
 
 @functools.cache
-def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+def _maker(
+    shape: tuple[int, ...], dtype: "np.dtype", sharding: "jax.sharding.Sharding"
+) -> "Callable[[float, int], jax.Array]":
     import jax
     import jax.numpy as jnp
 
-    def make(deviation: Any, seed: Any) -> Any:
+    def make(deviation: "jax.Array", seed: "jax.Array") -> "jax.Array":
         if not jnp.issubdtype(dtype, jnp.floating):
             return jnp.ones(shape, dtype)
-        # XLA's own generator: the usual one takes longer than the programs.
+        # XLA's own generator: JAX's default one takes longer than the programs.
         key = jax.random.key(seed, impl="unsafe_rbg")
         return (deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 

@@ -1,12 +1,11 @@
-"""What the commands share: verbs, an option for every input of the models, and the times they print."""
+"""Shared parts of the commands: verbs, an option for every model input, and printed times."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..nodes import inputs
-from ..nodes.declare import Folders
+from ..nodes.declare import Folders, Value
 from ..nodes.graphs.graph import Workflow
 from ..nodes.graphs.miniature import make_tiny
 from ..nodes.headless import model_folders as comfyui_folders
@@ -17,16 +16,26 @@ from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import CHOICES, SPECS, Choice, IntLimit, ModelSpec, Numbers, Switch
 from . import doctor
 
-TINY = "use the built-in miniature models, at their sizes: no network, no TPU"
+TINY = "use the built-in tiny models, at their sizes: needs no network and no TPU"
 DOWNLOADS = """
-The first run of a model downloads its files (needs the network); a built-in
-miniature, such as tiny/wan21, is there."""
+The first run of a model downloads its files (needs the network). Built-in tiny
+models, such as tiny/wan21, need no download."""
 
 
 def add_verb(
-    verbs: Any, name: str, command: Callable, text: str, example: str, *, downloads: bool = False
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    command: Callable,
+    text: str,
+    example: str,
+    *,
+    downloads: bool = False,
 ) -> argparse.ArgumentParser:
-    """A command with this help `text` and the words of an example; `downloads`: it may fetch a model's files."""
+    """Add a command; return its parser.
+
+    verbs: the parsers of commands. name: of the command. command: runs it. text: its help.
+    example: arguments of an example. downloads: whether it may download a model's files.
+    """
     verb = verbs.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.",
         epilog=f"example:\n  comfyui-tpu {name} {example}\n{DOWNLOADS * downloads}",
@@ -38,7 +47,7 @@ def add_verb(
 
 
 def add_workflow(verb: argparse.ArgumentParser) -> None:
-    """A workflow file, and what changes it before it runs."""
+    """Add the options for a workflow file and its changes."""
     verb.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
     verb.add_argument(
         "--set", action="append", default=[], metavar="NODE.INPUT=VALUE",
@@ -46,12 +55,12 @@ def add_workflow(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument("--tiny", action="store_true", help=TINY)
     verb.add_argument(
-        "--input", type=Path, default=Path("input"), metavar="DIR", help="where LoadImage looks; default: input"
+        "--input", type=Path, default=Path("input"), metavar="DIR", help="folder of LoadImage; default: input"
     )
 
 
 def read_workflow(options: argparse.Namespace) -> Workflow:
-    """The workflow of these options in API format, as a miniature if they ask for that."""
+    """Return the workflow of these options in API format, with tiny models if they ask for that."""
     workflow = to_api(read_json(options.workflow), HEADLESS)
     if options.tiny:
         make_tiny(workflow)
@@ -59,7 +68,7 @@ def read_workflow(options: argparse.Namespace) -> Workflow:
 
 
 def given_workflow(options: argparse.Namespace) -> Workflow:
-    """The same, changed as `--set` says."""
+    """Return the workflow of these options, changed as `--set` asks."""
     workflow = read_workflow(options)
     for assignment in options.set:
         assign(workflow, assignment)
@@ -67,7 +76,7 @@ def given_workflow(options: argparse.Namespace) -> Workflow:
 
 
 def prompts_of_miniatures(workflow: Workflow) -> Iterator[str]:
-    """What each miniature is given to show, which a trained one has in place of the workflow's own prompt."""
+    """Yield the prompt of each tiny model, which a trained one uses instead of the workflow's own."""
     trained = {spec.miniature.id: pipeline.tiny.is_trained(spec.miniature.id) for spec in SPECS}
     for node_id, node in workflow.items():
         model_id, prompt = (node["inputs"].get(name) for name in ("model_id", "prompt"))
@@ -80,6 +89,7 @@ def prompts_of_miniatures(workflow: Workflow) -> Iterator[str]:
 
 
 def given_folders(options: argparse.Namespace, output: Path) -> Folders:
+    """Return the folders for a workflow's run."""
     return Folders(
         models=model_folders(), loras=lora_folders(), input=options.input, output=output,
         workflow=options.workflow.parent,
@@ -87,24 +97,28 @@ def given_folders(options: argparse.Namespace, output: Path) -> Folders:
 
 
 def model_folders() -> tuple[str, ...]:
-    """The folders of the ComfyUI on this machine, if there is one, that model ids are looked for in."""
+    """Return the folders of this machine's ComfyUI, if there is one, in which model ids are looked up."""
     return comfyui_folders.find(doctor.comfyui_folder())
 
 
 def lora_folders() -> tuple[str, ...]:
+    """Return the LoRA folders of this machine's ComfyUI."""
     return comfyui_folders.loras(doctor.comfyui_folder())
 
 
 def input_names(field: str) -> list[str]:
-    """Names of the texts or inputs of all models, each once, in order."""
+    """Return the names of the texts or inputs of all models, each once, in order."""
     return list(dict.fromkeys(name for spec in SPECS for name in getattr(spec, field)))
 
 
 def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str], aliases: Mapping[str, str] = {}) -> None:
-    """An option for each of these inputs of the models, and its other name; None where it is not given."""
+    """Add an option for each of these model inputs; an option that is not used is None.
+
+    verb: the command. names: of the inputs. aliases: further option names, by input.
+    """
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
-        kind: dict[str, Any] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
+        kind: dict[str, Value] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
         kind["metavar"] = "A,B" if kind["type"] is str else "N"
         listed = ""
         if isinstance(limits[0], Switch):
@@ -118,42 +132,46 @@ def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str], aliases: Map
 
 
 def add_precision(verb: argparse.ArgumentParser) -> None:
+    """Add the option --precision."""
     verb.add_argument("--precision", choices=CHOICES, default="auto", help=f"{meaning('precision')}; default: auto")
 
 
 def meaning(name: str) -> str:
-    """What an input is, in the first sentence of its widget's tooltip."""
+    """Return the first sentence of an input's tooltip."""
     return inputs.ENTRIES[name].tooltip.partition(". ")[0].rstrip(".").replace("%", "%%")
 
 
 def _default(name: str) -> str:
-    """The one default, or that models have their own, and that of the first."""
+    """Return the inputs' default as text; if models have different ones, also the first model's."""
     owners = [spec for spec in SPECS if name in spec.inputs]
     value = owners[0].inputs[name].default
-    said = {True: "on", False: "off", "": "empty"}.get(value, value) if isinstance(value, bool | str) else f"{value:g}"
+    shown = {True: "on", False: "off", "": "empty"}.get(value, value) if isinstance(value, bool | str) else f"{value:g}"
     has_own = any(spec.inputs[name].default != value for spec in owners)
-    return f"the model's own, {said} for {owners[0].name}" if has_own else str(said)
+    return f"the model's own, {shown} for {owners[0].name}" if has_own else str(shown)
 
 
-def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
-    """The texts and inputs that were given as options, by name; ValueError for one that the model does not have."""
+def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Value]:
+    """Return the texts and inputs that were given as options; ValueError for one that the model does not have."""
     names = [*input_names("texts"), *input_names("inputs")]
-    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
-    for name in given:
+    values = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    for name in values:
         if name not in spec.texts and name not in spec.inputs:
             raise ValueError(f"{spec.title}: this model has no {name}. Leave {flag(name)} out.")
-    return given
+    return values
 
 
 def flag(name: str) -> str:
+    """Return the option of an input."""
     return "--" + name.replace("_", "-")
 
 
 def print_now(line: str) -> None:
+    """Print a line without buffering."""
     print(line, flush=True)
 
 
 def print_timings(timings: Sequence[NodeTime]) -> None:
+    """Print the nodes' times and their sum."""
     if not timings:
         return
     width = max(len(timing.title) for timing in timings)

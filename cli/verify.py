@@ -1,8 +1,8 @@
-"""`comfyui-tpu bench MODEL --verify`: a few blocks of a denoiser, at their real size, in every form that a step takes.
+"""`comfyui-tpu bench MODEL --verify`: a few blocks of a denoiser at their real size, in every variant of a step.
 
-Each group of compiler options and each kernel is left out in turn. The results must agree, and the times say what each
-is worth on this machine. Weights are random, made on the chips; nothing is downloaded. With `--topology` the forms are
-compiled for described chips, and times are the compiler's predictions.
+Each group of compiler options and each kernel is left out in turn. Results must agree; the times show how much each
+saves on this machine. Weights are random, created on the chips; nothing is downloaded. With `--topology` the variants
+are compiled for described chips, and times are the compiler's predictions.
 """
 
 import functools
@@ -11,8 +11,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from ..nodes.declare import Json
 from ..tpu_runtime.pipeline import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
 from ..tpu_runtime.pipeline import resolve_precision as resolve
 from .stand_ins import arguments, random, timed
@@ -23,85 +24,92 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.pipeline import Compiled, Program, StepArgs
+    from ..tpu_runtime.pipeline import Compiled, Program, StepArgs, Topology
 
 SCHEMA = 1
-# A program's results with these weights, whether they are finite, and the seconds of so many runs.
+# Runs a program: (weights, number of runs) -> results, whether they are finite, seconds of each run.
 Run = Callable[["Mapping[str, jax.Array]", int], "tuple[np.ndarray, bool, list[float]]"]
-# How far forms may be apart, as the root mean square of the difference, of that of the values: what rounding in this
-# precision makes of a few blocks, with a factor of at least 4 over what was seen.
+# Largest relative RMS difference of variants: rounding over a few blocks in this precision, at least 4 times the
+# largest seen.
 BOUNDS = {"bfloat16": 2**-5, "float32": 2**-14}
-# A fault of a hundredth in one kernel is less than bfloat16's rounding. But rounding errors point in random directions;
-# a kernel's fault points where results move as the weights before it grow. So the difference is projected onto that
-# direction and bounded there.
+# A kernel's fault of 1 % is smaller than bfloat16's rounding. But rounding errors have random directions, while a
+# kernel's fault has the direction in which results move as the weights before it grow. So the difference is projected
+# onto that direction and bounded there.
 PULLS = {
     "attention's results": re.compile(r"\b(to_v|add_v_proj|in_value)\b"),
     "queries": re.compile(r"\bnorm(_added)?_q\b"),
 }
-# Scores of queries move results less than attention's results do, so rounding is a larger part of that.
+# Queries move results less than attention's results do, so rounding has a larger share of the projection.
 FACTORS = {
     "bfloat16": {"attention's results": 2**-8, "queries": 2**-6},
     "float32": {"attention's results": 2**-14, "queries": 2**-14},
 }
-# By how much weights grow for that: enough to be seen through rounding.
+# Relative growth of the weights for that, enough to exceed rounding.
 GROWTH = 0.25
-# The deviation of the gains of queries' and keys' norms, by which scores are of deviation 3.2 in base e.
+# Deviation of the gains of queries' and keys' norms; scores then have deviation 3.2 in base e.
 HEAD_NORMS = 1.8
 _HEAD_NORM = re.compile(r"\bnorm(_added)?_[qk]\b")
 # Steps of the loop; its first one is not timed.
 LOOP_STEPS = 6
-# The part of a video on which XLA computes in place of kernels: of all its tokens it may have no room.
+# Frames of a video on which XLA computes instead of kernels: all tokens may not fit in memory.
 PART_FRAMES = 17
-# Blocks of each kind. Three are the fewest of which XLA keeps the loop of the real step: the weights of one block are
-# gathered next to the attention of the one before. One block is straight-line code.
+# Blocks of each kind. Three are the minimum for which XLA keeps the real step's loop, in which one block's weights are
+# gathered during the previous block's attention. One block is straight-line code.
 NUM_BLOCKS, NUM_PART_BLOCKS = 3, 1
 CHOSEN, PART = "as chosen", " (part)"
 # The entries of configs that count a denoiser's blocks.
 LAYERS = re.compile(r"num_(single_)?layers|n_(refiner_)?layers")
-# The switches of those that denoisers have; other kernels are of autoencoders.
+# Switches of the denoisers' kernels; other kernels belong to autoencoders.
 KERNELS = ("attention", "prologue", "residual_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """A form of the step: what it does without, and whether it is of a part of the tokens."""
+    """A variant of the step."""
 
     name: str
-    without: fallbacks.Fallbacks
-    is_part: bool = False
+    without: fallbacks.Fallbacks  # options and kernels that it does not use
+    is_part: bool = False  # whether it has only the first frames
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What became of a form. `difference` is from the chosen one of the same size (see `BOUNDS`), None for that one and
-    where nothing ran. `factors`, of forms of a part: by how much what is named in `PULLS` is larger than in the chosen
-    form. `problem` says what is wrong with the form, and is empty where nothing is.
-    """
+    """The outcome of a variant."""
 
     name: str
     compile_s: float
-    median_s: float | None
-    predicted_s: float | None
-    peak_bytes: int | None
-    difference: float | None
-    problem: str
-    factors: Mapping[str, float] = field(default_factory=dict)
+    median_s: float | None  # of one run; None: did not run
+    predicted_s: float | None  # by the compiler; None: not predicted
+    peak_bytes: int | None  # on one device; None: did not compile
+    difference: float | None  # relative RMS from the chosen variant of the same size; None: the chosen one, or no run
+    problem: str  # "" without one
+    factors: Mapping[str, float] = field(default_factory=dict)  # growth along each of `PULLS`, for variants of a part
 
 
 def verify(
-    spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", choice: str, runs: int, described: Any
-) -> tuple[dict[str, Any], tuple[Verified, ...]]:
-    """The record and its forms; of chips that are only `described`, predictions. `choice` is the precision as a node
-    has it.
+    spec: ModelSpec,
+    settings: Settings,
+    devices: "Sequence[Device]",
+    choice: str,
+    runs: int,
+    described: "Topology | None",
+) -> tuple[dict[str, Json], tuple[Verified, ...]]:
+    """Return the record and its variants; with `described` chips, predictions.
+
+    spec, settings: of the model. devices: to run on. runs: of each variant.
+    choice: the precision as a node has it.
+    described: chips to compile for; None: measure on `devices`.
     """
     from ..tpu_runtime.pipeline import versions
 
     precision = resolve(choice, devices[0].platform)
     is_tiny = devices[0].platform != "tpu"
     check = StepForms(spec, devices, precision, runs)
-    wanted = variations(check.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment())), is_tiny)
+    variants = variations(
+        check.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment())), is_tiny
+    )
     sizes = {False: settings, True: part_of(spec, settings)}
-    rows = tuple(check.predicted(wanted, sizes, described) if described else check.measured(wanted, sizes))
+    rows = tuple(check.predicted(variants, sizes, described) if described else check.measured(variants, sizes))
     loop = None if described else check.loop(settings)
     record = {
         "schema": SCHEMA, "label": "predicted" if described else "measured", "model": spec.name, "is_tiny": is_tiny,
@@ -115,18 +123,18 @@ def verify(
 def with_blocks(spec: ModelSpec, count: int) -> ModelSpec:
     """Return the model with at most `count` blocks of each kind in its denoisers, as wide as they are."""
 
-    def lessened(config: Mapping[str, Any]) -> dict[str, Any]:
+    def shorten(config: Mapping[str, Json]) -> dict[str, Json]:
         return {**config, **{key: min(count, config[key]) for key in config if LAYERS.fullmatch(key)}}
 
     parts = tuple(
-        replace(part, config=lessened(part.config)) if part.name in spec.denoiser.experts else part
+        replace(part, config=shorten(part.config)) if part.name in spec.denoiser.experts else part
         for part in spec.components
     )
     return replace(spec, components=parts)
 
 
 def part_of(spec: ModelSpec, settings: Settings) -> Settings:
-    """The first frames of a video; a picture is small enough."""
+    """Return settings with the first frames of a video; those of an image are unchanged."""
     if spec.is_image:
         return settings
     limit = spec.inputs["num_frames"]
@@ -135,23 +143,25 @@ def part_of(spec: ModelSpec, settings: Settings) -> Settings:
 
 
 def variations(chosen: "Program", is_tiny: bool) -> Iterator[Variation]:
-    """The chosen form; without each group of its options, and without all; and of a part of the tokens, which XLA has
-    room for, without each kernel, and without all. `chosen` is the program of the first.
+    """Yield the chosen variant, those without each group of its options, and without all; then of the first frames, the
+    chosen one, those without each kernel, and without all.
+
+    chosen: the chosen variant's program. is_tiny: whether there is no TPU.
     """
-    own = fallbacks.from_environment()
-    yield Variation(name=CHOSEN, without=own)
+    base = fallbacks.from_environment()
+    yield Variation(name=CHOSEN, without=base)
     groups = [
         group
         for group, begins in fallbacks.OPTIONS.items()
         if any(option.startswith(begins) for option in chosen.compiler_options)
     ]
-    for each in _each_and_all(groups):
-        yield Variation(name=f"without {', '.join(each)}", without=own | _off(fallbacks.OPTIONS_VARIABLE, each))
-    yield Variation(name=CHOSEN + PART, without=own, is_part=True)
+    for names in _each_and_all(groups):
+        yield Variation(name=f"without {', '.join(names)}", without=base | _off(fallbacks.OPTIONS_VARIABLE, names))
+    yield Variation(name=CHOSEN + PART, without=base, is_part=True)
     # Without a TPU the attention kernel alone can be interpreted.
-    for each in _each_and_all(KERNELS[:1] if is_tiny else KERNELS):
-        without = own | _off(fallbacks.KERNELS_VARIABLE, each)
-        yield Variation(name=f"without the kernels {', '.join(each)}{PART}", without=without, is_part=True)
+    for names in _each_and_all(KERNELS[:1] if is_tiny else KERNELS):
+        without = base | _off(fallbacks.KERNELS_VARIABLE, names)
+        yield Variation(name=f"without the kernels {', '.join(names)}{PART}", without=without, is_part=True)
 
 
 def _each_and_all(names: Sequence[str]) -> list[Sequence[str]]:
@@ -159,19 +169,20 @@ def _each_and_all(names: Sequence[str]) -> list[Sequence[str]]:
 
 
 def _off(variable: str, names: Sequence[str]) -> fallbacks.Fallbacks:
-    """As the owner of a machine switches it off."""
+    """Return the fallbacks of a machine whose owner switches these off."""
     return fallbacks.from_environment({variable: ",".join(f"-{name}" for name in names)})
 
 
 class StepForms:
-    """Forms of one step on one set of devices."""
+    """Variants of one step on one set of devices."""
 
-    def __init__(self, spec: ModelSpec, devices: "Sequence[Device]", precision: Any, runs: int) -> None:
+    def __init__(self, spec: ModelSpec, devices: "Sequence[Device]", precision: str, runs: int) -> None:
         self.spec, self.devices, self.precision, self.runs = spec, tuple(devices), precision, runs
-        # Without a TPU kernels are interpreted, else nothing would be compared.
+        # Without a TPU kernels are interpreted, because otherwise none would be compared.
         self.kernel: Literal["auto", "pallas"] = "auto" if devices[0].platform == "tpu" else "pallas"
 
     def program(self, settings: Settings, variation: Variation) -> "Program":
+        """Return a variant's program."""
         from ..tpu_runtime.pipeline import Target, generation
 
         spec = with_blocks(self.spec, NUM_PART_BLOCKS if variation.is_part else NUM_BLOCKS)
@@ -180,9 +191,13 @@ class StepForms:
         return plan.program(plan.passages[0], target, plan.shape)
 
     def predicted(
-        self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings], topology: Any
+        self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings], topology: "Topology"
     ) -> Iterator[Verified]:
-        """Each form's predicted time. All compile before the first is timed: most have the same kernels."""
+        """Yield each variant with its predicted time.
+
+        wanted: the variants. sizes: settings by whether a variant is of a part. topology: the chips.
+        All compile before the first is predicted: most have the same kernels.
+        """
         from ..tpu_runtime.pipeline import compiling, plan
 
         rows: list[Verified] = []
@@ -191,8 +206,8 @@ class StepForms:
             started = time.monotonic()
             try:
                 done = compiling.compile_program(self.program(sizes[variation.is_part], variation), topology)
-            except Exception as error:  # of any kind: the other forms still say something
-                rows.append(_failed(variation, error, started, "does not compile"))
+            except Exception as error:  # any exception: the other variants are still useful
+                rows.append(_fail(variation, error, started, "does not compile"))
             else:
                 compiled.append(done)
                 rows.append(
@@ -202,12 +217,12 @@ class StepForms:
                     )
                 )  # fmt: skip
             _say(rows[-1])
-        found = iter(plan.predict(compiled, topology, print_now))
+        plans = iter(plan.predict(compiled, topology, print_now))
         for row in rows:
-            yield row if row.peak_bytes is None else replace(row, predicted_s=next(found).predicted_s)
+            yield row if row.peak_bytes is None else replace(row, predicted_s=next(plans).predicted_s)
 
     def measured(self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings]) -> Iterator[Verified]:
-        """Each form's time, and its difference from the chosen one of its size."""
+        """Yield each variant with its time, and its difference from the chosen one of its size."""
         chosen: dict[bool, np.ndarray] = {}
         pulls: dict[str, np.ndarray] = {}
         for variation in wanted:
@@ -218,8 +233,8 @@ class StepForms:
                 if variation.is_part and not pulls and not row.problem:
                     pulls |= _pulls(program, run, values)
                 chosen.setdefault(variation.is_part, values)
-            except Exception as error:  # of any kind: the other forms still say something
-                row = _failed(variation, error, started, "does not run")
+            except Exception as error:  # any exception: the other variants are still useful
+                row = _fail(variation, error, started, "does not run")
             _say(row)
             yield row
 
@@ -231,7 +246,7 @@ class StepForms:
         chosen: "np.ndarray | None",
         pulls: "Mapping[str, np.ndarray]",
     ) -> "tuple[Verified, np.ndarray, Run]":
-        """The form, its values, and what runs it with any weights."""
+        """Return the variant's outcome, its values, and a function that runs it with any weights."""
         import numpy as np
 
         from ..tpu_runtime.pipeline import compiling
@@ -255,8 +270,8 @@ class StepForms:
         problem = _problem(row, self.precision) if is_finite else "values are not finite"
         return replace(row, problem=problem), values, run
 
-    def loop(self, settings: Settings) -> dict[str, Any]:
-        """Steps in a row as a sampler runs them: compiled through the caches, the state donated, each waited for."""
+    def loop(self, settings: Settings) -> dict[str, Json]:
+        """Time consecutive steps as a sampler runs them: compiled through the caches, state donated, each awaited."""
         from ..tpu_runtime.pipeline import executables
 
         program = self.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment()))
@@ -272,7 +287,7 @@ class StepForms:
         return {"steps": len(seconds), "median_s": statistics.median(seconds), "was_compiled": is_new}
 
 
-def _failed(variation: Variation, error: Exception, started: float, verb: str) -> Verified:
+def _fail(variation: Variation, error: Exception, started: float, verb: str) -> Verified:
     first, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return Verified(
         name=variation.name, compile_s=time.monotonic() - started, median_s=None, predicted_s=None, peak_bytes=None,
@@ -286,25 +301,25 @@ def _say(row: Verified) -> None:
 
 
 def apart(values: "np.ndarray", others: "np.ndarray") -> float:
-    """The root mean square of the difference, of that of `others`."""
+    """Return the RMS of the difference of two arrays `[...]`, relative to that of `others`."""
     import numpy as np
 
     return float(np.linalg.norm(values - others) / max(float(np.linalg.norm(others)), 1e-30))
 
 
 def pulled(difference: "np.ndarray", pulls: "Mapping[str, np.ndarray]") -> dict[str, float]:
-    """How much of each of `pulls` is in a difference, by least squares."""
+    """Return the coefficient of each of `pulls` in a difference `[...]`, by least squares."""
     import numpy as np
 
     if not pulls:
         return {}
     columns = np.stack([pull.ravel() for pull in pulls.values()], axis=1)
-    found, *_ = np.linalg.lstsq(columns.T @ columns, columns.T @ difference.ravel(), rcond=None)
-    return dict(zip(pulls, map(float, found), strict=True))
+    solution, *_ = np.linalg.lstsq(columns.T @ columns, columns.T @ difference.ravel(), rcond=None)
+    return dict(zip(pulls, map(float, solution), strict=True))
 
 
 def _problem(row: Verified, precision: str) -> str:
-    """What is wrong with the numbers of a form; empty where nothing is."""
+    """Describe the deviations of a variant that exceed rounding; "" without any."""
     bounds = FACTORS[precision]
     wrong = [
         f"{name} are {abs(factor):.1e} {'larger' if factor > 0 else 'smaller'}, where {bounds[name]:.1e} "
@@ -318,35 +333,36 @@ def _problem(row: Verified, precision: str) -> str:
 
 
 def _pulls(program: "Program", run: Run, values: "np.ndarray") -> "dict[str, np.ndarray]":
-    """Where a form's results go as what is named in `PULLS` grows: the change for twice of it."""
+    """Return the change of a variant's results per doubling of the weights in each of `PULLS`."""
     weights = weights_of(program)
-    found = {}
+    pulls = {}
     for name, pattern in PULLS.items():
         grown = {
-            key: _placed(weight * (1 + GROWTH), weight) if pattern.search(key) else weight
+            key: _place(weight * (1 + GROWTH), weight) if pattern.search(key) else weight
             for key, weight in weights.items()
         }
-        found[name] = (run(grown, 0)[0] - values) / GROWTH
-    return found
+        pulls[name] = (run(grown, 0)[0] - values) / GROWTH
+    return pulls
 
 
 def weights_of(program: "Program") -> dict[str, "jax.Array"]:
-    """Random weights with which every part of a block counts: products keep the size of their inputs, and norms, gates
-    and biases are of deviation 1. Norms of queries and keys are larger: else attention is nearly the mean of all
-    tokens, so small with many of them that no fault of it shows.
+    """Return random weights with which every part of a block affects the result.
+
+    Products keep the size of their inputs; norms, gates and biases have deviation 1. Norms of queries and keys are
+    larger: otherwise attention is nearly the mean of all tokens, so small that no fault of it shows.
     """
 
-    def deviation(name: str, want: Any) -> float:
+    def deviation(name: str, want: "jax.ShapeDtypeStruct") -> float:
         matrix = len(want.shape) >= 2 and min(want.shape[-2:]) > 8
         return float(want.shape[-1]) ** -0.5 if matrix else HEAD_NORMS if _HEAD_NORM.search(name) else 1.0
 
-    wanted = program.weights or {}
-    # Each with a seed of its own: with queries' weights also for keys, each token would see itself alone.
-    return {name: random(wanted[name], deviation(name, wanted[name]), seed) for seed, name in enumerate(sorted(wanted))}
+    shapes = program.weights or {}
+    # Separate seeds: with equal weights for queries and keys, each token would attend only to itself.
+    return {name: random(shapes[name], deviation(name, shapes[name]), seed) for seed, name in enumerate(sorted(shapes))}
 
 
 def arguments_of(program: "Program") -> "StepArgs":
-    """Random arguments with a solver of which every result is the network's output, both branches in equal parts."""
+    """Return random arguments, with a solver whose result is the network's output, both branches in equal parts."""
     import numpy as np
 
     from ..tpu_runtime.pipeline import StepArgs
@@ -354,26 +370,26 @@ def arguments_of(program: "Program") -> "StepArgs":
     args = StepArgs(*arguments(program))
     row = np.zeros(args.row.shape, np.float32)
     row[:, 1] = 1
-    return args._replace(row=_placed(row, args.row), guidance=_placed(np.float32(0.5), args.guidance))
+    return args._replace(row=_place(row, args.row), guidance=_place(np.float32(0.5), args.guidance))
 
 
-def _placed(values: Any, like: "jax.Array") -> "jax.Array":
+def _place(values: "np.ndarray | np.float32 | jax.Array", like: "jax.Array") -> "jax.Array":
     import jax
 
     return jax.device_put(values, like.sharding)
 
 
-def text(spec: ModelSpec, record: Mapping[str, Any], rows: Sequence[Verified]) -> str:
-    """The readable report."""
+def text(spec: ModelSpec, record: Mapping[str, Json], rows: Sequence[Verified]) -> str:
+    """Return the readable report."""
     from ..tpu_runtime.pipeline import plan_report as report
 
-    said = record["label"]
-    head = ("form of the step", "compile", "GiB", said, "of the chosen", "difference")
+    label = record["label"]
+    head = ("form of the step", "compile", "GiB", label, "of the chosen", "difference")
     times = {row.name: row.median_s if row.median_s is not None else row.predicted_s for row in rows}
 
     def share(row: Verified) -> str:
-        own, chosen = times[row.name], times.get(CHOSEN + PART * row.name.endswith(PART))
-        return f"{100 * own / chosen:.0f} %" if own and chosen else "-"
+        seconds, chosen = times[row.name], times.get(CHOSEN + PART * row.name.endswith(PART))
+        return f"{100 * seconds / chosen:.0f} %" if seconds and chosen else "-"
 
     table = [
         (
@@ -384,7 +400,7 @@ def text(spec: ModelSpec, record: Mapping[str, Any], rows: Sequence[Verified]) -
     ]  # fmt: skip
     lines = [
         f"{NUM_BLOCKS} blocks of {'the miniature of ' * record['is_tiny']}{spec.title} on {record['num_devices']} x "
-        f"{record['device_kind']}, {record['precision']}; seconds are {said}"
+        f"{record['device_kind']}, {record['precision']}; seconds are {label}"
         + (", on no TPU: they say nothing of speed." if record["is_tiny"] else "."),
         "",
         *report.table([head, *table]),
@@ -395,10 +411,10 @@ def text(spec: ModelSpec, record: Mapping[str, Any], rows: Sequence[Verified]) -
             f"{loop['steps']} steps in a row, as a sampler runs them: {loop['median_s']:.4f} s each, the program "
             + ("compiled." if loop["was_compiled"] else "from the cache.")
         )
-    if said == "measured":
+    if label == "measured":
         lines.append(f"Fullest device: {DeviceMemory(**record['memory'])}.")
     wrong = [f"{row.name}: {row.problem}." for row in rows if row.problem]
-    return "\n".join([*lines, *(wrong or ["All forms agree." if said == "measured" else "All forms compile."])])
+    return "\n".join([*lines, *(wrong or ["All forms agree." if label == "measured" else "All forms compile."])])
 
 
 def _seconds(value: float | None) -> str:

@@ -23,7 +23,8 @@ from .verbs import (
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("workflow", type=Path, nargs="?", help="the sizes of this workflow's samplers")
+    """Add the command's options."""
+    verb.add_argument("workflow", type=Path, nargs="?", help="a workflow, whose samplers have the sizes")
     verb.add_argument("--model", metavar="NAME", help=f"instead: {NAME_HELP}; or a file")
     verb.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
     add_precision(verb)
@@ -32,28 +33,28 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command; return the exit code."""
     host = TerminalHost(Folders())
-    for model, settings in _wanted(options):
+    for model, settings in _list_generations(options):
         with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
             pipeline.warmup(model, settings, progress=host)
     print_timings(host.timings)
     return 0
 
 
-def _wanted(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
-    """The generations to compile for: a workflow's, or one model's."""
+def _list_generations(options: argparse.Namespace) -> list[tuple[ModelRef, Settings]]:
+    """Return the generations to compile for: a workflow's, or one model's."""
     if bool(options.workflow) == bool(options.model):
         raise ValueError("warmup takes either a workflow file or --model NAME.")
     if options.workflow:
-        if given := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
-            raise ValueError(f"{', '.join(given)}: a workflow has its own. Leave it out, or give --model NAME instead.")
+        if used := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
+            raise ValueError(f"{', '.join(used)}: a workflow has its own. Leave it out, or give --model NAME instead.")
         return generations(read_workflow(options), Folders(models=model_folders(), loras=lora_folders()), HEADLESS)
     is_file = is_of_files(options.model)
     folders = model_folders() if is_of_files(options.model_id or options.model) else ()
     spec = variant(None, options.model, folders) if is_file else spec_by_name(options.model)
-    own = options.model if is_file else spec.published.hub_id
-    given = spec.miniature.id if options.tiny else own
-    model_id = options.model_id or given
+    default_id = options.model if is_file else spec.published.hub_id
+    model_id = options.model_id or (spec.miniature.id if options.tiny else default_id)
     sizes = spec.miniature.inputs if model_id in spec.miniature.ids else {}
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision, folders=folders)
     model.check()

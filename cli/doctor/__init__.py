@@ -1,6 +1,7 @@
-"""`comfyui-tpu doctor`: each fault of a machine that can be found without starting its chips, with the command that
-fixes it. May import everything the command may; a check is a function from a `HostMachine` to findings, and reads no
-more of the real one.
+"""`comfyui-tpu doctor`: finds faults of a machine without starting its chips, with the command that fixes each.
+
+May import everything the command may. A check is a function from a `HostMachine` to findings, and reads nothing else of
+the real machine.
 """
 
 from .checks import add_arguments, report, run

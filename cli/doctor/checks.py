@@ -1,4 +1,4 @@
-"""All checks in order, and how they are shown: lines, or JSON for programs and bug reports."""
+"""Runs all checks in order, and prints them as lines, or as JSON for programs and bug reports."""
 
 import argparse
 import dataclasses
@@ -20,16 +20,17 @@ CHECKS: tuple[Inspection, ...] = (
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     verb.add_argument("--json", action="store_true", help="a list of {topic, found, remedy, advice}, for programs")
     verb.add_argument(
         "--model", default="", metavar="MODEL",
-        help=f"also ask the Hub whether the disk has room for this one (needs the network): {NAME_HELP}",
+        help=f"also check with the Hub whether this model fits on the disk (needs the network): {NAME_HELP}",
     )  # fmt: skip
-    verb.add_argument("--start", action="store_true", help="also start JAX: it takes the chips for a moment")
+    verb.add_argument("--start", action="store_true", help="also start JAX, which occupies the chips for a moment")
 
 
 def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
-    """Prints the report. Exit code 1 when something needs fixing; advice does not."""
+    """Print the report; return 1 when something needs fixing. Advice does not count."""
     if options.model:
         spec_by_name(options.model)
     findings = report(machine or HostMachine(model=options.model), is_started=options.start)
@@ -45,16 +46,16 @@ def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The whole report in a sentence."""
+    """Return the summary of a report in a sentence."""
     faults = [finding.topic for finding in findings if finding.is_fault]
     if not faults:
         return "This machine is ready: nothing has to be fixed."
     things = "1 thing has" if len(faults) == 1 else f"{len(faults)} things have"
-    return f"{things} to be fixed, by what follows each ->: {', '.join(faults)}."
+    return f"{things} to be fixed, by the command after each ->: {', '.join(faults)}."
 
 
 def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
-    """Everything about this machine that matters to the pack. Starts no device unless asked to."""
+    """Return all findings about this machine. Starts no device unless `is_started`."""
     pack, python, *others = CHECKS
     if find_spec("packaging") is None:
         missing, checks = [Finding("packaging", "not installed", "pip install packaging")], others
@@ -66,6 +67,6 @@ def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
         *pack(machine),
         *python(machine),
         *missing,
-        *(each for check in checks for each in check(machine)),
+        *(finding for check in checks for finding in check(machine)),
         *(chips.start(machine) if is_started else ()),
     ]

@@ -1,4 +1,6 @@
-"""Checks of the chips: what is plugged in, who holds it, and what in the environment keeps JAX from it."""
+"""Checks of the chips: devices on the bus, the processes that hold them, and environment variables that keep JAX from
+them.
+"""
 
 import json
 import re
@@ -25,33 +27,33 @@ START_S = 300
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 HUGEPAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 LOCK = "tmp/libtpu_lockfile"
-# The VM images with a driver, from Google's list of TPU software versions. Others show chips without device files.
+# VM images with a driver, from Google's list of TPU software versions; on others chips have no device files.
 VM_IMAGES = {
     "v4": "tpu-ubuntu2204-base", "v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e",
 }  # fmt: skip
 DMA_ENTRIES = "sys/module/vfio_iommu_type1/parameters/dma_entry_limit"
-# The kernel's default of mappings is 65535, which public reports of v5e and newer ran out of.
+# The kernel's default of 65535 mappings was exhausted in public reports of v5e and newer.
 LEAST_LOCKED, LEAST_ENTRIES = 8 * GIB, 65536
 
 
 def plugged_in(machine: HostMachine) -> Findings:
-    """The chips on the bus, their device files, and the mesh they would make."""
+    """Report the chips on the bus, their device files, and the mesh they would form."""
     chips, files = machine.chips, machine.device_files
     if chips is None and files:
-        found = f"{len(files)} device files ({files[0].name}, ...), of which chips is not known"
-        yield Finding("devices", found, "pip install 'tpu-info>=0.14.2'")
+        message = f"{len(files)} device files ({files[0].name}, ...), of which chips is not known"
+        yield Finding("devices", message, "pip install 'tpu-info>=0.14.2'")
         return
     if chips is None:
-        given = _SIMULATED.findall(machine.environ.get("XLA_FLAGS", ""))
-        count = max(1, int(given[-1])) if given else 1
+        counts = _SIMULATED.findall(machine.environ.get("XLA_FLAGS", ""))
+        count = max(1, int(counts[-1])) if counts else 1
         yield Finding("devices", f"no TPU; programs run on the CPU, as {count} simulated chip{'s' * (count > 1)}")
     elif files:
         count = chips.num_devices
         yield Finding("devices", f"{chips}, {readable(chips.hbm_bytes_per_chip)} each")
     else:
         count = chips.num_devices
-        found = f"{chips} on the bus, but no device files (/dev/vfio/*, /dev/accel*)"
-        yield Finding("devices", found, _without_files(chips.kind))
+        message = f"{chips} on the bus, but no device files (/dev/vfio/*, /dev/accel*)"
+        yield Finding("devices", message, _without_files(chips.kind))
     yield Finding("mesh with guidance", str(guidance_first(count, 2)))
     yield Finding("mesh without guidance", str(guidance_first(count, 1)))
 
@@ -63,7 +65,7 @@ def _without_files(kind: str) -> str:
 
 
 def rights(machine: HostMachine) -> Findings:
-    """libtpu opens the device files, and locks a file in /tmp."""
+    """Check permissions for the device files that libtpu opens, and for its lock file in /tmp."""
     refused = " ".join(
         f"/{path.relative_to(machine.root)}" for path in machine.device_files if not machine.may_use(path)
     )
@@ -71,36 +73,36 @@ def rights(machine: HostMachine) -> Findings:
         yield Finding("device files", f"no rights to {refused}", f"sudo chmod a+rw {refused}")
     lock = machine.root / LOCK
     if machine.device_files and lock.exists() and not machine.may_use(lock):
-        found = f"/{LOCK} belongs to another user, so libtpu cannot lock it"
-        yield Finding("libtpu's lock", found, f"sudo rm /{LOCK}")
+        message = f"/{LOCK} belongs to another user, so libtpu cannot lock it"
+        yield Finding("libtpu's lock", message, f"sudo rm /{LOCK}")
 
 
 def holders(machine: HostMachine) -> Findings:
-    """Only one process at a time can have the chips."""
+    """Report the processes that hold the chips; only one at a time can."""
     if not machine.device_files:
         return
     memory, silent = "", ""
     try:
         usages = metrics_service.usage(metrics_service.ports(machine.environ))
-        used, limit = (sum(getattr(each, name) or 0 for each in usages) for name in ("hbm_used", "hbm_limit"))
+        used, limit = (sum(getattr(usage, name) or 0 for usage in usages) for name in ("hbm_used", "hbm_limit"))
         memory = f", {readable(used)} of {readable(limit)} used" if limit else ""
     except metrics_service.NoAnswer as error:
-        silent = f"{error}: whoever holds the chips may hang, or is just starting"
+        silent = f"{error}: the process that holds the chips hangs, or is just starting"
     except ImportError:
         pass
     servers = {server.pid for server in machine.servers}
-    found = bus.holders(machine.root)
-    for each in found:
-        said = f"{each.program}, process {each.pid}{memory}"
-        if not machine.is_own(each.pid):
-            # Root sees those of others; they are not this command's to end.
-            yield Finding("TPU in use", f"by {said}, of another user", "Wait until it has ended, or ask its owner")
-        elif each.pid in servers:
-            # Nothing is wrong; but who wants the command line to use the chips must know.
-            yield Finding("TPU in use", f"by ComfyUI ({said}); for the command line: kill {each.pid}")
+    processes = bus.holders(machine.root)
+    for process in processes:
+        label = f"{process.program}, process {process.pid}{memory}"
+        if not machine.is_own(process.pid):
+            # Root sees other users' processes, which this command must not end.
+            yield Finding("TPU in use", f"by {label}, of another user", "Wait until it has ended, or ask its owner")
+        elif process.pid in servers:
+            # Not a fault, but the command line cannot use the chips meanwhile.
+            yield Finding("TPU in use", f"by ComfyUI ({label}); for the command line: kill {process.pid}")
         else:
-            yield Finding("TPU in use", f"by {said}", f"kill {each.pid}")
-    if memory and not found:
+            yield Finding("TPU in use", f"by {label}", f"kill {process.pid}")
+    if memory and not processes:
         remedy = "sudo lsof /dev/accel* /dev/vfio/* says which; wait until it has ended, or ask its owner"
         yield Finding("TPU in use", f"by a process of another user{memory}", remedy)
     if silent:
@@ -108,72 +110,75 @@ def holders(machine: HostMachine) -> Findings:
 
 
 def hugepages(machine: HostMachine) -> Findings:
-    """What libtpu wants of the kernel."""
+    """Check the kernel's transparent huge pages, which libtpu needs."""
     pages = machine.text(HUGEPAGES)
     if machine.device_files and pages and "[always]" not in pages:
-        found = "off: the TPU starts and ends slowly on v5e and newer"
-        yield Finding("transparent hugepages", found, f"sudo sh -c 'echo always > /{HUGEPAGES}'", advice=True)
+        message = "off: the TPU starts and ends slowly on v5e and newer"
+        yield Finding("transparent hugepages", message, f"sudo sh -c 'echo always > /{HUGEPAGES}'", advice=True)
 
 
 def pinning(machine: HostMachine) -> Findings:
-    """How much of the host's memory may be mapped for the chips: libtpu pins what goes to them and comes back."""
+    """Check the limits for pinning host memory: libtpu pins data that is transferred to and from the chips."""
     if not machine.device_files:
         return
     limit = machine.memlock_bytes()
     if limit is not None and limit < LEAST_LOCKED:
-        found = f"{readable(limit)} may be locked: large transfers to the chips may fail"
+        message = f"{readable(limit)} may be locked: large transfers to the chips may fail"
         remedy = "ulimit -l unlimited (in a container: docker run --ulimit memlock=-1 ...)"
-        yield Finding("locked memory", found, remedy, advice=True)
+        yield Finding("locked memory", message, remedy, advice=True)
     entries = machine.text(DMA_ENTRIES).strip()
     if entries.isdigit() and int(entries) < LEAST_ENTRIES:
-        found = f"{entries} mappings for each chip: large transfers may fail"
+        message = f"{entries} mappings for each chip: large transfers may fail"
         option = "options vfio_iommu_type1 dma_entry_limit=1000000"
         remedy = f"echo '{option}' | sudo tee /etc/modprobe.d/vfio.conf, then sudo reboot"
-        yield Finding("mappings of vfio", found, remedy, advice=True)
+        yield Finding("mappings of vfio", message, remedy, advice=True)
 
 
 # --- environment variables --------------------------------------------------------------------------------------------
 
 
-def _without_tpu(machine: HostMachine, value: str) -> bool:
+def _excludes_tpu(machine: HostMachine, value: str) -> bool:
     return bool(machine.device_files) and "tpu" not in value
 
 
-def _is_on(machine: HostMachine, value: str) -> bool:
+def _is_enabled(machine: HostMachine, value: str) -> bool:
     return value.lower() not in ("0", "false")
 
 
-# By name: where a value keeps a run from the TPU or breaks it, and what is said of that value.
+# By name: whether a value keeps a run from the TPU or breaks it, and the message.
 _VARIABLES: dict[str, tuple[Callable[[HostMachine, str], object], str]] = {
-    "JAX_PLATFORMS": (_without_tpu, "{}: the TPU is not used"),
-    "JAX_PLATFORM_NAME": (_without_tpu, "{}: the TPU is not used"),
-    "TPU_LIBRARY_PATH": (lambda machine, _: machine.device_files, "{}, in place of the tested libtpu"),
+    "JAX_PLATFORMS": (_excludes_tpu, "{}: the TPU is not used"),
+    "JAX_PLATFORM_NAME": (_excludes_tpu, "{}: the TPU is not used"),
+    "TPU_LIBRARY_PATH": (lambda machine, _: machine.device_files, "{}, instead of the tested libtpu"),
     "TPU_SKIP_MDS_QUERY": (
         lambda machine, _: machine.device_files and not machine.environ.get("TPU_ACCELERATOR_TYPE"),
-        "set without TPU_ACCELERATOR_TYPE: libtpu does not learn which slice this is",
+        "set without TPU_ACCELERATOR_TYPE: libtpu cannot detect the slice",
     ),
     # Each of these two changes every program, and nothing was tested with it.
-    "JAX_ENABLE_X64": (_is_on, "{}: never tested"),
-    "JAX_DISABLE_JIT": (_is_on, "{}: never tested"),
+    "JAX_ENABLE_X64": (_is_enabled, "{}: never tested"),
+    "JAX_DISABLE_JIT": (_is_enabled, "{}: never tested"),
     # With these values no network can be traced.
-    "JAX_NUMPY_RANK_PROMOTION": (lambda _, value: value.lower() == "raise", "{}: JAX refuses what networks compute"),
-    "JAX_NUMPY_DTYPE_PROMOTION": (lambda _, value: value.lower() == "strict", "{}: JAX refuses what networks compute"),
+    "JAX_NUMPY_RANK_PROMOTION": (lambda _, value: value.lower() == "raise", "{}: JAX refuses the networks' operations"),
+    "JAX_NUMPY_DTYPE_PROMOTION": (
+        lambda _, value: value.lower() == "strict",
+        "{}: JAX refuses the networks' operations",
+    ),
 }
 _PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
 
 
 def variables(machine: HostMachine) -> Findings:
-    """Environment variables that break a run."""
-    for name, (is_wrong, said) in _VARIABLES.items():
+    """Report environment variables that break a run."""
+    for name, (is_wrong, message) in _VARIABLES.items():
         if (value := machine.environ.get(name)) and is_wrong(machine, value):
-            yield Finding(name, said.format(value), f"unset {name}")
+            yield Finding(name, message.format(value), f"unset {name}")
     if precision := machine.environ.get(_PRECISION):
-        found = f"{precision}: changes products of bfloat16 programs, but for those in kernels"
-        yield Finding(_PRECISION, found, f"unset {_PRECISION}", advice=True)
+        effect = f"{precision}: changes products of bfloat16 programs, but for those in kernels"
+        yield Finding(_PRECISION, effect, f"unset {_PRECISION}", advice=True)
 
 
 def flags(machine: HostMachine) -> Findings:
-    """libtpu's own flags belong into another variable than XLA's."""
+    """Report libtpu's own flags in XLA's variable."""
     words = machine.environ.get("XLA_FLAGS", "").split()
     if libtpus := [word for word in words if word.startswith(("--xla_tpu_", "--xla_jf_", "--xla_sc_"))]:
         rest = " ".join(word for word in words if word not in libtpus)
@@ -183,21 +188,21 @@ def flags(machine: HostMachine) -> Findings:
 
 
 def budget(machine: HostMachine) -> Findings:
-    """The limit of memory that the user has set."""
-    if not (given := machine.environ.get(HBM)):
+    """Check the memory limit that the user has set."""
+    if not (value := machine.environ.get(HBM)):
         return
     try:
-        wanted = float(given)
+        limit = float(value)
     except ValueError:
-        yield Finding(HBM, f"{given!r} is no number of GiB", f"unset {HBM}")
+        yield Finding(HBM, f"{value!r} is not a number of GiB", f"unset {HBM}")
         return
-    if (chips := machine.chips) and wanted * GIB > (each := chips.hbm_bytes_per_chip // chips.devices_per_chip):
-        found = f"{given} GiB, more than the {readable(each)} of a {chips.kind}: runs end out of memory"
-        yield Finding(HBM, found, f"unset {HBM}")
+    if (chips := machine.chips) and limit * GIB > (per_device := chips.hbm_bytes_per_chip // chips.devices_per_chip):
+        message = f"{value} GiB, more than the {readable(per_device)} of a {chips.kind}: runs end out of memory"
+        yield Finding(HBM, message, f"unset {HBM}")
 
 
 def ladder(machine: HostMachine) -> Findings:
-    """What programs are compiled without: by the environment, and by what this machine was found not to take."""
+    """Report what programs are compiled without: by the environment, and by results of earlier runs."""
     try:
         switched_off = fallbacks.from_environment(machine.environ)
     except ValueError as error:
@@ -206,36 +211,36 @@ def ladder(machine: HostMachine) -> Findings:
         if switched_off:
             off = ", ".join((*switched_off.kernels.off, *switched_off.options))
             variables = f"unset {fallbacks.KERNELS_VARIABLE} {fallbacks.OPTIONS_VARIABLE}"
-            yield Finding("switched off", f"{off}: results are the same, only later", variables, advice=True)
+            yield Finding("switched off", f"{off}: results are unchanged, only slower", variables, advice=True)
     file = machine.cache / machine_record.NAME
-    for key, found in machine_record.everything(file).items():
-        for sentence in found.sentences:
+    for key, record in machine_record.everything(file).items():
+        for sentence in record.sentences:
             yield Finding(
                 "machine", f"{key}: {sentence}", f"to have it tried again: rm {shlex.quote(str(file))}", advice=True
             )
-        if measured := ", ".join(_measured(found)):
+        if measured := ", ".join(_describe_measurements(record)):
             yield Finding("measured", f"{key}: {measured}")
 
 
-def _measured(found: machine_record.MachineRecord) -> Iterator[str]:
-    """What a first run measured, and programs go by."""
-    if found.reserve_share is not None:
-        yield f"{100 * found.reserve_share:.0f} % of a chip's memory is left free"
-    if found.compilers_behind is not None:
-        yield f"{found.compilers_behind} compile behind a stage"
-    if found.transfer_start_s is not None:
-        yield f"a transfer between chips starts in {1e6 * found.transfer_start_s:.1f} us"
-    if not found.keeps_programs:
-        yield "compiled programs are not taken from the disk"
+def _describe_measurements(record: machine_record.MachineRecord) -> Iterator[str]:
+    """Yield the measurements of a first run that programs use."""
+    if record.reserve_share is not None:
+        yield f"{100 * record.reserve_share:.0f} % of a chip's memory is left free"
+    if record.compilers_behind is not None:
+        yield f"{record.compilers_behind} compile in the background"
+    if record.transfer_start_s is not None:
+        yield f"a transfer between chips starts in {1e6 * record.transfer_start_s:.1f} us"
+    if not record.keeps_programs:
+        yield "compiled programs are not loaded from the disk"
     ways = {"to_chips": "to the chips", "from_chips": "from the chips"}
-    yield from (f"{rate:.1f} GB/s {ways.get(name, name)}" for name, rate in found.rates.items())
+    yield from (f"{rate:.1f} GB/s {ways.get(name, name)}" for name, rate in record.rates.items())
 
 
 # --- JAX --------------------------------------------------------------------------------------------------------------
 
 
 def start(machine: HostMachine) -> Findings:
-    """What JAX says when it starts the chips: in a process of its own, which a wrong flag may abort."""
+    """Start JAX and report the outcome. It runs in its own process, which a wrong flag may abort."""
     program = "import jax, json; d = jax.devices(); print(json.dumps([len(d), d[0].device_kind, d[0].platform]))"
     command = [sys.executable, "-c", program]
     try:
@@ -249,7 +254,7 @@ def start(machine: HostMachine) -> Findings:
         return
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        yield Finding("JAX", f"cannot start: {last}", "Fix what is named above, then again: comfyui-tpu doctor --start")
+        yield Finding("JAX", f"cannot start: {last}", "Fix the error above, then run again: comfyui-tpu doctor --start")
         return
     count, kind, platform = json.loads(done.stdout.strip().splitlines()[-1])
     is_idle = machine.device_files and platform != "tpu"

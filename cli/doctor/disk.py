@@ -1,4 +1,4 @@
-"""Checks of the disk that models are on: whether it has room for one, and how fast it is read."""
+"""Checks of the disk with the models: free space, and read rate."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,37 +13,37 @@ MODEL_BYTES = 16 * GIB
 LEAST_BYTES = 2 * GIB
 # A model of 60 GB takes five minutes to load at this rate, in GB/s.
 SLOW_RATE = 0.2
-# A file that is smaller says nothing of a rate.
+# Smaller files do not allow a measurement of the rate.
 SMALLEST_FILE = 64 * MIB
 
 
 def room(machine: HostMachine) -> Findings:
-    """Whether the chosen model has room where the Hub's models are; else the smallest one, if none is here."""
+    """Check the free space in the Hub's cache: for the chosen model, else for the smallest one if none is here."""
     existing = existing_folder(machine.hub)
     if not existing.is_dir():
         return
     free = machine.free_bytes(existing)
-    found = f"{readable(free)} free in {existing}"
+    message = f"{readable(free)} free in {existing}"
     if machine.model:
         try:
             missing, total = machine.download
         except (ValueError, ImportError) as error:
-            yield Finding("disk", f"{found}; what {machine.model} needs is not known: {error}")
+            yield Finding("disk", f"{message}; what {machine.model} needs is not known: {error}")
             return
         needed, why = missing + LEAST_BYTES, f"{machine.model} of {readable(total)}, programs and videos need"
-        found += f"; {readable(missing)} of {machine.model} are not here yet" if missing else ""
+        message += f"; {readable(missing)} of {machine.model} are not here yet" if missing else ""
     else:
         needed = LEAST_BYTES if machine.has_ours else MODEL_BYTES
         why = "programs and videos need" if machine.has_ours else "the smallest model needs"
     if free >= needed:
-        yield Finding("disk", found)
+        yield Finding("disk", message)
         return
     remedy = "export HF_HOME=FOLDER, on a larger disk; or: hf cache rm MODEL"
-    yield Finding("disk", f"{found}; {why} {readable(needed)}", remedy)
+    yield Finding("disk", f"{message}; {why} {readable(needed)}", remedy)
 
 
 def rate(machine: HostMachine) -> Findings:
-    """How fast a model that is here comes from the disk."""
+    """Measure how fast a model on this machine is read from the disk."""
     file = max(_weights(machine), key=lambda path: path.stat().st_size, default=None)
     if file is None or file.stat().st_size < SMALLEST_FILE:
         return
@@ -52,21 +52,21 @@ def rate(machine: HostMachine) -> Findings:
     except OSError as error:
         yield Finding("disk's rate", f"not known: {file} cannot be read ({error.strerror or error})", advice=True)
         return
-    found = f"{per_s:.2f} GB/s, read from {file}"
-    with contextlib.suppress(ValueError, ImportError):  # which `room` says
+    message = f"{per_s:.2f} GB/s, read from {file}"
+    with contextlib.suppress(ValueError, ImportError):  # `room` reports it
         if machine.model:
             _, total = machine.download
-            found += f"; {machine.model} takes {total / GB / per_s:.0f} s to read"
+            message += f"; {machine.model} takes {total / GB / per_s:.0f} s to read"
     remedy = "export HF_HOME=FOLDER, on a faster disk, such as a local SSD" if per_s < SLOW_RATE else ""
-    yield Finding("disk's rate", found + "; loading a model takes minutes" * bool(remedy), remedy, advice=True)
+    yield Finding("disk's rate", message + "; loading a model takes minutes" * bool(remedy), remedy, advice=True)
 
 
 def _weights(machine: HostMachine) -> Iterator[Path]:
-    """Files of weights where models are: of the Hub's cache, and in ComfyUI's folders."""
+    """Yield the weight files in the Hub's cache and in ComfyUI's folders."""
     for folder in (machine.hub, machine.comfyui / "models"):
         yield from (path for path in folder.rglob("*.safetensors") if path.is_file())
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    """Return the folder, or its nearest existing parent."""
+    return next((path for path in (folder, *folder.parents) if path.exists()), folder)

@@ -1,4 +1,4 @@
-"""Checks of what any program here depends on: clashing packages, folders, memory, the Hugging Face token, pip."""
+"""Checks of the host: clashing packages, folders, memory, the Hugging Face token, pip."""
 
 import platform
 import re
@@ -11,7 +11,7 @@ from ...tpu_runtime.pipeline import GIB, readable, store
 from .disk import existing_folder
 from .machine import Finding, Findings, HostMachine
 
-# Compiling programs of real sizes takes two to four of the host, more next to other stages.
+# Compiling programs of real sizes needs two to four GiB of the host, more while other stages run.
 RAM_BYTES = 8 * GIB
 GATED = ("FLUX.2-dev", "FLUX.2-klein-9B")
 # A vocabulary trained and loaded after protobuf: with some pairs of versions that ended in SIGABRT.
@@ -33,32 +33,32 @@ sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("hello
 
 
 def pack(machine: HostMachine) -> Findings:
-    """Which version of this pack, the first question about any report."""
+    """Report this pack's version, the first question about any report."""
     yield Finding("comfyui-tpu", f"{machine.packages.get('comfyui-tpu', 'not installed as a package')}, {machine.pack}")
 
 
 def python(machine: HostMachine) -> Findings:
-    """Ubuntu 22.04's python3.11 was once a release candidate."""
-    found = f"{machine.python} on {platform.system()}"
+    """Check that Python is a release: Ubuntu 22.04's python3.11 was once a release candidate."""
+    message = f"{machine.python} on {platform.system()}"
     if re.search(r"(a|b|rc)\d", machine.python):
         remedy = "sudo apt install --only-upgrade python3.11, or a released Python from python.org; then install again"
-        yield Finding("Python", f"{found}, which was never released", remedy, advice=True)
+        yield Finding("Python", f"{message}, which was never released", remedy, advice=True)
     else:
-        yield Finding("Python", found)
+        yield Finding("Python", message)
 
 
 def twice(machine: HostMachine) -> Findings:
-    """Packages that put files into the same folder as those we need: the last installed wins."""
+    """Report packages that install into the same folder as those we need; the last one installed wins."""
     for other, ours in (("libtpu-nightly", "libtpu"), ("jax-nightly", "jax")):
         if other in machine.packages:
             version = machine.packages.get(ours)
-            wanted = f"{ours}=={version}" if version else ours
-            remedy = f"pip uninstall -y {other} && pip install --force-reinstall --no-deps {wanted}"
+            requirement = f"{ours}=={version}" if version else ours
+            remedy = f"pip uninstall -y {other} && pip install --force-reinstall --no-deps {requirement}"
             yield Finding(other, f"{machine.packages[other]}, in the folder of {ours}", remedy)
 
 
 def tokenizer(machine: HostMachine) -> Findings:
-    """Whether sentencepiece works in one process with protobuf. In a process of its own, which may abort."""
+    """Check that sentencepiece works in one process with protobuf, in a child process, which may abort."""
     sentencepiece, protobuf = (machine.packages.get(name) for name in ("sentencepiece", "protobuf"))
     if not sentencepiece or not protobuf:
         return
@@ -69,11 +69,11 @@ def tokenizer(machine: HostMachine) -> Findings:
         how = f"signal {-done.returncode}" if done.returncode < 0 else last
         pins = shlex.quote(str(machine.pack / "constraints.txt"))
         remedy = f"pip install --force-reinstall --no-deps -c {pins} sentencepiece protobuf"
-        yield Finding("tokenizers", f"sentencepiece {sentencepiece} fails beside protobuf {protobuf}: {how}", remedy)
+        yield Finding("tokenizers", f"sentencepiece {sentencepiece} fails with protobuf {protobuf}: {how}", remedy)
 
 
 def caches(machine: HostMachine) -> Findings:
-    """The folders that are written: there or not yet, with rights, on a disk."""
+    """Check that the cache folders exist or can be created, are writable, and are on a disk."""
     programs = machine.path("JAX_COMPILATION_CACHE_DIR", machine.cache / "xla")
     folders = [(store.VARIABLE, "cache", machine.cache), ("HF_HOME", "downloads", machine.hub)]
     if machine.cache not in programs.parents:
@@ -84,8 +84,8 @@ def caches(machine: HostMachine) -> Findings:
             remedy = f"unset {name}" if machine.environ.get(name) else f"export {name}=FOLDER, one that can be written"
             yield Finding(topic, f"{folder} cannot be written", remedy)
         elif machine.root / "dev/shm" in (folder, *folder.parents):
-            found = f"{folder} is memory of the host, and empty after a restart"
-            yield Finding(topic, found, f"unset {name} (look for it in ~/.bashrc)", advice=True)
+            message = f"{folder} is memory of the host, and empty after a restart"
+            yield Finding(topic, message, f"unset {name} (look for it in ~/.bashrc)", advice=True)
         else:
             yield Finding(topic, f"{folder}{f', {readable(_size_bytes(folder))}' if topic != 'downloads' else ''}")
 
@@ -95,33 +95,33 @@ def _size_bytes(folder: Path) -> int:
 
 
 def models(machine: HostMachine) -> Findings:
-    """What is downloaded."""
+    """Report the downloaded models."""
     yield Finding("downloaded models", f"{machine.hub}: {', '.join(machine.hub_models) or 'none'}")
     if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") and not machine.has_ours:
         yield Finding("HF_HUB_OFFLINE", "on, and no model of this pack is downloaded", "unset HF_HUB_OFFLINE")
 
 
 def token(machine: HostMachine) -> Findings:
-    """Whether there is a token; never which."""
+    """Report whether there is a token, never its value."""
     names = [name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if machine.environ.get(name, "").strip()]
     if names or machine.path("HF_TOKEN_PATH", machine.hf_home / "token").is_file():
         yield Finding("Hugging Face token", f"there ({names[0] if names else 'saved by hf auth login'})")
     else:
-        found = f"none; only gated models need one ({', '.join(GATED)})"
-        yield Finding("Hugging Face token", found, "hf auth login", advice=True)
+        message = f"none; only gated models need one ({', '.join(GATED)})"
+        yield Finding("Hugging Face token", message, "hf auth login", advice=True)
 
 
 def memory(machine: HostMachine) -> Findings:
-    """The host's memory. /dev/shm matters only where a cache is in it, which `caches` says."""
-    if given := re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.MULTILINE):
-        available = 1024 * int(given[1])
-        remedy = "ps aux --sort=-rss | head, then end what is not needed" if available < RAM_BYTES else ""
+    """Check the host's free memory. /dev/shm matters only if a cache is in it, which `caches` reports."""
+    if match := re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.MULTILINE):
+        available = 1024 * int(match[1])
+        remedy = "ps aux --sort=-rss | head, then end processes that are not needed" if available < RAM_BYTES else ""
         needed = f"; compiling and loading may need {readable(RAM_BYTES)}" if remedy else ""
         yield Finding("host memory", f"{readable(available)} free{needed}", remedy, advice=True)
 
 
 def pip(machine: HostMachine) -> Findings:
-    """A line that the installer of the separate packs left, by which pip writes into the system's Python."""
+    """Report a line of the separate packs' installer that lets pip write into the system's Python."""
     for file in (machine.home / ".config/pip/pip.conf", machine.home / ".pip/pip.conf"):
         if file.is_file() and re.search(r"break-system-packages\s*=\s*(true|1)", file.read_text("utf-8", "replace")):
             remedy = "pip config --user unset global.break-system-packages"

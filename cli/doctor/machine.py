@@ -1,4 +1,4 @@
-"""What the checks look at. A test describes another machine by folders that stand for `/`, home and ComfyUI's."""
+"""The machine that the checks examine. A test describes another one by folders instead of `/`, home and ComfyUI's."""
 
 import functools
 import importlib.metadata
@@ -18,21 +18,20 @@ from pathlib import Path
 from ...tpu_runtime.pipeline import GB, MIB, SPECS, Checkpoint, Silent, bus, spec_by_name, store
 
 _PACK = Path(__file__).parents[2]
-# Of a file so much is read at most, for so long, by so many threads: several read weights, too.
+# Limits of a read test: bytes of a file, bytes per read, seconds, threads (weights are read by several, too).
 READ_BYTES, PIECE_BYTES, READ_S, READERS = 512 * MIB, 8 * MIB, 2.0, 8
-# Of /proc/net/tcp: a socket that waits for connections.
+# State of a listening socket in /proc/net/tcp.
 _LISTENS = "0A"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `remedy` is a command or sentence, empty when all is well; advice is a remedy that
-    nothing depends on."""
+    """One line of the report."""
 
     topic: str
     found: str
-    remedy: str = ""
-    advice: bool = False
+    remedy: str = ""  # a command or sentence; "" if all is well
+    advice: bool = False  # whether the remedy is optional
 
     @property
     def is_fault(self) -> bool:
@@ -41,11 +40,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class RunningComfyUI:
-    """A ComfyUI that runs: its process, its folder, and its environment where this user may read it."""
+    """A running ComfyUI."""
 
     pid: int
     folder: Path
-    environ: Mapping[str, str] | None
+    environ: Mapping[str, str] | None  # None: not readable by this user
 
 
 def free_bytes(path: Path) -> int:
@@ -53,7 +52,9 @@ def free_bytes(path: Path) -> int:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether a file can be made in an existing folder: rights, a read-only disk, a quota. Leaves nothing behind."""
+    """Return whether a file can be created in an existing folder: permissions, a read-only disk, a quota. Leaves no
+    file.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -66,13 +67,13 @@ def may_use(path: Path) -> bool:
 
 
 def memlock_bytes() -> int | None:
-    """How much memory a process of this user may lock; None where there is no limit."""
+    """Return how much memory a process of this user may lock; None: no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def read_rate(file: Path) -> float:
-    """GB/s at which the beginning of a file comes from the disk, not from the host's memory."""
+    """Return the rate in GB/s at which the beginning of a file is read from the disk, not from the page cache."""
     with file.open("rb", buffering=0) as opened:
         number = opened.fileno()
         if hasattr(os, "posix_fadvise"):
@@ -89,23 +90,23 @@ def read_rate(file: Path) -> float:
 
 
 def download_bytes(model: str) -> tuple[int, int]:
-    """Of a model's weights on the Hub: bytes that are not on this machine, and all. ValueError where nobody knows.
+    """Return the missing and the total bytes of a model's weights on the Hub. Downloads only index and configs.
 
-    Of the repository the index and configs alone are downloaded.
+    Raises ValueError if they are not known.
     """
     spec, silent = spec_by_name(model), Silent()
-    found = Checkpoint(spec=spec, model_id=spec.published.hub_id, root=None)
-    found.configs(silent)
-    files = [file for part in found.all_weights_on_hub(silent).values() for file in part]
+    remote = Checkpoint(spec=spec, model_id=spec.published.hub_id, root=None)
+    remote.configs(silent)
+    files = [file for part in remote.all_weights_on_hub(silent).values() for file in part]
     return sum(file.size_bytes - file.here_bytes for file in files), sum(file.size_bytes for file in files)
 
 
 def distributions(*folders: Path) -> dict[str, str]:
-    """Installed packages and versions, of these site-packages or else of this process, by normalized name."""
+    """Return versions of installed packages by normalized name, in these site-packages or else in this process's."""
     path = [str(folder) for folder in folders] or sys.path
-    every = reversed(list(importlib.metadata.distributions(path=path)))  # of two the first is imported
-    found = ((each.metadata["Name"], each.version) for each in every)
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found if name}
+    every = reversed(list(importlib.metadata.distributions(path=path)))  # the first on the path is imported
+    versions = ((package.metadata["Name"], package.version) for package in every)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in versions if name}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,56 +139,56 @@ class HostMachine:
 
     @functools.cached_property
     def chips(self) -> bus.Chips | None:
-        """What is plugged in, as far as it is known."""
+        """Return the chips on the bus; None if they are not known."""
         try:
             return bus.chips(self.root)
         except ImportError:
             return None
 
     def path(self, name: str, default: Path) -> Path:
-        """The folder in an environment variable, else `default`."""
-        given = self.environ.get(name)
-        return Path(given.replace("~", str(self.home), 1) if given.startswith("~") else given) if given else default
+        """Return the folder in an environment variable, else `default`."""
+        value = self.environ.get(name)
+        return Path(value.replace("~", str(self.home), 1) if value.startswith("~") else value) if value else default
 
     @property
     def cache(self) -> Path:
-        """The pack's own."""
+        """Return the pack's cache."""
         return self.path(store.VARIABLE, self.home / store.DEFAULT.removeprefix("~/"))
 
     @property
     def hf_home(self) -> Path:
-        """Where huggingface_hub keeps what is its own."""
+        """Return huggingface_hub's own folder."""
         return self.path("HF_HOME", self.path("XDG_CACHE_HOME", self.home / ".cache") / "huggingface")
 
     @property
     def hub(self) -> Path:
-        """Where huggingface_hub keeps what it downloads."""
+        """Return huggingface_hub's cache of downloads."""
         return self.path("HF_HUB_CACHE", self.hf_home / "hub")
 
     @functools.cached_property
     def hub_models(self) -> list[str]:
-        """The ids of models in the Hub's cache, as far as they are there."""
+        """Return the ids of models in the Hub's cache, complete or not."""
         return sorted(path.name.removeprefix("models--").replace("--", "/") for path in self.hub.glob("models--*"))
 
     @property
     def has_ours(self) -> bool:
-        """Whether a model of this pack is among them."""
+        """Return whether a model of this pack is among them."""
         return any(spec.published.hub_id in self.hub_models for spec in SPECS)
 
     @functools.cached_property
     def download(self) -> tuple[int, int]:
-        """Of the chosen model; see `download_bytes`."""
+        """Return `download_bytes` of the chosen model."""
         return self.download_bytes(self.model)
 
     def is_own(self, pid: int) -> bool:
-        """Whether a process is this user's."""
+        """Return whether a process belongs to this user."""
         try:
             return (self.root / f"proc/{pid}").stat().st_uid == self.uid
         except OSError:  # it has just ended
             return False
 
     def text(self, path: str) -> str:
-        """A file below `root`; nothing where it cannot be read."""
+        """Return the text of a file below `root`; "" if it cannot be read."""
         try:
             return (self.root / path).read_text("utf-8", "replace")
         except OSError:
@@ -195,8 +196,8 @@ class HostMachine:
 
     @functools.cached_property
     def servers(self) -> list[RunningComfyUI]:
-        """The ComfyUIs that run here."""
-        found = []
+        """Return the running ComfyUIs."""
+        servers = []
         for process in sorted((self.root / "proc").glob("[0-9]*")):
             words = self.text(f"proc/{process.name}/cmdline").split("\0")
             script = next((word for word in words[1:] if Path(word).name == "main.py"), None)
@@ -209,11 +210,11 @@ class HostMachine:
             if (folder / "comfyui_version.py").is_file():
                 pairs = self.text(f"proc/{process.name}/environ").split("\0")
                 environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-                found.append(RunningComfyUI(int(process.name), folder, environ or None))
-        return found
+                servers.append(RunningComfyUI(int(process.name), folder, environ or None))
+        return servers
 
     def listeners(self, port: int) -> list[int | None]:
-        """The processes that wait for connections at a port; None for one of another user."""
+        """Return the processes that listen at a port; None for one of another user."""
         inodes = {
             words[9]
             for table in ("proc/net/tcp", "proc/net/tcp6")
@@ -222,14 +223,15 @@ class HostMachine:
         }
         if not inodes:
             return []
-        wanted = {f"socket:[{inode}]" for inode in inodes}
-        pids = {pid for pid, target in bus.open_files(self.root) if target in wanted}
+        targets = {f"socket:[{inode}]" for inode in inodes}
+        pids = {pid for pid, target in bus.open_files(self.root) if target in targets}
         return [*sorted(pids)] or [None]
 
 
 def comfyui_folder(environ: Mapping[str, str] | None = None, home: Path | None = None) -> Path:
-    given = (os.environ if environ is None else environ).get("COMFYUI_PATH")
-    return Path(given).expanduser() if given else (home or Path.home()) / "ComfyUI"
+    """Return ComfyUI's folder: COMFYUI_PATH, else ~/ComfyUI."""
+    path = (os.environ if environ is None else environ).get("COMFYUI_PATH")
+    return Path(path).expanduser() if path else (home or Path.home()) / "ComfyUI"
 
 
 Findings = Iterator[Finding]

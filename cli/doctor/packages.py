@@ -1,4 +1,4 @@
-"""Checks of versions, here and in ComfyUI's environment, against those that were run; needs the package packaging."""
+"""Checks of package versions, here and in ComfyUI's environment, against tested ones; needs the package packaging."""
 
 import importlib.metadata
 import shlex
@@ -10,59 +10,61 @@ from ...tpu_runtime.pipeline import versions
 from .comfyui import is_used, setup
 from .machine import Finding, Findings, HostMachine, Inspection, distributions
 
-# Small, and used by other packs' monitors on any machine.
+# Small packages that other packs' monitors install on any machine.
 _HARMLESS = frozenset({"nvidia-ml-py"})
 OLDEST_PYTHON = 11
-# The installer's, then what people make.
+# Folders of environments: the installer's, then common ones.
 _ENVIRONMENTS = (".comfyui-tpu/venv", ".venv", "venv")
 
 
 def versions_here(machine: HostMachine) -> Findings:
-    """What the pack needs, in this environment."""
-    yield from _compared({each.name: each.installed for each in versions.packages()}, machine)
+    """Check the packages that the pack needs, in this environment."""
+    yield from _compare({package.name: package.installed for package in versions.packages()}, machine)
 
 
-def _compared(installed: Mapping[str, str | None], machine: HostMachine) -> Findings:
-    """By package: what there is of it, and the command that brings a version that was run."""
+def _compare(installed: Mapping[str, str | None], machine: HostMachine) -> Findings:
+    """Yield the installed version of each package, with the command that installs a tested one."""
     for package in versions.packages():
-        found = installed.get(package.name)
-        if found is None and package.name == "libtpu" and not machine.device_files:
+        version = installed.get(package.name)
+        if version is None and package.name == "libtpu" and not machine.device_files:
             yield Finding(package.name, "not installed; needed only on a TPU machine")
-        elif found is None:
+        elif version is None:
             yield Finding(package.name, "not installed", package.command)
         else:
-            remedy = package.command if package.doubt(found) else ""
-            yield Finding(package.name, f"{found}{package.doubt(found)}", remedy, advice=package.is_newer(found))
+            remedy = package.command if package.doubt(version) else ""
+            yield Finding(package.name, f"{version}{package.doubt(version)}", remedy, advice=package.is_newer(version))
 
 
 def builds(machine: HostMachine) -> Findings:
-    """PyTorch for a GPU works, but brings gigabytes that a TPU machine cannot use, and slows every start."""
+    """Report a GPU build of PyTorch: it works, but needs gigabytes that a TPU machine cannot use, and slows every
+    start.
+    """
     torch = machine.packages.get("torch", "")
     extra = sorted(name for name in machine.packages if name.startswith("nvidia-") and name not in _HARMLESS)
     if torch and (torch.partition("+")[2].startswith(("cu", "rocm", "xpu")) or extra):
         public = torch.partition("+")[0]
-        (package,) = (each for each in versions.packages() if each.name == "torch")
-        wanted = f"torch=={public}" if not package.doubt(public) else f"'torch{package.range}'"
+        (package,) = (entry for entry in versions.packages() if entry.name == "torch")
+        requirement = f"torch=={public}" if not package.doubt(public) else f"'torch{package.range}'"
         remove = f"pip uninstall -y {' '.join(extra)}; " if extra else ""
         yield Finding(
             "PyTorch's build",
             f"{torch}, a GPU build" + (f" with {len(extra)} nvidia packages" if extra else ""),
-            f"{remove}pip install --force-reinstall --no-deps --index-url {versions.TORCH_INDEX} {wanted}",
+            f"{remove}pip install --force-reinstall --no-deps --index-url {versions.TORCH_INDEX} {requirement}",
         )
 
 
 def companions(machine: HostMachine) -> Findings:
-    """ComfyUI imports torchvision and torchaudio, which load with the very torch they were built for."""
+    """Check torchvision and torchaudio: ComfyUI imports them, and each loads only with the torch it was built for."""
     torch = machine.packages.get("torch")
     for name in ("torchvision", "torchaudio"):
         if torch is None or name not in machine.packages:
             continue
-        wanted = [Requirement(line) for line in _requires(name)]
-        asked = next((each.specifier for each in wanted if each.name == "torch" and each.specifier), None)
+        parsed = [Requirement(line) for line in _requires(name)]
+        asked = next((entry.specifier for entry in parsed if entry.name == "torch" and entry.specifier), None)
         if asked and not asked.contains(torch, prereleases=True):
-            found = f"{machine.packages[name]}, built for torch{asked}; torch is {torch}"
+            message = f"{machine.packages[name]}, built for torch{asked}; torch is {torch}"
             remedy = f"pip install --upgrade --index-url {versions.TORCH_INDEX} torch=={torch.partition('+')[0]} {name}"
-            yield Finding(name, found, remedy)
+            yield Finding(name, message, remedy)
 
 
 def _requires(name: str) -> list[str]:
@@ -73,7 +75,7 @@ def _requires(name: str) -> list[str]:
 
 
 def requirements(machine: HostMachine) -> Findings:
-    """Where what ComfyUI asks for was never run with this pack."""
+    """Report requirements of ComfyUI that were not tested with this pack."""
     file = machine.comfyui / "requirements.txt"
     for asked, package in versions.unserved(file) if file.is_file() else ():
         remedy = "Take a ComfyUI that allows one of these versions; no other is known to work."
@@ -81,8 +83,8 @@ def requirements(machine: HostMachine) -> Findings:
 
 
 def environment(machine: HostMachine) -> Findings:
-    """The environment next to ComfyUI, where this command runs in another one."""
-    folder = next((each for name in _ENVIRONMENTS if (each := machine.comfyui / name).exists()), None)
+    """Check the environment next to ComfyUI, if this command runs in another one."""
+    folder = next((path for name in _ENVIRONMENTS if (path := machine.comfyui / name).exists()), None)
     if folder is None or not is_used(machine):
         return
     topic, python = f"ComfyUI's {folder.relative_to(machine.comfyui)}", folder / "bin/python"
@@ -97,10 +99,10 @@ def environment(machine: HostMachine) -> Findings:
     if minor < OLDEST_PYTHON:
         yield Finding(topic, f"Python 3.{minor}; the pack needs 3.{OLDEST_PYTHON}", again)
     elif folder.resolve() != machine.prefix.resolve():
-        for each in _compared(distributions(sites[-1]), machine):
-            if each.remedy:
-                command = f"{shlex.quote(str(python))} -m {each.remedy}"
-                yield Finding(topic, f"{each.topic} {each.found}", command, each.advice)
+        for finding in _compare(distributions(sites[-1]), machine):
+            if finding.remedy:
+                command = f"{shlex.quote(str(python))} -m {finding.remedy}"
+                yield Finding(topic, f"{finding.topic} {finding.found}", command, finding.advice)
 
 
 CHECKS: tuple[Inspection, ...] = (versions_here, builds, companions, requirements, environment)

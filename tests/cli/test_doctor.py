@@ -276,7 +276,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "0.1, in the folder of libtpu", "-y libtpu-nightly && pip install --force-reinstall --no-deps libtpu==0.0.42.1",
     ),
     "SIGABRT": (
-        host.tokenizer, aborting, "fails beside protobuf 7.36.2: signal 6",
+        host.tokenizer, aborting, "fails with protobuf 7.36.2: signal 6",
         "constraints.txt sentencepiece protobuf",
     ),
     "container without chips": (
@@ -301,7 +301,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "hugepages": (chips.hugepages, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
     "JAX on the CPU": (chips.variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used", "unset JAX_PLATFORMS"),
     "another libtpu": (
-        chips.variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, in place of", "unset TPU_LIBRARY_PATH"
+        chips.variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, instead of", "unset TPU_LIBRARY_PATH"
     ),
     "no slice": (
         chips.variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY"
@@ -326,9 +326,9 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         chips.budget, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
         "unset COMFYUI_TPU_HBM_GIB",
     ),
-    "no budget": (chips.budget, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is no number", "unset COMFYUI_TPU_HBM_GIB"),
+    "no budget": (chips.budget, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is not a number", "unset COMFYUI_TPU_HBM_GIB"),
     "kernel switched off": (
-        chips.ladder, env(COMFYUI_TPU_KERNELS="-attention"), "attention: results are the same",
+        chips.ladder, env(COMFYUI_TPU_KERNELS="-attention"), "attention: results are unchanged",
         "unset COMFYUI_TPU_KERNELS",
     ),
     "no switch": (chips.ladder, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' must be one of", "unset COMFYUI_TPU_OPTIONS"),
@@ -349,7 +349,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "no ComfyUI": (comfyui.version, no_comfyui, "/ComfyUI; the command line needs none", "setup.py install --comfyui"),
     "old ComfyUI": (comfyui.version, version("0.3.9"), "0.3.9; the pack needs 0.3.76", "checkout master && git -C"),
     "old ComfyUI of ours": (comfyui.version, version("0.3.9", ours=True), "0.3.9; the pack", "setup.py update"),
-    "very old ComfyUI": (comfyui.version, version(""), "too old to say its version", "pull"),
+    "very old ComfyUI": (comfyui.version, version(""), "too old to have a version", "pull"),
     "demanding ComfyUI": (packages.requirements, demanding, "transformers>=6; tested with", "Take a ComfyUI that"),
     "not linked": (comfyui.this_pack, unlinked, "not in", "ln -s "),
     "linked twice": (comfyui.this_pack, linked_twice, "as comfyui-tpu: ComfyUI loads both", "rm "),
@@ -407,7 +407,7 @@ def test_a_machine_that_is_well_needs_nothing(well: HostMachine, capsys: pytest.
     assert "->" not in text.replace("ComfyUI-TPU ->", "") and "if wanted" not in text
     assert text.endswith("\n\nThis machine is ready: nothing has to be fixed.\n")
     held(well)
-    assert checks.verdict(checks.report(well)) == "1 thing has to be fixed, by what follows each ->: TPU in use."
+    assert checks.verdict(checks.report(well)) == "1 thing has to be fixed, by the command after each ->: TPU in use."
 
 
 @pytest.mark.parametrize(("harm", "code"), [(no_token, 0), (held, 1)])
@@ -442,8 +442,8 @@ def test_what_a_first_run_measured_is_told(well: HostMachine):
     write(well.home / ".cache/comfyui-tpu/machine.json", json.dumps({"8 x TPU v6 lite": found}))
     (finding,) = chips.ladder(well)
     assert finding.remedy == "" and finding.found == (
-        "8 x TPU v6 lite: 8 % of a chip's memory is left free, 1 compile behind a stage, "
-        "compiled programs are not taken from the disk, 12.3 GB/s to the chips"
+        "8 x TPU v6 lite: 8 % of a chip's memory is left free, 1 compile in the background, "
+        "compiled programs are not loaded from the disk, 12.3 GB/s to the chips"
     )
 
 
@@ -458,7 +458,7 @@ def test_comfyui_may_hold_the_chips(well: HostMachine):
 def test_a_silent_metrics_service_is_said_within_its_deadline(well: HostMachine):
     with metrics("silent") as harm:
         (finding,) = chips.holders(harm(well))
-    assert "does not answer: whoever holds the chips may hang" in finding.found
+    assert "does not answer: the process that holds the chips hangs" in finding.found
 
 
 def test_comfyui_at_its_port_is_no_fault(well: HostMachine):

@@ -42,7 +42,7 @@ def test_the_terminal_shows_chips_residents_and_the_running_stage():
     for expected in (
         "8 x TPU v6e", "memory 24.0 of 256.0 GiB on 8 chips", "3.0 of 32.0 GiB", "87 %", "vae of tiny/wan21",
         "just now", "step 3 of 50, 6.4 s each, 5:01 left", "VAE decoder 1:01, 2.0 s a step, peak 1.0 GiB",
-        "a chip hangs", "compiling behind  the vae decoder 1:02, the other waits",
+        "a chip hangs", "compiling in the background  the vae decoder 1:02, the other waits",
     ):  # fmt: skip
         assert expected in text, f"{expected}\n{text}"
     assert len(re.findall(r"\d TPU v6e ", text)) == 8
