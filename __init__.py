@@ -1,6 +1,6 @@
-"""What ComfyUI loads: the extension's entry point and the folder of its web files; nothing else.
+"""Entry point for ComfyUI: the extension and the folder of its web files, nothing else.
 
-Importing this touches no device and imports neither torch, jax nor ComfyUI.
+Importing this opens no device and does not import torch, JAX or ComfyUI.
 """
 
 import sys
@@ -11,7 +11,7 @@ __all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]
 
 
 async def comfy_entrypoint():
-    """The `ComfyExtension` with all nodes of the pack; ComfyUI calls this once, at its start."""
+    """Return the `ComfyExtension` with all nodes of the pack; ComfyUI calls this once, at its start."""
     if sys.version_info < (3, 11):  # noqa: UP036 - ComfyUI itself runs on older ones, and logs this in one line
         raise RuntimeError(
             f"ComfyUI-TPU needs Python 3.11 or newer; ComfyUI runs on {sys.version.split()[0]} ({sys.executable}). "

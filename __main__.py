@@ -1,6 +1,6 @@
-"""The `comfyui-tpu` command where none was installed, as Manager leaves it: `python custom_nodes/comfyui-tpu doctor`.
+"""The `comfyui-tpu` command where it is not installed, as with Manager: `python custom_nodes/comfyui-tpu doctor`.
 
-Any Python reads this file far enough to be told that it is too old.
+Any Python can read this file far enough to report that it is too old.
 """
 
 import importlib.util

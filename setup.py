@@ -1,7 +1,7 @@
-"""Sets ComfyUI-TPU up: `install` for a TPU VM, or in `.venv` next to this file for the demo and the tests.
+"""Sets up ComfyUI-TPU: `install` for a TPU VM; the demo and the tests in `.venv` next to this file.
 
-Standard library only. Build back ends execute this file too: then it hands over to setuptools, which reads
-pyproject.toml. It touches no system Python, no pip configuration and no shell start-up file.
+Standard library only. Build back ends execute this file too; it then calls setuptools, which reads pyproject.toml. It
+changes no system Python, no pip configuration and no shell start-up file.
 """
 
 import sys
@@ -10,14 +10,15 @@ BACKEND_COMMANDS = frozenset({"egg_info", "dist_info", "editable_wheel", "bdist_
 
 
 def is_for_backend(arguments):
-    """Whether a build back end is calling: its first word is a setuptools command. Any Python asks this first: of one
-    that is too old pip says so itself, by `requires-python`.
+    """Return whether a build back end is calling: the first word is a setuptools command.
+
+    Any Python asks this first: pip itself refuses one that is too old, by `requires-python`.
     """
     words = [argument for argument in arguments if not argument.startswith("-")]
     return bool(words) and words[0] in BACKEND_COMMANDS
 
 
-if sys.version_info < (3, 11) and not is_for_backend(sys.argv[1:]):  # noqa: UP036 - where this file starts, not stays
+if sys.version_info < (3, 11) and not is_for_backend(sys.argv[1:]):  # noqa: UP036 - older ones may start this file
     from installer import newer_python
 
     sys.exit(newer_python.run_again(sys.argv))
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def verbs() -> dict[str, Callable[[Sequence[str]], int]]:
-    """What follows `setup.py` on the command line; imported here, because build back ends run without this folder."""
+    """Return the verbs of the command line. Imports them here: build back ends run without the installer's folder."""
     from installer import demo_and_tests, install, start, uninstall, update
 
     return {
@@ -43,15 +44,16 @@ def verbs() -> dict[str, Callable[[Sequence[str]], int]]:
 
 
 def usage() -> str:
+    """Return the help."""
     lines = "\n".join(f"  {name:<10} {verb.__doc__}" for name, verb in verbs().items())
     return (
         f"usage: python3 setup.py VERB [ARGUMENTS]\n\n{lines}\n\n"
-        f"install, start, update and uninstall say more with --help. demo and test install into {ROOT / '.venv'}."
+        f"install, start, update and uninstall have options: see --help. demo and test install into {ROOT / '.venv'}."
     )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code of the verb; 2 for a word that is none."""
+    """Run a verb; return its exit code, 2 for an unknown verb."""
     from installer.terminal import SetupError
 
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""What `setup.py` does. Standard library only, and no part of the pack: nothing imports it but setup.py.
+"""The implementation of `setup.py`. Standard library only, and not part of the pack: only setup.py imports it.
 
-`newer_python` is read by Python 3.7 and newer, the rest by 3.11.
+`newer_python` must run on Python 3.7 and newer, the rest on 3.11 and newer.
 """

@@ -1,4 +1,4 @@
-"""`setup.py demo` and `setup.py test`: everything in `.venv` next to setup.py."""
+"""`setup.py demo` and `setup.py test`, which install everything into `.venv` next to setup.py."""
 
 import hashlib
 import os
@@ -22,26 +22,29 @@ DEMO_VIDEO = ROOT / "output" / "demo" / "wan21.mp4"
 # Each needs torchvision or PyTorch itself, and the nodes under test need none of them.
 COMFYUI_SKIPPED = frozenset({"torch", "torchvision", "torchaudio", "spandrel", "kornia"})
 
-# What is looked at before any test runs. basedpyright is pyright with its own Node.js; pyright's package downloads one.
+# Checks before any test runs. basedpyright is pyright with its own Node.js; pyright's package downloads one.
 STYLE = (("ruff", "check", "."), ("ruff", "format", "--check", "."))
 TYPES = (("basedpyright", "--level", "error"),)
 
-# pytest's words for `test --fast`: one full run a family, and what takes little time; no server, no browser.
+# pytest's arguments for `test --fast`: one full run per family, and quick tests; no server, no browser.
 FAST = ("-m", "not slow and not recorded")
 
 
-# --- what is installed already ----------------------------------------------------------------------------------------
+# --- skipping finished installations ----------------------------------------------------------------------------------
 
 
 def install_key(extra: str = "") -> str:
-    """Changes with everything an installation depends on, also when the folder was moved or Python replaced."""
+    """Return a key that changes with everything an installation depends on, also with the folder's path and Python."""
     names = ("pyproject.toml", "requirements.txt", "supported.txt", VENV.constraints.name)
     parts = [*((ROOT / name).read_text() for name in names), sys.version, str(ROOT), extra]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def once(name: str, key: str, action: Callable[[], None], venv: Path = VENV.folder) -> None:
-    """Runs `action` unless it ended well with the same `key` before."""
+    """Run `action` unless it has succeeded with the same `key` before.
+
+    name: of the stamp file that records this, in `venv`.
+    """
     stamp = venv / f"installed-{name}"
     if stamp.is_file() and stamp.read_text() == key:
         return
@@ -54,7 +57,7 @@ def once(name: str, key: str, action: Callable[[], None], venv: Path = VENV.fold
 
 
 def install_base() -> None:
-    """PyTorch for the CPU, requirements.txt, and this folder as the package comfyui_tpu."""
+    """Install PyTorch for the CPU, requirements.txt, and this folder as the package comfyui_tpu."""
     VENV.make()
     VENV.install_torch()
     requirements = ("-r", str(ROOT / "requirements.txt"))
@@ -64,6 +67,7 @@ def install_base() -> None:
 
 
 def install_test_extras() -> None:
+    """Install the packages that the tests need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]["test"]
     VENV.install(f"installing {', '.join(extras)}", VENV.constrained(*extras))
@@ -74,28 +78,30 @@ def install_test_extras() -> None:
 
 
 def comfyui_requirements(text: str) -> list[str]:
-    """The lines of ComfyUI's requirements.txt that its nodes need besides what is installed already."""
+    """Return the lines of ComfyUI's requirements.txt that its nodes need in addition to installed packages."""
     return [line for line in requirement_lines(text) if project_name(line) not in COMFYUI_SKIPPED]
 
 
 def project_name(requirement: str) -> str:
+    """Return the normalized name in a requirement."""
     return normalized(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
 
 
 def install_comfyui_requirements() -> None:
+    """Install the requirements of the ComfyUI that the tests run against, if there is one."""
     folder = comfyui_folder(os.environ)
     if not (folder / "main.py").is_file():
         say(f"no ComfyUI in {folder}: its tests are skipped (set COMFYUI_PATH to run them)")
         return
-    wanted = comfyui_requirements((folder / "requirements.txt").read_text())
-    command = VENV.constrained(VENV.torch_as_it_is(), *wanted)
+    requirements = comfyui_requirements((folder / "requirements.txt").read_text())
+    command = VENV.constrained(VENV.torch_as_it_is(), *requirements)
     advice = "To test without ComfyUI: COMFYUI_PATH=none python3 setup.py test"
 
     def action() -> None:
         VENV.install(f"installing what ComfyUI in {folder} needs", command, advice=advice)
         VENV.require_cpu_build()
 
-    once("comfyui", install_key("\n".join(wanted)), action)
+    once("comfyui", install_key("\n".join(requirements)), action)
     say(f"ComfyUI tests run against {folder}")
 
 
@@ -103,10 +109,10 @@ def install_comfyui_requirements() -> None:
 
 
 def run(command: Sequence[str]) -> int:
-    """Runs `command` in the repository; returns its exit code, a shell's number if a signal ended it.
+    """Run `command` in the repository; return its exit code, a shell's number if a signal ended it.
 
-    Bytecode is kept whatever the environment says: servers and children of the tests are Pythons of their own, and each
-    would compile ComfyUI's sources and the pack's again.
+    Bytecode is kept whatever the environment says: servers and children of the tests are Python processes of their own,
+    and each would otherwise compile the sources of ComfyUI and the pack again.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     code = subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -145,9 +151,10 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
-    """Three workers, a file each at a time, for a full run; a choice of tests starts sooner without them.
+    """Return pytest's arguments for three workers, one file each at a time, in a full run; none for selected tests,
+    which start faster without workers.
 
-    Three on two cores, because each waits now and then: for a server, a browser, a compiler in another process. In the
-    files' own order: by their number of tests the few long ones would come last, on one worker.
+    Three on two cores, because each sometimes waits for a server, a browser or a compiler. In the files' order: sorted
+    by number of tests, the few long files would run last, on one worker.
     """
     return [] if arguments else ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]

@@ -1,4 +1,4 @@
-"""git, as far as the installer needs it."""
+"""git commands that the installer needs."""
 
 import os
 import shutil
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from .terminal import SetupError, logged, tail
 
-# A password that git would ask for has nobody to answer, and a repository that does not exist makes it ask.
+# Without a prompt: nobody could answer one, and git asks for a password if a repository does not exist.
 _ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What `git ARGUMENTS` prints in `folder`; SetupError with what it complained about."""
+    """Return the output of `git ARGUMENTS` in `folder`. Raises SetupError with git's error."""
     done = subprocess.run(
-        # Looking changes nothing: `status` would write its index.
+        # Change nothing: otherwise `status` writes its index.
         ["git", "--no-optional-locks", "-C", str(folder), *arguments],
         env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True,
     )  # fmt: skip
@@ -27,7 +27,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def commit_of(folder: Path, name: str = "HEAD") -> str | None:
-    """The commit that `name` stands for in a repository; None if there is no such name, or no repository."""
+    """Return the commit of `name` in a repository; None if the name or the repository does not exist."""
     if not (folder / ".git").exists():
         return None
     try:
@@ -37,18 +37,19 @@ def commit_of(folder: Path, name: str = "HEAD") -> str | None:
 
 
 def is_unchanged(folder: Path) -> bool:
-    """Whether nothing that git tracks in `folder` was changed."""
+    """Return whether no file that git tracks in `folder` was changed."""
     return not git(folder, "status", "--porcelain", "--untracked-files=no")
 
 
 def clone(
     origin: str, tag: str, target: Path, beginning: Path, *, default_branch: bool, ready: Callable[[str], None]
 ) -> None:
-    """Clones `origin` at `tag` into `target`, completely or not at all; without the tag the default branch, if that is
-    allowed.
+    """Clone `origin` at `tag` into `target`, completely or not at all.
 
-    It begins as the folder `beginning` on the same disk. `ready`, given the commit, is called before that is renamed.
-    Where files are in `target` already they stay, and only the repository comes to them: see `write_missing_files`.
+    beginning: temporary folder of the clone, on the same disk.
+    default_branch: whether the default branch may be used if the tag does not exist.
+    ready: called with the commit before the clone is moved to `target`.
+    If `target` already has files they stay, and only the repository is moved there: see `write_missing_files`.
     """
     shutil.rmtree(beginning, ignore_errors=True)
     beginning.parent.mkdir(parents=True, exist_ok=True)
@@ -79,12 +80,12 @@ def clone(
 
 
 def write_missing_files(folder: Path) -> None:
-    """Writes what a clone tracks and its folder lacks; what is there stays as it is."""
+    """Write tracked files that the folder lacks; existing files stay unchanged."""
     git(folder, "checkout-index", "--all", "--quiet")
 
 
 def move_to(folder: Path, tag: str) -> str:
-    """Brings a clone to `tag`; returns the commit."""
+    """Check out `tag` in a clone; return the commit."""
     if commit_of(folder, f"refs/tags/{tag}") is None:
         git(folder, "fetch", "--tags", "origin")
     git(folder, "-c", "advice.detachedHead=false", "checkout", "--detach", f"refs/tags/{tag}")

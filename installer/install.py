@@ -18,9 +18,9 @@ from .terminal import SetupError, confirm, say
 
 _DESCRIPTION = f"""\
 Installs ComfyUI {COMFYUI_TAG}, the Manager that it names and this pack, with PyTorch's build for the CPU and, on a TPU
-VM, jax[tpu]. A ComfyUI that is there already is left as it is, and so is its environment: packages go into
-DIR/.comfyui-tpu/venv. Nothing is written outside DIR and the folder of this file. What is done already is left out, so
-the same command goes on after an interruption, and changes nothing at its end.\
+VM, jax[tpu]. An existing ComfyUI and its environment are left unchanged: packages go into DIR/.comfyui-tpu/venv.
+Nothing is written outside DIR and the folder of this file. Finished steps are skipped: the same command resumes after
+an interruption, and changes nothing when all is done.\
 """
 
 
@@ -33,18 +33,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def verb(name: str, description: str, *, changes: bool = True) -> argparse.ArgumentParser:
-    """The options of install, update and uninstall; start, which `changes` nothing, shares the folder alone."""
+    """Return the parser of install, update, uninstall and start.
+
+    name: of the verb. description: its help. changes: whether it has the options --yes and --dry-run.
+    """
     parser = argparse.ArgumentParser(prog=f"setup.py {name}", description=description)
     parser.add_argument("--comfyui", metavar="DIR", help="ComfyUI's folder (default: COMFYUI_PATH, else ~/ComfyUI)")
     if changes:
-        parser.add_argument("--yes", action="store_true", help="do not ask before anything is changed")
-        parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+        parser.add_argument("--yes", action="store_true", help="do not ask before changing anything")
+        parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     return parser
 
 
 def install(chosen: Installation, options: argparse.Namespace, *, before: Sequence[SetupStep] = ()) -> int:
-    """The steps `before` and all others that are not done yet, after a question; exit code 0."""
-    # A ComfyUI of ours that is too old, or that was half removed, is about to be completed.
+    """Run the steps in `before` and all others that are not done yet, after a question; return exit code 0.
+
+    chosen: the installation. options: of the command.
+    """
+    # A ComfyUI of ours that is too old, or was partly removed, will be completed.
     _refuse(chosen, is_updated=chosen.record().comfyui is not None)
     with contextlib.nullcontext() if options.dry_run else alone(chosen):
         _carry_out(chosen, [*before, *steps.steps(chosen)], options)
@@ -54,7 +60,7 @@ def install(chosen: Installation, options: argparse.Namespace, *, before: Sequen
 
 
 def _refuse(chosen: Installation, *, is_updated: bool) -> None:
-    """SetupError where an installation could not end well; before anything is changed."""
+    """Raise SetupError if an installation could not succeed, before anything is changed."""
     if shutil.which("git") is None:
         raise SetupError("git is needed to fetch ComfyUI, and is not there: sudo apt install git")
     if chosen.comfyui.is_dir() and any(chosen.comfyui.iterdir()):
@@ -66,11 +72,11 @@ def _refuse(chosen: Installation, *, is_updated: bool) -> None:
 
 
 def _carry_out(chosen: Installation, every: list[SetupStep], options: argparse.Namespace) -> None:
-    """Says what each step would do, asks, and does it."""
+    """Print what each step would do, ask, and do it."""
     left = [(step, text) for step in every if (text := step.todo())]
     if not left:
         if not options.dry_run:
-            steps.forget_downloads(chosen)  # of a run that was cut off behind its last step
+            steps.forget_downloads(chosen)  # of a run that was interrupted after its last step
         say(f"{chosen.comfyui}: everything is in place")
         return
     ahead = {step.name for step, _ in left}
@@ -92,32 +98,33 @@ def _require_room(folder: Path, size_gb: float) -> None:
     free_gb = shutil.disk_usage(existing).free / 1e9
     if free_gb < size_gb:
         raise SetupError(
-            f"This needs about {size_gb:.1f} GB in {folder}, and {free_gb:.1f} GB are free: make room, or choose "
+            f"This needs about {size_gb:.1f} GB in {folder}, and {free_gb:.1f} GB are free: free some space, or choose "
             "another folder with --comfyui DIR."
         )
 
 
 def _report(chosen: Installation) -> None:
-    """What `comfyui-tpu doctor` has to say, and how to go on."""
+    """Run `comfyui-tpu doctor`, and print how to start ComfyUI."""
     command = [chosen.venv.program("comfyui-tpu"), "doctor"]
     code = subprocess.run(command, cwd=ROOT, env=start_environment(chosen)).returncode
     if code:
-        say(f"doctor ended with {code}; what it names above can be fixed later")
+        say(f"doctor ended with {code}; the problems above can be fixed later")
     folder = f" --comfyui {chosen.comfyui}" if chosen.comfyui != layout(None).comfyui else ""
     say(f"installed; start ComfyUI with: python3 setup.py start{folder}")
 
 
 def start_environment(chosen: Installation) -> dict[str, str]:
-    """What ComfyUI, and the installations that it starts, are run with: the user's own folder of temporary files, for
-    the installation's is gone.
+    """Return the environment of ComfyUI and of the installations that it starts.
+
+    It has the user's folder for temporary files, because the installation's no longer exists.
     """
     return {**replace(chosen.venv, variables={}).environment(), **_start_variables(chosen)}
 
 
 def _start_variables(chosen: Installation) -> dict[str, str]:
-    # As an address: pip and uv take several files with spaces between them, and an address has none.
+    # As a URL, which has no spaces: pip and uv split the value at spaces into several files.
     constraints = chosen.constraints.as_uri()
-    own = {"COMFYUI_PATH": str(chosen.comfyui), "PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
-    # After a halt of a chip the process cannot use the chips any more, and starts itself again.
-    own["COMFYUI_TPU_RESTARTS"] = "1"
-    return {**{name: os.environ.get(name, value) for name, value in chosen.caches.items()}, **own}
+    variables = {"COMFYUI_PATH": str(chosen.comfyui), "PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
+    # After a chip halts, the process cannot use the chips any more and restarts itself.
+    variables["COMFYUI_TPU_RESTARTS"] = "1"
+    return {**{name: os.environ.get(name, value) for name, value in chosen.caches.items()}, **variables}

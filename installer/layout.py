@@ -1,4 +1,4 @@
-"""Where `install` puts what, and the record of what it made."""
+"""Paths of an installation, and the record of what `install` created."""
 
 import dataclasses
 import json
@@ -12,41 +12,35 @@ from .machine import ROOT, comfyui_folder
 from .terminal import SetupError
 from .venv import Venv
 
-# The ComfyUI that the tests run against; it names the release of Manager that belongs to it.
+# The ComfyUI that the tests run against; it names its release of Manager.
 COMFYUI_ORIGIN, COMFYUI_TAG = "https://github.com/Comfy-Org/ComfyUI", "v0.33.0"
 PACK = "ComfyUI-TPU"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What `install` made, so that `uninstall` and `update` touch nothing else.
+    """What `install` created, so that `uninstall` and `update` change nothing else."""
 
-    comfyui, manager: commits of the clones it made; an earlier version cloned Manager, which is a package now.
-    """
-
-    comfyui: str | None = None
-    manager: str | None = None
+    comfyui: str | None = None  # commit of the clone
+    manager: str | None = None  # commit of the clone that an earlier version made; Manager is a package now
     link: bool = False
 
 
 @dataclass(frozen=True)
 class Installation:
-    """The folder of ComfyUI, and all that belongs to this installation in it.
-
-    comfyui_origin: what is cloned. One that was chosen may lack our tag: then the default branch is.
-    """
+    """The folder of ComfyUI, and everything in it that belongs to this installation."""
 
     comfyui: Path
-    comfyui_origin: str = COMFYUI_ORIGIN
+    comfyui_origin: str = COMFYUI_ORIGIN  # another one may lack our tag; then its default branch is cloned
 
     @property
     def home(self) -> Path:
-        """Everything of ours: the environment, the record, pip's caches. No other program uses this name."""
+        """Return the folder of the environment, the record and pip's caches. No other program uses its name."""
         return self.comfyui / ".comfyui-tpu"
 
     @property
     def constraints(self) -> Path:
-        """What every later installation in the environment must keep to."""
+        """Return the constraints for every later installation in the environment."""
         return self.home / "constraints.txt"
 
     @property
@@ -55,12 +49,12 @@ class Installation:
 
     @property
     def manager(self) -> Path:
-        """The clone of ComfyUI-Manager that an earlier version made; ComfyUI leaves it alone beside the package."""
+        """Return the clone of ComfyUI-Manager that an earlier version made; with the package, ComfyUI ignores it."""
         return self.custom_nodes / "ComfyUI-Manager"
 
     @property
     def manager_requirements(self) -> Path:
-        """ComfyUI's own file of the Manager that it was tested with."""
+        """Return ComfyUI's own file that pins the tested Manager."""
         return self.comfyui / "manager_requirements.txt"
 
     @property
@@ -69,7 +63,7 @@ class Installation:
 
     @property
     def is_in_custom_nodes(self) -> bool:
-        """Whether the repository itself is where ComfyUI looks for it."""
+        """Return whether the repository itself is in ComfyUI's custom_nodes."""
         return ROOT.parent == self.custom_nodes.resolve()
 
     @property
@@ -87,83 +81,85 @@ class Installation:
 
     @property
     def caches(self) -> dict[str, str]:
-        """Where pip and uv keep what they download: nothing goes into the user's home but into the chosen folder."""
+        """Return the variables of pip's and uv's caches, so that nothing is written into the user's home."""
         return {"PIP_CACHE_DIR": str(self.home / "cache" / "pip"), "UV_CACHE_DIR": str(self.home / "cache" / "uv")}
 
     # --- the record ---------------------------------------------------------------------------------------------------
 
     @property
     def is_ours(self) -> bool:
-        """Whether `install` was here."""
-        return _record_in(self.home).is_file()
+        """Return whether `install` was run here."""
+        return _record_path(self.home).is_file()
 
     def record(self) -> Record:
+        """Return the record, or an empty one. Raises SetupError if it is damaged."""
         if not self.is_ours:
             return Record()
         try:
-            return Record(**json.loads(_record_in(self.home).read_text()))
+            return Record(**json.loads(_record_path(self.home).read_text()))
         except (ValueError, TypeError):
             raise SetupError(
-                f"{_record_in(self.home)} is damaged, so what install made is not known. Remove {self.home} and run "
+                f"{_record_path(self.home)} is damaged, so what install made is not known. Remove {self.home} and run "
                 "`python3 setup.py install` again; it keeps everything else."
             ) from None
 
     def note(self, **changed: object) -> None:
-        """Writes into the record, completely or not at all."""
+        """Update the record, completely or not at all."""
         write_record(self.home, dataclasses.replace(self.record(), **changed))
 
 
-def _record_in(home: Path) -> Path:
+def _record_path(home: Path) -> Path:
     return home / "installed.json"
 
 
 def write_record(home: Path, record: Record) -> None:
+    """Write the record."""
     home.mkdir(parents=True, exist_ok=True)
     (home / ".gitignore").write_text("*\n")  # ComfyUI's own repository stays clean
     beginning = home / "installed.json.new"
     beginning.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
-    os.replace(beginning, _record_in(home))
+    os.replace(beginning, _record_path(home))
 
 
 def layout(chosen: str | None) -> Installation:
-    """For the folder that was chosen, else COMFYUI_PATH, else ~/ComfyUI."""
+    """Return the installation in the chosen folder, else in COMFYUI_PATH, else in ~/ComfyUI."""
     return Installation((Path(chosen).expanduser() if chosen else comfyui_folder(os.environ)).resolve())
 
 
 def installed(chosen: str | None) -> Installation:
-    """`layout`, if `install` made something there; SetupError otherwise."""
-    found = layout(chosen)
-    if not found.is_ours:
-        raise SetupError(f"Nothing is installed in {found.comfyui}: python3 setup.py install --comfyui {found.comfyui}")
-    return found
+    """Return the installation like `layout`. Raises SetupError if `install` created nothing there."""
+    place = layout(chosen)
+    if not place.is_ours:
+        raise SetupError(f"Nothing is installed in {place.comfyui}: python3 setup.py install --comfyui {place.comfyui}")
+    return place
 
 
-# --- what is in the folder --------------------------------------------------------------------------------------------
+# --- contents of the folder ------------------------------------------------------------------------------------------
 
-# What of a ComfyUI is its user's, and what an installation that was cut off leaves.
+# Entries of a ComfyUI folder that belong to its user, or remain after an interrupted installation.
 _KEPT = frozenset({"models", "output", "input", "user", "custom_nodes", "temp", ".git", ".comfyui-tpu"})
 
 
 def remains(folder: Path) -> bool:
-    """Whether `folder` holds what is left of a ComfyUI that was uninstalled, or not complete yet, and nothing else."""
+    """Return whether `folder` holds only remains of an uninstalled or incomplete ComfyUI."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return bool(names) and names <= _KEPT
 
 
 def require_comfyui(folder: Path) -> None:
-    """SetupError if `folder` is something else, or a ComfyUI that is too old."""
+    """Raise SetupError if `folder` is not a ComfyUI, or is too old."""
     if not (folder / "main.py").is_file() or not (folder / "requirements.txt").is_file():
         raise SetupError(
-            f"{folder} is neither empty nor a ComfyUI (it has no main.py): choose another folder with --comfyui DIR."
+            f"{folder} is not empty and not a ComfyUI (it has no main.py): choose another folder with --comfyui DIR."
         )
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     required = settings["tool"]["comfy"]["requires-comfyui"].removeprefix(">=")
     file = folder / "comfyui_version.py"
     version = re.search(r'__version__ = "([^"]+)"', file.read_text()) if file.is_file() else None
     if version is None or _numbers(version[1]) < _numbers(required):
-        said = f"ComfyUI {version[1]}" if version else "a ComfyUI that does not even say its version"
+        name = f"ComfyUI {version[1]}" if version else "a ComfyUI without a version"
         raise SetupError(
-            f"{folder} is {said}, and the pack needs {required} or newer: update it (git pull), or choose another "
+            f"{folder} is {name}, and the pack needs {required} or newer: update it (git pull), or choose another "
             "folder with --comfyui DIR."
         )
 

@@ -1,6 +1,6 @@
-"""One at a time: an installation, update or removal, and none of them under a running ComfyUI.
+"""Locks: one installation, update or removal at a time, and none under a running ComfyUI.
 
-The kernel holds the locks, so that none is left behind by a process that was killed.
+The kernel holds the locks, so they end with a killed process.
 """
 
 import contextlib
@@ -15,28 +15,30 @@ from .terminal import SetupError
 
 @contextlib.contextmanager
 def alone(chosen: Installation) -> Iterator[None]:
-    """For what changes an installation; SetupError where something else changes it, or its ComfyUI runs.
+    """Lock an installation for changes. Raises SetupError if something else changes it, or its ComfyUI runs.
 
-    The folder that ComfyUI is in, or will be made in, is locked too: there two first installations meet.
+    The parent folder is locked too, where two first installations would collide.
     """
     outer = next(folder for folder in chosen.comfyui.parents if folder.is_dir())
     with contextlib.ExitStack() as stack:
         for folder in (outer, chosen.comfyui):
             if folder.is_dir():
-                stack.enter_context(_locked(folder, chosen, fcntl.LOCK_EX))
+                stack.enter_context(_lock(folder, chosen, fcntl.LOCK_EX))
         yield
 
 
 @contextlib.contextmanager
 def running(chosen: Installation) -> Iterator[None]:
-    """For ComfyUI, of which several may run. The lock goes over to the program that this process becomes."""
-    with _locked(chosen.comfyui, chosen, fcntl.LOCK_SH) as descriptor:
+    """Lock an installation for ComfyUI, of which several may run. The program that replaces this process keeps the
+    lock.
+    """
+    with _lock(chosen.comfyui, chosen, fcntl.LOCK_SH) as descriptor:
         os.set_inheritable(descriptor, True)
         yield
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, chosen: Installation, kind: int) -> Iterator[int]:
+def _lock(folder: Path, chosen: Installation, kind: int) -> Iterator[int]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # Some file systems that are shared over a network have no locks.

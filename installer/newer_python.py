@@ -1,4 +1,4 @@
-"""For a Python that is too old: runs setup.py again with a newer one, which uv fetches where there is none."""
+"""Runs setup.py again with a newer Python if this one is too old; uv fetches one if none is installed."""
 
 import os
 import shutil
@@ -8,12 +8,12 @@ import sys
 # 3.11 first: the versions in constraints.txt were tested with it.
 NAMES = ("python3.11", "python3.12", "python3.13")
 FETCHED = "3.12"
-# What uv and its Python go into, next to setup.py.
+# Folder of uv and its Python, next to setup.py.
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ".uv")
 
 
 def run_again(arguments):
-    """Becomes `python3.11 ARGUMENTS`, or another newer one; returns a sentence if there is none."""
+    """Replace this process by `python3.11 ARGUMENTS` or another newer one; return a sentence if none is found."""
     verb, rest = arguments[1:2], {"--dry-run", "-h", "--help"} & set(arguments)
     python = find() or (fetch() if verb in (["install"], ["demo"], ["test"]) and not rest else None)
     if python is None:
@@ -25,7 +25,7 @@ def run_again(arguments):
 
 
 def find():
-    """The path of a Python that is new enough; None if there is none."""
+    """Return the path of a Python that is new enough, or None."""
     paths = [shutil.which(name) for name in NAMES]
     return next((path for path in paths if path and is_new_enough(path)), None)
 
@@ -35,21 +35,21 @@ def _version():
 
 
 def is_new_enough(path):
-    """Whether it runs, too: pyenv has commands for versions that it was not told to use."""
+    """Return whether it runs and is new enough: pyenv has commands for versions that are not enabled."""
     check = [path, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
     return subprocess.call(check, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0
 
 
 def fetch():
-    """The path of a Python that uv has, or downloads into FOLDER; uv itself comes from PyPI. None without a network."""
-    uv, own = shutil.which("uv"), os.path.join(FOLDER, "uv", "bin", "uv")
+    """Return the path of a Python that uv has, or downloads into FOLDER; None without a network. uv comes from PyPI."""
+    uv, fetched = shutil.which("uv"), os.path.join(FOLDER, "uv", "bin", "uv")
     if uv is None:
         print(f"[setup] Python {_version()} is too old: uv, from PyPI, fetches {FETCHED} into {FOLDER}", flush=True)
         target = os.path.join(FOLDER, "uv")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", target, "uv"]
-        if not os.path.exists(own) and subprocess.call(pip):
+        if not os.path.exists(fetched) and subprocess.call(pip):
             return None
-        uv = own
+        uv = fetched
     environment = dict(os.environ, UV_PYTHON_INSTALL_DIR=os.path.join(FOLDER, "python"))
     command = [uv, "run", "--no-project", "--python", FETCHED, "python", "-c", "import sys; print(sys.executable)"]
     try:

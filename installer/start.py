@@ -1,4 +1,4 @@
-"""`setup.py start`: becomes ComfyUI, with the flags and the environment that it needs here."""
+"""`setup.py start`: replaces this process by ComfyUI, with the necessary flags and environment."""
 
 import argparse
 import errno
@@ -14,15 +14,15 @@ from .terminal import SetupError, say
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _DESCRIPTION = """\
-Starts ComfyUI from the folder that `install` set up. What follows `--` goes to ComfyUI's main.py.\
+Starts ComfyUI from the folder that `install` set up. Arguments after `--` are passed to ComfyUI's main.py.\
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Starts ComfyUI; what follows -- goes to it"""
+    """Starts ComfyUI; arguments after -- are passed to it"""
     words = list(arguments)
-    at = words.index("--") if "--" in words else len(words)
-    options, comfyuis = _options(words[:at]), words[at + 1 :]
+    end = words.index("--") if "--" in words else len(words)
+    options, comfyuis = _options(words[:end]), words[end + 1 :]
     chosen = installed(options.comfyui)
     command = _command(chosen, options, comfyuis)
     _refuse(chosen, options, comfyuis)
@@ -43,8 +43,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const="auto",
         metavar="N/M@HOST:PORT",
-        help="this is one of several hosts of a TPU: the first runs ComfyUI, the others do their part, and all start "
-        "again when one is gone. The TPU says which host this is; else: host N (from 0) of M, and where 0 listens",
+        help="this is one of several hosts of a TPU: the first runs ComfyUI, the others follow, and all restart when "
+        "one is lost. Not on a TPU: number N of this host (from 0) of M, and the address of host 0",
     )
     return parser.parse_args(arguments)
 
@@ -52,19 +52,19 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _command(chosen: Installation, options: argparse.Namespace, comfyuis: Sequence[str]) -> list[str]:
     # --cpu is about ComfyUI's own PyTorch; the pack finds the TPU by itself.
     flags = ["--cpu", "--preview-method", "auto", "--listen", options.listen, "--port", str(options.port)]
-    if chosen.manager_requirements.is_file():  # an older ComfyUI knows no such flag
+    if chosen.manager_requirements.is_file():  # an older ComfyUI does not have the flag
         flags.append("--enable-manager")
     return [chosen.venv.python, "main.py", *flags, *comfyuis]
 
 
 def _follow(chosen: Installation, hosts: str) -> list[str]:
-    """The command that runs ComfyUI on the first of several hosts and follows it on the others, and keeps that up."""
+    """Return the command that runs ComfyUI on the first of several hosts, follows it on others, and restarts both."""
     program = chosen.venv.program("comfyui-tpu")
     if hosts == "auto":
         return [program, "follow"]
     process, _, rest = hosts.partition("/")
-    count, at, coordinator = rest.partition("@")
-    if not (at and process.isdecimal() and count.isdecimal()):
+    count, separator, coordinator = rest.partition("@")
+    if not (separator and process.isdecimal() and count.isdecimal()):
         raise SetupError(f"--hosts {hosts}: it must be N/M@HOST:PORT such as 0/2@10.0.0.2:8476, or nothing on a TPU.")
     return [program, "follow", "--coordinator", coordinator, "--process", process, "--of", count]
 
@@ -103,7 +103,7 @@ def _announce(address: str, port: int) -> None:
 
 
 def _user() -> str:
-    """The name to log in with; containers run under numbers that have none."""
+    """Return the name to log in with; users of containers may have none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

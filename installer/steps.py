@@ -1,4 +1,4 @@
-"""The steps of an installation. Each looks at what there is: it can be repeated, and resumes where it was cut off."""
+"""The steps of an installation. Each checks the current state, so it can be repeated and resumed."""
 
 import json
 import shutil
@@ -19,19 +19,16 @@ TORCH = ("torch", "torchvision", "torchaudio")
 
 @dataclass(frozen=True, kw_only=True)
 class SetupStep:
-    """One step: `todo` says what it would do, empty if that is done; `do` does it and leaves nothing half-done.
-
-    size_gb: what it takes on the disk.
-    """
+    """One step of an installation."""
 
     name: str
-    todo: Callable[[], str]
-    do: Callable[[], None]
-    size_gb: float = 0
+    todo: Callable[[], str]  # returns what would be done; "" if it is done
+    do: Callable[[], None]  # does it, completely or not at all
+    size_gb: float = 0  # on the disk
 
 
 def steps(layout: Installation) -> list[SetupStep]:
-    """All steps in their order."""
+    """Return all steps in order."""
     every = (_comfyui, _environment, _torch, _constraints, _packages, _command, _link)
     return [step(layout) for step in every]
 
@@ -79,11 +76,11 @@ def _torch(layout: Installation) -> SetupStep:
 
     def todo() -> str:
         versions = venv.versions()
-        wanted = venv.pins(TORCH)
-        have = [_satisfies(versions.get(name, ""), pin) for name, pin in zip(TORCH, wanted, strict=True)]
+        pins = venv.pins(TORCH)
+        have = [_satisfies(versions.get(name, ""), pin) for name, pin in zip(TORCH, pins, strict=True)]
         if all(have) and not cuda_traces(venv.python, venv.environment()):
             return ""
-        return f"install {', '.join(wanted)} from {CPU_INDEX}, the builds for the CPU"
+        return f"install {', '.join(pins)} from {CPU_INDEX}, the builds for the CPU"
 
     def do() -> None:
         venv.forget_half_installed()
@@ -93,9 +90,13 @@ def _torch(layout: Installation) -> SetupStep:
 
 
 def _satisfies(version: str, pin: str) -> bool:
-    """Whether `version`, which may have a local part, is the one of a pin such as "torch==2.13.0" or "x==0.28.*"."""
-    wanted, public = pin.partition("==")[2], version.partition("+")[0]
-    return public.startswith(wanted.removesuffix("*")) if wanted.endswith("*") else public == wanted
+    """Return whether `version`, which may have a local part, matches a pin such as "torch==2.13.0" or "x==0.28.*"."""
+    pinned_version, public = pin.partition("==")[2], version.partition("+")[0]
+    return (
+        public.startswith(pinned_version.removesuffix("*"))
+        if pinned_version.endswith("*")
+        else public == pinned_version
+    )
 
 
 def _constraints(layout: Installation) -> SetupStep:
@@ -113,11 +114,11 @@ def _constraints(layout: Installation) -> SetupStep:
 
 
 def held(layout: Installation) -> str:
-    """The constraints for every later installation: PyTorch's very builds, and the ranges that the pack needs."""
+    """Return the constraints for later installations: PyTorch's installed builds, and the pack's version ranges."""
     versions = layout.venv.versions()
-    # With its local part, such as 2.13.0+cpu, a version is that build and no other.
+    # With its local part, such as 2.13.0+cpu, a version allows only that build.
     torch = [f"{name}=={versions[name]}" for name in TORCH if name in versions]
-    ranges = requirement_lines(_ranged_requirements().replace("jax[tpu]", "jax"))  # constraints know no extras
+    ranges = requirement_lines(_read_requirements().replace("jax[tpu]", "jax"))  # constraints do not support extras
     lines = [line for line in ranges if any(sign in line.split(";")[0] for sign in "<>=")]
     return "\n".join(["# Written by ComfyUI-TPU's setup.py, which hands it to pip and uv.", *torch, *lines, ""])
 
@@ -134,27 +135,27 @@ def _packages(layout: Installation) -> SetupStep:
 
     def do() -> None:
         venv.forget_half_installed()
-        own = layout.home / "requirements.txt"
-        own.write_text(_own_requirements())
-        files = [word for file in (*_foreign_requirements(layout), own) for word in ("-r", str(file))]
-        wanted = ("-c", str(layout.constraints), *files)
-        # A newer ComfyUI may need more than the very versions that were tested together; the ranges hold all the same.
-        tested, within_ranges = venv.constrained(*wanted), venv.installs(*wanted)
+        requirements = layout.home / "requirements.txt"
+        requirements.write_text(_own_requirements())
+        files = [word for file in (*_foreign_requirements(layout), requirements) for word in ("-r", str(file))]
+        arguments = ("-c", str(layout.constraints), *files)
+        # A newer ComfyUI may need other versions than those tested together; the ranges still apply.
+        tested, within_ranges = venv.constrained(*arguments), venv.installs(*arguments)
         venv.install("installing what ComfyUI, Manager and this pack need", tested, within_ranges)
         venv.require_cpu_build()
 
-    # jaxlib is the largest: with it in place, little is missing.
+    # jaxlib is the largest package: once it is installed, little is missing.
     return SetupStep(name="packages", todo=todo, do=do, size_gb=0.3 if "jaxlib" in venv.versions() else 3.0)
 
 
-def _ranged_requirements() -> str:
-    """requirements.txt, and the ranges of what it only names."""
+def _read_requirements() -> str:
+    """Return requirements.txt, and the version ranges of the packages that it only names."""
     return "\n".join((ROOT / name).read_text() for name in ("requirements.txt", "supported.txt"))
 
 
 def _own_requirements() -> str:
-    """The requirements for this machine: without a TPU no libtpu."""
-    text = _ranged_requirements()
+    """Return the requirements for this machine: without a TPU without libtpu."""
+    text = _read_requirements()
     return text if has_tpu() else text.replace("jax[tpu]", "jax")
 
 
@@ -163,7 +164,7 @@ def _foreign_requirements(layout: Installation) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-# Also what the requirements require: an installation that was cut off may lack only that.
+# Includes transitive requirements: an interrupted installation may lack only those.
 _UNMET = """
 import importlib.metadata, json, sys
 from pip._vendor.packaging.requirements import Requirement
@@ -186,14 +187,14 @@ print("\\n".join(unmet[name] for name in sorted(unmet)), end="")
 
 
 def unmet(layout: Installation) -> list[str] | None:
-    """The requirements, and theirs in turn, that the environment does not meet; None where that cannot be said."""
+    """Return the unmet requirements of the environment, transitive ones included; None if they cannot be determined."""
     venv = layout.venv
     if not Path(venv.python).exists():
         return None
     texts = [file.read_text("utf-8") for file in _foreign_requirements(layout)] + [_own_requirements()]
-    given = {"installed": venv.versions(), "wanted": [line for text in texts for line in requirement_lines(text)]}
+    packages = {"installed": venv.versions(), "wanted": [line for text in texts for line in requirement_lines(text)]}
     command = [venv.python, "-c", _UNMET]
-    done = subprocess.run(command, env=venv.environment(), input=json.dumps(given), capture_output=True, text=True)
+    done = subprocess.run(command, env=venv.environment(), input=json.dumps(packages), capture_output=True, text=True)
     return None if done.returncode else done.stdout.splitlines()
 
 
@@ -203,7 +204,11 @@ def _command(layout: Installation) -> SetupStep:
     def todo() -> str:
         version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
         is_there = Path(venv.program("comfyui-tpu")).is_file() and venv.versions().get("comfyui-tpu") == version
-        return "" if is_there and _linked_folder(layout) == ROOT.as_uri() else f"install {venv.program('comfyui-tpu')}"
+        return (
+            ""
+            if is_there and _find_linked_folder(layout) == ROOT.as_uri()
+            else f"install {venv.program('comfyui-tpu')}"
+        )
 
     def do() -> None:
         venv.forget_half_installed()
@@ -213,15 +218,15 @@ def _command(layout: Installation) -> SetupStep:
     return SetupStep(name="command", todo=todo, do=do)
 
 
-def _linked_folder(layout: Installation) -> str | None:
-    """The address of the folder that the environment takes for this pack."""
+def _find_linked_folder(layout: Installation) -> str | None:
+    """Return the URL of the folder that the environment uses for this pack."""
     for site in layout.venv.site_packages():
         for file in site.glob("comfyui_tpu-*.dist-info/direct_url.json"):
             return json.loads(file.read_text()).get("url")
     return None
 
 
-# --- what ComfyUI sees ------------------------------------------------------------------------------------------------
+# --- the link ------------------------------------------------------------------------------------------------------
 
 
 def _link(layout: Installation) -> SetupStep:
@@ -232,7 +237,7 @@ def _link(layout: Installation) -> SetupStep:
 
     def do() -> None:
         if link.is_symlink() and layout.record().link:
-            link.unlink()  # ours, to where the repository was
+            link.unlink()  # our link to the repository's earlier place
         layout.note(link=True)
         link.symlink_to(ROOT, target_is_directory=True)
 
@@ -243,7 +248,7 @@ def _link(layout: Installation) -> SetupStep:
 
 
 def refuse_other_copies(layout: Installation) -> None:
-    """SetupError if ComfyUI would load the pack from another folder, too."""
+    """Raise SetupError if ComfyUI would also load the pack from another folder."""
     if layout.link.is_symlink() and layout.link.resolve() != ROOT and not layout.record().link:
         raise SetupError(
             f"{layout.link} is a link to {layout.link.resolve()}, not to this folder: remove it, or run that folder's "
@@ -253,7 +258,7 @@ def refuse_other_copies(layout: Installation) -> None:
         if (
             file.parent.resolve() != ROOT
             and not file.parent.is_symlink()
-            and b'name = "comfyui-tpu"' in file.read_bytes()  # in whatever encoding others write theirs
+            and b'name = "comfyui-tpu"' in file.read_bytes()  # the file may have any encoding
         ):
             raise SetupError(
                 f"{file.parent} is another copy of this pack, and ComfyUI would load both: remove it, or run its "
@@ -264,13 +269,13 @@ def refuse_other_copies(layout: Installation) -> None:
 
 
 def run(layout: Installation, chosen: list[SetupStep]) -> None:
-    """Does what is left of `chosen`, each step after looking again: one may do what another would have done."""
+    """Do the steps in `chosen` that are not done; each checks again, because an earlier one may have done its work."""
     for step in chosen:
         if not (text := step.todo()):
             continue
         say(f"{step.name}: {text}")
         if layout.comfyui.is_dir() and any(layout.comfyui.iterdir()):
-            layout.note()  # from here on there is something of ours
+            layout.note()  # from here on the folder has files of ours
             layout.temporary.mkdir(exist_ok=True)
         try:
             step.do()
@@ -281,5 +286,5 @@ def run(layout: Installation, chosen: list[SetupStep]) -> None:
 
 
 def forget_downloads(layout: Installation) -> None:
-    """Removes a gigabyte of wheels that are installed now."""
+    """Remove a gigabyte of wheels that are installed now."""
     shutil.rmtree(layout.home / "cache", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Talking to the user, and running commands whose output goes to a file."""
+"""Output for the user, and commands whose output goes to a file."""
 
 import contextlib
 import os
@@ -11,25 +11,26 @@ from pathlib import Path
 
 
 class SetupError(Exception):
-    """Ends the run with its message, a sentence for the user."""
+    """An error that ends the run with its message, a sentence for the user."""
 
 
 def say(message: str) -> None:
+    """Print a message."""
     print(f"[setup] {message}", flush=True)
 
 
 def confirm(question: str) -> None:
-    """Raises SetupError unless the user says yes, or there is nobody to ask."""
+    """Raise SetupError unless the user answers yes."""
     if not sys.stdin.isatty():
-        raise SetupError(f"{question} There is no terminal to ask at: add --yes to go on without a question.")
+        raise SetupError(f"{question} No terminal to ask at: add --yes to go on without a question.")
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise SetupError("Nothing was changed.")
 
 
 def logged(command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path) -> int:
-    """Runs `command` with its output at the end of `log`; returns its exit code.
+    """Run `command` in `folder` with its output appended to `log`; return its exit code.
 
-    In a terminal its last line is shown while it runs.
+    environment: its variables. In a terminal its last line of output is shown while it runs.
     """
     with log.open("ab") as output:
         output.write(f"\n$ {shlex.join(command)}\n".encode())
@@ -57,6 +58,6 @@ def _watch(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def tail(log: Path, num_lines: int = 1) -> str:
-    """The last lines that say something."""
+    """Return the last `num_lines` non-empty lines of a log."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return "\n".join(lines[-num_lines:])

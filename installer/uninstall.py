@@ -1,4 +1,4 @@
-"""`setup.py uninstall`: removes what `install` made and nobody changed, and says what stays."""
+"""`setup.py uninstall`: removes unchanged files that `install` created, and lists what stays."""
 
 import shutil
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ def main(arguments: Sequence[str]) -> int:
     """Removes what install made; models, outputs, inputs and settings stay"""
     options = verb("uninstall", _DESCRIPTION).parse_args(arguments)
     chosen = installed(options.comfyui)
-    _say_what(chosen)
+    _print_plan(chosen)
     if options.dry_run:
         return 0
     if not options.yes:
         confirm("Remove this?")
     with alone(chosen):
         _remove(chosen)
-    for line in _left(chosen.comfyui):
+    for line in _list_remaining(chosen.comfyui):
         say(f"left: {line}")
     say(f"left: {ROOT}, this folder, and the pack's caches (~/.cache/comfyui-tpu, ~/.cache/huggingface)")
     return 0
 
 
-def _say_what(chosen: Installation) -> None:
+def _print_plan(chosen: Installation) -> None:
     record = chosen.record()
     lines = [f"{chosen.home}: the environment and all packages in it"]
     if _is_our_link(chosen):
@@ -51,7 +51,7 @@ def _say_what(chosen: Installation) -> None:
 
 
 def _remove(chosen: Installation) -> None:
-    """The record goes last but for the folder that held it, so that the same command goes on after an interruption."""
+    """Remove everything. The record goes last, so that the same command resumes after an interruption."""
     record = chosen.record()
     if _is_our_link(chosen):
         chosen.link.unlink()
@@ -64,7 +64,7 @@ def _remove(chosen: Installation) -> None:
 
 
 def _remove_home(home: Path) -> None:
-    """Who moved the environment to another disk left a link to it here: both are ours."""
+    """Remove our folder, also if it is a link because the user moved the environment to another disk."""
     if home.is_symlink():
         shutil.rmtree(home.resolve(), ignore_errors=True)
         home.unlink()
@@ -77,7 +77,9 @@ def _is_our_link(chosen: Installation) -> bool:
 
 
 def _is_as_cloned(folder: Path, commit: str) -> bool:
-    """Files that are missing count as unchanged: an earlier removal may have been cut off. A link is the user's own."""
+    """Return whether a clone is unchanged. Missing files count as unchanged: an earlier removal may have been
+    interrupted. A link belongs to the user.
+    """
     if folder.is_symlink() or git.commit_of(folder) != commit:
         return False
     changes = git.git(folder, "status", "--porcelain", "--untracked-files=no").splitlines()
@@ -85,9 +87,9 @@ def _is_as_cloned(folder: Path, commit: str) -> bool:
 
 
 def _remove_tracked(folder: Path, chosen: Installation) -> None:
-    """Removes the files that git tracks, Python's caches of them and the repository; what is the user's own stays.
+    """Remove the files that git tracks, Python's caches of them and the repository; the user's own files stay.
 
-    So does what is behind a folder that the user replaced by a link: git takes such files for deleted.
+    Files in a folder that the user replaced by a link stay too: git takes them for deleted.
     """
     names = [name for name in git.git(folder, "ls-files", "-z").split("\0") if name]
     tracked = [folder / name for name in names if not _is_behind_link(folder, Path(name))]
@@ -99,7 +101,7 @@ def _remove_tracked(folder: Path, chosen: Installation) -> None:
         while parent != folder and parent.is_dir() and not any(parent.iterdir()):
             parent.rmdir()
             parent = parent.parent
-    # In one moment: half a repository would not say what is the user's own.
+    # Atomic: with half a repository the user's own files could not be told apart.
     (folder / ".git").rename(chosen.home / f"removed-{folder.name}.git")
     if folder != chosen.comfyui and not any(folder.iterdir()):
         folder.rmdir()
@@ -109,7 +111,7 @@ def _is_behind_link(folder: Path, name: Path) -> bool:
     return any((folder / parent).is_symlink() for parent in name.parents)
 
 
-def _left(folder: Path) -> list[str]:
+def _list_remaining(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     lines = []

@@ -1,4 +1,4 @@
-"""`setup.py update`: this repository, then what `install` cloned, then packages. What the user changed stays."""
+"""`setup.py update`: updates this repository, clones that `install` made, and packages. The user's changes stay."""
 
 import argparse
 import contextlib
@@ -30,13 +30,13 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.nullcontext() if options.dry_run else alone(chosen):
         is_new = not options.pulled and _pull(options)
     if is_new:
-        # The new version's own steps count.
+        # The steps of the new version apply.
         os.execv(sys.executable, [sys.executable, str(ROOT / "setup.py"), "update", "--pulled", *arguments])
     return install(chosen, options, before=[_move(chosen)])
 
 
 def _pull(options: argparse.Namespace) -> bool:
-    """Brings the repository up to date; whether that changed it."""
+    """Update the repository; return whether that changed it."""
     if reason := _why_not_pulled():
         say(f"{ROOT} is left as it is: {reason}")
         return False
@@ -52,29 +52,29 @@ def _pull(options: argparse.Namespace) -> bool:
 
 def _why_not_pulled() -> str:
     if git.commit_of(ROOT) is None:
-        return "it is no clone of a repository"
+        return "it is not a clone of a repository"
     if not git.is_unchanged(ROOT):
         return "files in it were changed"
     try:
         git.git(ROOT, "rev-parse", "--abbrev-ref", "@{upstream}")
     except SetupError:
-        return "it is on no branch that follows another repository's"
+        return "its branch does not track a branch of another repository"
     return ""
 
 
 def _move(chosen: Installation) -> SetupStep:
-    """A step that brings a clone of ours to the release that this version names."""
+    """Return a step that updates our clone to the release that this version names."""
     folder, commit = chosen.comfyui, chosen.record().comfyui
 
     def todo() -> str:
-        now, wanted = git.commit_of(folder), git.commit_of(folder, f"refs/tags/{COMFYUI_TAG}")
-        if commit is None or now is None or now == wanted == commit:
+        now, target = git.commit_of(folder), git.commit_of(folder, f"refs/tags/{COMFYUI_TAG}")
+        if commit is None or now is None or now == target == commit:
             return ""
-        if now not in (commit, wanted) or not git.is_unchanged(folder):
+        if now not in (commit, target) or not git.is_unchanged(folder):
             say(f"{folder} is left as it is: it was changed since `install` cloned it")
             return ""
-        if wanted is None and not git.git(folder, "ls-remote", "--tags", "origin", f"refs/tags/{COMFYUI_TAG}"):
-            return ""  # a fork without our tags, which was chosen as the origin
+        if target is None and not git.git(folder, "ls-remote", "--tags", "origin", f"refs/tags/{COMFYUI_TAG}"):
+            return ""  # the chosen origin is a fork without our tags
         return f"bring {folder} to {COMFYUI_TAG}"
 
     return SetupStep(name="ComfyUI", todo=todo, do=lambda: chosen.note(comfyui=git.move_to(folder, COMFYUI_TAG)))

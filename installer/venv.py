@@ -1,4 +1,4 @@
-"""A virtual environment of our own, PyTorch in it as its CPU build, and uv, which installs there, or pip without it."""
+"""Our virtual environment with PyTorch's CPU build; uv installs packages there, or else pip."""
 
 import functools
 import importlib.metadata
@@ -18,16 +18,16 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_ADVICE = (
     f"Make {CPU_INDEX} reachable, or give pip a folder with the CPU wheel: PIP_FIND_LINKS=FOLDER python3 setup.py ..."
 )
-# Would let packages of another environment pass for installed ones, or send ours elsewhere.
+# Variables that would make packages of other environments count as installed, or install ours elsewhere.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
-# Any of these in pip's or uv's output means that it could not reach its index.
+# Patterns in the output of pip and uv if the index is unreachable.
 NO_NETWORK = re.compile(
     "Failed to establish a new connection|name resolution|Name or service not known|Network is unreachable"
     "|ConnectTimeoutError|Cannot connect to proxy|No route to host|error sending request",
     re.IGNORECASE,
 )
 NO_SPACE = re.compile("No space left on device|Disk quota exceeded", re.IGNORECASE)
-# pip's settings, which uv does not read, as uv's options and variables.
+# uv's options and variables for pip's settings, which uv does not read.
 UV_OPTIONS = {
     "index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links",
     "constraint": "--constraints", "trusted-host": "--allow-insecure-host",
@@ -37,7 +37,7 @@ UV_VARIABLES = {"cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY"}
 
 @dataclass(frozen=True, kw_only=True)
 class Venv:
-    """A virtual environment in `folder` for the pack in `root`, and the output of what is installed there in `log`."""
+    """A virtual environment in `folder` for the pack in `root`; `log` gets the output of installations."""
 
     folder: Path
     log: Path
@@ -45,6 +45,7 @@ class Venv:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def program(self, name: str) -> str:
+        """Return the path of a program in the environment."""
         return str(self.folder / "bin" / name)
 
     @property
@@ -53,20 +54,20 @@ class Venv:
 
     @property
     def constraints(self) -> Path:
-        """The versions that were tested together with the environment's Python."""
+        """Return the file of versions that were tested together with the environment's Python."""
         minors = [int(site.parent.name.removeprefix("python3.").rstrip("t")) for site in self.site_packages()]
         newest = max(minors, default=sys.version_info[1]) >= 12
         return self.root / ("constraints-newest.txt" if newest else "constraints.txt")
 
     def environment(self) -> dict[str, str]:
-        """What commands in the venv are run with: the user's, without what belongs to other environments."""
+        """Return the environment of commands in the venv: the user's, without variables of other environments."""
         kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         return {**kept, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **self.variables}
 
     def make(self, *, any_python: bool = False) -> None:
-        """Creates the folder, or recreates it when its Python or pip no longer runs.
+        """Create the environment, or recreate it if its Python or pip does not run.
 
-        Another Python than this one will do if `any_python`.
+        any_python: whether it may have another Python than this one.
         """
         if not self.is_usable(any_python=any_python):
             self._create()
@@ -90,10 +91,14 @@ class Venv:
         )
 
     def is_usable(self, *, any_python: bool) -> bool:
-        wanted = "sys.version_info >= (3, 11)" if any_python else f"sys.version_info[:2] == {sys.version_info[:2]!r}"
+        """Return whether its Python and pip run.
+
+        any_python: whether it may have another Python than this one.
+        """
+        condition = "sys.version_info >= (3, 11)" if any_python else f"sys.version_info[:2] == {sys.version_info[:2]!r}"
         if not Path(self.python).exists():
             return False
-        check = [self.python, "-c", f"import pip, sys; sys.exit(not {wanted})"]
+        check = [self.python, "-c", f"import pip, sys; sys.exit(not {condition})"]
         try:
             return subprocess.run(check, env=self.environment(), stderr=subprocess.DEVNULL).returncode == 0
         except OSError:
@@ -103,39 +108,47 @@ class Venv:
 
     @property
     def uv(self) -> str | None:
-        """uv, which installs faster: this environment's, or the user's."""
-        own = self.program("uv")
-        return own if Path(own).is_file() else shutil.which("uv")
+        """Return the path of uv, which installs faster: this environment's, or the user's."""
+        local = self.program("uv")
+        return local if Path(local).is_file() else shutil.which("uv")
 
     def pip(self, *arguments: str) -> list[str]:
-        """A pip command of this venv."""
+        """Return a pip command of this venv."""
         return [self.python, "-m", "pip", *arguments]
 
     def installs(self, *arguments: str, index: str | None = None) -> list[str]:
-        """The command that installs what `pip install ARGUMENTS` does. `index` is asked in place of the usual one, once
-        and shortly.
+        """Return the command that installs what `pip install ARGUMENTS` would.
+
+        index: used instead of the usual one, with one short attempt; None: the usual one.
         """
         if self.uv is None:
             hurried = ["--index-url", index, "--timeout", "5", "--retries", "0"] if index else []
             return self.pip("install", *hurried, *arguments)
         settings = {**self.settings, "index-url": index} if index else self.settings
-        variables = [f"{name}={settings[own]}" for own, name in UV_VARIABLES.items() if own in settings]
+        variables = [f"{name}={settings[key]}" for key, name in UV_VARIABLES.items() if key in settings]
         hurried = ["UV_HTTP_TIMEOUT=5", "UV_HTTP_RETRIES=0"] if index else []
         words = [
-            word for own, name in UV_OPTIONS.items() for one in settings.get(own, "").split() for word in (name, one)
+            word
+            for key, name in UV_OPTIONS.items()
+            for value in settings.get(key, "").split()
+            for word in (name, value)
         ]
         if settings.get("no-index", "0").lower() in ("1", "true", "yes", "on"):
             words.append("--no-index")
-        # As pip does: of all indexes the newest version that fits.
+        # Like pip, take the newest matching version of all indexes.
         every = ["--index-strategy", "unsafe-best-match", *words, *arguments]
         return ["env", *variables, *hurried, self.uv, "pip", "install", "--python", self.python, *every]
 
     def constrained(self, *arguments: str, index: str | None = None) -> list[str]:
+        """Return the command that installs `arguments` within the tested versions.
+
+        index: as in `installs`.
+        """
         return self.installs("-c", str(self.constraints), *arguments, index=index)
 
     @functools.cached_property
     def settings(self) -> dict[str, str]:
-        """pip's settings by their names: those of files, then of its verb `install`, then of variables."""
+        """Return pip's settings by name: from files, then for `install`, then from variables."""
         done = subprocess.run(self.pip("config", "list"), env=self.environment(), capture_output=True, text=True)
         ranked = {"global": {}, "install": {}, ":env:": {}}
         for scope, name, value in re.findall(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", done.stdout, re.MULTILINE):
@@ -143,13 +156,13 @@ class Venv:
         return {**ranked["global"], **ranked["install"], **ranked[":env:"]}
 
     def run(self, command: Sequence[str]) -> int:
-        """Runs `command` with its output at the end of the log; returns its exit code."""
+        """Run `command` with its output appended to the log; return its exit code."""
         return logged(command, self.log, self.environment(), self.root)
 
     def install(self, message: str, *commands: Sequence[str], advice: str = "") -> None:
-        """One step of the installation: the first of `commands` that succeeds.
+        """Run one step of the installation: the first of `commands` that succeeds.
 
-        Raises SetupError with the end of pip's output and `advice`.
+        Raises SetupError with the end of the output and `advice`.
         """
         say(message)
         started = time.monotonic()
@@ -162,7 +175,7 @@ class Venv:
         again = "run the same command again; it goes on from here."
         where = f"The full output is in {self.log}."
         if NO_SPACE.search(end):
-            return f"This failed, because the disk is full: {message}. Make room and {again} {where}"
+            return f"This failed, because the disk is full: {message}. Free some space and {again} {where}"
         if NO_NETWORK.search(end):
             return (
                 f"This failed, because the index of packages could not be reached: {message}. "
@@ -174,15 +187,23 @@ class Venv:
         )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
-        """The installed packages by their normalized names. A package whose installation was cut off is left out."""
-        found = importlib.metadata.distributions(path=[str(path) for path in self.site_packages()])
-        return {normalized(each.name): each.version for each in found if each.name and each.read_text("INSTALLER")}
+        """Return the installed packages by normalized name, without interrupted installations."""
+        packages = importlib.metadata.distributions(path=[str(path) for path in self.site_packages()])
+        return {
+            normalized(package.name): package.version
+            for package in packages
+            if package.name and package.read_text("INSTALLER")
+        }
 
     def site_packages(self) -> list[Path]:
+        """Return the folders of packages."""
         return sorted(self.folder.glob("lib/python3*/site-packages"))
 
     def forget_half_installed(self) -> None:
-        """Makes pip install again what it had not finished; it writes INSTALLER last, and `~` names are its own."""
+        """Remove incomplete packages so that pip installs them again.
+
+        pip writes INSTALLER last, and `~` names are its own temporary ones.
+        """
         for site in self.site_packages():
             unfinished = [path for path in site.glob("*.dist-info") if not (path / "INSTALLER").is_file()]
             for path in [*unfinished, *site.glob("~*")]:
@@ -191,42 +212,43 @@ class Venv:
     # --- PyTorch ------------------------------------------------------------------------------------------------------
 
     def pins(self, names: Sequence[str]) -> list[str]:
+        """Return the pins of these packages."""
         text = self.constraints.read_text()
         return [pinned(name, text) for name in names]
 
     def torch_commands(self, names: Sequence[str]) -> list[list[str]]:
-        """The commands that may bring PyTorch, in the order to try them: from its own CPU index, then as pip is set up.
+        """Return the commands that may install PyTorch, in order: from its own CPU index, then as pip is configured.
 
-        Linux's build for the CPU says so in its version: nothing else is downloaded. Without dependencies, which a CUDA
-        build of what belongs to it would have.
+        On Linux the CPU build's version ends in +cpu, so nothing else is downloaded. Without dependencies, because
+        those of a CUDA build could be installed.
         """
         build = "+cpu" if sys.platform == "linux" else ""
-        wanted = [f"{pin}{build}" if pin.startswith("torch==") else pin for pin in self.pins(names)]
-        arguments = ("--no-deps", *wanted)
+        pins = [f"{pin}{build}" if pin.startswith("torch==") else pin for pin in self.pins(names)]
+        arguments = ("--no-deps", *pins)
         return [self.constrained(*arguments, index=CPU_INDEX), self.constrained(*arguments)]
 
     def install_torch(self, names: Sequence[str] = ("torch",)) -> None:
-        """PyTorch as the CPU build; SetupError if it could not be had."""
+        """Install PyTorch's CPU build. Raises SetupError if that fails."""
         message = f"installing {', '.join(self.pins(names))} from {CPU_INDEX}, or else as pip is configured"
         self.install(message, *self.torch_commands(names), advice=CPU_ADVICE)
         self.require_cpu_build()
 
     def torch_as_it_is(self) -> str:
-        """The requirement that keeps the very build of PyTorch that is installed."""
+        """Return the requirement that keeps the installed build of PyTorch."""
         return f"torch=={self.versions()['torch']}"
 
     def require_cpu_build(self) -> None:
-        """SetupError, and what is wrong uninstalled, if the venv holds a CUDA build."""
-        found = cuda_traces(self.python, self.environment())
-        if found:
-            self.run(self.pip("uninstall", "-y", *re.findall(r"\btorch(?:vision|audio)?\b|nvidia-[\w.-]+", found)))
+        """Raise SetupError if the venv has a CUDA build, after uninstalling it."""
+        traces = cuda_traces(self.python, self.environment())
+        if traces:
+            self.run(self.pip("uninstall", "-y", *re.findall(r"\btorch(?:vision|audio)?\b|nvidia-[\w.-]+", traces)))
             raise SetupError(
-                f"What was installed brought {found}; only PyTorch's CPU build belongs into {self.folder}. {CPU_ADVICE}"
+                f"The installation brought {traces}; only PyTorch's CPU build belongs into {self.folder}. {CPU_ADVICE}"
             )
 
 
 def install_this_folder(venv: Venv) -> None:
-    """The pack as the package comfyui_tpu, and the comfyui-tpu command."""
+    """Install the pack as the package comfyui_tpu, with the command comfyui-tpu."""
     # setuptools first and no build isolation: a build environment of its own would ask the network again.
     venv.install("installing setuptools", venv.constrained("setuptools"))
     folder = venv.installs("--no-deps", "--no-build-isolation", "-e", str(venv.root))
@@ -234,17 +256,18 @@ def install_this_folder(venv: Venv) -> None:
 
 
 def normalized(name: str) -> str:
+    """Return a normalized package name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def requirement_lines(text: str) -> list[str]:
-    """The requirements of a file, without comments and pip's options."""
+    """Return the requirements in a file, without comments and pip's options."""
     lines = (line.partition(" #")[0].strip() for line in text.splitlines())
     return [line for line in lines if line and line[0] not in "#-"]
 
 
 def pinned(name: str, constraints: str) -> str:
-    """The line of `constraints` that pins `name`, such as "torch==2.13.0"."""
+    """Return the line of `constraints` that pins `name`, such as "torch==2.13.0"."""
     pins = [line.strip() for line in constraints.splitlines() if line.startswith(f"{name}==")]
     if len(pins) != 1:
         raise SetupError(f"The constraints pin {name} {len(pins)} times; they must once, as {name}==VERSION.")
@@ -252,9 +275,9 @@ def pinned(name: str, constraints: str) -> str:
 
 
 def cuda_traces(python: str, environment: Mapping[str, str] | None = None) -> str:
-    """What in the venv belongs to a CUDA build of PyTorch; empty if there is nothing. Imports none of it.
+    """Return the parts of a CUDA build of PyTorch in the venv, or "". Imports none of them.
 
-    torch says so in its version.py; torchvision's and torchaudio's libraries want CUDA's runtime.
+    torch declares CUDA in its version.py; the libraries of torchvision and torchaudio link to CUDA's runtime.
     """
     program = (
         "import importlib.metadata as m, importlib.util as u, pathlib, runpy\n"

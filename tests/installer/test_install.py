@@ -237,19 +237,16 @@ def test_start_says_what_is_in_its_way(world, installed, monkeypatch):
         ),
         (
             bad_ground.no_space,
-            r"This needs about 4\.\d GB in .*, and 2\.0 GB are free: make room, or choose another folder with",
+            r"This needs about 4\.\d GB in .*, and 2\.0 GB are free: free some space, or choose another folder with",
         ),
         (
             bad_ground.too_old,
             r".* is ComfyUI 0\.3\.75, and the pack needs 0\.3\.76 or newer: update it \(git pull\), or choose",
         ),
-        (
-            bad_ground.says_no_version,
-            r".* is a ComfyUI that does not even say its version, and the pack needs 0\.3\.76 or newer",
-        ),
+        (bad_ground.says_no_version, r".* is a ComfyUI without a version, and the pack needs 0\.3\.76 or newer"),
         (
             bad_ground.no_comfyui,
-            r".* is neither empty nor a ComfyUI \(it has no main.py\): choose another folder with --comfyui",
+            r".* is not empty and not a ComfyUI \(it has no main.py\): choose another folder with --comfyui",
         ),
         (
             bad_ground.another_copy,
@@ -286,7 +283,7 @@ def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
     for name in ("ComfyUI", "environment", "PyTorch", "constraints", "packages", "command", "link"):
         assert f"\n  {name} " in said
     done = run_setup("install", *origins, "--comfyui", str(target))
-    assert done.returncode == 1 and "There is no terminal to ask at: add --yes" in done.stderr
+    assert done.returncode == 1 and "No terminal to ask at: add --yes" in done.stderr
     assert not target.parent.exists()
 
 
