@@ -227,6 +227,7 @@ RECORD = record.MachineRecord(
     reserve_share=0.08,
     compilers_behind=1,
     transfer_start_s=4.5e-6,
+    overlap={"0123456789abcdef": True, "fedcba9876543210": False},
     keeps_programs=False,
     rates={"to_chips": 12.5},
 )
@@ -244,7 +245,7 @@ def test_a_record_is_read_as_it_was_written(folder: Path):
 STRANGE = {
     "kernels_off": ["x", 3], "kernels_small": {}, "options_off": ["xla_dump_to"], "sentences": 1, "reserve_share": 1.5,
     "compilers_behind": True, "keeps_programs": "no", "rates": {"to_chips": -1, "x": 2},
-    "transfer_start_s": 0.01,
+    "transfer_start_s": 0.01, "overlap": {"0123456789abcdef": "yes", "../x": True, "A" * 16: True, "": False},
 }  # fmt: skip
 
 

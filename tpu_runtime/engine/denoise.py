@@ -21,6 +21,7 @@ import torch
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
 from ..hosts.together import Together
+from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..model_spec import Call, Settings
 from ..model_spec.functions import Decode
 from ..programs import denoise_step, solver_table
@@ -31,6 +32,7 @@ from ..programs.solver_table import SolverTable
 from ..programs.step_reuse import CachedDenoiser, Runnable
 from ..progress import Preview
 from . import conditioning
+from .overlap_check import FirstStep
 from .payloads import CARRIED, Carried, Latent
 from .program_cache import Wanted
 from .stage import Stage
@@ -95,7 +97,10 @@ def denoise(
                 state = solver_table.with_noise(state, noise)
                 times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
                 args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
+                first = _first_step(stage, plan, standing, program, args, expert) if index == part[0] else None
                 *state, denoised, is_finite = program(weights, *args)
+                if first is not None and stage.overlap is not None:
+                    stage.overlap.compare(first, weights, (*state, denoised, is_finite))
                 state, before = tuple(state), launched
                 # Dispatched right after its step, so that the preview is ready when the step is.
                 launched = Launched(
@@ -111,6 +116,21 @@ def denoise(
                     launched = None
     final_state = tuple(np.array(group) for group in state)
     return replace(standing, state=final_state), np.array(denoised)
+
+
+def _first_step(
+    stage: Stage, plan: Denoising, standing: Standing, program: Runnable, args: denoise_step.StepArgs, expert: str
+) -> FirstStep | None:
+    """Return an expert's first step with these arguments, where it is to be compared with its form without overlap."""
+    if stage.overlap is None or type(stage.hosts) is not Together:
+        return None
+
+    def wanted_of(overlaps: bool) -> Wanted:
+        without = stage.target.fallbacks if overlaps else stage.target.fallbacks | WITHOUT_OVERLAP
+        form = replace(stage, target=replace(stage.target, fallbacks=without))
+        return programs_wanted(form, plan, standing.inputs)[expert][0]
+
+    return stage.overlap.first_step(program, args, wanted_of)
 
 
 def measured(stage: Stage, plan: Denoising, standing: Standing) -> tuple[tuple[float, ...], ...]:

@@ -35,6 +35,7 @@ from ..progress import Progress, Silent, in_daemon
 from . import memory_advice, profiling, run, telemetry
 from .device_cache import DeviceCache
 from .memory_advice import OutOfMemory
+from .overlap_check import OverlapChecks
 from .program_cache import COMPILER, ProgramCache
 from .prompt_cache import PromptCache
 from .stage import Stage
@@ -103,6 +104,9 @@ class Engine:
         self._lock = threading.RLock()
         self._expected: dict[ModelRef, Expected] = {}
         self._ahead = Ahead()
+        self.overlap_checks = OverlapChecks(
+            programs=self.program_cache, chips=self.device_cache, verdicts=self.ladder, lock=self._lock
+        )
 
     def expect(self, generations: Iterable[Expected]) -> None:
         """Announce the generations about to run, replacing the earlier announcement. Nothing happens until a stage of
@@ -265,6 +269,7 @@ class Engine:
             prompt_cache=self.prompt_cache,
             counts=self.counts,
             hosts=self.hosts,
+            overlap=self.overlap_checks,
         )
 
     def _prefetch(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:

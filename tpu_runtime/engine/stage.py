@@ -26,6 +26,7 @@ from ..programs.weights import WORTH, Weights, bytes_per_chip, described
 from . import telemetry
 from .device_cache import DeviceCache, Resident
 from .frame_buffer import PendingFrames
+from .overlap_check import OverlapChecks
 from .program_cache import ProgramCache, Wanted
 from .prompt_cache import PromptCache
 
@@ -43,6 +44,7 @@ class Stage:
     prompt_cache: PromptCache
     counts: Counter[str]  # of the engine
     hosts: Together  # all hosts of the engine
+    overlap: OverlapChecks | None = None  # None: first steps are not compared
 
     @property
     def spec(self) -> ModelSpec:

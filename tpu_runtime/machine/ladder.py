@@ -83,6 +83,22 @@ class Ladder:
                 "without overlapped transfers, and are slower.",
             )
 
+    def compared(self, digest: str, title: str, *, is_same: bool) -> str | None:
+        """Record whether a program's step had the same bits with and without overlapped transfers. Where it
+        had not, these are left out from now on, and the sentence that says so is returned.
+        """
+        verdict = MachineRecord(overlap={digest: is_same})
+        sentence = None
+        if not is_same:
+            sentence = (
+                f"With overlapped transfers the first step of {title} had other bits than without: programs are compiled "
+                "without overlapped transfers, and are slower. Earlier results of this machine may be wrong: generate them "
+                "again."
+            )
+            verdict |= MachineRecord(fallbacks=WITHOUT_OVERLAP, sentences=(sentence,))
+        self._record = record.add(self._key, self._record | verdict)
+        return sentence
+
     def gave_up(self) -> None:
         """Roll back the fallbacks that were on trial, after an attempt that failed or was cancelled."""
         self._is_trial = False

@@ -6,6 +6,7 @@ programs slower.
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ MAX_SENTENCE = 1000
 # More than any self-test reserves; with less memory nothing would run.
 MAX_RESERVE = 0.5
 
+# The newest verdicts on overlapped transfers that are kept.
+MAX_VERDICTS = 64
 # A hundred times the expected start of a collective.
 MAX_TRANSFER_START_S = 1e-3
 
@@ -50,6 +53,8 @@ class MachineRecord:
     transfer_start_s: float | None = None  # seconds before a collective's first byte; None: not measured
     keeps_programs: bool = True  # whether compiled programs may be loaded from the disk
     rates: Mapping[str, float] = field(default_factory=dict)  # GB/s, by the names in `RATES`
+    # Whether a program's first step had the same bits with and without overlapped transfers, by the program's digest.
+    overlap: Mapping[str, bool] = field(default_factory=dict)
 
     def __or__(self, other: "MachineRecord") -> "MachineRecord":
         """Merge two records. Numbers of `other` win where it has them."""
@@ -62,6 +67,7 @@ class MachineRecord:
             transfer_start_s=self.transfer_start_s if start is None else start,
             keeps_programs=self.keeps_programs and other.keeps_programs,
             rates={**self.rates, **other.rates},
+            overlap={**self.overlap, **other.overlap},
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -77,6 +83,7 @@ class MachineRecord:
             "transfer_start_s": self.transfer_start_s,
             "keeps_programs": self.keeps_programs,
             "rates": dict(self.rates),
+            "overlap": dict(list(self.overlap.items())[-MAX_VERDICTS:]),
         }
 
 
@@ -154,6 +161,11 @@ def parsed(value: object) -> MachineRecord:
     def kernels(name: str) -> tuple[str, ...]:
         return tuple(sorted(set(texts(name)) & set(names.KERNELS)))
 
+    verdicts = [
+        (digest, verdict)
+        for digest, verdict in _given(value, "overlap").items()
+        if isinstance(verdict, bool) and re.fullmatch(r"[0-9a-f]{8,64}", digest)
+    ]
     options = {option for option in texts("options_off") if option.startswith(begins)}
     return MachineRecord(
         fallbacks=Fallbacks(
@@ -165,6 +177,7 @@ def parsed(value: object) -> MachineRecord:
         transfer_start_s=_number(value.get("transfer_start_s"), 0.0, MAX_TRANSFER_START_S),
         keeps_programs=value.get("keeps_programs") is not False,
         rates={name: rate for name in RATES if (rate := _number(_given(value, "rates").get(name), 0.0, 1e6))},
+        overlap=dict(verdicts[-MAX_VERDICTS:]),
     )
 
 

@@ -1,0 +1,127 @@
+"""Comparison of each new program's first real step with and without overlapped transfers, bit by bit.
+
+An overlapped transfer that goes wrong gives finite numbers, which nothing else would notice. The step's
+arguments and results are kept on the host, the other form is compiled behind what runs, and the chips compute it
+between two stages. The verdict is kept in the machine's record, so that each program is compared once on a machine.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ..machine.fallbacks import WITHOUT_OVERLAP
+from ..machine.record import MachineRecord
+from ..programs.executables import Executable
+from ..programs.weights import Weights
+from ..progress import in_daemon
+from .program_cache import Compilation, Wanted
+
+log = logging.getLogger(__name__)
+
+THREAD = "comfyui-tpu-compare"
+# Longer than any compilation takes; what is dropped from the queue never ends.
+MAX_WAIT_S = 2 * 3600.0
+
+
+class Programs(Protocol):
+    """The compiled programs of a process, as far as they are asked for here."""
+
+    def note(self, wanted: Wanted) -> Compilation | Executable: ...
+
+
+class HeldPrograms(Protocol):
+    """What the chips hold, as far as it is asked for here."""
+
+    def has_room(self, program: Executable, *, runs: bool = False) -> bool: ...
+    def drop_program(self, digest: str) -> None: ...
+
+
+class Verdicts(Protocol):
+    """The machine's record, and how a verdict gets into it."""
+
+    @property
+    def record(self) -> MachineRecord: ...
+    def compared(self, digest: str, title: str, *, is_same: bool) -> str | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """A step that the chips are about to make: `wanted` is its program, `without` that without overlap. `args` are on
+    the host, for a program may overwrite its own.
+    """
+
+    wanted: Wanted
+    without: Wanted
+    args: tuple[Any, ...]
+
+
+@dataclass(kw_only=True)
+class OverlapChecks:
+    """The comparisons of an engine, whose `lock` is held while the chips compute one."""
+
+    programs: Programs
+    chips: HeldPrograms
+    verdicts: Verdicts
+    lock: threading.RLock  # pyright: ignore[reportGeneralTypeIssues]
+    _begun: set[str] = field(default_factory=set)
+
+    def first_step(
+        self, program: object, args: tuple[Any, ...], wanted_of: Callable[[bool], Wanted]
+    ) -> FirstStep | None:
+        """Return the step that `program` is about to make with `args`, if it is to be compared: the program is new to
+        this machine and overlaps transfers. `wanted_of` returns the program with overlap or without.
+        """
+        if not isinstance(program, Executable):
+            return None
+        options = program.program.compiler_options
+        if WITHOUT_OVERLAP.left(options) == dict(options):
+            return None
+        wanted = wanted_of(True)
+        if wanted.digest in self._begun or wanted.digest in self.verdicts.record.overlap:
+            return None
+        self._begun.add(wanted.digest)
+        return FirstStep(wanted=wanted, without=wanted_of(False), args=tuple(jax.device_get(tuple(args))))
+
+    def compare(self, step: FirstStep, weights: Weights, results: Any) -> None:
+        """Compare a step's `results` in a thread, as soon as the other form is compiled and no stage runs."""
+        kept, held = jax.device_get(results), dict(weights)
+        in_daemon(lambda: self._quietly(step, held, kept), THREAD)
+
+    def _quietly(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:
+        try:
+            self._compare(step, weights, results)
+        except Exception as error:  # whatever it is, the step itself succeeded
+            log.warning("%s was not compared with its form without overlap: %s", step.wanted.title, error)
+
+    def _compare(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:
+        coming = self.programs.note(step.without)
+        if isinstance(coming, Compilation):
+            coming.done.wait(MAX_WAIT_S)
+        other = coming.found if isinstance(coming, Compilation) else coming
+        if other is None:
+            return
+        with self.lock:
+            is_gone = any(weight.is_deleted() for weight in weights.values())
+            if is_gone or not self.chips.has_room(other, runs=True):
+                return  # another process compares it
+            again = jax.device_get(other(dict(weights), *step.args))
+            self.chips.drop_program(step.without.digest)
+            sentence = self.verdicts.compared(
+                step.wanted.digest, step.wanted.title, is_same=have_same_bits(results, again)
+            )
+        if sentence:
+            log.warning("%s", sentence)
+
+
+def have_same_bits(one: Any, other: Any) -> bool:
+    """Return whether two results have arrays of the same shapes and types with the same bits."""
+    left, right = ([np.asarray(leaf) for leaf in jax.tree.leaves(found)] for found in (one, other))
+    return len(left) == len(right) and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        for a, b in zip(left, right, strict=True)
+    )
