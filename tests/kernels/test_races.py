@@ -44,10 +44,15 @@ def fresh() -> Iterator[None]:
     pltpu.reset_tpu_interpret_mode_state()
 
 
+# JAX 0.12 ends at the first race unless it is asked to note it, as older ones do: `races` reads what was noted.
+NOTED = {"on_race": "warn"} if hasattr(pltpu.InterpretParams, "on_race") else {}
+
+
 def on(cores: int, **more: Any) -> Any:
     return pltpu.InterpretParams(
-        detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait", num_cores_or_threads=cores, **more
-    )
+        detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait", num_cores_or_threads=cores,
+        **NOTED, **more,
+    )  # fmt: skip
 
 
 def races() -> bool:
