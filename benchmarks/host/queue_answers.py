@@ -1,8 +1,8 @@
 """How long the page of a server waits while long prompts and strangers' files are queued: the worst answer of each.
 
 Run: python benchmarks/host/queue_answers.py [--repeats 5], on a machine that does nothing else. Starts a server of its
-own and queues what froze the page once: a UMT5 encoder in GGUF, many samplers behind prompts of 88 kB and 1 MiB, a file
-of 4000 described layers, and a config of 5 MiB. Prints a table, and the worst answer of an idle server for comparison.
+own, runs a prompt, and queues what froze the page once: a UMT5 encoder in GGUF, samplers behind prompts of 88 kB and
+1 MiB, a file of 4000 described layers, and a config of 5 MiB. Prints a table; its first line is of an idle server.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from comfyui_tpu.tests.support import faults
 from comfyui_tpu.tests.support.citizen import workflow
-from comfyui_tpu.tests.support.comfyui_server import PACK, Server, prepare
+from comfyui_tpu.tests.support.comfyui_server import PACK, Server, prepare, tiny_workflow
 
 MIB = 2**20
 # As many tokens as UMT5 has, each with a score and a kind.
@@ -91,10 +91,11 @@ def worst(server: Server, prompts: Sequence[dict[str, Any]]) -> tuple[dict[str, 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The page's worst answers while hostile prompts are queued.")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="how often each is queued (5)")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="a cache that is kept (default: a new one)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="answers-") as folder:
         base = Path(folder)
-        server = prepare(base)
+        server = prepare(base, cache=options.cache)
         files = {"UMT5 in GGUF": base / "umt5.gguf", "4000 comfy_quant": base / "a", "config of 5 MiB": base / "b"}
         umt5(files["UMT5 in GGUF"])
         for name, stranger in (("4000 comfy_quant", "layers"), ("config of 5 MiB", "config of 5 MiB")):
@@ -106,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases |= {"prompt of 1 MiB": [samplers(MIB)] * options.repeats}
         server.start()
         try:
+            server.run(tiny_workflow("before"))  # what ran is noted, and looked for in later prompts
             print("| queued | worst GET /tpu/stats, ms | worst GET /, ms | longest POST /prompt, s | MiB grown |")
             print("|---|---|---|---|---|")
             for name, prompts in cases.items():

@@ -97,7 +97,7 @@ def denoise(
                 state = solver_table.with_noise(state, noise)
                 times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
                 args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
-                first = _first_step(stage, plan, standing, program, args, expert) if index == part[0] else None
+                first = _first_step(stage, plan, standing, program, args, expert) if index == group[0] else None
                 *state, denoised, is_finite = program(weights, *args)
                 if first is not None and stage.overlap is not None:
                     stage.overlap.compare(first, weights, (*state, denoised, is_finite))

@@ -84,16 +84,17 @@ class Ladder:
             )
 
     def compared(self, digest: str, title: str, *, is_same: bool) -> str | None:
-        """Record whether a program's step had the same bits with and without overlapped transfers. Where it
-        had not, these are left out from now on, and the sentence that says so is returned.
+        """Record whether a program's step had the same bits with and without overlapped transfers.
+
+        If the bits differ, overlapped transfers are switched off, and the sentence that reports it is returned.
         """
         verdict = MachineRecord(overlap={digest: is_same})
         sentence = None
         if not is_same:
             sentence = (
-                f"With overlapped transfers the first step of {title} had other bits than without: programs are compiled "
-                "without overlapped transfers, and are slower. Earlier results of this machine may be wrong: generate them "
-                "again."
+                f"With overlapped transfers the first step of {title} had other bits than without: programs are "
+                "compiled without overlapped transfers, and are slower. Earlier results of this machine may be wrong: "
+                "generate them again."
             )
             verdict |= MachineRecord(fallbacks=WITHOUT_OVERLAP, sentences=(sentence,))
         self._record = record.add(self._key, self._record | verdict)
