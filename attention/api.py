@@ -7,11 +7,11 @@ from typing import Literal
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ..kernels.prologue import Norm, normed
+from ..kernels.prologue import Norm, apply_norm
 from . import local, sharded
 from .policy import AttentionPolicy
 from .prologue import NO_PROLOGUE, Prologue
-from .tiles import Nearby
+from .tiles import SlidingTileMask
 
 Placement = Literal["sharded", "replicated"]  # how tokens are placed on the chips of `sp`
 
@@ -31,7 +31,7 @@ def attention(
     keys: Placement = "sharded",
     prologue: Prologue = NO_PROLOGUE,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
-    nearby: Nearby | None = None,
+    nearby: SlidingTileMask | None = None,
 ) -> Float[Array, "batch q_seq heads head_dim"]:
     """Return softmax attention with scale `head_dim ** -0.5`, exact unless the `policy` allows approximation.
 
@@ -49,7 +49,7 @@ def attention(
         streams = {"lengths": (length,), "placements": ("sharded",), "prologues": (prologue,)}
         return joint_attention((q, k, v), **streams, mesh=mesh, policy=policy, nearby=nearby)[0]
     _check_divides(q, mesh)
-    attend, layout = local.chosen(policy, mesh, q.shape[3])
+    attend, layout = local.choose_attention(policy, mesh, q.shape[3])
     flat, prologue = _norms_over_chips((_flat(q), _flat(k), _flat(v)), prologue, q.shape[3], mesh)
     out = sharded.cross_attention(*flat, length, mesh=mesh, attend=attend, layout=layout, prologue=prologue)
     return out.reshape(q.shape)
@@ -63,7 +63,7 @@ def _norms_over_chips(
     def ready(x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
         if norm is None or norm.weight.size == head_dim or mesh.shape["tp"] == 1:
             return x, norm
-        return normed(x, norm, head_dim).astype(x.dtype), None
+        return apply_norm(x, norm, head_dim).astype(x.dtype), None
 
     (q, query_norm), (k, key_norm) = ready(stream[0], prologue.query_norm), ready(stream[1], prologue.key_norm)
     return (q, k, stream[2]), replace(prologue, query_norm=query_norm, key_norm=key_norm)
@@ -76,7 +76,7 @@ def joint_attention(
     mesh: Mesh | None = None,
     prologues: Sequence[Prologue] | None = None,
     policy: AttentionPolicy = AttentionPolicy(),  # noqa: B008 - frozen
-    nearby: Nearby | None = None,
+    nearby: SlidingTileMask | None = None,
 ) -> tuple[Float[Array, "batch _ heads head_dim"], ...]:
     """Return the attention of several sequences, each to all of them: `[batch, seq, heads, head_dim]` of each.
 
@@ -91,7 +91,7 @@ def joint_attention(
     """
     head_dim, heads = streams[0][0].shape[3], streams[0][0].shape[2]
     prologues = prologues or (NO_PROLOGUE,) * len(streams)
-    attend, layout = local.chosen(policy, mesh, head_dim)
+    attend, layout = local.choose_attention(policy, mesh, head_dim)
     flat = [(_flat(q), _flat(k), _flat(v)) for q, k, v in streams]
     if mesh is not None and mesh.size > 1:
         for stream, placement in zip(streams, placements, strict=True):
@@ -104,10 +104,10 @@ def joint_attention(
             nearby=nearby,
         )  # fmt: skip
     else:
-        flat = [sharded.alone(s, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]
+        flat = [sharded.prepare_unsharded(s, layout, p)[0] for s, p in zip(flat, prologues, strict=True)]
         keys = [(k, v, length) for (_, k, v), length in zip(flat, lengths, strict=True)]
         is_sparse = None if nearby is None else nearby.is_sparse
-        outs = [sharded.attended(attend, s[0], keys, index, nearby, is_sparse) for index, s in enumerate(flat)]
+        outs = [sharded.attend_stream(attend, s[0], keys, index, nearby, is_sparse) for index, s in enumerate(flat)]
     return tuple(out.reshape(stream[0].shape) for out, stream in zip(outs, streams, strict=True))
 
 

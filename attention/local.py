@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ..kernels import attention, attention_int8, attention_reference, names
-from ..kernels.attention_form import Form, Scores, fastest, kernel_of
-from ..kernels.attention_reference import Keys, WholeKeys
+from ..kernels.attention_form import AttentionConfig, Scores, choose_config, kernel_name
+from ..kernels.attention_reference import Int8Keys, Keys
 from ..kernels.chip import LANES, round_up
-from ..kernels.choice import KernelRefusal, accepted
+from ..kernels.choice import KernelUnsupported, should_use
 from .policy import AttentionPolicy
 from .prologue import HeadLayout
 
@@ -21,37 +21,37 @@ from .prologue import HeadLayout
 LocalAttention = Callable[..., tuple[Array, Array | None]]
 
 
-def chosen(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[LocalAttention, HeadLayout]:
+def choose_attention(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) -> tuple[LocalAttention, HeadLayout]:
     """Return how each chip of `mesh` attends, and how it prepares its arrays.
 
     policy: choice of kernel and precision. mesh: None: the default device. head_dim: lanes of a head.
     """
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     interpret = device.platform != "tpu"
-    kernels = policy.takes_kernel(device.platform)
-    by_kernels = kernels and accepted(KernelRefusal(kernel=names.ATTENTION))
+    kernels = policy.uses_kernels(device.platform)
+    by_kernels = kernels and should_use(KernelUnsupported(kernel=names.ATTENTION))
     layout = HeadLayout(
         head_dim=head_dim, kernel=kernels, interpret=interpret and kernels,
-        scores_of=functools.partial(scores_of, policy, device_kind=device.device_kind if by_kernels else None),
+        scores_of=functools.partial(select_scores, policy, device_kind=device.device_kind if by_kernels else None),
     )  # fmt: skip
     if not by_kernels:
-        return functools.partial(by_reference, head_dim=head_dim, policy=policy), layout
+        return functools.partial(attend_with_reference, head_dim=head_dim, policy=policy), layout
     attend = functools.partial(
-        by_kernel, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=interpret
+        attend_with_kernel, head_dim=head_dim, policy=policy, device_kind=device.device_kind, interpret=interpret
     )
     return attend, layout
 
 
-def scores_of(policy: AttentionPolicy, num_keys: int, device_kind: str | None) -> Scores:
+def select_scores(policy: AttentionPolicy, num_keys: int, device_kind: str | None) -> Scores:
     """Return how `policy` computes scores of `num_keys` keys: on chips `device_kind`, or by the reference if None.
 
     Int8 scores are exact where the int8 kernel is switched off; the fallback has been logged.
     """
     scores = policy.scores_of(num_keys, device_kind)
-    return "exact" if device_kind is not None and KernelRefusal(kernel=kernel_of(scores)) else scores
+    return "exact" if device_kind is not None and KernelUnsupported(kernel=kernel_name(scores)) else scores
 
 
-def by_reference(
+def attend_with_reference(
     q: Float[Array, "batch q_seq lanes"],
     keys: Sequence[Keys],
     *,
@@ -65,12 +65,12 @@ def by_reference(
     """
     if not _are_quantized(keys) and policy.scores_of(sum(part.rows for part in keys)) == "exact":
         return attention_reference.flat_attention(q, keys, head_dim=head_dim, log_sums=log_sums)
-    rounded, keys = attention_int8.rounded(q, keys, head_dim, head_dim**-0.5)
+    rounded, keys = attention_int8.fake_quantize(q, keys, head_dim, head_dim**-0.5)
     out, log_sum = attention_reference.flat_attention(rounded, keys, head_dim=head_dim, log_sums=log_sums)
     return out.astype(q.dtype), log_sum
 
 
-def by_kernel(
+def attend_with_kernel(
     q: Float[Array, "batch q_seq lanes"],
     keys: Sequence[Keys],
     *,
@@ -91,44 +91,48 @@ def by_kernel(
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
         q, keys = resize(q), [replace(part, **_resize_fields(part, resize)) for part in keys]
     rows = [part.rows for part in keys]
-    scores: Scores = "int8" if _are_quantized(keys) else scores_of(policy, sum(rows), device_kind)
+    scores: Scores = "int8" if _are_quantized(keys) else select_scores(policy, sum(rows), device_kind)
     form = _form(policy, device_kind, q.shape[1], rows, scores, heads=heads, head_dim=padded, itemsize=q.dtype.itemsize)
-    if keys[0].blocks is not None and not accepted(attention.refusal(heads, padded, keys[0].blocks, form)):
-        return by_reference(*unpadded, head_dim=head_dim, log_sums=log_sums, policy=policy)
+    if keys[0].blocks is not None and not should_use(
+        attention.unsupported_reasons(heads, padded, keys[0].blocks, form)
+    ):
+        return attend_with_reference(*unpadded, head_dim=head_dim, log_sums=log_sums, policy=policy)
     out, log_sum = attention.flat_attention(
         q, keys, head_dim=padded, form=form, log_sums=log_sums, scale=head_dim**-0.5, interpret=interpret
     )
     return out if padded == head_dim else _resize(out, padded, head_dim), log_sum
 
 
-def keys_fit(policy: AttentionPolicy, device_kind: str, rows: int, *, heads: int, head_dim: int, itemsize: int) -> bool:
+def all_keys_fit_vmem(
+    policy: AttentionPolicy, device_kind: str, rows: int, *, heads: int, head_dim: int, itemsize: int
+) -> bool:
     """Return whether all keys fit in a TPU's VMEM at once, as block sparsity requires.
 
     policy, device_kind: as for `by_kernel`. rows: number of keys. heads, head_dim: of one chip. itemsize: bytes of an
       element.
     """
     size = {"heads": heads, "head_dim": round_up(head_dim, LANES // 2), "itemsize": itemsize}
-    return _form(policy, device_kind, rows, [rows], scores_of(policy, rows, device_kind), **size).block_kv is None
+    return _form(policy, device_kind, rows, [rows], select_scores(policy, rows, device_kind), **size).block_kv is None
 
 
 def _are_quantized(keys: Sequence[Keys]) -> bool:
     """Return whether the keys are quantized already."""
-    return isinstance(keys[0].keys, WholeKeys)
+    return isinstance(keys[0].keys, Int8Keys)
 
 
 def _form(
     policy: AttentionPolicy, device_kind: str, q_rows: int, kv_rows: Sequence[int], scores: Scores, **size: int
-) -> Form:
+) -> AttentionConfig:
     """Return the policy's form, or the fastest for a call of this size (see `attention_form.fastest`)."""
-    return policy.form or fastest(
+    return policy.form or choose_config(
         device_kind, policy.maximum(scores), scores=scores, q_seq=q_rows, kv_rows=kv_rows, **size
     )
 
 
-def _resize_fields(part: Keys, resize: Callable[[Array], Array]) -> dict[str, Array | WholeKeys]:
+def _resize_fields(part: Keys, resize: Callable[[Array], Array]) -> dict[str, Array | Int8Keys]:
     """Return the fields of `part` that change if `resize` is applied to its heads."""
     keys = part.keys
-    if not isinstance(keys, WholeKeys):
+    if not isinstance(keys, Int8Keys):
         return {"keys": resize(keys), "values": resize(part.values)}
     mean = resize(keys.mean[:, None])[:, 0]
     return {"keys": replace(keys, numbers=resize(keys.numbers), mean=mean), "values": resize(part.values)}

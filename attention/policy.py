@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..kernels.attention_form import TAKES_INT8, Form, Maximum, Scores
+from ..kernels.attention_form import INT8_ATTENTION_CHIPS, AttentionConfig, Maximum, Scores
 
-SCORE_BOUND = 100  # in base 2: the exponentials of up to 2^27 such scores sum to less than float32's maximum
-MANY_KEYS = 16384  # from this length on, int8 saves more time than quantizing the keys takes
+MAX_BOUNDED_SCORE = 100  # in base 2: the exponentials of up to 2^27 such scores sum to less than float32's maximum
+LONG_SEQUENCE_TOKENS = 16384  # from this length on, int8 saves more time than quantizing the keys takes
 Kernel = Literal["auto", "reference", "pallas"]
 
 
-def are_many(num_keys: int) -> bool:
+def is_long_sequence(num_keys: int) -> bool:
     """Return whether attention to `num_keys` keys takes long enough for an approximation to save time."""
-    return num_keys >= MANY_KEYS
+    return num_keys >= LONG_SEQUENCE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,20 +20,20 @@ class AttentionPolicy:
     """Choice of kernel, precision and tile sizes of attention."""
 
     kernel: Kernel = "auto"  # "auto": Pallas on a TPU, the reference elsewhere
-    bounded: bool = False  # the weights guarantee scores within `SCORE_BOUND`, so that no maximum is needed
-    # "int8" scores are approximate, and used where they are faster: for at least `MANY_KEYS` on chips of `TAKES_INT8`.
+    bounded: bool = False  # the weights guarantee scores within `MAX_BOUNDED_SCORE`, so that no maximum is needed
+    # "int8" scores are approximate, and used where they are faster: for at least `LONG_SEQUENCE_TOKENS` on chips of `TAKES_INT8`.
     scores: Scores = "exact"
-    form: Form | None = None  # None: the fastest that fits the chip, see `attention_form.fastest`
+    form: AttentionConfig | None = None  # None: the fastest that fits the chip, see `attention_form.fastest`
 
     def maximum(self, scores: Scores = "exact") -> Maximum:
-        """Return how the kernel finds the maximum of the scores, see `Form`."""
+        """Return how the kernel finds the maximum of the scores, see `AttentionConfig`."""
         return "zero" if self.bounded and scores == "exact" else "sampled"
 
     def scores_of(self, num_keys: int, device_kind: str | None = None) -> Scores:
         """Return how scores of `num_keys` keys are computed on chips `device_kind`, or, if None, by the reference."""
-        pays = are_many(num_keys) and (device_kind is None or device_kind in TAKES_INT8)
+        pays = is_long_sequence(num_keys) and (device_kind is None or device_kind in INT8_ATTENTION_CHIPS)
         return self.scores if pays else "exact"
 
-    def takes_kernel(self, platform: str) -> bool:
+    def uses_kernels(self, platform: str) -> bool:
         """Return whether Pallas kernels are used on devices of `platform`; all but TPUs run them in interpret mode."""
         return self.kernel == "pallas" or (self.kernel == "auto" and platform == "tpu")

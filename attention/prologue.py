@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from ..kernels import prologue
 from ..kernels.attention_form import Scores
 from ..kernels.chip import LANES
-from ..kernels.choice import accepted
+from ..kernels.choice import should_use
 from ..kernels.prologue import Norm
 
 
@@ -25,7 +25,7 @@ class Prologue:
     tables: Any = None
 
     @property
-    def of_each(self) -> tuple[tuple[Norm | None, Any], ...]:
+    def per_array(self) -> tuple[tuple[Norm | None, Any], ...]:
         """Return norm and tables of queries, of keys and of values."""
         return (self.query_norm, self.tables), (self.key_norm, self.tables), (None, None)
 
@@ -47,7 +47,7 @@ class HeadLayout:
 
         Two, so that one part is exchanged while the other attends. One if the lanes do not fill registers of both.
         """
-        return 2 if self.kernel and lanes >= 2 * LANES and not prologue.refusal(self.head_dim, lanes) else 1
+        return 2 if self.kernel and lanes >= 2 * LANES and not prologue.unsupported_reasons(self.head_dim, lanes) else 1
 
     def divide(
         self, x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None = None, tables: Any = None
@@ -62,8 +62,10 @@ class HeadLayout:
         if groups * parts == 1 and norm is None and tables is None:
             return [x[:, None]]
         if self._by_kernel(x.shape[2] // groups):
-            return prologue.divide(x, groups, parts, norm, tables, head_dim=self.head_dim, interpret=self.interpret)
-        return prologue.divide_reference(x, groups, parts, norm, tables, head_dim=self.head_dim)
+            return prologue.split_heads(
+                x, groups, parts, norm, tables, head_dim=self.head_dim, interpret=self.interpret
+            )
+        return prologue.split_heads_reference(x, groups, parts, norm, tables, head_dim=self.head_dim)
 
     def take(
         self,
@@ -80,9 +82,9 @@ class HeadLayout:
         """
         alone = norm is None or norm.weight.size == self.head_dim
         lanes = x.shape[2] // groups
-        if alone and prologue.takes_one(lanes, groups, parts) and self._by_kernel(lanes):
+        if alone and prologue.can_split_one_chip(lanes, groups, parts) and self._by_kernel(lanes):
             options = {"head_dim": self.head_dim, "interpret": self.interpret, "chip": chip}
-            return [part[:, 0] for part in prologue.divide(x, groups, parts, norm, tables, **options)]
+            return [part[:, 0] for part in prologue.split_heads(x, groups, parts, norm, tables, **options)]
         divided = self.divide(x, groups, parts, norm, tables)
         return [jax.lax.dynamic_index_in_dim(part, chip, 1, keepdims=False) for part in divided]
 
@@ -92,8 +94,10 @@ class HeadLayout:
         if groups * len(parts) == 1:
             return parts[0][:, 0]
         return (
-            prologue.join(parts, interpret=self.interpret) if self._by_kernel(lanes) else prologue.join_reference(parts)
+            prologue.merge_heads(parts, interpret=self.interpret)
+            if self._by_kernel(lanes)
+            else prologue.merge_heads_reference(parts)
         )
 
     def _by_kernel(self, lanes: int) -> bool:
-        return self.kernel and accepted(prologue.refusal(self.head_dim, lanes))
+        return self.kernel and should_use(prologue.unsupported_reasons(self.head_dim, lanes))

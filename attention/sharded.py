@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from ..kernels import attention_int8
-from ..kernels.attention_reference import Keys, WholeKeys, first
+from ..kernels.attention_reference import Int8Keys, Keys, keys_of_length
 from .local import LocalAttention
 from .prologue import HeadLayout, Prologue
-from .tiles import Nearby
+from .tiles import SlidingTileMask
 
 Stream = tuple[Array, Array, Array]  # queries, keys, values
-Ready = tuple[Array, Array | WholeKeys, Array]  # a prepared and exchanged `Stream`
+PreparedStream = tuple[Array, Array | Int8Keys, Array]  # a prepared and exchanged `Stream`
 
 RING, ULYSSES = "ring", "ulysses"
 
@@ -45,7 +45,7 @@ def _exchange(groups: Any, ulysses: int) -> Any:
     The heads of each chip are exchanged as a leading dimension, so that the result is flat, `[tokens, lanes]`, as the
     kernel reads it. Integer keys stay integers.
     """
-    if isinstance(groups, WholeKeys):
+    if isinstance(groups, Int8Keys):
         return replace(groups, numbers=_exchange(groups.numbers, ulysses))
     if ulysses > 1:
         groups = jax.lax.all_to_all(groups, ULYSSES, 1, 1, tiled=True)
@@ -62,23 +62,23 @@ def _to_tokens(parts: list[Array], ulysses: int, layout: HeadLayout) -> Array:
     return layout.join([exchange(part) for part in parts])
 
 
-def prepared(stream: Stream, ulysses: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
+def prepare_stream(stream: Stream, ulysses: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
     """Return queries, keys and values of one `stream`, prepared, part by part: `[batch, chips, tokens, lanes]` each.
 
     ulysses: chips that exchange tokens for heads; the second dimension has the heads of each of them.
     layout, prologue: preparation of the heads.
     """
     parts = _num_parts(stream, ulysses, layout)
-    divided = (layout.divide(x, ulysses, parts, *how) for x, how in zip(stream, prologue.of_each, strict=True))
+    divided = (layout.divide(x, ulysses, parts, *how) for x, how in zip(stream, prologue.per_array, strict=True))
     return list(zip(*divided, strict=True))
 
 
-def alone(stream: Stream, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
+def prepare_unsharded(stream: Stream, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
     """Return the same as `prepared` for a chip that exchanges nothing: `[batch, tokens, lanes]` each.
 
     stream, layout, prologue: as for `prepared`.
     """
-    return [(q[:, 0], k[:, 0], v[:, 0]) for q, k, v in prepared(stream, 1, layout, prologue)]
+    return [(q[:, 0], k[:, 0], v[:, 0]) for q, k, v in prepare_stream(stream, 1, layout, prologue)]
 
 
 def _num_parts(stream: Stream, ulysses: int, layout: HeadLayout) -> int:
@@ -123,7 +123,9 @@ def _ring(
     def keys_of(owner: Array, k: Any, v: Array, length: int | Array) -> Keys:
         block = k.shape[1]
         certain = max(0, length - (ring_size - 1) * block) if isinstance(length, int) else 0
-        return first(k, v, jnp.broadcast_to(jnp.clip(length - owner * block, 0, block), q.shape[:1]), certain=certain)
+        return keys_of_length(
+            k, v, jnp.broadcast_to(jnp.clip(length - owner * block, 0, block), q.shape[:1]), certain=certain
+        )
 
     merged = None
     for hop in range(ring_size):
@@ -139,12 +141,12 @@ def _ring(
     return merged[0].astype(q.dtype)
 
 
-def attended(
+def attend_stream(
     attend: LocalAttention,
     q: Array,
     keys: Sequence[tuple[Any, Array, int | Array]],
     at: int,
-    nearby: Nearby | None,
+    nearby: SlidingTileMask | None,
     is_sparse: Array | None,
 ) -> Array:
     """Return the attention of the queries of sequence `at` to all keys and values, `[batch, tokens, lanes]`.
@@ -154,10 +156,10 @@ def attended(
     nearby, is_sparse: attention mask of the first sequence and whether it is sparse, or None.
     """
     if nearby is None:
-        return attend(q, [first(*key) for key in keys], log_sums=False)[0]
+        return attend(q, [keys_of_length(*key) for key in keys], log_sums=False)[0]
     assert is_sparse is not None
     (k, v, _), *others = keys
-    return nearby.attend(attend, q, (k, v), [first(*other) for other in others], is_sparse, is_own=at == 0)
+    return nearby.attend(attend, q, (k, v), [keys_of_length(*other) for other in others], is_sparse, is_own=at == 0)
 
 
 def _lengths(length: int | Array, batch: int) -> Array:
@@ -184,8 +186,8 @@ def cross_attention(
 
     def body(q: Array, k: Array, v: Array, lengths: Array, prologue: Prologue) -> Array:
         length = kv_length if isinstance(kv_length, int) else lengths
-        ((q, k, v),) = alone((q, k, v), layout, prologue)
-        return attend(q, [first(k, v, length)], log_sums=False)[0]
+        ((q, k, v),) = prepare_unsharded((q, k, v), layout, prologue)
+        return attend(q, [keys_of_length(k, v, length)], log_sums=False)[0]
 
     queries, keys = P("dp", "sp", "tp"), P("dp", None, "tp")
     specs = (queries, keys, keys, P("dp"), _specs(prologue, None))
@@ -196,7 +198,7 @@ def cross_attention(
 def _own_heads(text: Stream, ulysses: int, parts: int, layout: HeadLayout, prologue: Prologue) -> list[Stream]:
     """Return this chip's heads of a replicated text, prepared, in the parts in which latents are exchanged."""
     chip = jax.lax.axis_index(ULYSSES)
-    taken = (layout.take(x, chip, ulysses, parts, *how) for x, how in zip(text, prologue.of_each, strict=True))
+    taken = (layout.take(x, chip, ulysses, parts, *how) for x, how in zip(text, prologue.per_array, strict=True))
     return [(q[:, None], k[:, None], v[:, None]) for q, k, v in zip(*taken, strict=True)]
 
 
@@ -206,23 +208,23 @@ def _quantize_keys(
     count: Int[Array, " batch"],
     replicated: Sequence[bool],
     head_dim: int,
-) -> list[WholeKeys]:
+) -> list[Int8Keys]:
     """Return the keys of all sequences quantized, before chips exchange them: half of the bytes of bfloat16.
 
     keys: `[batch, chips, tokens, lanes]`. real: mask of the valid keys of each. count: valid keys of all sequences.
     replicated: whether a sequence is replicated; it has only this chip's heads. head_dim: lanes of a head.
     """
     chip = jax.lax.axis_index(ULYSSES)
-    spreads = [attention_int8.spread_of(x, mask[:, None]) for x, mask in zip(keys, real, strict=True)]
+    spreads = [attention_int8.compute_key_stats(x, mask[:, None]) for x, mask in zip(keys, real, strict=True)]
     sharded = [spread for spread, is_replicated in zip(spreads, replicated, strict=True) if not is_replicated]
-    joined = attention_int8.together(sharded)
+    joined = attention_int8.merge_key_stats(sharded)
     axes = (RING, ULYSSES)
     low, high = jax.lax.pmax((-joined.least, joined.most), axes)
-    all_spreads = [attention_int8.Spread(jax.lax.psum(joined.total, axes), -low, high)]
+    all_spreads = [attention_int8.KeyStats(jax.lax.psum(joined.total, axes), -low, high)]
     for spread, is_replicated in zip(spreads, replicated, strict=True):
         if is_replicated:
             all_spreads.append(jax.tree.map(lambda x: jax.lax.all_gather(x, ULYSSES, axis=1, tiled=True), spread))
-    unit, mean = attention_int8.scale_of(attention_int8.together(all_spreads), count[:, None], head_dim)
+    unit, mean = attention_int8.compute_key_scale(attention_int8.merge_key_stats(all_spreads), count[:, None], head_dim)
 
     def of_chip(x: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(x, chip, 1)
@@ -230,8 +232,8 @@ def _quantize_keys(
     quantized = []
     for x, is_replicated in zip(keys, replicated, strict=True):
         scale = (of_chip(unit), of_chip(mean)) if is_replicated else (unit, mean)
-        numbers = attention_int8.whole_numbers(x, *scale).astype(jnp.int8)
-        quantized.append(WholeKeys(numbers=numbers, unit=of_chip(unit)[:, 0], mean=of_chip(mean)[:, 0]))
+        numbers = attention_int8.quantize_keys(x, *scale).astype(jnp.int8)
+        quantized.append(Int8Keys(numbers=numbers, unit=of_chip(unit)[:, 0], mean=of_chip(mean)[:, 0]))
     return quantized
 
 
@@ -245,7 +247,7 @@ def joint_attention(
     attend: LocalAttention,
     layout: HeadLayout,
     prologues: Sequence[Prologue],
-    nearby: Nearby | None = None,
+    nearby: SlidingTileMask | None = None,
 ) -> tuple[Array, ...]:
     """Return the attention of several sequences, each to all of them: `[batch, seq, lanes]` of each.
 
@@ -265,7 +267,7 @@ def joint_attention(
 
     def ready(stream: Stream, prologue: Prologue, is_replicated: bool) -> list[Stream]:
         if not is_replicated:
-            return prepared(stream, ulysses, layout, prologue)
+            return prepare_stream(stream, ulysses, layout, prologue)
         return _own_heads(stream, ulysses, _num_parts(stream, ulysses, layout), layout, prologue)
 
     def body(
@@ -283,12 +285,12 @@ def joint_attention(
             """Return the mask of this chip's valid tokens of sequence `at`, `[batch, tokens]`."""
             place = jnp.arange(stream[0].shape[1]) + (0 if replicated[at] else chip * stream[0].shape[1])
             if nearby is not None and at == 0:
-                table = jnp.asarray(nearby.tiles.blocks(None).is_real)
+                table = jnp.asarray(nearby.tiles.blocks(None).valid_mask)
                 mask = table.at[place].get(mode="fill", fill_value=False)
                 return jnp.broadcast_to(mask, (len(stream[0]), len(place)))
             return place < rows[at][:, None]
 
-        def exchange(part: tuple[Stream, ...]) -> tuple[Ready, ...]:
+        def exchange(part: tuple[Stream, ...]) -> tuple[PreparedStream, ...]:
             keys: list[Any] = [k for _, k, _ in part]
             if is_int8:
                 flags = [*map(is_real, range(len(streams)), streams)]
@@ -300,12 +302,12 @@ def joint_attention(
 
         parts = [*map(exchange, divided)]
 
-        def of_part(at: int, part: tuple[Ready, ...]) -> Array:
+        def of_part(at: int, part: tuple[PreparedStream, ...]) -> Array:
             queries, keys = part[at][0], [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
             if ring_size == 1:
-                return attended(attend, queries, keys, at, nearby, is_sparse)
+                return attend_stream(attend, queries, keys, at, nearby, is_sparse)
             passed = [k for k, is_replicated in zip(keys, replicated, strict=True) if not is_replicated]
-            kept = [first(*k) for k, is_replicated in zip(keys, replicated, strict=True) if is_replicated]
+            kept = [keys_of_length(*k) for k, is_replicated in zip(keys, replicated, strict=True) if is_replicated]
             return _ring(attend, ring_size, queries, passed, *kept)
 
         def gather(out: Array) -> Array:

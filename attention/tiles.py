@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from ..kernels.attention_reference import TOGETHER, Blocks, Keys, in_blocks
+from ..kernels.attention_reference import BLOCKS_PER_TURN, BlockSparsity, Keys, keys_in_blocks
 
 Sizes = tuple[int, int, int]  # of frames, rows and columns of tokens
 
 # Share of all tiles that a query attends to, in whole turns of the kernel's loop, and the minimum after rounding. Half
 # is nearly lossless for Wan and HunyuanVideo without training, as Sliding Tile and Radial Attention report.
-KEPT, FEWEST = 0.5, 0.45
-ROWS = 256  # a tile has a multiple of this many rows: keys of a step of the kernel
-MOST = 160  # tiles: their lists are in the scalar memory of a chip
+KEEP_FRACTION, MIN_KEEP_FRACTION = 0.5, 0.45
+TILE_ROWS_MULTIPLE = 256  # a tile has a multiple of this many rows: keys of a step of the kernel
+MAX_TILES = 160  # tiles: their lists are in the scalar memory of a chip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        return -(-math.prod(self.tile) // ROWS) * ROWS
+        return -(-math.prod(self.tile) // TILE_ROWS_MULTIPLE) * TILE_ROWS_MULTIPLE
 
     @property
     def count(self) -> int:
@@ -63,7 +63,7 @@ class Tiling:
         return np.lexsort((rows, frames, along, bundle))
 
     @cached_property
-    def tile_of(self) -> Int[np.ndarray, " tokens"]:
+    def token_tiles(self) -> Int[np.ndarray, " tokens"]:
         """Return the tile of each token."""
         tiles = np.empty_like(self.line)
         tiles[self.line] = np.arange(len(self.line)) * self.count // len(self.line)
@@ -72,44 +72,44 @@ class Tiling:
     @cached_property
     def real(self) -> Int[np.ndarray, " tiles"]:
         """Return the number of tokens of each tile."""
-        return np.bincount(self.tile_of, minlength=self.count).astype(np.int32)
+        return np.bincount(self.token_tiles, minlength=self.count).astype(np.int32)
 
     @cached_property
-    def row_of(self) -> Int[np.ndarray, " tokens"]:
+    def token_rows(self) -> Int[np.ndarray, " tokens"]:
         """Return the row of each token in tile order."""
         rows = np.empty_like(self.line)
         inside = np.arange(len(self.line)) - np.repeat(np.cumsum(self.real) - self.real, self.real)
-        rows[self.line] = self.tile_of[self.line] * self.rows + inside
+        rows[self.line] = self.token_tiles[self.line] * self.rows + inside
         return rows
 
     @cached_property
-    def token_of(self) -> Int[np.ndarray, " rows"]:
+    def row_tokens(self) -> Int[np.ndarray, " rows"]:
         """Return the token of each row in tile order."""
         first = np.full(self.count * self.rows, -1)
-        first[self.row_of] = np.arange(len(self.row_of))
+        first[self.token_rows] = np.arange(len(self.token_rows))
         return np.where(first < 0, np.repeat(first[:: self.rows], self.rows), first)
 
     @cached_property
     def left_out(self) -> int:
         """Return the number of tiles that a sparse call skips for each block of queries."""
-        dropped = math.ceil((1 - KEPT) * self.count / TOGETHER) * TOGETHER
-        return dropped if self.count - dropped >= FEWEST * self.count else dropped - TOGETHER
+        dropped = math.ceil((1 - KEEP_FRACTION) * self.count / BLOCKS_PER_TURN) * BLOCKS_PER_TURN
+        return dropped if self.count - dropped >= MIN_KEEP_FRACTION * self.count else dropped - BLOCKS_PER_TURN
 
-    def blocks(self, is_sparse: Bool[Array, ""] | None) -> Blocks:
+    def blocks(self, is_sparse: Bool[Array, ""] | None) -> BlockSparsity:
         """Return the block sparsity: for each tile the list of all tiles, itself first, then by distance.
 
-        The distance is between the tiles' centres in space and time, in units of `tile`. is_sparse: see `Blocks`.
+        The distance is between the tiles' centres in space and time, in units of `tile`. is_sparse_step: see `Blocks`.
         """
-        sums = [np.bincount(self.tile_of, along, self.count) for along in self.places.T]
+        sums = [np.bincount(self.token_tiles, along, self.count) for along in self.places.T]
         centres = np.stack(sums, axis=1) / self.real[:, None] / self.tile
         squares = np.sum((centres[:, None] - centres) ** 2, axis=2).round(6)  # so that ties are ties on every machine
         np.fill_diagonal(squares, -1)  # two tiles with turns may have the same centre
         order = np.argsort(squares, axis=1, kind="stable").astype(np.int32)
-        return Blocks(size=self.rows, real=self.real, kept=order, left_out=self.left_out, is_sparse=is_sparse)
+        return BlockSparsity(size=self.rows, real=self.real, kept=order, left_out=self.left_out, is_sparse=is_sparse)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nearby:
+class SlidingTileMask:
     """Attention mask of tokens in tile order."""
 
     tiles: Tiling
@@ -134,4 +134,4 @@ class Nearby:
         blocks = self.tiles.blocks(is_sparse)
         if not is_own:
             blocks = replace(blocks, kept=blocks.kept[:1], left_out=0, is_sparse=None)
-        return attend(q, [in_blocks(*tiled, blocks), *others], log_sums=False)[0]
+        return attend(q, [keys_in_blocks(*tiled, blocks), *others], log_sums=False)[0]

@@ -20,7 +20,7 @@ from comfyui_tpu.tpu_runtime.models.wan import wan, wan21
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
-from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program, shape_struct
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -57,9 +57,9 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
     """One denoiser call of both branches, upstream's blocks scanned and otherwise untouched."""
     from diffusers.models.transformers import transformer_wan
 
-    target = Target(devices=devices, precision="bfloat16")
+    target = CompileTarget(devices=devices, precision="bfloat16")
     mesh = target.mesh(MeshShape(dp=2, tp=4))
-    network = modules.build(replace(wan.TRANSFORMER, rules=RULES), wan.TRANSFORMER.config)
+    network = modules.build_network(replace(wan.TRANSFORMER, rules=RULES), wan.TRANSFORMER.config)
 
     def dispatch(query: Any, key: Any, value: Any, **_: Any) -> Any:
         return torch_bridge.call_jax(lambda q, k, v: attend(mesh, q, k, v), query, key, value)
@@ -69,19 +69,19 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
 
     def call(weights: Weights, sample: jax.Array, timestep: jax.Array, text: jax.Array) -> jax.Array:
         transformer_wan.dispatch_attention_fn = dispatch  # pyright: ignore[reportPrivateImportUsage]
-        return torch_bridge.functional(network.module, weights, forward, sample, timestep, text)
+        return torch_bridge.call_functional(network.module, weights, forward, sample, timestep, text)
 
     settings = wan21.SPEC.settings()
     latent = wan21.SPEC.geometry.latent_shape(settings)
     return Program(
         name="plain_port",
         fn=call,
-        weights=weights.abstract(network, mesh, "bfloat16"),
+        weights=weights.abstract_weights(network, mesh, "bfloat16"),
         components=("transformer",),
         args=(
-            shaped(mesh, (2, *latent[1:]), jnp.bfloat16, "dp"),
-            shaped(mesh, (1,), jnp.int32),
-            shaped(mesh, (2, 512, 4096), jnp.bfloat16, "dp"),
+            shape_struct(mesh, (2, *latent[1:]), jnp.bfloat16, "dp"),
+            shape_struct(mesh, (1,), jnp.int32),
+            shape_struct(mesh, (2, 512, 4096), jnp.bfloat16, "dp"),
         ),
         mesh=mesh,
         precision="bfloat16",

@@ -23,9 +23,9 @@ from typing import Any
 
 from comfyui_tpu.tests.support.comfyui_server import Server, prepare, tiny_workflow
 from comfyui_tpu.tests.support.patience import until
-from comfyui_tpu.tpu_runtime.engine.program_cache import MAX_BEHIND
+from comfyui_tpu.tpu_runtime.engine.program_cache import MAX_BACKGROUND_COMPILES
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
 
 RECORDED = Path(__file__).parent / "predicted.json"
@@ -63,7 +63,7 @@ class Timeline:
 
 def programs_of(record: dict[str, Any]) -> list[Program]:
     """A record's programs in the order of use; of two encodings of text the one recorded last."""
-    spec, stages = spec_by_name(record["model"]), {}
+    spec, stages = lookup_spec(record["model"]), {}
     for program in record["programs"]:
         component, function = program["name"].partition(".")[::2]
         stage = "denoise" if not function else "decode" if component == spec.vae.component else "image"
@@ -92,7 +92,7 @@ def simulate(programs: Sequence[Program], *, is_behind: bool, threads: int) -> T
         """Moves on to a time, or until a program is ready."""
         nonlocal now
         while now < (until or 0) or name in left:
-            while queue and len(behind & set(left)) < MAX_BEHIND:
+            while queue and len(behind & set(left)) < MAX_BACKGROUND_COMPILES:
                 one = queue.pop(0)
                 left[one.name] = one.compile_s
                 behind.add(one.name)

@@ -23,7 +23,7 @@ MIB = 2**20
 class Call:
     """Attention of `q_rows` queries to `kv_rows` keys and then to `text_rows`, whose number is known at run time.
 
-    `form`: fields of a `Form` in place of the table's. `kernel` "ours", or one to compare with. With `kept` keys are in
+    `form`: fields of a `AttentionConfig` in place of the table's. `kernel` "ours", or one to compare with. With `kept` keys are in
     blocks of 1024 with 1008 real ones, of which each block of queries attends to so many, or to all: as the program
     says when it runs.
     """
@@ -95,8 +95,8 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
     import jax.numpy as jnp
     import numpy as np
     from comfyui_tpu.kernels import attention
-    from comfyui_tpu.kernels.attention_form import Form, fastest
-    from comfyui_tpu.kernels.attention_reference import Blocks, first, in_blocks
+    from comfyui_tpu.kernels.attention_form import AttentionConfig, choose_config
+    from comfyui_tpu.kernels.attention_reference import BlockSparsity, keys_in_blocks, keys_of_length
 
     if call.kernel != "ours":
         from other_kernels import online, splash
@@ -112,7 +112,7 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
 
         return run, None
 
-    chosen = fastest(
+    chosen = choose_config(
         device_kind,
         "zero" if call.bounded else "sampled",
         q_seq=call.q_rows,
@@ -121,17 +121,19 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
         head_dim=call.head_dim,
         itemsize=2,
     )
-    form = Form(**{**asdict(chosen), **call.form})
+    form = AttentionConfig(**{**asdict(chosen), **call.form})
 
     def run_ours(q: Any, k: Any, v: Any, *text: Any) -> Any:
-        own = first(k, v, call.kv_rows)
+        own = keys_of_length(k, v, call.kv_rows)
         if call.kept:
             text, is_sparse = text[:-1], text[-1]
             real = np.full(call.kv_rows // 1024, 1008, np.int32)
             kept = (np.arange(len(real))[:, None] + np.arange(len(real), dtype=np.int32)) % len(real)
             left_out = len(real) - call.kept
-            own = in_blocks(k, v, Blocks(size=1024, real=real, kept=kept, left_out=left_out, is_sparse=is_sparse))
-        keys = [own, *([first(*text)] if text else [])]
+            own = keys_in_blocks(
+                k, v, BlockSparsity(size=1024, real=real, kept=kept, left_out=left_out, is_sparse=is_sparse)
+            )
+        keys = [own, *([keys_of_length(*text)] if text else [])]
         return attention.flat_attention(
             q, keys, head_dim=call.head_dim, form=form, log_sums=False, scale=call.head_dim**-0.5
         )[0]
@@ -159,7 +161,9 @@ def _compile(call: Call, folder: str) -> Found:
     except jax.errors.JaxRuntimeError as error:
         return Found(error=str(error).partition("\n")[0][:300], form=asdict(form) if form else {})
     elapsed = time.monotonic() - started
-    found = {kernel: _count(kernel, folder) for kernel in kernels.find(hlo.parse(compiled.as_text() or ""))}
+    found = {
+        kernel: _count(kernel, folder) for kernel in kernels.find_kernels(hlo.parse_module(compiled.as_text() or ""))
+    }
     kernel = max(found, key=lambda kernel: found[kernel].longest)
     counted = found[kernel]
     report = "".join(path.read_text() for path in Path(folder).glob("*-vmem_report.html"))
@@ -181,9 +185,9 @@ def _count(kernel: Any, folder: str) -> Any:
     """The `bundles.Cost` of a kernel from what the compiler left in `folder`."""
     from comfyui_tpu.tpu_runtime.cost_model import bundles
 
-    grid = bundles.grid_of(json.loads(kernel.config)["custom_call_config"]["body"])
+    grid = bundles.read_grid(json.loads(kernel.config)["custom_call_config"]["body"])
     (dump,) = (path for path in Path(folder).glob("*-[0-9][0-9]-final_bundles.txt") if f"-{kernel.name}-" in path.name)
-    return bundles.cost_of(dump.read_text(), grid, reruns=kernel.reruns, skipped=kernel.skipped)
+    return bundles.count_cycles(dump.read_text(), grid, reruns=kernel.reruns, skipped=kernel.skipped)
 
 
 def floor_mcycles(call: Call) -> float:

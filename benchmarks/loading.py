@@ -29,7 +29,7 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, placement
 from comfyui_tpu.tpu_runtime.files import TensorFile
 from comfyui_tpu.tpu_runtime.formats import codes, contents, gguf_file
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs import modules, weights
 
 GB = 10**9
@@ -93,7 +93,7 @@ def _write_safetensors(path: Path, kind: str, shapes: dict[str, tuple[int, ...]]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + place)
-    return codes.decoded(*contents.header(path))
+    return codes.decode_tensors(*contents.read_safetensors_header(path))
 
 
 def _write_gguf(path: Path, kind: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorFile]:
@@ -104,7 +104,7 @@ def _write_gguf(path: Path, kind: str, shapes: dict[str, tuple[int, ...]]) -> di
     for name, shape in shapes.items():
         own = kind if len(shape) == 2 and shape[1] % 256 == 0 else "F32"
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType[own]]
-        made = gguf_file.Packed(path=path, offset=place, kind=own, shape=shape, block=block, size=size)
+        made = gguf_file.GgufTensor(path=path, offset=place, kind=own, shape=shape, block=block, size=size)
         found[name] = TensorFile(path=path, name=name, shape=shape, made=made)
         place += math.prod(shape) // block * size
     with path.open("wb") as file:
@@ -124,16 +124,16 @@ def main() -> None:
     parser.add_argument("--model", default="wan2.1-t2v-14b")
     parser.add_argument("--layers", type=int, default=0, help="of the denoiser; default: all")
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8", "fp8_scaled", "int8", "Q8_0", "Q4_K"])
-    parser.add_argument("--readers", nargs="+", type=int, default=[load.READERS])
+    parser.add_argument("--readers", nargs="+", type=int, default=[load.READ_THREADS])
     parser.add_argument("--folder", type=Path, default=None, help="where the file goes; default: a temporary one")
     options = parser.parse_args()
 
-    spec = spec_by_name(options.model)
+    spec = lookup_spec(options.model)
     component = spec.component(spec.denoiser.experts[0])
     config = dict(component.config) | ({"num_layers": options.layers} if options.layers else {})
-    network = modules.build(replace(component, config=config), config)
+    network = modules.build_network(replace(component, config=config), config)
     mesh = make_mesh(jax.devices()[:8], MeshShape(sp=8))
-    wanted = weights.abstract(network, mesh, "bfloat16")
+    wanted = weights.abstract_weights(network, mesh, "bfloat16")
     size = sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values())
     print(f"{spec.title}: {size / GB:.1f} GB on the chips, {os.cpu_count()} cores")
     titles = ("file GB", "dd GB/s", "s", "file GB/s", "chip GB/s", "peak GB")
@@ -141,17 +141,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for kind in options.formats:
             path = Path(folder) / f"{kind}.bin"
-            files = checkpoint.match(network, write(path, kind, network), Path(folder))
+            files = checkpoint.match_weights(network, write(path, kind, network), Path(folder))
             on_disk = path.stat().st_size
             plain = dd(path)
             for readers in options.readers:
-                load.READERS, peak = readers, Peak()
+                load.READ_THREADS, peak = readers, Peak()
                 started = time.monotonic()
                 with peak.watched(), contextlib.ExitStack() as stack:
-                    reader = load.Reader(stack, lambda: None)
+                    reader = load.TensorReader(stack, lambda: None)
                     in_flight = placement.PutsInFlight()
                     shards = stack.enter_context(
-                        load.read_shards(reader.unchecked(), network, files, wanted, in_flight)
+                        load.read_shards(reader.for_background_threads(), network, files, wanted, in_flight)
                     )
                     for _ in shards:
                         pass

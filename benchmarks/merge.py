@@ -15,11 +15,11 @@ from comfyui_tpu.tpu_runtime.cost_model import hlo
 from comfyui_tpu.tpu_runtime.cost_model.chips import compile_devices
 from comfyui_tpu.tpu_runtime.cost_model.chips import topology as parse_topology
 from comfyui_tpu.tpu_runtime.loras import merge
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.plan.compile import compile_program
 from comfyui_tpu.tpu_runtime.plan.plan import plan_program
 from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped, shard_bytes
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program, shape_struct, shard_bytes
 from comfyui_tpu.tpu_runtime.units import MIB
 from jax.sharding import Mesh
 
@@ -30,11 +30,11 @@ def program(mesh: Mesh, stack: jax.ShapeDtypeStruct, rank: int) -> Program:
     shape = stack.shape[1:]
     spec = (*stack.sharding.spec, *[None] * (len(stack.shape) - len(stack.sharding.spec)))[1:]
     cut = len(shape) - 1  # a matrix, or cut out of one
-    up = shaped(mesh, (*shape[:cut], rank), jnp.float32, *spec[:cut], None)
-    down = shaped(mesh, (rank, *shape[cut:]), jnp.float32, None, *spec[cut:])
-    start = shaped(mesh, shape, jnp.float32, *spec)
-    layer = shaped(mesh, (), jnp.int32)
-    changes = merge.Changes(products=(((up, down),),))  # type: ignore[arg-type] - shapes
+    up = shape_struct(mesh, (*shape[:cut], rank), jnp.float32, *spec[:cut], None)
+    down = shape_struct(mesh, (rank, *shape[cut:]), jnp.float32, None, *spec[cut:])
+    start = shape_struct(mesh, shape, jnp.float32, *spec)
+    layer = shape_struct(mesh, (), jnp.int32)
+    changes = merge.WeightDeltas(products=(((up, down),),))  # type: ignore[arg-type] - shapes
     return Program(
         name=f"merge {'x'.join(map(str, shape))}",
         fn=merge.merge_layer,
@@ -52,13 +52,13 @@ def main() -> None:
     parser.add_argument("--topology", default="v6e:2x4")
     parser.add_argument("--rank", type=int, default=64)
     options = parser.parse_args()
-    spec, topology = spec_by_name(options.model), parse_topology(options.topology)
+    spec, topology = lookup_spec(options.model), parse_topology(options.topology)
     component = spec.component(spec.denoiser.experts[0])
     devices = compile_devices(topology)
-    mesh = Target(devices=devices, precision="bfloat16").mesh(
-        spec.parallelism.arranged(len(devices), 2 if spec.recipe.guidance == "cfg" else 1, component.config)
+    mesh = CompileTarget(devices=devices, precision="bfloat16").mesh(
+        spec.parallelism.mesh_shape(len(devices), 2 if spec.recipe.guidance == "cfg" else 1, component.config)
     )
-    wanted = weights.abstract(modules.build(component, component.config), mesh, "bfloat16")
+    wanted = weights.abstract_weights(modules.build_network(component, component.config), mesh, "bfloat16")
     stacks = {name: want for name, want in wanted.items() if name.startswith(component.blocks) and want.ndim > 2}
     layers: Counter[tuple] = Counter()
     examples = {}
@@ -70,7 +70,7 @@ def main() -> None:
     for key, count in layers.items():
         done = compile_program(program(mesh, examples[key], options.rank), topology)
         assert done.text is not None, done.refusal
-        plan = plan_program(done, hlo.parse(done.text), {}, topology)
+        plan = plan_program(done, hlo.parse_module(done.text), {}, topology)
         assert plan.predicted_s is not None and plan.timing is not None
         total += count * plan.predicted_s
         stack, _, start, _ = done.program.args

@@ -21,7 +21,7 @@ from comfyui_tpu.cli import bench, verify
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
-from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, lookup_spec
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan import report as plan_report
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
@@ -65,7 +65,7 @@ def write(file: Path, records: Mapping[str, Record], recipes: Sequence[str]) -> 
 
 def predict(name: str, topology: str, stages: Sequence[str] = STAGES, widgets: Mapping[str, Any] = {}) -> Record:
     """One model's plan at its defaults, but for `widgets`."""
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     settings = spec.settings(**widgets)
     request = PlanRequest(spec=spec, settings=settings, topology=chips.topology(topology), stages=tuple(stages))
     record = plan.make_plan(request, _say).to_json()
@@ -219,7 +219,7 @@ def read_record(path: Path) -> tuple[str, Record]:
     return "bench", found
 
 
-def measured(record: Record, path: Path) -> bench.Measured:
+def measured(record: Record, path: Path) -> bench.BenchResult:
     """What `bench --json` wrote to `path`. Raises `ValueError` with a sentence for what is no such record."""
     if record.get("schema") != bench.SCHEMA:
         raise ValueError(
@@ -228,7 +228,7 @@ def measured(record: Record, path: Path) -> bench.Measured:
     programs = tuple(_fill(bench.MeasuredProgram, program, path) for program in record.get("programs", ()))
     if not programs:
         raise ValueError(f"{path} holds no program; `programs` must have one for each that ran.")
-    return _fill(bench.Measured, {**record, "programs": programs}, path)
+    return _fill(bench.BenchResult, {**record, "programs": programs}, path)
 
 
 def _fill(kind: type, values: Any, path: Path) -> Any:

@@ -22,15 +22,15 @@ import jax
 import numpy as np
 from comfyui_tpu.attention import policy, tiles
 from comfyui_tpu.kernels import attention, attention_int8, attention_reference, linear_int8
-from comfyui_tpu.kernels.attention_form import INT8_TILES, Form
+from comfyui_tpu.kernels.attention_form import INT8_TILES, AttentionConfig
 from comfyui_tpu.nodes.headless.compare import psnr
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.cache import curves
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, ModelSpec
 from comfyui_tpu.tpu_runtime.programs import denoise_step, weights
-from comfyui_tpu.tpu_runtime.programs.generation import Denoising
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
 from scipy.ndimage import uniform_filter
 
@@ -116,7 +116,7 @@ def judged(family: Family, steps: int, guidance: float, prompts: int, chosen: Co
             model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision=forms[form][0])
             whole = share_of_whole_steps(model, inputs[form])
             found = [
-                frames_of(model, task.prompt, Silent(), image=task.image, seed=seed, **inputs[form])
+                frames_of(model, task.prompt, SilentProgress(), image=task.image, seed=seed, **inputs[form])
                 for seed, task in enumerate(asked)
             ]
             exact = exact or found
@@ -142,11 +142,11 @@ def share_of_whole_steps(model: ModelRef, inputs: dict[str, Any]) -> float:
     image = np.asarray(Image.open(EXAMPLES / picture).convert("RGB")) if picture else None
     if inputs.get("cache_threshold"):
         whole = {name: value for name, value in inputs.items() if name != "step_cache"}
-        given, condition = encoded(model, spec.miniature.texts["prompt"], Silent(), image=image, **whole)
-        pipeline.calibrate(model, *given, condition=condition, progress=Silent())
+        given, condition = encoded(model, spec.miniature.texts["prompt"], SilentProgress(), image=image, **whole)
+        pipeline.calibrate(model, *given, condition=condition, progress=SilentProgress())
     settings = spec.settings(**{**spec.miniature.inputs, **inputs})
-    reused = curves.with_curve(spec, model.model_id, settings.step_cache)
-    return float(np.mean(Denoising.published(spec, replace(settings, step_cache=reused)).is_full))
+    reused = curves.attach_curve(spec, model.model_id, settings.step_cache)
+    return float(np.mean(DenoisingPlan.published(spec, replace(settings, step_cache=reused)).is_full))
 
 
 def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, Any]]:
@@ -157,11 +157,11 @@ def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, An
         q = 1.5 * (0.6 * k[:, :queries] + 0.8 * random.normal(size=(1, queries, 2 * head_dim)).astype(np.float32))
         k[..., ::32] += 5
         scale = head_dim**-0.5
-        parts = [attention_reference.first(jax.numpy.asarray(k), jax.numpy.asarray(v), keys)]
+        parts = [attention_reference.keys_of_length(jax.numpy.asarray(k), jax.numpy.asarray(v), keys)]
         exact, _ = attention_reference.flat_attention(q, parts, head_dim=head_dim, log_sums=False)
-        rounded, rounded_parts = attention_int8.rounded(q, parts, head_dim, scale)
+        rounded, rounded_parts = attention_int8.fake_quantize(q, parts, head_dim, scale)
         reference, _ = attention_reference.flat_attention(rounded, rounded_parts, head_dim=head_dim, log_sums=False)
-        form = Form(scores="int8", **INT8_TILES[head_dim])
+        form = AttentionConfig(scores="int8", **INT8_TILES[head_dim])
         kernel, _ = attention.flat_attention(
             q, parts, head_dim=head_dim, form=form, log_sums=False, scale=scale, interpret=True
         )
@@ -175,12 +175,15 @@ def linear_cases(lanes: int = 5120, tokens: int = 256, outs: int = 512) -> Itera
     """
     random = np.random.default_rng(0)
     plain, weight = (random.normal(size=size).astype(np.float32) for size in ((tokens, lanes), (outs, lanes)))
-    block, wide = linear_int8.block_of(lanes, chips=1), plain.copy()
+    block, wide = linear_int8.rotation_block(lanes, chips=1), plain.copy()
     wide[:, ::128] *= 20
     for name, x in (("normal", plain), ("outlying channels", wide), ("GELU", np.asarray(jax.nn.gelu(plain)))):
-        factor = linear_int8.rotated_weight(jax.numpy.asarray(weight), 1, block)
-        rounded, how = linear_int8.Rounded(*linear_int8.rounded(factor, (1,))), {"activation": None, "turned": False}
-        (found,) = linear_int8.by_kernel([x[None]], [rounded], block=block, **how, interpret=True)
+        factor = linear_int8.rotate_weight(jax.numpy.asarray(weight), 1, block)
+        rounded, how = (
+            linear_int8.Int8Weight(*linear_int8.quantize(factor, (1,))),
+            {"activation": None, "turned": False},
+        )
+        (found,) = linear_int8.linear_int8_kernel([x[None]], [rounded], block=block, **how, interpret=True)
         yield {"tokens": name, **distance(found[0], x.astype(np.float64) @ weight.T)}
 
 

@@ -100,7 +100,7 @@ def weights_bytes(spec: ModelSpec) -> int:
     """Return the bytes of a model's weights as they are used, in bfloat16 but for what stays in float32."""
     total = 0
     for component in spec.components:
-        network = weights.traceable(component, component.config)
+        network = weights.private_network(component, component.config)
         for name, weight in network.weights.items():
             size = weights.weight_dtype(network, name, "bfloat16").itemsize
             for length in weight.shape:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 # Run as a file, this folder is where Python looks first.
 import predict
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.plan import report as plan_report
 from comfyui_tpu.tpu_runtime.units import GIB
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for recipe in wanted:
         sys.stdout.write(f"== {recipe.key}\n")
         # Pictures to look at are not part of a recipe, one to start from is.
-        needs_picture = spec_by_name(recipe.model).needs_condition
+        needs_picture = lookup_spec(recipe.model).needs_condition
         stages = [stage for stage in options.stages.split(",") if stage != "image" or needs_picture]
         found = predict.predict(recipe.model, recipe.topology, stages, recipe.widgets)
         records = predict.read(predict.recorded(predict.DEFAULT))

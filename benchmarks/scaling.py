@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.plan.report import LABEL, ProgramPlan
@@ -63,7 +63,7 @@ class Entry:
 
 
 def predict(size: tuple[int, int], name: str) -> Entry:
-    spec, (height, width) = spec_by_name(MODEL), size
+    spec, (height, width) = lookup_spec(MODEL), size
     topology = chips.topology(name)
     request = PlanRequest(
         spec=spec, settings=spec.settings(height=height, width=width), topology=topology, stages=("denoise",)

@@ -192,7 +192,7 @@ class InProcess:
     def __init__(self, base: Path, cache: Path, stack: ExitStack) -> None:
         os.environ |= {"COMFYUI_TPU_CACHE": str(cache), "COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)}
         from comfyui_tpu.nodes.declare import Folders, Input, Node, by_id
-        from comfyui_tpu.nodes.headless.runner import HEADLESS
+        from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
         from comfyui_tpu.tpu_runtime import pipeline
         from comfyui_tpu.tpu_runtime.cache import xla_cache
         from comfyui_tpu.tpu_runtime.monitor import snapshot
@@ -202,18 +202,22 @@ class InProcess:
             id="CitizenDigest", title="Digest", category="test", description="",
             inputs=(image,), run=_digest, is_output=True,
         )  # fmt: skip
-        self._table = {**HEADLESS, **by_id([digester])}
+        self._table = {**HEADLESS_NODES, **by_id([digester])}
         self._folders = Folders(input=PICTURE.parent)
-        self._free, self._stats, self._counter = pipeline.free, snapshot.stats, xla_cache.compilations()
+        self._free, self._stats, self._counter = (
+            pipeline.free_memory,
+            snapshot.take_snapshot,
+            xla_cache.count_compilations(),
+        )
         self._turn, self._is_cancelled = threading.Lock(), threading.Event()
         self.unloads = (self._free,) * 3
 
     def run(self, client: int, graph: dict) -> Ended:
-        from comfyui_tpu.nodes.headless.runner import TerminalHost, run_workflow
+        from comfyui_tpu.nodes.headless.runner import TerminalContext, run_workflow
 
         is_cancelled = self._is_cancelled
 
-        class Host(TerminalHost):
+        class Host(TerminalContext):
             def check_cancelled(self) -> None:
                 if is_cancelled.is_set():
                     raise Cancelled

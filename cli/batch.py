@@ -17,11 +17,11 @@ from ..fleet.local import LocalWorker
 from ..fleet.messages import Workers
 from ..fleet.store import DONE, FAILED, JOURNAL, RESULTS, BatchStore
 from ..nodes.declare import Folders
-from ..nodes.headless.runner import TerminalHost
-from .verbs import add_workflow, given_folders, given_workflow
+from ..nodes.headless.runner import TerminalContext
+from .verbs import add_workflow, load_workflow, workflow_folders
 
 # Workers that are listed; further ones are counted.
-MOST_WORKERS = 24
+MAX_WORKERS = 24
 _EVERY_S = 0.5
 
 
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
     if options.attempts < 1:
         raise ValueError(f"--attempts is {options.attempts}; it must be at least 1.")
     # Each job's output nodes write into a folder of that job; this one is a placeholder.
-    folders = given_folders(options, Path(options.out) / RESULTS / "of-a-job")
-    recipe = JobTemplate(given_workflow(options), folders, TerminalHost(Folders()))
+    folders = workflow_folders(options, Path(options.out) / RESULTS / "of-a-job")
+    recipe = JobTemplate(load_workflow(options), folders, TerminalContext(Folders()))
     try:
         # Lines end only at newlines: `splitlines` would also split within JSON strings. Some editors write a byte
         # order mark first.
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.set_from} cannot be read as UTF-8 text ({error}).") from None
     jobs = read_jobs(recipe, lines, str(options.set_from))
     store = BatchStore(options.out)
-    with store.driven():
+    with store.open_as_driver():
         if options.retry_failed:
             for job in store.jobs[FAILED] & {job.id for job in jobs}:
                 store.forget(job)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
             view.close()
             if workers is not None:
                 workers.close()
-    print(summary(ended, store))
+    print(format_summary(ended, store))
     return 1 if ended.failed else 0
 
 
@@ -92,7 +92,7 @@ def _workers(options: argparse.Namespace, store: BatchStore) -> Workers:
     return LocalWorker(logs)
 
 
-def summary(ended: BatchNumbers, store: BatchStore) -> str:
+def format_summary(ended: BatchNumbers, store: BatchStore) -> str:
     """Return a sentence about the numbers of a batch."""
     text = f"{ended.done} of {ended.total} jobs are done"
     if ended.before:
@@ -148,13 +148,13 @@ def render(progress: BatchNumbers) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("worker", "line", "for", "does"):
         table.add_column(name)
-    for name, doing in list(progress.workers.items())[:MOST_WORKERS]:
+    for name, doing in list(progress.workers.items())[:MAX_WORKERS]:
         if doing.job is None:
             table.add_row(name, "", "", "waits" if doing.is_here else "is started again")
         else:
             elapsed = f"{time.monotonic() - doing.since:.0f} s"
             table.add_row(name, str(doing.job.line), elapsed, Text(str(doing.status)))
     parts.append(table)
-    if (more := len(progress.workers) - MOST_WORKERS) > 0:
+    if (more := len(progress.workers) - MAX_WORKERS) > 0:
         parts.append(Text(f"and {more} more workers"))
     return Group(*parts)

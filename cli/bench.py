@@ -28,15 +28,15 @@ from ..tpu_runtime.pipeline import (
     precision_title,
     resolve_pictures,
     resolve_precision,
-    spec_of,
+    resolve_spec,
 )
 from . import verify
-from .stand_ins import arguments, miniature, random, timed
-from .verbs import add_inputs, add_precision, given_inputs, model_folders, print_now
+from .stand_ins import random_arguments, random_array, time_runs, tiny_spec
+from .verbs import add_inputs, add_precision, model_folders, parse_inputs, print_now
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
-    from ..tpu_runtime.pipeline import Compiled
+    from ..tpu_runtime.pipeline import CompiledProgram
 
 SCHEMA = 1
 
@@ -58,7 +58,7 @@ class MeasuredProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class BenchResult:
     """Times of a model's programs on one machine, without paths and machine names."""
 
     model: str
@@ -112,25 +112,25 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; return 1 if variants disagree. Raises ValueError for errors of the user."""
     from ..tpu_runtime.pipeline import chips
 
-    spec = spec_of(options.model, model_folders())
+    spec = resolve_spec(options.model, model_folders())
     if options.runs < 1:
         raise ValueError(f"--runs is {options.runs}; it must be at least 1.")
     stages = _stages(options)
-    widgets = given_inputs(options, spec)
+    widgets = parse_inputs(options, spec)
     described = chips.topology(options.topology) if options.topology else None
     devices = chips.compile_devices(described) if described else device_access.open_devices(print_now)
     is_tiny = devices[0].platform != "tpu"
     settings = spec.settings(**{**(spec.miniature.inputs if is_tiny else {}), **widgets})
-    model = miniature(spec) if is_tiny else spec
+    model = tiny_spec(spec) if is_tiny else spec
     if options.verify:
         record, rows = verify.verify(model, settings, devices, options.precision, options.runs, described)
-        report, status = verify.text(spec, record, rows), int(any(row.problem for row in rows))
+        report, status = verify.format_verification(spec, record, rows), int(any(row.problem for row in rows))
     else:
         result = measure(
             model, settings, devices, is_tiny=is_tiny, stages=stages, runs=options.runs, choice=options.precision,
             predicts=not options.no_prediction, trace=options.trace,
         )  # fmt: skip
-        record, report, status = result.to_json(), text(result), 0
+        record, report, status = result.to_json(), format_report(result), 0
     print_now("\n" + report)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def _stages(options: argparse.Namespace) -> tuple[str, ...]:
 def measure(
     spec: ModelSpec, settings: Settings, devices: "Sequence[Device]", *, is_tiny: bool, choice: str,
     stages: Sequence[str], runs: int, predicts: bool, trace: Path | None = None,
-) -> Measured:  # fmt: skip
+) -> BenchResult:  # fmt: skip
     """Compile and time every program of a generation, the programs of one network after another.
 
     spec, settings: of the model. devices: to run on.
@@ -172,45 +172,45 @@ def measure(
     predicts: whether to add the compiler's predictions.
     trace: folder for profiler traces, one per program; None: no traces.
     """
-    from ..sharding.mesh import shape_of
+    from ..sharding.mesh import mesh_shape
     from ..tpu_runtime.pipeline import chips, compiling, generation, plan, versions
 
-    topology = chips.topology_of(devices[0].device_kind, len(devices)) if predicts else None
+    topology = chips.find_topology(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
-    compiled: list[Compiled] = []
+    compiled: list[CompiledProgram] = []
     platform = devices[0].platform
     precision, pictures = resolve_precision(choice, platform), resolve_pictures(choice, platform)
-    programs = generation.for_spec(spec, settings, devices, precision=precision, pictures=pictures, stages=stages)
+    programs = generation.list_programs(spec, settings, devices, precision=precision, pictures=pictures, stages=stages)
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
         for program in same:
             started = time.monotonic()
             executable = program.compile()
             compile_s = time.monotonic() - started
-            weights = weights or {name: random(want, 0.02) for name, want in (program.weights or {}).items()}
-            _, seconds = timed(executable, weights, functools.partial(arguments, program), runs)
+            weights = weights or {name: random_array(want, 0.02) for name, want in (program.weights or {}).items()}
+            _, seconds = time_runs(executable, weights, functools.partial(random_arguments, program), runs)
             if trace is not None:
-                _trace(trace / program.name, executable, weights, functools.partial(arguments, program))
+                _trace(trace / program.name, executable, weights, functools.partial(random_arguments, program))
             print_now(f"{program.name}: compiled in {compile_s:.0f} s, {statistics.median(seconds):.4f} s")
             row = MeasuredProgram(
                 name=program.name, runs=program.runs, compile_s=compile_s, predicted_s=None,
-                mesh="x".join(str(size) for size in shape_of(program.mesh).sizes.values()),
+                mesh="x".join(str(size) for size in mesh_shape(program.mesh).sizes.values()),
                 median_s=statistics.median(seconds), least_s=min(seconds), most_s=max(seconds),
-                peak_bytes=compiling.memory_of(program, executable).peak,
+                peak_bytes=compiling.measure_memory(program, executable).peak,
             )  # fmt: skip
             rows.append(row)
             if topology:
-                compiled.append(compiling.compiled(program, executable, topology, compile_s))
+                compiled.append(compiling.record_compiled(program, executable, topology, compile_s))
     if topology:  # the predictions of `plan` for the programs that ran
-        plans = plan.predict(compiled, topology, print_now)
+        plans = plan.predict_programs(compiled, topology, print_now)
         rows = [
             replace(row, predicted_s=planned.predicted_s, predicts_floor=planned.is_floor)
             for row, planned in zip(rows, plans, strict=True)
         ]
-    memory = device_memory.fullest(devices)
-    return Measured(
+    memory = device_memory.max_memory_stats(devices)
+    return BenchResult(
         model=spec.name, title=spec.title, settings=asdict(settings), device_kind=devices[0].device_kind,
-        num_devices=len(devices), precision=precision_title(precision, pictures), versions=versions.of_results(),
+        num_devices=len(devices), precision=precision_title(precision, pictures), versions=versions.list_result_versions(),
         is_tiny=is_tiny,
         hbm_peak_bytes=memory.peak_in_use_bytes, programs=tuple(rows),
         hbm_reserved_peak_bytes=memory.peak_reserved_bytes, hbm_limit_bytes=memory.limit_bytes,
@@ -222,17 +222,17 @@ def _trace(folder: Path, executable: Any, weights: Any, make: Callable[[], Any])
     import jax
 
     with jax.profiler.trace(folder):
-        timed(executable, weights, make, TRACED_RUNS - 1)
+        time_runs(executable, weights, make, TRACED_RUNS - 1)
 
 
-def text(found: Measured) -> str:
+def format_report(found: BenchResult) -> str:
     """Return the readable report."""
     from ..tpu_runtime.pipeline import plan_report as report
 
     head = ("program", "runs", "mesh", "compile", "GiB", "median", "least", "most", "x runs", "predicted", "of it")
     rows = [
         (
-            row.name, str(row.runs), row.mesh, f"{row.compile_s:.0f} s", report.gib(row.peak_bytes),
+            row.name, str(row.runs), row.mesh, f"{row.compile_s:.0f} s", report.format_gib(row.peak_bytes),
             *(f"{value:.4f}" for value in (row.median_s, row.least_s, row.most_s, row.median_s * row.runs)),
             "-" if row.predicted_s is None else f"{row.predicted_s:.4f}" + f" {report.FLOOR}" * row.predicts_floor,
             "-" if not row.predicted_s else f"{100 * row.median_s / row.predicted_s:.0f} %",
@@ -252,7 +252,7 @@ def text(found: Measured) -> str:
             f"{size['num_frames']} frames, {steps} steps, {found.precision}, {quality}. Seconds are measured"
             + (", on no TPU: they say nothing of speed." if found.is_tiny else "; predicted is by the compiler."),
             "",
-            *report.table([head, *rows]),
+            *report.format_table([head, *rows]),
             "",
             f"One generation{' of the miniature, on no TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of "
             "programs, without loading weights.",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..nodes.declare import Folders
-from ..nodes.headless.runner import LINE_S, TerminalHost
+from ..nodes.headless.runner import LINE_INTERVAL_S, TerminalContext
 from ..tpu_runtime.pipeline import (
     MIB,
     NAME_HELP,
@@ -23,11 +23,11 @@ from ..tpu_runtime.pipeline import (
     Progress,
     WeightFile,
     checkpoint,
+    format_size,
     hub,
+    lookup_spec,
     published,
-    readable,
-    spec_by_name,
-    variant,
+    resolve_variant,
 )
 from . import doctor
 
@@ -51,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command. Raises ValueError for errors of the user, the disk and the Hub."""
-    host = BarHost()
+    host = BarContext()
     to = Path(os.path.expanduser(options.to)).absolute() if options.to else None
     if options.files:
         return _run_files(options.model, options.files, to or doctor.comfyui_folder() / "models", host)
     try:
-        spec, model_id = find(options.model, host)
+        spec, model_id = find_model(options.model, host)
         remote = Checkpoint(spec=spec, model_id=model_id, root=None, to=to)
         remote.configs(host)
         _announce(remote, to or hub.cache_folder(), host)
@@ -69,22 +69,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_files(model: str, kind: str, place: Path, host: "BarHost") -> int:
+def _run_files(model: str, kind: str, place: Path, host: "BarContext") -> int:
     """Download a model as single files, below a folder with ComfyUI's `models` layout."""
     spec = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
-    downloads = published.files(model if spec is None else spec.name, kind)
+    downloads = published.list_files(model if spec is None else spec.name, kind)
     files: list[WeightFile] = []
     try:
         for repository in dict.fromkeys(file.repository for file in downloads):
             targets = {
                 file.path: place / file.folder / file.name for file in downloads if file.repository == repository
             }
-            files += hub.single_files(repository, targets, host, place)
+            files += hub.find_single_files(repository, targets, host, place)
         rows = [("file", "size", "here")]
-        rows += [(str(file.target), readable(file.size_bytes), readable(file.here_bytes)) for file in files]
+        rows += [(str(file.target), format_size(file.size_bytes), format_size(file.local_bytes)) for file in files]
         host.clear()
         _print_sizes(rows, files, place, model)
-        hub.fetch_single(files, host, place)
+        hub.fetch_single_files(files, host, place)
     finally:
         host.clear()
     denoisers = [file.name for file in downloads if file.folder == "diffusion_models"]
@@ -92,7 +92,7 @@ def _run_files(model: str, kind: str, place: Path, host: "BarHost") -> int:
     return 0
 
 
-def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
+def find_model(model: str, host: Progress) -> tuple[ModelSpec, str]:
     """Return the model and the Hub id that a name or an id stands for."""
     named = next((spec for spec in SPECS if model in (spec.name, spec.published.hub_id)), None)
     if named is not None:
@@ -101,21 +101,21 @@ def find(model: str, host: Progress) -> tuple[ModelSpec, str]:
         raise ValueError(f"{model} is built in: nothing has to be downloaded.")
     if not hub.is_hub_id(model):
         try:
-            spec_by_name(model)
+            lookup_spec(model)
         except ValueError as error:
             raise ValueError(f"{error} Or give a Hub id of such a model (owner/name).") from None
-    return variant(None, model, progress=host), model
+    return resolve_variant(None, model, progress=host), model
 
 
-def _announce(found: Checkpoint, place: Path, host: "BarHost") -> None:
+def _announce(found: Checkpoint, place: Path, host: "BarContext") -> None:
     """Print the sizes of the download; ValueError if it does not fit on the disk."""
 
     parts = found.all_weights_on_hub(host)
     files = [file for part in parts.values() for file in part]
     rows = [("part", "files", "size", "here")]
     for name, part in [*parts.items(), ("all weights", files)]:
-        size, here = sum(file.size_bytes for file in part), sum(file.here_bytes for file in part)
-        rows.append((name, str(len(part)), readable(size), readable(here)))
+        size, here = sum(file.size_bytes for file in part), sum(file.local_bytes for file in part)
+        rows.append((name, str(len(part)), format_size(size), format_size(here)))
     host.clear()
     print(f"{found.spec.title}: {found.model_id}, to {place}")
     _print_sizes(rows, files, place, found.model_id)
@@ -125,14 +125,14 @@ def _print_sizes(rows: Sequence[Sequence[str]], files: Sequence[WeightFile], pla
     """Print a table, and the missing bytes of `files`; ValueError if they do not fit on the disk."""
     from ..tpu_runtime.pipeline import plan_report as report
 
-    for line in report.table(rows):
+    for line in report.format_table(rows):
         print(f"  {line}")
-    needed, free = sum(file.size_bytes - file.here_bytes for file in files), hub.free_bytes(place)
-    print(f"to download: {readable(needed)}; free on the disk: {'not known' if free is None else readable(free)}")
-    hub.check_room(files, place, what)
+    needed, free = sum(file.size_bytes - file.local_bytes for file in files), hub.free_bytes(place)
+    print(f"to download: {format_size(needed)}; free on the disk: {'not known' if free is None else format_size(free)}")
+    hub.check_free_space(files, place, what)
 
 
-class BarHost(TerminalHost):
+class BarContext(TerminalContext):
     """A terminal that shows a download as a bar, with speed and remaining time."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -157,22 +157,22 @@ class BarHost(TerminalHost):
         now = time.monotonic()
         if not self._start[0]:
             self._start, self._printed_s = (now, done), now
-        if not self._is_tty and now - self._printed_s < LINE_S:
+        if not self._is_tty and now - self._printed_s < LINE_INTERVAL_S:
             return
         self._printed_s = now
         self._clear()
-        self._stream.write(f"  {bar(done, total, done - self._start[1], now - self._start[0])}")
+        self._stream.write(f"  {format_bar(done, total, done - self._start[1], now - self._start[0])}")
         self._stream.write("" if self._is_tty else "\n")
         self._stream.flush()
 
 
-def bar(done: int, total: int, came: int, elapsed_s: float) -> str:
+def format_bar(done: int, total: int, came: int, elapsed_s: float) -> str:
     """Return a line for a download.
 
     done, total: in MiB. came: MiB that arrived in `elapsed_s` seconds.
     """
     filled = BAR_WIDTH * done // total
-    line = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {readable(done * MIB)} of {readable(total * MIB)}"
+    line = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {format_size(done * MIB)} of {format_size(total * MIB)}"
     if came <= 0 or elapsed_s <= 0:
         return line
     minutes, seconds = divmod(int((total - done) * elapsed_s / came), 60)

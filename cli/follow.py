@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import RESTART, Place, places, readings, snapshot, supervisor, trust
+from ..tpu_runtime.pipeline import RESTART_EXIT_CODE, HostRank, places, readings, snapshot, supervisor, trust
 
 _DESCRIPTION = """\
 Joins this host's chips to those of the first host and runs its part of the
@@ -41,20 +41,20 @@ def run(options: argparse.Namespace) -> int:
                 "This host is the first of its TPU: ComfyUI or a command leads here. Give it after `--`, such as "
                 "comfyui-tpu follow -- comfyui-tpu run WORKFLOW.json."
             )
-        trust.make_token(print)
-        return supervisor.keep(options.leads, environment)
-    trust.token()  # raises without a token: waiting would not create one
+        trust.ensure_token(print)
+        return supervisor.supervise(options.leads, environment)
+    trust.read_token()  # raises without a token: waiting would not create one
     if not options.once:
         # Each attempt needs its own process: JAX joins a slice once.
         end = sys.orig_argv.index("follow") + 1
-        return supervisor.keep(
+        return supervisor.supervise(
             [sys.executable, *sys.orig_argv[1:end], "--once", *sys.orig_argv[end:]], environment, always=True
         )
     try:
-        pipeline.follow(place, _chips())
-    except pipeline.Refused as error:
+        pipeline.follow_leader(place, _chips())
+    except pipeline.HandshakeRejected as error:
         print(f"comfyui-tpu: {error}", file=sys.stderr, flush=True)
-        return RESTART  # it may fit after an update
+        return RESTART_EXIT_CODE  # it may fit after an update
     return 0
 
 
@@ -62,15 +62,15 @@ def _chips() -> Callable[[Any], list[dict[str, Any]]]:
     """Return the function that reads this host's chips for the monitor."""
     sampler = readings.Sampler()
     return lambda engine: sampler.complete(
-        {"platform": engine.devices[0].platform, "chips": snapshot.own_chips(engine)}
+        {"platform": engine.devices[0].platform, "chips": snapshot.local_chips(engine)}
     )["chips"]
 
 
-def _place(options: argparse.Namespace) -> Place:
+def _place(options: argparse.Namespace) -> HostRank:
     """Return this host's place from the options, else the environment, else the TPU's metadata."""
     values = (options.coordinator, options.process, options.of)
     if all(value is not None for value in values):
-        return places.parse(f"{options.process}/{options.of}@{options.coordinator}")
+        return places.parse_rank(f"{options.process}/{options.of}@{options.coordinator}")
     if any(value is not None for value in values):
         raise ValueError("--coordinator, --process and --of go together; a TPU of several hosts needs none of them.")
-    return places.parse(os.environ.get(places.VARIABLE, places.AUTO))
+    return places.parse_rank(os.environ.get(places.VARIABLE, places.AUTO))

@@ -17,33 +17,33 @@ from ..nodes.declare import Folders
 from ..nodes.graphs import upgrade
 from ..nodes.headless import compare
 from ..nodes.headless.changes import read_json
-from ..nodes.headless.runner import TerminalHost, run_workflow
+from ..nodes.headless.runner import TerminalContext, run_workflow
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import CHOICES, NAME_HELP, SPECS, STAGES, plan_process, spec_of, supervisor
+from ..tpu_runtime.pipeline import CHOICES, NAME_HELP, SPECS, STAGES, plan_process, resolve_spec, supervisor
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
 from .verbs import (
     DOWNLOADS,
     add_inputs,
     add_verb,
     add_workflow,
-    given_folders,
-    given_inputs,
-    given_workflow,
+    list_tiny_prompts,
+    load_workflow,
     model_folders,
+    parse_inputs,
     print_timings,
-    prompts_of_miniatures,
+    workflow_folders,
 )
 
 WORKFLOW = "examples/api/wan21_t2v_720p.json"
 # Defaults of `plan`: the described TPU, inputs of the models, and short options for them.
 TOPOLOGY = "v6e:2x4"
 SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "guidance_scale_2")
-SHORTER = {"num_inference_steps": "--steps", "guidance_scale": "--guidance", "guidance_scale_2": "--guidance-2"}
+SHORT_FLAGS = {"num_inference_steps": "--steps", "guidance_scale": "--guidance", "guidance_scale_2": "--guidance-2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
-    pipeline.bus.expect_no_tpu()
+    pipeline.bus.configure_without_tpu()
     if logging.lastResort:
         logging.lastResort.addFilter(_is_not_shown)
     options = _parser().parse_args(arguments)
@@ -68,7 +68,7 @@ def command() -> int:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
         _close_broken_pipes()
-    pipeline.leave(status)
+    pipeline.exit_process(status)
     return status
 
 
@@ -87,7 +87,7 @@ def _close_broken_pipes() -> bool:
 
 def _is_not_shown(record: logging.LogRecord) -> bool:
     """Return whether a log record was not shown by a host; without a log file it would appear twice in the terminal."""
-    return not hasattr(record, pipeline.TOLD)
+    return not hasattr(record, pipeline.SHOWN_TO_USER)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,10 +185,10 @@ class _Version(argparse.Action):
 
 
 def _run(options: argparse.Namespace) -> int:
-    workflow = given_workflow(options)
-    host = TerminalHost(given_folders(options, options.out), tells=True)
+    workflow = load_workflow(options)
+    host = TerminalContext(workflow_folders(options, options.out), tells=True)
     if options.tiny:
-        print("\n".join(prompts_of_miniatures(workflow)), file=sys.stderr)
+        print("\n".join(list_tiny_prompts(workflow)), file=sys.stderr)
     try:
         run_workflow(workflow, host)
     finally:
@@ -197,11 +197,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    qualities, workflow = compare.check_qualities(options.quality), given_workflow(options)
-    rendered = list(compare.render(workflow, qualities, given_folders(options, options.out)))
+    qualities, workflow = compare.parse_qualities(options.quality), load_workflow(options)
+    rendered = list(compare.render_qualities(workflow, qualities, workflow_folders(options, options.out)))
     for result in rendered:
         print(f"{result.quality}: {result.seconds:.1f} s in the samplers, compilation included")
-    for difference in compare.differences(rendered):
+    for difference in compare.compare_psnr(rendered):
         print(
             f"{difference.quality} against {qualities[0]}, node {difference.node_id}: PSNR {difference.psnr:.1f} dB, "
             f"{difference.least_psnr:.1f} in the least similar frame"
@@ -212,7 +212,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     document = read_json(options.workflow)
-    converted, changes = upgrade.with_tpu_loaders(document, model_folders(), back=options.back)
+    converted, changes = upgrade.swap_loaders(document, model_folders(), back=options.back)
     print("\n".join(changes) or "No loader to swap.")
     target = options.to or options.workflow
     if converted != document or target != options.workflow:
@@ -232,7 +232,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "--topology", default=TOPOLOGY, metavar="NAME",
         help=f"the TPU: generation and mesh of chips, or their number (v6e-8); default: {TOPOLOGY}",
     )  # fmt: skip
-    add_inputs(verb, [*SIZES, "step_cache", "cache_threshold", "quality"], SHORTER)
+    add_inputs(verb, [*SIZES, "step_cache", "cache_threshold", "quality"], SHORT_FLAGS)
     verb.add_argument(
         "--precision", choices=CHOICES[1:], default="bfloat16",
         help="number format; mixed: image encoders in float32; default: bfloat16",
@@ -250,10 +250,10 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
 def _plan(options: argparse.Namespace) -> int:
     models = options.models or list(model_folders())
     same = ("model", "topology", "precision", "mesh", "stages", "explain", "json_file")
-    asked = {"models": models, "inputs": given_inputs(options, spec_of(options.model, models))}
+    asked = {"models": models, "inputs": parse_inputs(options, resolve_spec(options.model, models))}
     asked |= {name: getattr(options, name) for name in same}
-    with supervisor.signals(_cancel):
-        print(plan_process.make_text(asked, TerminalHost(Folders())))
+    with supervisor.handle_signals(_cancel):
+        print(plan_process.make_report(asked, TerminalContext(Folders())))
     return 0
 
 

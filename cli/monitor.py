@@ -20,15 +20,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import GB, MIB, STAGES, Sampler, Stats, loaded, readable, snapshot
+from ..tpu_runtime.pipeline import GB, MIB, STAGES, Sampler, Stats, format_load_rate, format_size, snapshot
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
 NO_CHIPS = "this machine has no TPU whose chips could be shown, and "
-FASTEST_S = 0.5
+MIN_INTERVAL_S = 0.5
 # With more chips than this, one line for all and the fullest few are shown.
-MOST_CHIPS = 32
-FULLEST = 8
+MAX_CHIPS = 32
+NUM_FULLEST = 8
 UNKNOWN = "–"
 # Memory that programs reserve in addition to arrays, if the runtime reports it.
 RESERVED = ("hbm_reserved", "hbm_reserved_peak")
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace, console: Console | None = None, sampler: Sa
     options: of the command. console, sampler: None for the real ones.
     Raises `NoStatistics` if the server never answered and this machine has no chips to show.
     """
-    if options.interval < FASTEST_S:
-        raise ValueError(f"--interval is {options.interval:g}; it must be at least {FASTEST_S} s.")
+    if options.interval < MIN_INTERVAL_S:
+        raise ValueError(f"--interval is {options.interval:g}; it must be at least {MIN_INTERVAL_S} s.")
     console, sampler = console or Console(), sampler or Sampler()
     try:
         stats, note = fetch(options.url), ""
@@ -85,7 +85,7 @@ def _without_server(url: str, sampler: Sampler) -> Stats | None:
     """Return the statistics of this machine's chips; None if it has none, or `url` is another machine's."""
     if not _is_here(url):
         return None
-    stats = sampler.complete(snapshot.stats())
+    stats = sampler.complete(snapshot.take_snapshot())
     # The memory of this process is not of interest.
     return {**stats, "host": {**stats["host"], "process_ram": None}} if stats["chips"] else None
 
@@ -159,16 +159,16 @@ def _table(*columns: str) -> Table:
 def _running(running: object) -> RenderableType:
     if not isinstance(running, dict):
         return Text("nothing is running", style="dim")
-    model = f"  {running.get('model') or ''}  {seconds(running.get('elapsed_s'))}"
+    model = f"  {running.get('model') or ''}  {format_seconds(running.get('elapsed_s'))}"
     head = _text(_stage(running), "bold") + _text(model)
     done, total = _number(running.get("done")) or 0, _number(running.get("total")) or 0
     if running.get("compiling") or not total:
         return Group(head, _text(running.get("text") or ""))
     per_unit, unit = _number(running.get("seconds_per_unit")), running.get("unit") or "part"
-    pace = f"{unit} {done:g} of {total:g}" if unit != "MiB" else bytes_of(done * MIB, total * MIB)
+    pace = f"{unit} {done:g} of {total:g}" if unit != "MiB" else format_usage(done * MIB, total * MIB)
     if per_unit is not None:
-        speed = f"{MIB / GB / per_unit:.2f} GB/s" if unit == "MiB" and per_unit else f"{seconds(per_unit)} each"
-        pace += f", {speed}, {seconds(per_unit * max(0, total - done))} left"
+        speed = f"{MIB / GB / per_unit:.2f} GB/s" if unit == "MiB" and per_unit else f"{format_seconds(per_unit)} each"
+        pace += f", {speed}, {format_seconds(per_unit * max(0, total - done))} left"
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_row(ProgressBar(total=total, completed=min(done, total), width=24), _text(pace))
     return Group(head, grid)
@@ -177,7 +177,7 @@ def _running(running: object) -> RenderableType:
 def _background(programs: Sequence[Stats]) -> Iterator[RenderableType]:
     """Yield the programs that compile in the background, and those that wait."""
     lines = [
-        f"{entry.get('title')} {'waits' if entry.get('elapsed_s') is None else seconds(entry['elapsed_s'])}"
+        f"{entry.get('title')} {'waits' if entry.get('elapsed_s') is None else format_seconds(entry['elapsed_s'])}"
         for entry in programs
     ]
     if lines:
@@ -195,10 +195,12 @@ def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
     known = [chip for chip in chips if _number(chip.get("hbm_used")) is not None]
     used = sum(chip["hbm_used"] for chip in known) if known else None
     limit = sum(_number(chip.get("hbm_limit")) or 0 for chip in chips) or None
-    yield Text(f"\nmemory {bytes_of(used, limit)} on {len(chips)} chip{'s' if len(chips) != 1 else ''}", style="bold")
+    yield Text(
+        f"\nmemory {format_usage(used, limit)} on {len(chips)} chip{'s' if len(chips) != 1 else ''}", style="bold"
+    )
     shown = list(chips)
-    if len(chips) > MOST_CHIPS:
-        shown = sorted(known, key=lambda chip: -chip["hbm_used"])[:FULLEST]
+    if len(chips) > MAX_CHIPS:
+        shown = sorted(known, key=lambda chip: -chip["hbm_used"])[:NUM_FULLEST]
         yield Text(f"the {len(shown)} fullest:", style="dim")
     has_reserved = any(_number(chip.get(name)) is not None for chip in shown for name in RESERVED)
     reserved = ("reserved", "its peak") if has_reserved else ()
@@ -209,11 +211,11 @@ def _chips(chips: Sequence[Stats]) -> Iterator[RenderableType]:
         table.add_row(
             _text(f"{chip.get('index')} {chip.get('kind') or ''}"),
             ProgressBar(total=total, completed=_number(chip.get("hbm_used")) or 0, width=12),
-            bytes_of(chip.get("hbm_used"), chip.get("hbm_limit")),
-            size(chip.get("hbm_peak")),
-            *(size(chip.get(name)) for name in RESERVED if has_reserved),
-            percent(chip.get("tensorcore_utilization")),
-            percent(chip.get("duty_cycle")),
+            format_usage(chip.get("hbm_used"), chip.get("hbm_limit")),
+            format_bytes(chip.get("hbm_peak")),
+            *(format_bytes(chip.get(name)) for name in RESERVED if has_reserved),
+            format_percent(chip.get("tensorcore_utilization")),
+            format_percent(chip.get("duty_cycle")),
         )
     yield table
 
@@ -224,7 +226,7 @@ def _residents(residents: Sequence[Stats]) -> RenderableType:
     table = _table("\nloaded", "a chip", "last used")
     for resident in residents:
         name = _text(f"{resident.get('component')} of {resident.get('model')}")
-        table.add_row(name, size(resident.get("bytes_per_chip")), _ago(_number(resident.get("last_used"))))
+        table.add_row(name, format_bytes(resident.get("bytes_per_chip")), _ago(_number(resident.get("last_used"))))
     return table
 
 
@@ -232,22 +234,22 @@ def _last_run(run: object) -> Iterator[RenderableType]:
     if not isinstance(run, dict):
         return
     stages = [stage for stage in run.get("stages") or () if isinstance(stage, dict)]
-    parts = [f"{_stage(stage)} {seconds(stage.get('seconds'))}" for stage in stages]
+    parts = [f"{_stage(stage)} {format_seconds(stage.get('seconds'))}" for stage in stages]
     if speed := _number(run.get("steps_per_second")):
-        parts.append(f"{seconds(1 / speed)} a step")
+        parts.append(f"{format_seconds(1 / speed)} a step")
     if run.get("peak_hbm") is not None:
-        parts.append(f"peak {size(run['peak_hbm'])} a chip")
+        parts.append(f"peak {format_bytes(run['peak_hbm'])} a chip")
     if (size_bytes := _number(run.get("loaded_bytes"))) and (loading_s := _number(run.get("loading_s"))):
-        parts.append(loaded(size_bytes, loading_s))
+        parts.append(format_load_rate(size_bytes, loading_s))
     yield Text("\nlast run  ", style="dim") + _text(f"{run.get('model')}: {', '.join(parts)}")
 
 
 def _host(stats: Stats) -> RenderableType:
     host = reported if isinstance(reported := stats.get("host"), dict) else {}
-    line = f"CPU {percent(host.get('cpu_percent'))}, RAM {bytes_of(host.get('ram_used'), host.get('ram_total'))}"
+    line = f"CPU {format_percent(host.get('cpu_percent'))}, RAM {format_usage(host.get('ram_used'), host.get('ram_total'))}"
     if host.get("process_ram") is not None:
-        line += f", of it ComfyUI {size(host['process_ram'])}"
-    caches = [f"{cache.get('name')} {size(cache.get('bytes'))}" for cache in _list(stats, "caches")]
+        line += f", of it ComfyUI {format_bytes(host['process_ram'])}"
+    caches = [f"{cache.get('name')} {format_bytes(cache.get('bytes'))}" for cache in _list(stats, "caches")]
     return Text.assemble(("\nhost  ", "dim"), line, ("\ncaches  ", "dim"), _text(", ".join(caches) or UNKNOWN))
 
 
@@ -255,7 +257,7 @@ def _ago(then: float | None) -> str:
     if then is None:
         return UNKNOWN
     past_s = time.time() - then
-    return "just now" if past_s < 5 else f"{seconds(float(round(past_s)))} ago"
+    return "just now" if past_s < 5 else f"{format_seconds(float(round(past_s)))} ago"
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -266,25 +268,25 @@ def _number(value: object) -> float | None:
     return value if is_number and 0 <= value < float("inf") else None
 
 
-def size(value: object) -> str:
+def format_bytes(value: object) -> str:
     number = _number(value)
-    return UNKNOWN if number is None else readable(number)
+    return UNKNOWN if number is None else format_size(number)
 
 
-def bytes_of(used: object, limit: object) -> str:
+def format_usage(used: object, limit: object) -> str:
     """Return `used` of `limit` bytes as text, in one unit if it suits both; `used` alone if the limit is unknown."""
     if not _number(limit):
-        return size(used)
-    number, _, unit = size(used).partition(" ")
-    return f"{number if size(limit).endswith(f' {unit}') else size(used)} of {size(limit)}"
+        return format_bytes(used)
+    number, _, unit = format_bytes(used).partition(" ")
+    return f"{number if format_bytes(limit).endswith(f' {unit}') else format_bytes(used)} of {format_bytes(limit)}"
 
 
-def percent(value: object) -> str:
+def format_percent(value: object) -> str:
     number = _number(value)
     return UNKNOWN if number is None else f"{number:.0f} %"
 
 
-def seconds(value: object) -> str:
+def format_seconds(value: object) -> str:
     number = _number(value)
     if number is None:
         return UNKNOWN

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import FLAGSHIPS, NAME_HELP, device_access, fallbacks, files, spec_by_name
+from ..tpu_runtime.pipeline import FLAGSHIPS, NAME_HELP, device_access, fallbacks, files, lookup_spec
 from ..tpu_runtime.selftest import groups
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console | None = None) -> int:
     """Run the command; return 0 if all checks passed, else 1. Raises ValueError for errors of the user."""
     console = console or Console(highlight=False, soft_wrap=True)
-    specs = [spec_by_name(name) for name in dict.fromkeys(options.model or ())]
-    specs = specs or ([spec_by_name(name) for name in groups.QUICK_MODELS] if options.quick else FLAGSHIPS)
+    specs = [lookup_spec(name) for name in dict.fromkeys(options.model or ())]
+    specs = specs or ([lookup_spec(name) for name in groups.QUICK_MODELS] if options.quick else FLAGSHIPS)
     if options.report and not (options.report.parent.is_dir() and not options.report.is_dir()):
         raise ValueError(f"--report {options.report}: it must be a file in a folder that exists.")
     # Hides XLA's many warnings about sharding arrays as small as the tiny models', in child processes too.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    fallbacks.from_environment()  # raises for an invalid switch now, not in the middle
+    fallbacks.fallbacks_from_environment()  # raises for an invalid switch now, not in the middle
     models = [spec.name for spec in specs]
     in_processes = options.first_run or options.quick
     if options.one_process and not in_processes:
@@ -98,9 +98,11 @@ def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
     console.print(_head(chips, devices[0].platform))
     with console.status("") as status:
         for check in running.checks(devices, models):
-            rows.append(checks.perform(check, Shown(status, f"{check.family}: {check.stage} {check.precision}")))
+            rows.append(
+                checks.run_check(check, ProgressLine(status, f"{check.family}: {check.stage} {check.precision}"))
+            )
             console.print(_line(rows[-1]))
-    return report.make(devices[0].platform, chips, models, rows, time.monotonic() - started)
+    return report.make_report(devices[0].platform, chips, models, rows, time.monotonic() - started)
 
 
 def _first_run(models: Sequence[str], options: argparse.Namespace, console: Console) -> "SelftestReport":
@@ -130,7 +132,7 @@ def _first_run(models: Sequence[str], options: argparse.Namespace, console: Cons
             status.update(Text(f"{run.rows[-1].title}  {text}"))
 
         run = first_run.FirstRun(models, print_rows, show_status, in_one_process=in_one_process)
-        run.run(groups.quick(models) if options.quick and not options.first_run else groups.all_of(models))
+        run.run(groups.quick_groups(models) if options.quick and not options.first_run else groups.all_groups(models))
     return run.report()
 
 
@@ -143,7 +145,7 @@ def _write(file: Path, found: "SelftestReport") -> str:
     return ""
 
 
-class Shown:
+class ProgressLine:
     """Progress of a check in a terminal's last line, which is overwritten; silent elsewhere."""
 
     def __init__(self, status: Status, title: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 import logging
 import threading
 
-from ..fleet.serve import Server, Stages
+from ..fleet.serve import Server, StageService
 from ..tpu_runtime.pipeline import trust
 from .verbs import model_folders
 
@@ -33,8 +33,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    trust.make_token(print)
-    with Server(options.host, options.port, Stages((*options.models, *model_folders()))) as server:
+    trust.ensure_token(print)
+    with Server(options.host, options.port, StageService((*options.models, *model_folders()))) as server:
         address = trust.Address(host=server.host, port=server.port)
         print(f"Stages are served at {address}, the address for the node TPU Remote.", flush=True)
         threading.Event().wait()

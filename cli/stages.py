@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..nodes.declare import Folders, Json, Value
-from ..nodes.headless.runner import TerminalHost
+from ..nodes.headless.runner import TerminalContext
 from ..tpu_runtime import pipeline
 from ..tpu_runtime.pipeline import (
     NAME_HELP,
-    PART,
-    SIZE,
+    SIZE_INPUTS,
     SPECS,
+    STEP_RANGE_INPUTS,
     ModelRef,
     ModelSpec,
     choose_model,
+    lookup_spec,
     media,
     payloads,
-    spec_by_name,
     spec_for_family,
     stage_files,
     tiny,
@@ -29,11 +29,11 @@ from .verbs import (
     add_inputs,
     add_precision,
     add_verb,
-    flag,
-    given_inputs,
+    describe_input,
+    format_flag,
     input_names,
-    meaning,
     model_folders,
+    parse_inputs,
     print_timings,
 )
 
@@ -45,7 +45,7 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         '--folder output/stages --model tiny/wan21 \\\n    --prompt "a red circle moves right on blue"',
     )  # fmt: skip
     _add_prompts(encode)
-    add_inputs(encode, SIZE)
+    add_inputs(encode, SIZE_INPUTS)
     denoise = _stage_verb(
         verbs, "denoise", _denoise, "stage 2: denoise latents, guided by the embeddings",
         "--folder output/stages --model tiny/wan21",
@@ -65,14 +65,16 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def _add_prompts(verb: argparse.ArgumentParser) -> None:
     for name in input_names("texts"):
-        verb.add_argument(flag(name), dest=name, metavar="TEXT", help=f"{meaning(name)}; default: the model's own")
+        verb.add_argument(
+            format_flag(name), dest=name, metavar="TEXT", help=f"{describe_input(name)}; default: the model's own"
+        )
     verb.add_argument(
         "--image", type=Path, action="append", default=[], metavar="FILE",
         help="the start image, then the end image; for models that take references: each of them",
     )  # fmt: skip
     verb.add_argument(
-        "--resize", choices=media.RESIZE, default=media.RESIZE[0],
-        help=f"{meaning('resize')}; default: {media.RESIZE[0]}",
+        "--resize", choices=media.RESIZE_MODES, default=media.RESIZE_MODES[0],
+        help=f"{describe_input('resize')}; default: {media.RESIZE_MODES[0]}",
     )  # fmt: skip
 
 
@@ -96,12 +98,12 @@ def _stage_verb(
 
 
 def _stage_spec(options: argparse.Namespace, config: dict[str, Json]) -> ModelSpec:
-    if options.name and options.family and spec_by_name(options.name).family != options.family:
+    if options.name and options.family and lookup_spec(options.name).family != options.family:
         raise ValueError(f"--name {options.name} is not of the family {options.family}; give one of the two.")
     if options.family and not options.name:
         return spec_for_family(options.family)
     name = options.name or config.get("model_name")
-    return spec_by_name(name) if name else SPECS[0]
+    return lookup_spec(name) if name else SPECS[0]
 
 
 def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, Value]]:
@@ -114,13 +116,13 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
     model_id = options.model or config.get("model_id") or spec.published.hub_id
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision, folders=folders)
     if options.family and not options.name:
-        host = TerminalHost(Folders())
+        host = TerminalContext(Folders())
         model = choose_model(spec, model_id, precision=options.precision, folders=folders, progress=host)
         spec = model.spec
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
-    fitting = {**spec.miniature.inputs, **tiny.texts(spec, model_id)} if model_id in spec.miniature.ids else {}
+    fitting = {**spec.miniature.inputs, **tiny.trained_texts(spec, model_id)} if model_id in spec.miniature.ids else {}
     stored = {name: config[name] for name in defaults if name in config}
-    values = {**defaults, **fitting, **stored, **given_inputs(options, spec)}
+    values = {**defaults, **fitting, **stored, **parse_inputs(options, spec)}
     for name in spec.inputs:
         spec.check_input(name, values[name])
     for name in spec.texts:
@@ -131,9 +133,9 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
 
 
 @contextmanager
-def _time_stage(title: str) -> Iterator[TerminalHost]:
+def _time_stage(title: str) -> Iterator[TerminalContext]:
     """Return the host of a stage; print the stage's duration at its end."""
-    host = TerminalHost(Folders())
+    host = TerminalContext(Folders())
     with host.timed(title):
         yield host
     print_timings(host.timings)
@@ -141,12 +143,12 @@ def _time_stage(title: str) -> Iterator[TerminalHost]:
 
 def _encode(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
-    stage_files.check_ours(options.folder)
+    stage_files.check_ownership(options.folder)
     texts = {name: values[name] for name in spec.texts}
     pictures = _pictures(spec, options.image)
     # An image is encoded for a size, which later stages must use.
-    fixed = {name: values[name] for name in SIZE if pictures and not spec.pictures.are_references}
-    asked = {name: values[name] for name in SIZE if name in values and getattr(options, name) is not None}
+    fixed = {name: values[name] for name in SIZE_INPUTS if pictures and not spec.pictures.are_references}
+    asked = {name: values[name] for name in SIZE_INPUTS if name in values and getattr(options, name) is not None}
     with _time_stage(f"{spec.title}: encode") as host:
         condition = _encode_pictures(model, pictures, fixed, options.resize, host)
         prompts = texts["prompt"], texts.get("negative_prompt", "")
@@ -170,18 +172,18 @@ def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Value]:
 
 
 def _encode_pictures(
-    model: ModelRef, pictures: Sequence[Value], size: dict[str, int], resize: str, host: TerminalHost
+    model: ModelRef, pictures: Sequence[Value], size: dict[str, int], resize: str, host: TerminalContext
 ) -> payloads.ImageCondition | None:
     """Return the condition of images, resized to `size` if it is not empty; None without images."""
     images = [media.resize(image, size["height"], size["width"], resize) if size else image for image in pictures]
-    images = [media.joined(images)] if size else images
+    images = [media.join_images(images)] if size else images
     conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]
     return pipeline.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
 
 
 def _denoise(options: argparse.Namespace) -> int:
     spec, model, values = _stage(options)
-    stage_files.check_ours(options.folder)
+    stage_files.check_ownership(options.folder)
     numbers = {name: values[name] for name in spec.inputs if name != "fps"}
     settings = spec.settings(**numbers)
     embeds = stage_files.load_embeddings(options.folder, model)
@@ -196,7 +198,9 @@ def _denoise(options: argparse.Namespace) -> int:
     with _time_stage(f"{spec.title}: denoise") as host:
         latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=latents, progress=host)
         stage_files.save_latents(options.folder, latents, model)
-        stage_files.update_config(options.folder, {name: x for name, x in numbers.items() if name not in PART})
+        stage_files.update_config(
+            options.folder, {name: x for name, x in numbers.items() if name not in STEP_RANGE_INPUTS}
+        )
     return 0
 
 
@@ -209,7 +213,7 @@ def _decode(options: argparse.Namespace) -> int:
         if spec.is_image:
             media.save_image(out, frames[0])
         else:
-            media.save_video(out, media.Video(frames=frames, frame_rate=media.frame_rate(values["fps"])))
+            media.save_video(out, media.Video(frames=frames, frame_rate=media.exact_frame_rate(values["fps"])))
         host.text(f"wrote {out}")
     return 0
 
@@ -217,7 +221,15 @@ def _decode(options: argparse.Namespace) -> int:
 # --- calibrate --------------------------------------------------------------------------------------------------------
 
 # Inputs that do not affect the curve, or that use it.
-_NOT_MEASURED = ("fps", "step_cache", "cache_threshold", "cache_start", "cache_end", "cache_interval", *PART)
+_NOT_MEASURED = (
+    "fps",
+    "step_cache",
+    "cache_threshold",
+    "cache_start",
+    "cache_end",
+    "cache_interval",
+    *STEP_RANGE_INPUTS,
+)
 
 
 def _add_calibrate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -234,19 +246,19 @@ def _add_calibrate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _calibrate(options: argparse.Namespace) -> int:
     """Measure a model's MagCache curve in one generation of full steps."""
-    spec, host = spec_by_name(options.name), TerminalHost(Folders())
+    spec, host = lookup_spec(options.name), TerminalContext(Folders())
     if "cache_threshold" not in spec.inputs:
         raise ValueError(f"{spec.title}: this model has no cache_threshold, so there is nothing to measure.")
     model_id = options.model_id or spec.published.hub_id
     model = choose_model(spec, model_id, precision=options.precision, folders=model_folders(), progress=host)
     if model.spec != spec:
         raise ValueError(f"{model_id} is a {model.spec.name}, not a {spec.name}. Name that model.")
-    fitting = {**spec.miniature.inputs, **tiny.texts(spec, model_id)} if model_id in spec.miniature.ids else {}
-    values = {**spec.texts, **fitting, **given_inputs(options, spec)}
+    fitting = {**spec.miniature.inputs, **tiny.trained_texts(spec, model_id)} if model_id in spec.miniature.ids else {}
+    values = {**spec.texts, **fitting, **parse_inputs(options, spec)}
     settings = spec.settings(**values)
     with host.timed(f"{spec.title}: {len(settings.steps)} steps"):
         pictures = _pictures(spec, options.image)
-        size = {name: getattr(settings, name) for name in SIZE if pictures}
+        size = {name: getattr(settings, name) for name in SIZE_INPUTS if pictures}
         condition = _encode_pictures(model, pictures, size, options.resize, host)
         prompts = values["prompt"], values.get("negative_prompt", "")
         embeds = pipeline.encode_prompt(model, *prompts, progress=host, condition=condition)

@@ -17,12 +17,12 @@ Tree: TypeAlias = Any
 Result = TypeVar("Result")
 
 
-def miniature(spec: "ModelSpec") -> "ModelSpec":
+def tiny_spec(spec: "ModelSpec") -> "ModelSpec":
     """Return the model with its tiny model's sizes."""
     return replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
 
 
-def timed(
+def time_runs(
     executable: Callable[..., Result], weights: Tree, make: Callable[[], Tree], runs: int
 ) -> tuple[Result, list[float]]:
     """Run an executable; return its last result and the seconds of each run, without a first one that is not counted.
@@ -41,13 +41,13 @@ def timed(
     return result, seconds[1:]
 
 
-def arguments(program: "Program") -> tuple[Tree, ...]:
+def random_arguments(program: "Program") -> tuple[Tree, ...]:
     """Return random arguments of deviation 1; lengths of texts are maximal, other integers are 1."""
     import jax
 
     from ..tpu_runtime.pipeline import StepArgs
 
-    args = jax.tree.map(lambda want: random(want, 1.0), program.args)
+    args = jax.tree.map(lambda want: random_array(want, 1.0), program.args)
     if isinstance(args, StepArgs):
         lengths = {f"{name}_length": value.shape[1] for name, value in args.inputs.items() if value.ndim == 3}
         inputs = {name: value * lengths.get(name, 1) for name, value in args.inputs.items()}
@@ -55,7 +55,7 @@ def arguments(program: "Program") -> tuple[Tree, ...]:
     return tuple(args)
 
 
-def random(want: Tree, deviation: float, seed: int = 0) -> "jax.Array":
+def random_array(want: Tree, deviation: float, seed: int = 0) -> "jax.Array":
     """Return an array as `want` describes it, created where it is placed.
 
     want: shape, dtype and sharding. deviation: of floating-point values; others are 1. seed: of the generator.

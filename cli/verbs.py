@@ -9,11 +9,11 @@ from ..nodes.declare import Folders, Value
 from ..nodes.graphs.graph import Workflow
 from ..nodes.graphs.miniature import make_tiny
 from ..nodes.headless import model_folders as comfyui_folders
-from ..nodes.headless.changes import assign, read_json
-from ..nodes.headless.runner import HEADLESS, NodeTime
+from ..nodes.headless.changes import apply_assignment, read_json
+from ..nodes.headless.runner import HEADLESS_NODES, NodeTime
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import CHOICES, SPECS, Choice, IntLimit, ModelSpec, Numbers, Switch
+from ..tpu_runtime.pipeline import CHOICES, SPECS, BoolInput, EnumInput, IntInput, ModelSpec, SigmaList
 from . import doctor
 
 TINY = "use the built-in tiny models, at their sizes: needs no network and no TPU"
@@ -61,21 +61,21 @@ def add_workflow(verb: argparse.ArgumentParser) -> None:
 
 def read_workflow(options: argparse.Namespace) -> Workflow:
     """Return the workflow of these options in API format, with tiny models if they ask for that."""
-    workflow = to_api(read_json(options.workflow), HEADLESS)
+    workflow = to_api(read_json(options.workflow), HEADLESS_NODES)
     if options.tiny:
         make_tiny(workflow)
     return workflow
 
 
-def given_workflow(options: argparse.Namespace) -> Workflow:
+def load_workflow(options: argparse.Namespace) -> Workflow:
     """Return the workflow of these options, changed as `--set` asks."""
     workflow = read_workflow(options)
     for assignment in options.set:
-        assign(workflow, assignment)
+        apply_assignment(workflow, assignment)
     return workflow
 
 
-def prompts_of_miniatures(workflow: Workflow) -> Iterator[str]:
+def list_tiny_prompts(workflow: Workflow) -> Iterator[str]:
     """Yield the prompt of each tiny model, which a trained one uses instead of the workflow's own."""
     trained = {spec.miniature.id: pipeline.tiny.is_trained(spec.miniature.id) for spec in SPECS}
     for node_id, node in workflow.items():
@@ -88,7 +88,7 @@ def prompts_of_miniatures(workflow: Workflow) -> Iterator[str]:
             yield f"{model_id} has random weights: it shows noise, whatever the prompt."
 
 
-def given_folders(options: argparse.Namespace, output: Path) -> Folders:
+def workflow_folders(options: argparse.Namespace, output: Path) -> Folders:
     """Return the folders for a workflow's run."""
     return Folders(
         models=model_folders(), loras=lora_folders(), input=options.input, output=output,
@@ -98,12 +98,12 @@ def given_folders(options: argparse.Namespace, output: Path) -> Folders:
 
 def model_folders() -> tuple[str, ...]:
     """Return the folders of this machine's ComfyUI, if there is one, in which model ids are looked up."""
-    return comfyui_folders.find(doctor.comfyui_folder())
+    return comfyui_folders.find_model_folders(doctor.comfyui_folder())
 
 
 def lora_folders() -> tuple[str, ...]:
     """Return the LoRA folders of this machine's ComfyUI."""
-    return comfyui_folders.loras(doctor.comfyui_folder())
+    return comfyui_folders.find_lora_folders(doctor.comfyui_folder())
 
 
 def input_names(field: str) -> list[str]:
@@ -118,27 +118,29 @@ def add_inputs(verb: argparse.ArgumentParser, names: Sequence[str], aliases: Map
     """
     for name in names:
         limits = [spec.inputs[name] for spec in SPECS if name in spec.inputs]
-        kind: dict[str, Value] = {"type": {IntLimit: int, Numbers: str}.get(type(limits[0]), float)}
+        kind: dict[str, Value] = {"type": {IntInput: int, SigmaList: str}.get(type(limits[0]), float)}
         kind["metavar"] = "A,B" if kind["type"] is str else "N"
         listed = ""
-        if isinstance(limits[0], Switch):
+        if isinstance(limits[0], BoolInput):
             kind = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(limits[0], Choice):
-            options = (option for limit in limits if isinstance(limit, Choice) for option in limit.options)
+        elif isinstance(limits[0], EnumInput):
+            options = (option for limit in limits if isinstance(limit, EnumInput) for option in limit.options)
             kind = {"choices": list(dict.fromkeys(options)), "metavar": "NAME"}
             listed = f" ({', '.join(kind['choices'])})"
-        flags = filter(None, (aliases.get(name), flag(name)))
-        verb.add_argument(*flags, dest=name, help=f"{meaning(name)}{listed}; default: {_default(name)}", **kind)
+        flags = filter(None, (aliases.get(name), format_flag(name)))
+        verb.add_argument(*flags, dest=name, help=f"{describe_input(name)}{listed}; default: {_default(name)}", **kind)
 
 
 def add_precision(verb: argparse.ArgumentParser) -> None:
     """Add the option --precision."""
-    verb.add_argument("--precision", choices=CHOICES, default="auto", help=f"{meaning('precision')}; default: auto")
+    verb.add_argument(
+        "--precision", choices=CHOICES, default="auto", help=f"{describe_input('precision')}; default: auto"
+    )
 
 
-def meaning(name: str) -> str:
+def describe_input(name: str) -> str:
     """Return the first sentence of an input's tooltip."""
-    return inputs.ENTRIES[name].tooltip.partition(". ")[0].rstrip(".").replace("%", "%%")
+    return inputs.INPUT_DOCS[name].tooltip.partition(". ")[0].rstrip(".").replace("%", "%%")
 
 
 def _default(name: str) -> str:
@@ -150,17 +152,17 @@ def _default(name: str) -> str:
     return f"the model's own, {shown} for {owners[0].name}" if has_own else str(shown)
 
 
-def given_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Value]:
+def parse_inputs(options: argparse.Namespace, spec: ModelSpec) -> dict[str, Value]:
     """Return the texts and inputs that were given as options; ValueError for one that the model does not have."""
     names = [*input_names("texts"), *input_names("inputs")]
     values = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     for name in values:
         if name not in spec.texts and name not in spec.inputs:
-            raise ValueError(f"{spec.title}: this model has no {name}. Leave {flag(name)} out.")
+            raise ValueError(f"{spec.title}: this model has no {name}. Leave {format_flag(name)} out.")
     return values
 
 
-def flag(name: str) -> str:
+def format_flag(name: str) -> str:
     """Return the option of an input."""
     return "--" + name.replace("_", "-")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from ..nodes.declare import Json
 from ..tpu_runtime.pipeline import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
 from ..tpu_runtime.pipeline import resolve_precision as resolve
-from .stand_ins import arguments, random, timed
+from .stand_ins import random_arguments, random_array, time_runs
 from .verbs import print_now
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.pipeline import Compiled, Program, StepArgs, Topology
+    from ..tpu_runtime.pipeline import CompiledProgram, Program, StepArgs, Topology
 
 SCHEMA = 1
 # Runs a program: (weights, number of runs) -> results, whether they are finite, seconds of each run.
@@ -35,7 +35,7 @@ BOUNDS = {"bfloat16": 2**-5, "float32": 2**-14}
 # A kernel's fault of 1 % is smaller than bfloat16's rounding. But rounding errors have random directions, while a
 # kernel's fault has the direction in which results move as the weights before it grow. So the difference is projected
 # onto that direction and bounded there.
-PULLS = {
+ERROR_DIRECTIONS = {
     "attention's results": re.compile(r"\b(to_v|add_v_proj|in_value)\b"),
     "queries": re.compile(r"\bnorm(_added)?_q\b"),
 }
@@ -64,7 +64,7 @@ KERNELS = ("attention", "prologue", "residual_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variation:
+class StepVariant:
     """A variant of the step."""
 
     name: str
@@ -73,7 +73,7 @@ class Variation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class FormResult:
     """The outcome of a variant."""
 
     name: str
@@ -83,7 +83,9 @@ class Verified:
     peak_bytes: int | None  # on one device; None: did not compile
     difference: float | None  # relative RMS from the chosen variant of the same size; None: the chosen one, or no run
     problem: str  # "" without one
-    factors: Mapping[str, float] = field(default_factory=dict)  # growth along each of `PULLS`, for variants of a part
+    factors: Mapping[str, float] = field(
+        default_factory=dict
+    )  # growth along each of `ERROR_DIRECTIONS`, for variants of a part
 
 
 def verify(
@@ -93,7 +95,7 @@ def verify(
     choice: str,
     runs: int,
     described: "Topology | None",
-) -> tuple[dict[str, Json], tuple[Verified, ...]]:
+) -> tuple[dict[str, Json], tuple[FormResult, ...]]:
     """Return the record and its variants; with `described` chips, predictions.
 
     spec, settings: of the model. devices: to run on. runs: of each variant.
@@ -104,18 +106,18 @@ def verify(
 
     precision = resolve(choice, devices[0].platform)
     is_tiny = devices[0].platform != "tpu"
-    check = StepForms(spec, devices, precision, runs)
-    variants = variations(
-        check.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment())), is_tiny
+    check = StepVariants(spec, devices, precision, runs)
+    variants = list_variants(
+        check.program(settings, StepVariant(name=CHOSEN, without=fallbacks.fallbacks_from_environment())), is_tiny
     )
-    sizes = {False: settings, True: part_of(spec, settings)}
+    sizes = {False: settings, True: take_first_frames(spec, settings)}
     rows = tuple(check.predicted(variants, sizes, described) if described else check.measured(variants, sizes))
     loop = None if described else check.loop(settings)
     record = {
         "schema": SCHEMA, "label": "predicted" if described else "measured", "model": spec.name, "is_tiny": is_tiny,
         "settings": asdict(settings), "device_kind": devices[0].device_kind, "num_devices": len(devices),
-        "precision": precision, "versions": versions.of_results(), "forms": [asdict(row) for row in rows],
-        "loop": loop, "memory": asdict(DeviceMemory() if described else device_memory.fullest(devices)),
+        "precision": precision, "versions": versions.list_result_versions(), "forms": [asdict(row) for row in rows],
+        "loop": loop, "memory": asdict(DeviceMemory() if described else device_memory.max_memory_stats(devices)),
     }  # fmt: skip
     return record, rows
 
@@ -133,7 +135,7 @@ def with_blocks(spec: ModelSpec, count: int) -> ModelSpec:
     return replace(spec, components=parts)
 
 
-def part_of(spec: ModelSpec, settings: Settings) -> Settings:
+def take_first_frames(spec: ModelSpec, settings: Settings) -> Settings:
     """Return settings with the first frames of a video; those of an image are unchanged."""
     if spec.is_image:
         return settings
@@ -142,26 +144,26 @@ def part_of(spec: ModelSpec, settings: Settings) -> Settings:
     return replace(settings, num_frames=frames)
 
 
-def variations(chosen: "Program", is_tiny: bool) -> Iterator[Variation]:
+def list_variants(chosen: "Program", is_tiny: bool) -> Iterator[StepVariant]:
     """Yield the chosen variant, those without each group of its options, and without all; then of the first frames, the
     chosen one, those without each kernel, and without all.
 
     chosen: the chosen variant's program. is_tiny: whether there is no TPU.
     """
-    base = fallbacks.from_environment()
-    yield Variation(name=CHOSEN, without=base)
+    base = fallbacks.fallbacks_from_environment()
+    yield StepVariant(name=CHOSEN, without=base)
     groups = [
         group
         for group, begins in fallbacks.OPTIONS.items()
         if any(option.startswith(begins) for option in chosen.compiler_options)
     ]
     for names in _each_and_all(groups):
-        yield Variation(name=f"without {', '.join(names)}", without=base | _off(fallbacks.OPTIONS_VARIABLE, names))
-    yield Variation(name=CHOSEN + PART, without=base, is_part=True)
+        yield StepVariant(name=f"without {', '.join(names)}", without=base | _off(fallbacks.OPTIONS_VARIABLE, names))
+    yield StepVariant(name=CHOSEN + PART, without=base, is_part=True)
     # Without a TPU the attention kernel alone can be interpreted.
     for names in _each_and_all(KERNELS[:1] if is_tiny else KERNELS):
         without = base | _off(fallbacks.KERNELS_VARIABLE, names)
-        yield Variation(name=f"without the kernels {', '.join(names)}{PART}", without=without, is_part=True)
+        yield StepVariant(name=f"without the kernels {', '.join(names)}{PART}", without=without, is_part=True)
 
 
 def _each_and_all(names: Sequence[str]) -> list[Sequence[str]]:
@@ -170,10 +172,10 @@ def _each_and_all(names: Sequence[str]) -> list[Sequence[str]]:
 
 def _off(variable: str, names: Sequence[str]) -> fallbacks.Fallbacks:
     """Return the fallbacks of a machine whose owner switches these off."""
-    return fallbacks.from_environment({variable: ",".join(f"-{name}" for name in names)})
+    return fallbacks.fallbacks_from_environment({variable: ",".join(f"-{name}" for name in names)})
 
 
-class StepForms:
+class StepVariants:
     """Variants of one step on one set of devices."""
 
     def __init__(self, spec: ModelSpec, devices: "Sequence[Device]", precision: str, runs: int) -> None:
@@ -181,18 +183,20 @@ class StepForms:
         # Without a TPU kernels are interpreted, because otherwise none would be compared.
         self.kernel: Literal["auto", "pallas"] = "auto" if devices[0].platform == "tpu" else "pallas"
 
-    def program(self, settings: Settings, variation: Variation) -> "Program":
+    def program(self, settings: Settings, variation: StepVariant) -> "Program":
         """Return a variant's program."""
-        from ..tpu_runtime.pipeline import Target, generation
+        from ..tpu_runtime.pipeline import CompileTarget, generation
 
         spec = with_blocks(self.spec, NUM_PART_BLOCKS if variation.is_part else NUM_BLOCKS)
-        plan = generation.Denoising.published(spec, settings)
-        target = Target(devices=self.devices, precision=self.precision, kernel=self.kernel, fallbacks=variation.without)
-        return plan.program(plan.passages[0], target, plan.shape)
+        plan = generation.DenoisingPlan.published(spec, settings)
+        target = CompileTarget(
+            devices=self.devices, precision=self.precision, kernel=self.kernel, fallbacks=variation.without
+        )
+        return plan.program(plan.step_groups[0], target, plan.shape)
 
     def predicted(
-        self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings], topology: "Topology"
-    ) -> Iterator[Verified]:
+        self, wanted: "Iterator[StepVariant]", sizes: Mapping[bool, Settings], topology: "Topology"
+    ) -> Iterator[FormResult]:
         """Yield each variant with its predicted time.
 
         wanted: the variants. sizes: settings by whether a variant is of a part. topology: the chips.
@@ -200,8 +204,8 @@ class StepForms:
         """
         from ..tpu_runtime.pipeline import compiling, plan
 
-        rows: list[Verified] = []
-        compiled: list[Compiled] = []
+        rows: list[FormResult] = []
+        compiled: list[CompiledProgram] = []
         for variation in wanted:
             started = time.monotonic()
             try:
@@ -211,17 +215,17 @@ class StepForms:
             else:
                 compiled.append(done)
                 rows.append(
-                    Verified(
+                    FormResult(
                         name=variation.name, compile_s=done.compile_s, median_s=None, predicted_s=None,
                         peak_bytes=done.memory.peak, difference=None, problem=done.refusal,
                     )
                 )  # fmt: skip
             _say(rows[-1])
-        plans = iter(plan.predict(compiled, topology, print_now))
+        plans = iter(plan.predict_programs(compiled, topology, print_now))
         for row in rows:
             yield row if row.peak_bytes is None else replace(row, predicted_s=next(plans).predicted_s)
 
-    def measured(self, wanted: "Iterator[Variation]", sizes: Mapping[bool, Settings]) -> Iterator[Verified]:
+    def measured(self, wanted: "Iterator[StepVariant]", sizes: Mapping[bool, Settings]) -> Iterator[FormResult]:
         """Yield each variant with its time, and its difference from the chosen one of its size."""
         chosen: dict[bool, np.ndarray] = {}
         pulls: dict[str, np.ndarray] = {}
@@ -240,12 +244,12 @@ class StepForms:
 
     def _one(
         self,
-        variation: Variation,
+        variation: StepVariant,
         program: "Program",
         started: float,
         chosen: "np.ndarray | None",
         pulls: "Mapping[str, np.ndarray]",
-    ) -> "tuple[Verified, np.ndarray, Run]":
+    ) -> "tuple[FormResult, np.ndarray, Run]":
         """Return the variant's outcome, its values, and a function that runs it with any weights."""
         import numpy as np
 
@@ -255,17 +259,17 @@ class StepForms:
         compile_s = time.monotonic() - started
 
         def run(weights: "Mapping[str, jax.Array]", runs: int) -> "tuple[np.ndarray, bool, list[float]]":
-            (*_, denoised, is_finite), seconds = timed(
-                executable, weights, functools.partial(arguments_of, program), runs
+            (*_, denoised, is_finite), seconds = time_runs(
+                executable, weights, functools.partial(step_arguments, program), runs
             )
             return np.asarray(denoised, np.float64), bool(is_finite), seconds
 
-        values, is_finite, seconds = run(weights_of(program), self.runs)
-        row = Verified(
+        values, is_finite, seconds = run(random_weights(program), self.runs)
+        row = FormResult(
             name=variation.name, compile_s=compile_s, median_s=statistics.median(seconds), predicted_s=None,
-            peak_bytes=compiling.memory_of(program, executable).peak,
-            difference=None if chosen is None else apart(values, chosen),
-            problem="", factors={} if chosen is None else pulled(values - chosen, pulls),
+            peak_bytes=compiling.measure_memory(program, executable).peak,
+            difference=None if chosen is None else relative_rms(values, chosen),
+            problem="", factors={} if chosen is None else attribute_error(values - chosen, pulls),
         )  # fmt: skip
         problem = _problem(row, self.precision) if is_finite else "values are not finite"
         return replace(row, problem=problem), values, run
@@ -274,9 +278,9 @@ class StepForms:
         """Time consecutive steps as a sampler runs them: compiled through the caches, state donated, each awaited."""
         from ..tpu_runtime.pipeline import executables
 
-        program = self.program(settings, Variation(name=CHOSEN, without=fallbacks.from_environment()))
-        executable, is_new = executables.obtain(program)
-        weights, args, seconds = weights_of(program), arguments_of(program), []
+        program = self.program(settings, StepVariant(name=CHOSEN, without=fallbacks.fallbacks_from_environment()))
+        executable, is_new = executables.compile_or_load(program)
+        weights, args, seconds = random_weights(program), step_arguments(program), []
         for index in range(LOOP_STEPS):
             begun = time.perf_counter()
             *state, _, is_finite = executable(weights, *args)
@@ -287,27 +291,27 @@ class StepForms:
         return {"steps": len(seconds), "median_s": statistics.median(seconds), "was_compiled": is_new}
 
 
-def _fail(variation: Variation, error: Exception, started: float, verb: str) -> Verified:
+def _fail(variation: StepVariant, error: Exception, started: float, verb: str) -> FormResult:
     first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-    return Verified(
+    return FormResult(
         name=variation.name, compile_s=time.monotonic() - started, median_s=None, predicted_s=None, peak_bytes=None,
         difference=None, problem=f"{verb}: {first[:200]}",
     )  # fmt: skip
 
 
-def _say(row: Verified) -> None:
+def _say(row: FormResult) -> None:
     ran = "" if row.median_s is None else f", {_seconds(row.median_s)} s"
     print_now(f"{row.name}: compiled in {row.compile_s:.0f} s{ran} {row.problem}".rstrip())
 
 
-def apart(values: "np.ndarray", others: "np.ndarray") -> float:
+def relative_rms(values: "np.ndarray", others: "np.ndarray") -> float:
     """Return the RMS of the difference of two arrays `[...]`, relative to that of `others`."""
     import numpy as np
 
     return float(np.linalg.norm(values - others) / max(float(np.linalg.norm(others)), 1e-30))
 
 
-def pulled(difference: "np.ndarray", pulls: "Mapping[str, np.ndarray]") -> dict[str, float]:
+def attribute_error(difference: "np.ndarray", pulls: "Mapping[str, np.ndarray]") -> dict[str, float]:
     """Return the coefficient of each of `pulls` in a difference `[...]`, by least squares."""
     import numpy as np
 
@@ -318,7 +322,7 @@ def pulled(difference: "np.ndarray", pulls: "Mapping[str, np.ndarray]") -> dict[
     return dict(zip(pulls, map(float, solution), strict=True))
 
 
-def _problem(row: Verified, precision: str) -> str:
+def _problem(row: FormResult, precision: str) -> str:
     """Describe the deviations of a variant that exceed rounding; "" without any."""
     bounds = FACTORS[precision]
     wrong = [
@@ -333,10 +337,10 @@ def _problem(row: Verified, precision: str) -> str:
 
 
 def _pulls(program: "Program", run: Run, values: "np.ndarray") -> "dict[str, np.ndarray]":
-    """Return the change of a variant's results per doubling of the weights in each of `PULLS`."""
-    weights = weights_of(program)
+    """Return the change of a variant's results per doubling of the weights in each of `ERROR_DIRECTIONS`."""
+    weights = random_weights(program)
     pulls = {}
-    for name, pattern in PULLS.items():
+    for name, pattern in ERROR_DIRECTIONS.items():
         grown = {
             key: _place(weight * (1 + GROWTH), weight) if pattern.search(key) else weight
             for key, weight in weights.items()
@@ -345,7 +349,7 @@ def _pulls(program: "Program", run: Run, values: "np.ndarray") -> "dict[str, np.
     return pulls
 
 
-def weights_of(program: "Program") -> dict[str, "jax.Array"]:
+def random_weights(program: "Program") -> dict[str, "jax.Array"]:
     """Return random weights with which every part of a block affects the result.
 
     Products keep the size of their inputs; norms, gates and biases have deviation 1. Norms of queries and keys are
@@ -358,16 +362,19 @@ def weights_of(program: "Program") -> dict[str, "jax.Array"]:
 
     shapes = program.weights or {}
     # Separate seeds: with equal weights for queries and keys, each token would attend only to itself.
-    return {name: random(shapes[name], deviation(name, shapes[name]), seed) for seed, name in enumerate(sorted(shapes))}
+    return {
+        name: random_array(shapes[name], deviation(name, shapes[name]), seed)
+        for seed, name in enumerate(sorted(shapes))
+    }
 
 
-def arguments_of(program: "Program") -> "StepArgs":
+def step_arguments(program: "Program") -> "StepArgs":
     """Return random arguments, with a solver whose result is the network's output, both branches in equal parts."""
     import numpy as np
 
     from ..tpu_runtime.pipeline import StepArgs
 
-    args = StepArgs(*arguments(program))
+    args = StepArgs(*random_arguments(program))
     row = np.zeros(args.row.shape, np.float32)
     row[:, 1] = 1
     return args._replace(row=_place(row, args.row), guidance=_place(np.float32(0.5), args.guidance))
@@ -379,7 +386,7 @@ def _place(values: "np.ndarray | np.float32 | jax.Array", like: "jax.Array") -> 
     return jax.device_put(values, like.sharding)
 
 
-def text(spec: ModelSpec, record: Mapping[str, Json], rows: Sequence[Verified]) -> str:
+def format_verification(spec: ModelSpec, record: Mapping[str, Json], rows: Sequence[FormResult]) -> str:
     """Return the readable report."""
     from ..tpu_runtime.pipeline import plan_report as report
 
@@ -387,13 +394,13 @@ def text(spec: ModelSpec, record: Mapping[str, Json], rows: Sequence[Verified]) 
     head = ("form of the step", "compile", "GiB", label, "of the chosen", "difference")
     times = {row.name: row.median_s if row.median_s is not None else row.predicted_s for row in rows}
 
-    def share(row: Verified) -> str:
+    def share(row: FormResult) -> str:
         seconds, chosen = times[row.name], times.get(CHOSEN + PART * row.name.endswith(PART))
         return f"{100 * seconds / chosen:.0f} %" if seconds and chosen else "-"
 
     table = [
         (
-            row.name, f"{row.compile_s:.0f} s", "-" if row.peak_bytes is None else report.gib(row.peak_bytes),
+            row.name, f"{row.compile_s:.0f} s", "-" if row.peak_bytes is None else report.format_gib(row.peak_bytes),
             _seconds(times[row.name]), share(row), "-" if row.difference is None else f"{row.difference:.1e}",
         )
         for row in rows
@@ -403,7 +410,7 @@ def text(spec: ModelSpec, record: Mapping[str, Json], rows: Sequence[Verified]) 
         f"{record['device_kind']}, {record['precision']}; seconds are {label}"
         + (", on no TPU: they say nothing of speed." if record["is_tiny"] else "."),
         "",
-        *report.table([head, *table]),
+        *report.format_table([head, *table]),
         "",
     ]
     if loop := record["loop"]:

@@ -4,19 +4,19 @@ import argparse
 from pathlib import Path
 
 from ..nodes.declare import Folders
-from ..nodes.graphs.graph import generations
-from ..nodes.headless.runner import HEADLESS, TerminalHost
+from ..nodes.graphs.graph import list_generations
+from ..nodes.headless.runner import HEADLESS_NODES, TerminalContext
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import NAME_HELP, ModelRef, Settings, is_of_files, spec_by_name, variant
+from ..tpu_runtime.pipeline import NAME_HELP, ModelRef, Settings, lookup_spec, names_single_files, resolve_variant
 from .verbs import (
     TINY,
     add_inputs,
     add_precision,
-    flag,
-    given_inputs,
+    format_flag,
     input_names,
     lora_folders,
     model_folders,
+    parse_inputs,
     print_timings,
     read_workflow,
 )
@@ -34,10 +34,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
-    host = TerminalHost(Folders())
+    host = TerminalContext(Folders())
     for model, settings in _list_generations(options):
         with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
-            pipeline.warmup(model, settings, progress=host)
+            pipeline.warm_up(model, settings, progress=host)
     print_timings(host.timings)
     return 0
 
@@ -47,15 +47,17 @@ def _list_generations(options: argparse.Namespace) -> list[tuple[ModelRef, Setti
     if bool(options.workflow) == bool(options.model):
         raise ValueError("warmup takes either a workflow file or --model NAME.")
     if options.workflow:
-        if used := [flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
+        if used := [format_flag(name) for name in input_names("inputs") if getattr(options, name, None) is not None]:
             raise ValueError(f"{', '.join(used)}: a workflow has its own. Leave it out, or give --model NAME instead.")
-        return generations(read_workflow(options), Folders(models=model_folders(), loras=lora_folders()), HEADLESS)
-    is_file = is_of_files(options.model)
-    folders = model_folders() if is_of_files(options.model_id or options.model) else ()
-    spec = variant(None, options.model, folders) if is_file else spec_by_name(options.model)
+        return list_generations(
+            read_workflow(options), Folders(models=model_folders(), loras=lora_folders()), HEADLESS_NODES
+        )
+    is_file = names_single_files(options.model)
+    folders = model_folders() if names_single_files(options.model_id or options.model) else ()
+    spec = resolve_variant(None, options.model, folders) if is_file else lookup_spec(options.model)
     default_id = options.model if is_file else spec.published.hub_id
     model_id = options.model_id or (spec.miniature.id if options.tiny else default_id)
     sizes = spec.miniature.inputs if model_id in spec.miniature.ids else {}
     model = ModelRef(spec_name=spec.name, model_id=model_id, precision=options.precision, folders=folders)
     model.check()
-    return [(model, spec.settings(**{**sizes, **given_inputs(options, spec)}))]
+    return [(model, spec.settings(**{**sizes, **parse_inputs(options, spec)}))]

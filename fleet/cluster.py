@@ -21,13 +21,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..tpu_runtime.pipeline import supervisor, trust
-from .messages import Lost, Worker, Workers
-from .worker import Actor
+from .messages import Worker, WorkerLost, Workers
+from .worker import WorkerActor
 
 log = logging.getLogger(__name__)
 
 # In seconds: between searches for new machines, before a follower is restarted, and to connect to the cluster.
-_LOOK_S, _AGAIN_S, _CONNECT_S = 5.0, 5.0, 10.0
+_SEARCH_S, _RESTART_S, _CONNECT_S = 5.0, 5.0, 10.0
 # Ray's labels of the machines of a slice.
 _NAME, _TOPOLOGY, _POD_TYPE, _WORKER = (
     f"ray.io/tpu-{name}" for name in ("slice-name", "topology", "pod-type", "worker-id")
@@ -54,22 +54,22 @@ class RayWorker(Worker):
     def __init__(self, ray: "ModuleType", place: Slice, actor: type, name: str) -> None:
         self.name, self.place = name, place
         self._ray, self._actor = ray, actor
-        self._handle, self.stop = start(place, actor, name)
+        self._handle, self.stop = start_actor(place, actor, name)
 
     def call(self, method: str, *arguments: object) -> Future:
         return getattr(self._handle, method).remote(*arguments).future()
 
-    def lost(self, error: Exception, is_running: bool) -> Lost | None:
+    def lost(self, error: Exception, is_running: bool) -> WorkerLost | None:
         if not isinstance(error, self._ray.exceptions.RayError):
             raise error
         if is_running:
-            return Lost(_sentence(error))
+            return WorkerLost(_sentence(error))
         if isinstance(error, self._ray.exceptions.ActorUnavailableError):
             return None
         # Ray will not start this one again.
         self.stop()
-        self._handle, self.stop = start(self.place, self._actor, self.name)
-        return Lost(
+        self._handle, self.stop = start_actor(self.place, self._actor, self.name)
+        return WorkerLost(
             f"a worker of the cluster does not start: {_sentence(error)} Is the pack installed on every machine of it, "
             "in the same version?"
         )
@@ -84,7 +84,7 @@ class RayWorkers(Workers):
     actor: their class, which measurements replace.
     """
 
-    def __init__(self, address: str, actor: type = Actor) -> None:
+    def __init__(self, address: str, actor: type = WorkerActor) -> None:
         try:
             import ray
         except ImportError:
@@ -113,7 +113,7 @@ class RayWorkers(Workers):
     def _look(self) -> None:
         """Create an actor for each slice without one. Actors of lost machines wait for a replacement."""
         self._looked = time.monotonic()
-        missing = Counter(found(self._ray.nodes()))
+        missing = Counter(find_slices(self._ray.nodes()))
         for known in list(self._known):
             # A slice of several hosts does not return under its name.
             if known.place.hosts > 1 and known.place not in missing:
@@ -126,7 +126,7 @@ class RayWorkers(Workers):
 
     def found(self) -> Sequence[RayWorker]:
         """Return the actors, after a search for new machines if the last one is old."""
-        if time.monotonic() > self._looked + _LOOK_S:
+        if time.monotonic() > self._looked + _SEARCH_S:
             try:
                 self._look()
             except self._ray.exceptions.RayError as error:
@@ -149,7 +149,7 @@ def _sentence(error: Exception) -> str:
 # --- slices -----------------------------------------------------------------------------------------------------------
 
 
-def found(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
+def find_slices(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
     """Return the slices among the living machines of a cluster; one of several hosts only if all are alive.
 
     nodes: of `ray.nodes()`.
@@ -168,7 +168,7 @@ def found(nodes: Iterable[Mapping[str, Any]]) -> list[Slice]:
     return [place for place in sorted(hosts, key=lambda place: place.hosts) for _ in range(hosts[place] // place.hosts)]
 
 
-def start(place: Slice, actor: Any, name: str) -> tuple[Any, Callable[[], None]]:
+def start_actor(place: Slice, actor: Any, name: str) -> tuple[Any, Callable[[], None]]:
     """Start an actor of class `actor` on a slice's chips, which Ray restarts when it is lost.
 
     place: the slice. name: argument of the actor. Also returns a function that ends it and its followers, and frees the
@@ -205,7 +205,7 @@ def _over_hosts(place: Slice, begin: Callable[..., Any], actor: Any, name: str) 
         bundle_label_selector=[{_NAME: place.name, _WORKER: str(index)} for index in range(place.hosts)],
     )
     group: Any = reserved.placement_group
-    secret = {trust.VARIABLE: secrets.token_urlsafe(24)}  # of this slice's connections only
+    secret = {trust.TOKEN_VARIABLE: secrets.token_urlsafe(24)}  # of this slice's connections only
 
     def on_host(index: int, environment: Mapping[str, str], *actor: Any) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -228,5 +228,5 @@ class FollowerActor:
     def follow(self) -> None:
         while True:
             command = [sys.executable, "-c", _FOLLOW, "follow", "--once"]
-            subprocess.run(command, check=False, preexec_fn=supervisor.ending_with_us())
-            time.sleep(_AGAIN_S)
+            subprocess.run(command, check=False, preexec_fn=supervisor.die_with_parent())
+            time.sleep(_RESTART_S)

@@ -13,39 +13,39 @@ from dataclasses import dataclass, field
 
 from ..tpu_runtime.pipeline import supervisor
 from .jobs import JobTemplate
-from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Lost, Status, Worker, Workers
+from .messages import JOB_FAULT, MACHINE_FAULT, JobFailed, Worker, WorkerLost, Workers, WorkerStatus
 from .queue import Job, Queue
-from .store import DONE, FAILED, TRIES, BatchStore, Document, decided
+from .store import DONE, FAILED, TRIES, BatchStore, Document, make_record
 
 # Seconds between polls, and seconds that running jobs get to stop.
 _TICK_S, _STOP_S = 0.25, 20.0
 # Backoff of a worker that fails or is lost, in seconds, doubled each time; every third failure restarts it.
-FIRST_REST_S, LONGEST_REST_S, _RESTART_AFTER = 1.0, 60.0, 3
+FIRST_BACKOFF_S, MAX_BACKOFF_S, _RESTART_AFTER = 1.0, 60.0, 3
 # The batch ends once every worker has had this many failures in a row.
-MOST_IN_A_ROW = 8
+MAX_CONSECUTIVE_FAILURES = 8
 # The batch ends after this many starts in a row that failed: the machine is not the cause.
 _VAIN_STARTS = 4
 # How many workers a job may lose before it is set aside.
-MOST_LOSSES = 12
+MAX_LOSSES = 12
 _RECENT = 50
 
 
 @dataclass(slots=True, kw_only=True)
-class Doing:
+class WorkerState:
     """The state of a worker, as a view shows it."""
 
     worker: Worker = field(default_factory=Worker)
     job: Job | None = None  # that it runs; None while it waits or is lost
     since: float = 0.0  # when the job started, `time.monotonic()`
     is_here: bool = True
-    status: Status = field(default_factory=Status)
+    status: WorkerStatus = field(default_factory=WorkerStatus)
     asked: Future | None = None  # the call of `run`, or of `status` while it has no job
     looked: Future | None = None  # the call of `status` while it runs a job
-    looks_at: float = 0.0  # time of the next such call
-    rests_until: float = 0.0  # end of its backoff
-    in_a_row: int = 0  # consecutive failures
-    lost_in_a_row: int = 0  # consecutive losses
-    vain_starts: int = 0  # consecutive starts that failed
+    next_poll: float = 0.0  # time of the next such call
+    backoff_until: float = 0.0  # end of its backoff
+    consecutive_failures: int = 0  # consecutive failures
+    consecutive_losses: int = 0  # consecutive losses
+    failed_starts: int = 0  # consecutive starts that failed
     failed: dict[str, Job] = field(default_factory=dict)  # consecutive jobs that failed, each perhaps by its own fault
 
 
@@ -59,7 +59,7 @@ class BatchNumbers:
     before: int  # done or set aside by earlier calls
     waiting: int = 0
     per_hour: float | None = None
-    workers: dict[str, Doing] = field(default_factory=dict)
+    workers: dict[str, WorkerState] = field(default_factory=dict)
 
 
 class View:
@@ -98,7 +98,7 @@ class Driver:
         """
         self._ends.append(time.monotonic())
         deadline = float("inf")
-        with supervisor.signals(self._stop):
+        with supervisor.handle_signals(self._stop):
             while time.monotonic() < deadline and not self._is_over():
                 if isinstance(self._end, KeyboardInterrupt) and deadline == float("inf"):
                     self._view.line("stopping: running jobs end within a step; press Ctrl-C again to end them at once")
@@ -107,7 +107,7 @@ class Driver:
                         doing.worker.call("cancel")
                 there = {worker.name: worker for worker in self._workers.found()}
                 for name in [name for name in there if name not in self._doing]:
-                    self._doing[name] = Doing(worker=there[name], is_here=False)
+                    self._doing[name] = WorkerState(worker=there[name], is_here=False)
                 for name, doing in list(self._doing.items()):
                     if doing.job is not None or name in there:
                         self._turn(doing)
@@ -131,14 +131,14 @@ class Driver:
     def _is_over(self) -> bool:
         return not self._running() and (self._end is not None or not len(self._queue))
 
-    def _running(self) -> list[Doing]:
+    def _running(self) -> list[WorkerState]:
         return [doing for doing in self._doing.values() if doing.job is not None]
 
     def _wait(self) -> None:
         """Wait until a worker answers, or its backoff ends."""
         now = time.monotonic()
         pending = [doing.asked for doing in self._doing.values() if doing.asked is not None]
-        rests = [doing.rests_until - now for doing in self._doing.values() if doing.asked is None]
+        rests = [doing.backoff_until - now for doing in self._doing.values() if doing.asked is None]
         pause_s = max(0.0, min([_TICK_S, *rests])) if self._end is None else _TICK_S
         if pending:
             wait(pending, pause_s, FIRST_COMPLETED)
@@ -147,13 +147,13 @@ class Driver:
 
     # -- calls of a worker ---------------------------------------------------------------------------------------------
 
-    def _turn(self, doing: Doing) -> None:
+    def _turn(self, doing: WorkerState) -> None:
         """Advance a worker: check that it answers, then let it run a job, and so on.
 
         An idle worker is checked first, because a lost one would keep its job until the loss is noticed.
         """
         if doing.asked is None:
-            if time.monotonic() >= doing.rests_until and self._end is None:
+            if time.monotonic() >= doing.backoff_until and self._end is None:
                 doing.asked = doing.worker.call("status")
         elif doing.asked.done():
             call, doing.asked = doing.asked, None
@@ -166,54 +166,54 @@ class Driver:
                     self._give_job(doing)
                 else:
                     self._handle_outcome(doing, doing.job, outcome)
-        elif doing.job is not None and time.monotonic() > doing.looks_at and (not doing.looked or doing.looked.done()):
+        elif doing.job is not None and time.monotonic() > doing.next_poll and (not doing.looked or doing.looked.done()):
             if doing.looked and doing.looked.exception() is None:
                 doing.status = doing.looked.result()
-            doing.looked, doing.looks_at = doing.worker.call("status"), time.monotonic() + _TICK_S
+            doing.looked, doing.next_poll = doing.worker.call("status"), time.monotonic() + _TICK_S
 
-    def _give_job(self, doing: Doing) -> None:
+    def _give_job(self, doing: WorkerState) -> None:
         """Assign the most suitable job to a worker that answers."""
-        doing.is_here, doing.vain_starts = True, 0
+        doing.is_here, doing.failed_starts = True, 0
         job = self._queue.take(doing.worker.name) if self._end is None else None
         if job is None:
-            doing.rests_until = time.monotonic() + _TICK_S
+            doing.backoff_until = time.monotonic() + _TICK_S
             return
-        doing.job, doing.since, doing.status, doing.looked = job, time.monotonic(), Status(), None
+        doing.job, doing.since, doing.status, doing.looked = job, time.monotonic(), WorkerStatus(), None
         try:
             doing.asked = doing.worker.call("run", self._recipe.request(job, self._store.location, self._token))
         except (ValueError, OSError) as error:  # from reading its images on this machine
-            fault = JOBS_FAULT if isinstance(error, ValueError) else PLACES_FAULT
+            fault = JOB_FAULT if isinstance(error, ValueError) else MACHINE_FAULT
             self._handle_outcome(doing, job, JobFailed(error=str(error), fault=fault))
 
-    def _handle_outcome(self, doing: Doing, job: Job, outcome: Document | JobFailed) -> None:
+    def _handle_outcome(self, doing: WorkerState, job: Job, outcome: Document | JobFailed) -> None:
         """Record the outcome of a job. After a failure that the machine may have caused, the worker backs off."""
         doing.job = None
         if not isinstance(outcome, JobFailed):
-            doing.in_a_row = doing.lost_in_a_row = 0
+            doing.consecutive_failures = doing.consecutive_losses = 0
             doing.failed.clear()
             self._record_done(job, outcome)
         elif outcome.cancelled:
             self._queue.add(job)
         else:
             job.avoid = doing.worker.name if len(self._doing) > 1 else ""
-            if outcome.fault == JOBS_FAULT:
+            if outcome.fault == JOB_FAULT:
                 return self._count_failure(job, outcome.error)
-            doing.rests_until = time.monotonic() + self._blame_worker(doing, job, outcome)
-            if doing.in_a_row % _RESTART_AFTER == 0:
+            doing.backoff_until = time.monotonic() + self._blame_worker(doing, job, outcome)
+            if doing.consecutive_failures % _RESTART_AFTER == 0:
                 doing.is_here = False
                 self._queue.forget(doing.worker.name)
                 doing.worker.restart()
 
-    def _blame_worker(self, doing: Doing, job: Job, outcome: JobFailed) -> float:
+    def _blame_worker(self, doing: WorkerState, job: Job, outcome: JobFailed) -> float:
         """Count a failure for the worker, and for the job unless the machine caused it.
 
         The machine is the cause if other jobs failed on it too. Returns the worker's backoff in seconds.
         """
-        doing.in_a_row += 1
-        rest_s = _rest_s(doing.in_a_row)
-        if outcome.fault != PLACES_FAULT:
+        doing.consecutive_failures += 1
+        rest_s = _rest_s(doing.consecutive_failures)
+        if outcome.fault != MACHINE_FAULT:
             doing.failed[job.id] = job
-        if outcome.fault == PLACES_FAULT or len(doing.failed) > 1:
+        if outcome.fault == MACHINE_FAULT or len(doing.failed) > 1:
             for earlier in doing.failed.values():
                 if earlier.failures and earlier.id not in self._store.jobs[FAILED]:
                     earlier.failures.clear()
@@ -224,35 +224,35 @@ class Driver:
             self._queue.add(job)
         else:
             self._count_failure(job, outcome.error)
-        if all(state.in_a_row >= MOST_IN_A_ROW for state in self._doing.values()):
+        if all(state.consecutive_failures >= MAX_CONSECUTIVE_FAILURES for state in self._doing.values()):
             self._end = RuntimeError(
-                f"{MOST_IN_A_ROW} jobs in a row failed with an error of the machine, on every machine, the last with: "
+                f"{MAX_CONSECUTIVE_FAILURES} jobs in a row failed with an error of the machine, on every machine, the last with: "
                 f"{outcome.error} Fix that, and run the same command again: no job has lost an attempt by it."
             )
         return rest_s
 
-    def _lost(self, doing: Doing, lost: Lost | None) -> None:
+    def _lost(self, doing: WorkerState, lost: WorkerLost | None) -> None:
         doing.is_here = False
         if lost is None:
-            doing.rests_until = time.monotonic() + _TICK_S
+            doing.backoff_until = time.monotonic() + _TICK_S
             return
-        job, doing.job, doing.asked, doing.in_a_row = doing.job, None, None, 0
-        doing.lost_in_a_row += 1
-        doing.vain_starts += job is None
-        doing.rests_until = time.monotonic() + _rest_s(doing.lost_in_a_row)
+        job, doing.job, doing.asked, doing.consecutive_failures = doing.job, None, None, 0
+        doing.consecutive_losses += 1
+        doing.failed_starts += job is None
+        doing.backoff_until = time.monotonic() + _rest_s(doing.consecutive_losses)
         name = doing.worker.name
         self._queue.forget(name)
         if self._end is not None:
             return
         if job is None:
             self._view.line(f"{name} was lost: {lost}")
-            if doing.vain_starts == _VAIN_STARTS:
+            if doing.failed_starts == _VAIN_STARTS:
                 self._end = RuntimeError(str(lost))
         elif record := self._store.document(f"{DONE}/{job.id}.json"):
             self._record_done(job, record)  # it stored its results before it was lost
         else:
             job.losses += 1
-            if job.losses >= MOST_LOSSES:
+            if job.losses >= MAX_LOSSES:
                 return self._set_aside(job, f"its worker was lost {job.losses} times while it ran; last: {lost}")
             self._view.line(f"{name} was lost, line {job.line} waits again: {lost}")
             self._note_tries(job)
@@ -284,7 +284,7 @@ class Driver:
     def _set_aside(self, job: Job, error: str) -> None:
         self._numbers.failed += 1
         tries = {"failures": job.failures, "losses": job.losses}
-        record = decided(FAILED, job.id, job.line, error=error, **tries, set=json.loads(job.text))
+        record = make_record(FAILED, job.id, job.line, error=error, **tries, set=json.loads(job.text))
         self._store.note(FAILED, job.id, record)
         self._view.line(f"{self._count()} line {job.line} is set aside: {error}")
 
@@ -293,4 +293,4 @@ class Driver:
 
 
 def _rest_s(in_a_row: int) -> float:
-    return min(FIRST_REST_S * 2 ** min(in_a_row - 1, 30), LONGEST_REST_S)  # a larger power overflows a float
+    return min(FIRST_BACKOFF_S * 2 ** min(in_a_row - 1, 30), MAX_BACKOFF_S)  # a larger power overflows a float

@@ -14,30 +14,30 @@ from typing import Any
 
 from ..nodes import lora
 from ..nodes.declare import Declaration, Folders, Node
-from ..nodes.graphs.graph import PROGRAMLESS, Table, Workflow, expand, is_link, node_label
+from ..nodes.graphs.graph import WITHOUT_EFFECT_ON_PROGRAMS, Table, Workflow, expand, is_link, node_label
 from ..nodes.headless.changes import set_input
 from ..nodes.headless.core_nodes import find_image
-from ..nodes.headless.runner import HEADLESS, execution_order
+from ..nodes.headless.runner import HEADLESS_NODES, execution_order
 from ..nodes.headless.workflow import validate_workflow
-from ..nodes.model import chosen_id
+from ..nodes.model import join_model_id
 from ..tpu_runtime.pipeline import Progress, content, parse_json
-from .messages import Mark, Request
-from .queue import Group, Job
+from .messages import ContentHash, JobRequest
+from .queue import Job, JobKey
 
 # The widgets that determine a job's weights.
 _OF_WEIGHTS = frozenset({"precision", "quality", "family", "strength", "expert"})
-# The widgets that compiled programs do not depend on, in addition to `PROGRAMLESS`.
+# The widgets that compiled programs do not depend on, in addition to `WITHOUT_EFFECT_ON_PROGRAMS`.
 _CONTENT = frozenset({"prompt", "negative_prompt", "image", "filename_prefix"})
-MOST_PROBLEMS = 10
+MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class StagedJob:
     """A job's workflow, with its images named by content."""
 
     workflow: Workflow
     files: Mapping[str, Path]  # images on this machine, by name
-    marks: tuple[Mark, ...]  # of its models and LoRAs
+    marks: tuple[ContentHash, ...]  # of its models and LoRAs
 
     @property
     def id(self) -> str:
@@ -50,13 +50,13 @@ class Prepared:
 class JobTemplate:
     """The common part of all jobs: the workflow in API format, and the folders of its files."""
 
-    def __init__(self, workflow: Workflow, folders: Folders, progress: Progress, table: Table = HEADLESS) -> None:
+    def __init__(self, workflow: Workflow, folders: Folders, progress: Progress, table: Table = HEADLESS_NODES) -> None:
         self.folders = folders
         self._workflow = workflow
         self._table = table
         self._checked: set[tuple[Any, ...]] = set()
         # Files are read once, however many jobs use them.
-        self._mark = functools.cache(lambda kind, name: mark(kind, name, folders, progress))
+        self._hash = functools.cache(lambda kind, name: hash_content(kind, name, folders, progress))
         self._picture = functools.cache(lambda name: _picture(folders, name))
         if not validate_workflow(workflow, table):
             execution_order(expand(workflow, table), table)  # raises if the workflow has no output
@@ -69,7 +69,7 @@ class JobTemplate:
         prepared = self.prepared(text)
         return Job(id=prepared.id, line=line, text=text, group=self._group(prepared))
 
-    def request(self, job: Job, out: str, token: str) -> Request:
+    def request(self, job: Job, out: str, token: str) -> JobRequest:
         """Return a job as it is sent to a worker, with its images. Raises ValueError if these have changed since.
 
         out, token: location and token of the batch.
@@ -79,12 +79,12 @@ class JobTemplate:
         for name, image in files.items():
             if not name.startswith(_digest(image)):
                 raise ValueError(f"{prepared.files[name]} has changed since the batch began. Start the batch again.")
-        return Request(
+        return JobRequest(
             job=job.id, line=job.line, workflow=prepared.workflow, folders=self.folders, files=files,
             marks=prepared.marks, out=out, token=token,
         )  # fmt: skip
 
-    def prepared(self, text: str) -> Prepared:
+    def prepared(self, text: str) -> StagedJob:
         """Return a line's workflow, checked as `run_workflow` would; checks that lines share run once."""
         workflow = {name: {**node, "inputs": dict(node["inputs"])} for name, node in self._workflow.items()}
         for target, value in _settings(text).items():
@@ -92,7 +92,7 @@ class JobTemplate:
         if problems := validate_workflow(workflow, self._table):
             raise ValueError(" ".join(problems))
         files: dict[str, Path] = {}
-        marks: dict[Mark, None] = {}
+        marks: dict[ContentHash, None] = {}
         for node_id, node in workflow.items():
             declaration, inputs = self._table[node["class_type"]], node["inputs"]
             for declared in declaration.inputs:
@@ -100,9 +100,9 @@ class JobTemplate:
                     inputs[declared.name] = declared.parse(inputs[declared.name])
             self._check(node_id, node, declaration)
             files |= self._take_pictures(declaration, inputs)
-            marks |= dict.fromkeys(self._marks_of(declaration, inputs))
+            marks |= dict.fromkeys(self._iterate_hashes(declaration, inputs))
             node.pop("_meta", None)
-        return Prepared(workflow=workflow, files=files, marks=tuple(marks))
+        return StagedJob(workflow=workflow, files=files, marks=tuple(marks))
 
     def _check(self, node_id: str, node: Mapping[str, Any], declaration: Declaration) -> None:
         """Run `Declaration.check`, which may read a checkpoint's headers, once per choice of a model."""
@@ -111,11 +111,11 @@ class JobTemplate:
             raise ValueError(
                 f"{node_label(node_id, node)}: in a batch, folder must be an absolute path, such as /data/stages."
             )
-        linked = tuple(name for name in declaration.checked_links if name in node["inputs"] and name not in widgets)
-        chosen = tuple(widgets.get(name) for name in (*declaration.checks, *declaration.checked_too))
+        linked = tuple(name for name in declaration.validated_links if name in node["inputs"] and name not in widgets)
+        chosen = tuple(widgets.get(name) for name in (*declaration.checks, *declaration.also_validated_inputs))
         key = (declaration.id, linked, chosen)
         if key not in self._checked:
-            declaration.check_constants(self.folders, widgets, set(node["inputs"]) - set(widgets))
+            declaration.validate_constants(self.folders, widgets, set(node["inputs"]) - set(widgets))
             self._checked.add(key)
 
     def _take_pictures(self, declaration: Declaration, inputs: dict[str, Any]) -> dict[str, Path]:
@@ -128,43 +128,43 @@ class JobTemplate:
                 inputs[declared.name], files[name] = name, path
         return files
 
-    def _marks_of(self, declaration: Declaration, inputs: Mapping[str, Any]) -> Iterator[Mark]:
+    def _iterate_hashes(self, declaration: Declaration, inputs: Mapping[str, Any]) -> Iterator[ContentHash]:
         """Yield the content of a node's files: its model, unless one is connected, and its LoRA."""
         for declared in declaration.inputs:
             value = inputs.get(declared.name, declared.default)
             if declared.name == "model_id" and "address" in inputs:
-                yield Mark(kind="remote model", name=str(value), content="")  # known only on the other machine
+                yield ContentHash(kind="remote model", name=str(value), content="")  # known only on the other machine
             elif declared.name == "model_id" and not is_link(value) and not is_link(inputs.get("model")):
-                yield self._mark("model", chosen_id({"model_id": value, **inputs}))
+                yield self._hash("model", join_model_id({"model_id": value, **inputs}))
             elif declared.files == "loras" and not is_link(value):
-                yield self._mark("LoRA", str(value))
+                yield self._hash("LoRA", str(value))
         if isinstance(declaration, Node) and declaration.fingerprint is not None and declaration.id != lora.LOADER.id:
             widgets = {i.name: inputs[i.name] for i in declaration.inputs if i.is_widget and i.name in inputs}
             state = repr(declaration.fingerprint(self.folders, **widgets))
-            yield Mark(kind="files", name=json.dumps(widgets, sort_keys=True), content=state)
+            yield ContentHash(kind="files", name=json.dumps(widgets, sort_keys=True), content=state)
 
-    def _group(self, prepared: Prepared) -> Group:
+    def _group(self, prepared: StagedJob) -> JobKey:
         """Return the group of a job: its weights and programs, as far as widgets determine them."""
         marks = sorted((mark.kind, mark.name) for mark in prepared.marks)
         model: list[Any] = [marks]
         size: list[Any] = []
         for name, node in sorted(prepared.workflow.items()):
             for key, value in sorted(node["inputs"].items()):
-                if key not in _CONTENT and key not in PROGRAMLESS and not is_link(value):
+                if key not in _CONTENT and key not in WITHOUT_EFFECT_ON_PROGRAMS and not is_link(value):
                     (model if key in _OF_WEIGHTS else size).append((name, key, value))
-        return Group(_digest(repr(model).encode()), _digest(repr(size).encode()))
+        return JobKey(_digest(repr(model).encode()), _digest(repr(size).encode()))
 
 
-def mark(kind: str, name: str, folders: Folders, progress: Progress) -> Mark:
+def hash_content(kind: str, name: str, folders: Folders, progress: Progress) -> ContentHash:
     """Return the mark of a model or LoRA on this machine. Raises ValueError if it does not exist.
 
     kind: "model" or "LoRA". name: as in the workflow. folders: of this machine. progress: of reading its files.
     """
     if kind == "LoRA":
-        digest = content.of_file(lora.find(folders, lora_name=name))
+        digest = content.hash_file(lora.find_lora(folders, lora_name=name))
     else:
-        digest = content.of_model(name, folders.models, progress)
-    return Mark(kind=kind, name=name, content=digest)
+        digest = content.hash_model(name, folders.models, progress)
+    return ContentHash(kind=kind, name=name, content=digest)
 
 
 def _picture(folders: Folders, name: str) -> tuple[str, Path]:
@@ -204,7 +204,7 @@ def read_jobs(recipe: JobTemplate, lines: Iterable[str], what: str) -> list[Job]
             jobs.setdefault(job.id, job)
         except ValueError as error:
             problems.append(f"{what}, line {number}: {error}")
-            if len(problems) == MOST_PROBLEMS:
+            if len(problems) == MAX_PROBLEMS:
                 break
     if problems:
         raise ValueError("\n".join(problems))

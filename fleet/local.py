@@ -19,10 +19,10 @@ from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
-from .messages import Lost, Worker, Workers
-from .worker import Actor, scratch
+from .messages import Worker, WorkerLost, Workers
+from .worker import WorkerActor, scratch_folder
 
-_LOOK_S, _LOG_LINES = 0.1, 6
+_POLL_S, _LOG_LINES = 0.1, 6
 
 
 class _Manager(BaseManager):
@@ -32,7 +32,7 @@ class _Manager(BaseManager):
 class LocalWorker(Worker, Workers):
     """One child process at a time, which runs `actor` and writes its output to `<logs>/<name>.log`."""
 
-    def __init__(self, logs: Path, actor: type[Actor] = Actor) -> None:
+    def __init__(self, logs: Path, actor: type[WorkerActor] = WorkerActor) -> None:
         self.name = socket.gethostname()
         self._log, self._actor = logs / f"{self.name}.log", actor
         self._process: Any = None
@@ -46,7 +46,7 @@ class LocalWorker(Worker, Workers):
 
     def call(self, method: str, *arguments: object) -> Future:
         if self._process is None:
-            where = str(self._folders.enter_context(scratch()) / "actor")
+            where = str(self._folders.enter_context(scratch_folder()) / "actor")
             begun = (self._actor, where, str(self._log))
             self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=begun, daemon=True)
             self._process.start()
@@ -54,7 +54,7 @@ class LocalWorker(Worker, Workers):
         handle = self._handle
         return self._calls.submit(lambda: getattr(handle.result(), method)(*arguments))
 
-    def lost(self, error: Exception, is_running: bool) -> Lost:
+    def lost(self, error: Exception, is_running: bool) -> WorkerLost:
         if not isinstance(error, EOFError | OSError):
             raise error
         process = self._process
@@ -63,7 +63,7 @@ class LocalWorker(Worker, Workers):
         code = process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         ended = f"its process ended ({how}). {_tail(self._log)}"
-        return Lost(ended if is_running else f"the worker on this machine does not start: {ended}")
+        return WorkerLost(ended if is_running else f"the worker on this machine does not start: {ended}")
 
     def close(self) -> None:
         if self._process is not None:
@@ -75,7 +75,7 @@ class LocalWorker(Worker, Workers):
     restart = close
 
 
-def _connect(process: Any, where: str, actor: type[Actor], name: str) -> Any:
+def _connect(process: Any, where: str, actor: type[WorkerActor], name: str) -> Any:
     """Return the actor of a process once it answers. Raises EOFError if the process ends before."""
     manager = _Manager(where)
     manager.register("actor", actor)
@@ -83,7 +83,7 @@ def _connect(process: Any, where: str, actor: type[Actor], name: str) -> Any:
         with contextlib.suppress(OSError):
             manager.connect()
             return manager.actor(name)  # pyright: ignore[reportAttributeAccessIssue] - registered
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     raise EOFError
 
 
@@ -99,7 +99,7 @@ def _tail(path: Path) -> str:
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
-def _serve(actor: type[Actor], where: str, log: str) -> None:
+def _serve(actor: type[WorkerActor], where: str, log: str) -> None:
     """Answer calls until the driver ends."""
     from tqdm import tqdm
 

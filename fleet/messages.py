@@ -9,7 +9,7 @@ from ..nodes.graphs.graph import Workflow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ContentHash:
     """The content of a model or LoRA, so that workers can compare their files (see `checkpoints.content`)."""
 
     kind: str  # "model" or "LoRA"
@@ -18,7 +18,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class JobRequest:
     """One job for a worker."""
 
     job: str  # its id
@@ -26,13 +26,13 @@ class Request:
     workflow: Workflow
     folders: Folders
     files: Mapping[str, bytes] = field(default_factory=dict)  # images, by their names in the workflow
-    marks: Sequence[Mark] = ()  # of its models and LoRAs
+    marks: Sequence[ContentHash] = ()  # of its models and LoRAs
     out: str  # location of the batch
     token: str  # of the batch's store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class WorkerStatus:
     """The current work of a worker."""
 
     node: str = ""  # title
@@ -51,16 +51,16 @@ class JobFailed:
     """The outcome of a job that ended with an error."""
 
     error: str
-    fault: str = ""  # `JOBS_FAULT`, `PLACES_FAULT`, or "": that of the one that fails with others too
+    fault: str = ""  # `JOB_FAULT`, `MACHINE_FAULT`, or "": that of the one that fails with others too
     cancelled: bool = False
 
 
 # The job is at fault if its files are unchanged and its workflow is still invalid; the machine is for its files, mounts
 # and memory.
-JOBS_FAULT, PLACES_FAULT = "job", "place"
+JOB_FAULT, MACHINE_FAULT = "job", "place"
 
 
-class Lost(RuntimeError):
+class WorkerLost(RuntimeError):
     """A worker was lost or did not start; the message says how. It is started again."""
 
 
@@ -76,7 +76,7 @@ class Worker:
         """Call a method of the actor, which is started if necessary. The future has its result."""
         raise NotImplementedError
 
-    def lost(self, error: Exception, is_running: bool) -> Lost | None:
+    def lost(self, error: Exception, is_running: bool) -> WorkerLost | None:
         """Return how the actor was lost, by an error of a call; None if it only does not answer yet.
 
         is_running: whether it had a job. Raises `error` if it has another cause.

@@ -11,10 +11,10 @@ from itertools import islice
 from typing import NamedTuple
 
 # How many models, sizes of a model, and jobs of a size are considered.
-MOST = 64
+MAX_CANDIDATES = 64
 
 
-class Group(NamedTuple):
+class JobKey(NamedTuple):
     """Jobs with the same weights and, within a model, the same compiled programs."""
 
     model: str
@@ -28,7 +28,7 @@ class Job:
     id: str
     line: int  # of the batch's file
     text: str  # of that line
-    group: Group
+    group: JobKey
     avoid: str = ""  # the worker that it last failed on
     failures: list[str] = field(default_factory=list)  # errors so far
     losses: int = 0  # how often its worker was lost
@@ -40,7 +40,7 @@ class Queue:
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self._waiting: dict[str, dict[str, deque[Job]]] = {}
         self._counts: Counter[str] = Counter()  # waiting jobs by model
-        self._held: dict[str, Group] = {}
+        self._held: dict[str, JobKey] = {}
         for job in jobs:
             self.add(job)
 
@@ -56,7 +56,7 @@ class Queue:
         first = None
         for waiting in self._candidates(worker):
             first = first or waiting[0]
-            if job := next((job for job in islice(waiting, MOST) if job.avoid != worker), None):
+            if job := next((job for job in islice(waiting, MAX_CANDIDATES) if job.avoid != worker), None):
                 return self._assign(job, worker)
         # Only jobs that failed on this worker are left.
         return first and self._assign(first, worker)
@@ -70,15 +70,17 @@ class Queue:
 
         First the worker's own group, then those with the most waiting jobs per worker, counting this one.
         """
-        current = self._held.get(worker, Group("", ""))
+        current = self._held.get(worker, JobKey("", ""))
         others = [group for name, group in self._held.items() if name != worker]
         at_models, at_groups = Counter(group.model for group in others), Counter(others)
-        models = sorted(islice(self._waiting, MOST), key=lambda model: -self._counts[model] / (1 + at_models[model]))
+        models = sorted(
+            islice(self._waiting, MAX_CANDIDATES), key=lambda model: -self._counts[model] / (1 + at_models[model])
+        )
         for model in dict.fromkeys((current.model, *models)):
             sizes = self._waiting.get(model, {})
             if current.model == model and current.size in sizes:
                 yield sizes[current.size]
-            groups = [Group(model, size) for size in islice(sizes, MOST)]
+            groups = [JobKey(model, size) for size in islice(sizes, MAX_CANDIDATES)]
             groups.sort(key=lambda group: -len(sizes[group.size]) / (1 + at_groups[group]))
             yield from (sizes[group.size] for group in groups)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import STAGES, Expected, ModelRef, Preview, choose_model, records, wire
+from ..tpu_runtime.pipeline import STAGES, ModelRef, PlannedGeneration, Preview, choose_model, records, wire
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +27,15 @@ HEARTBEAT_S = 10.0
 # Seconds between previews, and the largest share of the time that sending them may take.
 _PREVIEW_S, _PREVIEW_SHARE = 0.5, 0.1
 # Concurrent clients; bytes of a stage's arguments, of a LoRA, and of all LoRAs in the cache.
-MOST_CLIENTS, MOST_GIVEN, MOST_LORA, MOST_LORAS = 32, 2**30, 2**33, 2**35
+MAX_CLIENTS, MAX_ARGUMENT_BYTES, MAX_LORA_BYTES, MAX_LORA_CACHE_BYTES = 32, 2**30, 2**33, 2**35
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class NobodyWaits(Exception):
+class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-class Asker:
+class ClientProgress:
     """A client, as the `Progress` of its stage; used by the thread that runs the stage."""
 
     def __init__(self, link: Any) -> None:
@@ -46,33 +46,33 @@ class Asker:
         try:
             self._link.send(message, self.check_cancelled)
         except ConnectionError:
-            raise NobodyWaits from None
+            raise ClientDisconnected from None
 
     def text(self, message: str) -> None:
-        self.send(records.Text(message))
+        self.send(records.StatusText(message))
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         begun = time.monotonic()
         if preview is None or begun < self._next_preview:
-            return self.send(records.Step(done, total, unit))
+            return self.send(records.StepDone(done, total, unit))
         # float16 is precise enough for a preview.
-        self.send(records.Step(done, total, unit, preview.latent_format, preview.sample().half()))
+        self.send(records.StepDone(done, total, unit, preview.latent_format, preview.sample().half()))
         ended = time.monotonic()
         self._next_preview = ended + max(_PREVIEW_S, (ended - begun) / _PREVIEW_SHARE)
 
     def check_cancelled(self) -> None:
         if self.is_gone:
-            raise NobodyWaits
+            raise ClientDisconnected
 
 
-class Stages:
+class StageService:
     """The requests that a client may make. `models` are folders in which model ids are looked up."""
 
     def __init__(self, models: Sequence[str] = ()) -> None:
         self._models = tuple(models)
         self.ran = ""
 
-    def run(self, verb: str, given: Mapping[str, Any], asker: Asker) -> Any:
+    def run(self, verb: str, given: Mapping[str, Any], asker: ClientProgress) -> Any:
         """Run one request and return its result. Raises ValueError for an invalid request.
 
         verb: a stage, or another request. given: its arguments. asker: the client.
@@ -87,7 +87,7 @@ class Stages:
             log.exception("%s cannot be understood", verb)
             raise ValueError(f"{verb}: the request cannot be understood ({error}).") from error
 
-    def _model(self, described: ModelRef, asker: Asker) -> ModelRef:
+    def _model(self, described: ModelRef, asker: ClientProgress) -> ModelRef:
         """Return a model of this machine, with the client's LoRAs."""
         self.ran = described.model_id
         loras = tuple(replace(lora, path=str(lora_path(lora.path))) for lora in described.loras)
@@ -97,7 +97,9 @@ class Stages:
             progress=asker,
         )  # fmt: skip
 
-    def _stage(self, name: str, asker: Asker, *, model: ModelRef, expected: Expected | None, **given: Any) -> Any:
+    def _stage(
+        self, name: str, asker: ClientProgress, *, model: ModelRef, expected: PlannedGeneration | None, **given: Any
+    ) -> Any:
         """Run one of the engine's stages; programs of the `expected` generation may be compiled in the background."""
         chosen, generations = self._model(model, asker), []
         # A client may mistake a model that it does not have for another of the family.
@@ -105,16 +107,16 @@ class Stages:
             if expected.settings is not None:
                 chosen.spec.check_settings(expected.settings)
             generations.append(replace(expected, model=chosen))
-        pipeline.expect_here(generations, progress=asker)
+        pipeline.announce_local_generations(generations, progress=asker)
         if (settings := given.get("settings")) is not None:
             chosen.spec.check_settings(settings)
-        return pipeline.run(name, chosen, asker, **given)
+        return pipeline.run_stage(name, chosen, asker, **given)
 
-    def _choose(self, asker: Asker, *, family: str, model_id: str, precision: str) -> str:
+    def _choose(self, asker: ClientProgress, *, family: str, model_id: str, precision: str) -> str:
         spec = pipeline.spec_for_family(family)
         return choose_model(spec, model_id, precision=precision, folders=self._models, progress=asker).spec_name
 
-    def _report_lora(self, asker: Asker, *, model: ModelRef) -> str:
+    def _report_lora(self, asker: ClientProgress, *, model: ModelRef) -> str:
         changed = self._model(model, asker)
         return pipeline.add_lora(replace(changed, loras=changed.loras[:-1]), changed.loras[-1], progress=asker)[1]
 
@@ -129,13 +131,13 @@ def lora_path(digest: str) -> Path:
 class Server:
     """Listens at `host` and `port` within its context; `port` is then the actual one. Each request has a connection."""
 
-    def __init__(self, host: str, port: int, stages: Stages) -> None:
+    def __init__(self, host: str, port: int, stages: StageService) -> None:
         self.host, self.port, self.stages = host, port, stages
         self.clients, self.asking, self._ended = 0, 0, {"done": 0, "failed": 0, "given_up": 0}
         # One stage at a time, in the order of requests; waiting ones can be cancelled.
         self._one = ThreadPoolExecutor(1, "comfyui-tpu-serve")
         pages = {"/health": lambda: "ok\n", "/metrics": self._metrics}
-        self._door = pipeline.Door(self._problem, self._speak, pages, HEARTBEAT_S)
+        self._door = pipeline.RpcServer(self._problem, self._speak, pages, HEARTBEAT_S)
 
     def __enter__(self) -> "Server":
         try:
@@ -151,7 +153,7 @@ class Server:
     def _problem(self, hello: Mapping[str, Any], address: str) -> str | None:
         if hello["source"] != pipeline.versions.source_digest():
             return "this machine has another version of the pack. Update the pack on both machines."
-        return f"it has {MOST_CLIENTS} clients already." if self.clients >= MOST_CLIENTS else None
+        return f"it has {MAX_CLIENTS} clients already." if self.clients >= MAX_CLIENTS else None
 
     def _metrics(self) -> str:
         numbers = {"clients": self.clients, "requests": self.asking, **self._ended}
@@ -160,15 +162,15 @@ class Server:
     async def _speak(self, link: Any, hello: Mapping[str, Any], address: str) -> None:
         """Handle one client's request. Any further message, or a disconnect, cancels it."""
         self.clients += 1
-        asker, work, watch = Asker(link), None, None
+        asker, work, watch = ClientProgress(link), None, None
         try:
-            await link.say(records.Load(self.asking, self.stages.ran))
-            call = await link.get((records.Ask,), wire.MODELS, MOST_GIVEN)
+            await link.say(records.ServerLoad(self.asking, self.stages.ran))
+            call = await link.get((records.Invoke,), wire.MODEL_RECORDS, MAX_ARGUMENT_BYTES)
             problem = await _bring_all(link, call)
             self.asking += 1
             work = asyncio.get_running_loop().run_in_executor(self._one, self._run, call, asker, address, problem)
             if self.asking > 1:
-                await link.say(records.Text("Waiting: another request is running"))
+                await link.say(records.StatusText("Waiting: another request is running"))
             watch = asyncio.ensure_future(link.get(()))
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -183,26 +185,26 @@ class Server:
             if watch is not None:
                 watch.cancel()
 
-    def _run(self, call: Any, asker: Asker, address: str, problem: Exception | None) -> Any:
+    def _run(self, call: Any, asker: ClientProgress, address: str, problem: Exception | None) -> Any:
         """Run a request and return the message with its outcome; never raises."""
         started, outcome = time.monotonic(), "failed"
         try:
             if problem is not None:
                 raise problem
             asker.check_cancelled()
-            reply = records.Result(self.stages.run(call.name, call.arguments, asker))
+            reply = records.StageResult(self.stages.run(call.name, call.arguments, asker))
             outcome = "done"
             return reply
-        except NobodyWaits:
+        except ClientDisconnected:
             outcome = "given_up"
-            return records.Failed("", outcome)
+            return records.StageFailed("", outcome)
         except Exception as error:  # of any kind: the client receives it
             kinds = {pipeline.OutOfMemory: "OutOfMemory", ValueError: "ValueError"}
             kind = next((name for known, name in kinds.items() if isinstance(error, known)), "")
             text = str(error) if kind or isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             if not kind:
                 log.error("%s for %s failed", call.name, address, exc_info=error)
-            return records.Failed(kind, pipeline.redact(text))
+            return records.StageFailed(kind, pipeline.redact(text))
         finally:
             self._ended[outcome] += 1
             log.info("%s for %s: %s after %.1f s", call.name, address, outcome, time.monotonic() - started)
@@ -225,14 +227,14 @@ async def _bring_all(link: Any, call: Any) -> Exception | None:
 
 
 async def _bring(link: Any, path: Path) -> None:
-    await link.say(records.NeedFile(path.stem))
-    size = (await link.get((records.File,))).size
-    if not 0 < size <= MOST_LORA:
-        raise ValueError(f"it has {size} bytes; it may have {MOST_LORA}")
+    await link.say(records.FileRequest(path.stem))
+    size = (await link.get((records.FileHeader,))).size
+    if not 0 < size <= MAX_LORA_BYTES:
+        raise ValueError(f"it has {size} bytes; it may have {MAX_LORA_BYTES}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pipeline.trim(path.parent, MOST_LORAS - size)
+    pipeline.trim(path.parent, MAX_LORA_CACHE_BYTES - size)
     digest, problem = hashlib.sha256(), None
-    with pipeline.written_file(path) as scratch:
+    with pipeline.open_atomic(path) as scratch:
         with scratch.open("wb", buffering=0) as file:
             async for piece in link.pieces(size):  # all of them, even after an error: the reply follows the last one
                 digest.update(piece)

@@ -30,7 +30,7 @@ Document = Mapping[str, Any]  # a JSON object
 DONE, FAILED, TRIES, RESULTS, JOURNAL, MARK = "done", "failed", "tries", "results", "journal.jsonl", "batch.json"
 NAMED = "named"
 # Characters of a prompt in a link's name.
-MOST_WORDS = 60
+MAX_NAME_LENGTH = 60
 _PARTIAL, _LOCK = ".partial", ".lock"
 _MADE_BY = "comfyui-tpu batch"
 # Seconds between rewrites of the journal, and the largest share of the time that they may take.
@@ -41,7 +41,7 @@ class StoreError(RuntimeError):
     """The location of the results cannot be used; the message is a sentence for the user."""
 
 
-def decided(state: str, job: str, line: int, **more: Any) -> dict[str, Any]:
+def make_record(state: str, job: str, line: int, **more: Any) -> dict[str, Any]:
     """Return the record of a job that is done or set aside.
 
     state: `DONE` or `FAILED`. job: its id. line: of the batch's file. more: further entries.
@@ -51,7 +51,7 @@ def decided(state: str, job: str, line: int, **more: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_path(path: Path) -> Iterator[None]:
     """Lock a folder, or a file, which is created. Raises BlockingIOError if another process holds the lock."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT)
     try:
@@ -109,7 +109,7 @@ class BatchStore:
         scheme, separator, rest = location.partition("://")
         self.root: Path | None = None  # None at an address
         if separator and scheme != "file":
-            self.location, self._files = location.rstrip("/"), _files_at(location.rstrip("/"))
+            self.location, self._files = location.rstrip("/"), _open_filesystem(location.rstrip("/"))
         else:
             self.root = Path("/" + rest.lstrip("/")) if separator else Path(location).expanduser().absolute()
             self.location, self._files = str(self.root), LocalFiles(self.root)
@@ -164,7 +164,7 @@ class BatchStore:
     # -- for the driving process ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def driven(self) -> Iterator[None]:
+    def open_as_driver(self) -> Iterator[None]:
         """Open the store as its only driver: read the state, and complete the journal of a killed driver.
 
         Raises StoreError while another process drives it. Locks do not work at an address, where this is not detected.
@@ -192,7 +192,7 @@ class BatchStore:
             with self._errors(_LOCK):
                 self.root.mkdir(parents=True, exist_ok=True)
                 try:
-                    stack.enter_context(locked(self.root / _LOCK))
+                    stack.enter_context(lock_path(self.root / _LOCK))
                 except BlockingIOError:
                     raise StoreError(
                         f"another `comfyui-tpu batch` works on {self.root}. Wait for it, end it, or choose another "
@@ -222,7 +222,7 @@ class BatchStore:
         if self.root is None:
             return
         texts = [value for value in json.loads(text).values() if isinstance(value, str)]
-        words = " ".join(re.findall(r"\w+", max(texts, key=len, default="")))[:MOST_WORDS].strip()
+        words = " ".join(re.findall(r"\w+", max(texts, key=len, default="")))[:MAX_NAME_LENGTH].strip()
         for number, file in enumerate(files, 1):
             name = " ".join(filter(None, (f"{line:04}", words, str(number) if number > 1 else "")))
             link = self.root / NAMED / f"{name}{Path(file).suffix}"
@@ -265,7 +265,7 @@ class BatchStore:
                     self._add_to_journal(job, folder, record)
 
 
-def _files_at(url: str) -> Any:
+def _open_filesystem(url: str) -> Any:
     """Return the fsspec file system below an address."""
     try:
         import fsspec.core

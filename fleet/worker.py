@@ -12,29 +12,29 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..nodes.declare import Folders
-from ..nodes.headless.runner import TerminalHost, run_workflow
-from ..tpu_runtime.pipeline import HostFull, Progress, Silent, redact
-from .jobs import mark
-from .messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Mark, Request, Status
-from .store import DONE, RESULTS, BatchStore, Document, StoreError, decided, locked
+from ..nodes.headless.runner import TerminalContext, run_workflow
+from ..tpu_runtime.pipeline import HostMemoryError, Progress, SilentProgress, redact
+from .jobs import hash_content
+from .messages import JOB_FAULT, MACHINE_FAULT, ContentHash, JobFailed, JobRequest, WorkerStatus
+from .store import DONE, RESULTS, BatchStore, Document, StoreError, lock_path, make_record
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "comfyui-tpu-job-"
 
 
-class Cancelled(Exception):
+class JobCancelled(Exception):
     """The driver has cancelled the job."""
 
 
-class WrongFiles(RuntimeError):
+class FileMismatch(RuntimeError):
     """This machine's files differ from those of the batch."""
 
 
-class JobHost(TerminalHost):
+class JobContext(TerminalContext):
     """The host of a job's workflow: its progress is the actor's status."""
 
-    def __init__(self, folders: Folders, actor: "Actor") -> None:
+    def __init__(self, folders: Folders, actor: "WorkerActor") -> None:
         super().__init__(folders)
         self._actor = actor
 
@@ -46,15 +46,15 @@ class JobHost(TerminalHost):
 
     def check_cancelled(self) -> None:
         if self._actor.is_cancelled.is_set():
-            raise Cancelled
+            raise JobCancelled
 
     def timed(self, title: str) -> AbstractContextManager[None]:
         self.check_cancelled()
-        self._actor.now = Status(node=title)
+        self._actor.now = WorkerStatus(node=title)
         return super().timed(title)
 
 
-class Actor:
+class WorkerActor:
     """The object that the driver calls, with the worker's `name`.
 
     It runs one job at a time; other methods answer meanwhile.
@@ -64,21 +64,21 @@ class Actor:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._compared: set[Mark] = set()
-        self.now, self.is_cancelled, self._lock = Status(), threading.Event(), threading.Lock()
+        self._compared: set[ContentHash] = set()
+        self.now, self.is_cancelled, self._lock = WorkerStatus(), threading.Event(), threading.Lock()
 
-    def status(self) -> Status:
+    def status(self) -> WorkerStatus:
         return self.now
 
     def cancel(self) -> None:
         self.is_cancelled.set()
 
-    def run(self, request: Request) -> Document | JobFailed:
+    def run(self, request: JobRequest) -> Document | JobFailed:
         """Run a job, and store its results and record. Errors are returned, not raised."""
         try:
             with self._lock:
                 return self._run(request)
-        except Cancelled:
+        except JobCancelled:
             return JobFailed(error="cancelled", cancelled=True)
         except Exception as error:  # of any kind: the driver decides whether to try again
             is_known = isinstance(error, OSError | RuntimeError | ValueError)
@@ -86,31 +86,31 @@ class Actor:
             text = redact(str(error) if is_known else f"{type(error).__name__}: {error}")
             return JobFailed(error=text, fault=self._fault(request, error))
 
-    def _fault(self, request: Request, error: Exception) -> str:
+    def _fault(self, request: JobRequest, error: Exception) -> str:
         """Return the cause of an error: the machine if its files cannot be used or differ from those of the batch."""
-        if isinstance(error, OSError | StoreError | WrongFiles | MemoryError | HostFull):
-            return PLACES_FAULT
+        if isinstance(error, OSError | StoreError | FileMismatch | MemoryError | HostMemoryError):
+            return MACHINE_FAULT
         try:
             self._compared.clear()
-            self._compare(request, Silent())
+            self._compare(request, SilentProgress())
         except Exception:  # of any kind: the files are not unchanged
-            return PLACES_FAULT
-        return JOBS_FAULT if isinstance(error, ValueError) else ""
+            return MACHINE_FAULT
+        return JOB_FAULT if isinstance(error, ValueError) else ""
 
-    def _run(self, request: Request) -> Document:
+    def _run(self, request: JobRequest) -> Document:
         store = BatchStore(request.out)
         if store.token() != request.token:
             raise StoreError(
                 f"{self.name} does not see the batch's folder at {store.location}. With several machines --out must be "
                 "a folder that all of them share, or an address such as gs://bucket/folder."
             )
-        with scratch() as folder:
+        with scratch_folder() as folder:
             inputs, outputs = folder / "input", folder / "output"
             inputs.mkdir()
             outputs.mkdir()
             for name, content in request.files.items():
                 (inputs / Path(name).name).write_bytes(content)
-            host = JobHost(replace(request.folders, input=inputs, output=outputs), self)
+            host = JobContext(replace(request.folders, input=inputs, output=outputs), self)
             self._compare(request, host)
             start = time.perf_counter()
             run_workflow(request.workflow, host)
@@ -121,7 +121,7 @@ class Actor:
             for name, path in files.items():
                 store.write(name, path)
         stages = {timing.title: round(timing.elapsed_s, 3) for timing in host.timings}
-        record = decided(
+        record = make_record(
             DONE, request.job, request.line, files=list(files), seconds=round(elapsed_s, 3), stages=stages,
             worker=self.name, machine=socket.gethostname(),
         )  # fmt: skip
@@ -129,14 +129,14 @@ class Actor:
         store.write(f"{DONE}/{request.job}.json", record)
         return record
 
-    def _compare(self, request: Request, host: Progress) -> None:
+    def _compare(self, request: JobRequest, host: Progress) -> None:
         """Raise WrongFiles if a model or LoRA of this machine differs from that of the batch."""
         for expected in request.marks:
             if expected in self._compared or expected.kind not in ("model", "LoRA"):
                 continue
-            local = mark(expected.kind, expected.name, request.folders, host)
+            local = hash_content(expected.kind, expected.name, request.folders, host)
             if local != expected:
-                raise WrongFiles(
+                raise FileMismatch(
                     f"the {expected.kind} {expected.name} of {socket.gethostname()} is {local.content}, and the "
                     f"batch's is {expected.content}. Give both machines the same files."
                 )
@@ -144,16 +144,16 @@ class Actor:
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
+def scratch_folder() -> Iterator[Path]:
     """Create a temporary folder that is locked while this process lives.
 
     Folders of killed processes are removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), locked(left):
+        with suppress(OSError), lock_path(left):
             shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
-    with locked(made):  # before it has the name by which others find it
+    with lock_path(made):  # before it has the name by which others find it
         folder = made.rename(made.with_name(made.name[1:]))
         try:
             yield folder

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .machine import ROOT, comfyui_folder
 from .terminal import SetupError, say
-from .venv import Venv, install_this_folder, normalized, requirement_lines
+from .venv import Venv, install_this_folder, normalize_name, requirement_lines
 
 _FOLDER = ROOT / ".venv"
 VENV = Venv(folder=_FOLDER, log=_FOLDER / "install.log", root=ROOT)
@@ -61,7 +61,7 @@ def install_base() -> None:
     VENV.make()
     VENV.install_torch()
     requirements = ("-r", str(ROOT / "requirements.txt"))
-    VENV.install("installing requirements.txt", VENV.constrained(VENV.torch_as_it_is(), *requirements))
+    VENV.install("installing requirements.txt", VENV.constrained_command(VENV.torch_requirement(), *requirements))
     install_this_folder(VENV)
     VENV.require_cpu_build()
 
@@ -70,7 +70,7 @@ def install_test_extras() -> None:
     """Install the packages that the tests need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]["test"]
-    VENV.install(f"installing {', '.join(extras)}", VENV.constrained(*extras))
+    VENV.install(f"installing {', '.join(extras)}", VENV.constrained_command(*extras))
     VENV.require_cpu_build()
 
 
@@ -84,7 +84,7 @@ def comfyui_requirements(text: str) -> list[str]:
 
 def project_name(requirement: str) -> str:
     """Return the normalized name in a requirement."""
-    return normalized(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
+    return normalize_name(re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0])
 
 
 def install_comfyui_requirements() -> None:
@@ -94,7 +94,7 @@ def install_comfyui_requirements() -> None:
         say(f"no ComfyUI in {folder}: its tests are skipped (set COMFYUI_PATH to run them)")
         return
     requirements = comfyui_requirements((folder / "requirements.txt").read_text())
-    command = VENV.constrained(VENV.torch_as_it_is(), *requirements)
+    command = VENV.constrained_command(VENV.torch_requirement(), *requirements)
     advice = "To test without ComfyUI: COMFYUI_PATH=none python3 setup.py test"
 
     def action() -> None:

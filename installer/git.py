@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from .terminal import SetupError, logged, tail
+from .terminal import SetupError, run_logged, tail
 
 # Without a prompt: nobody could answer one, and git asks for a password if a repository does not exist.
 _ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
@@ -26,7 +26,7 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip("\n")
 
 
-def commit_of(folder: Path, name: str = "HEAD") -> str | None:
+def find_commit(folder: Path, name: str = "HEAD") -> str | None:
     """Return the commit of `name` in a repository; None if the name or the repository does not exist."""
     if not (folder / ".git").exists():
         return None
@@ -57,16 +57,16 @@ def clone(
         with tempfile.NamedTemporaryFile() as output:
             log = Path(output.name)
             command = ["git", "clone", "--progress", origin, str(beginning)]
-            if logged(command, log, {**os.environ, **_ENVIRONMENT}, beginning.parent):
+            if run_logged(command, log, {**os.environ, **_ENVIRONMENT}, beginning.parent):
                 raise SetupError(
                     f"{origin} could not be cloned: {tail(log)}. "
                     "Fix that (the network, the address or the disk), and run the same command again."
                 )
-        if commit_of(beginning, f"refs/tags/{tag}"):
+        if find_commit(beginning, f"refs/tags/{tag}"):
             git(beginning, "-c", "advice.detachedHead=false", "checkout", "--detach", f"refs/tags/{tag}")
         elif not default_branch:
             raise SetupError(f"{origin} has no tag {tag}. Was this folder changed? `git pull` brings the right one.")
-        commit = commit_of(beginning)
+        commit = find_commit(beginning)
         if commit is None:
             raise SetupError(f"{origin} has no commit: it cannot be the right repository.")
         ready(commit)
@@ -84,9 +84,9 @@ def write_missing_files(folder: Path) -> None:
     git(folder, "checkout-index", "--all", "--quiet")
 
 
-def move_to(folder: Path, tag: str) -> str:
+def checkout_tag(folder: Path, tag: str) -> str:
     """Check out `tag` in a clone; return the commit."""
-    if commit_of(folder, f"refs/tags/{tag}") is None:
+    if find_commit(folder, f"refs/tags/{tag}") is None:
         git(folder, "fetch", "--tags", "origin")
     git(folder, "-c", "advice.detachedHead=false", "checkout", "--detach", f"refs/tags/{tag}")
     return git(folder, "rev-parse", "HEAD")

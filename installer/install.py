@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import steps
-from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, Installation, layout, remains, require_comfyui
-from .lock import alone
+from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, Installation, is_remainder, layout, require_comfyui
+from .lock import lock_exclusively
 from .machine import ROOT
 from .steps import SetupStep
 from .terminal import SetupError, confirm, say
@@ -52,7 +52,7 @@ def install(chosen: Installation, options: argparse.Namespace, *, before: Sequen
     """
     # A ComfyUI of ours that is too old, or was partly removed, will be completed.
     _refuse(chosen, is_updated=chosen.record().comfyui is not None)
-    with contextlib.nullcontext() if options.dry_run else alone(chosen):
+    with contextlib.nullcontext() if options.dry_run else lock_exclusively(chosen):
         _carry_out(chosen, [*before, *steps.steps(chosen)], options)
     if not options.dry_run:
         _report(chosen)
@@ -64,7 +64,7 @@ def _refuse(chosen: Installation, *, is_updated: bool) -> None:
     if shutil.which("git") is None:
         raise SetupError("git is needed to fetch ComfyUI, and is not there: sudo apt install git")
     if chosen.comfyui.is_dir() and any(chosen.comfyui.iterdir()):
-        if not is_updated and not remains(chosen.comfyui):
+        if not is_updated and not is_remainder(chosen.comfyui):
             require_comfyui(chosen.comfyui)
         steps.refuse_other_copies(chosen)
     elif chosen.comfyui.exists() and not chosen.comfyui.is_dir():

@@ -126,7 +126,7 @@ def layout(chosen: str | None) -> Installation:
     return Installation((Path(chosen).expanduser() if chosen else comfyui_folder(os.environ)).resolve())
 
 
-def installed(chosen: str | None) -> Installation:
+def find_installation(chosen: str | None) -> Installation:
     """Return the installation like `layout`. Raises SetupError if `install` created nothing there."""
     place = layout(chosen)
     if not place.is_ours:
@@ -140,7 +140,7 @@ def installed(chosen: str | None) -> Installation:
 _KEPT = frozenset({"models", "output", "input", "user", "custom_nodes", "temp", ".git", ".comfyui-tpu"})
 
 
-def remains(folder: Path) -> bool:
+def is_remainder(folder: Path) -> bool:
     """Return whether `folder` holds only remains of an uninstalled or incomplete ComfyUI."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return bool(names) and names <= _KEPT

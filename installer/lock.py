@@ -14,7 +14,7 @@ from .terminal import SetupError
 
 
 @contextlib.contextmanager
-def alone(chosen: Installation) -> Iterator[None]:
+def lock_exclusively(chosen: Installation) -> Iterator[None]:
     """Lock an installation for changes. Raises SetupError if something else changes it, or its ComfyUI runs.
 
     The parent folder is locked too, where two first installations would collide.
@@ -28,7 +28,7 @@ def alone(chosen: Installation) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(chosen: Installation) -> Iterator[None]:
+def lock_shared(chosen: Installation) -> Iterator[None]:
     """Lock an installation for ComfyUI, of which several may run. The program that replaces this process keeps the
     lock.
     """

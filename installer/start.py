@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 
 from .install import start_environment, verb
-from .layout import Installation, installed
-from .lock import running
+from .layout import Installation, find_installation
+from .lock import lock_shared
 from .terminal import SetupError, say
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -23,14 +23,14 @@ def main(arguments: Sequence[str]) -> int:
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     options, comfyuis = _options(words[:end]), words[end + 1 :]
-    chosen = installed(options.comfyui)
+    chosen = find_installation(options.comfyui)
     command = _command(chosen, options, comfyuis)
     _refuse(chosen, options, comfyuis)
     if options.hosts:
         command = [*_follow(chosen, options.hosts), "--", *command]
     _announce(options.listen, options.port)
     os.chdir(chosen.comfyui)
-    with running(chosen):
+    with lock_shared(chosen):
         os.execve(command[0], command, start_environment(chosen))
 
 

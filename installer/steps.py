@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import git
-from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, Installation, Record, remains, require_comfyui, write_record
+from .layout import COMFYUI_ORIGIN, COMFYUI_TAG, Installation, Record, is_remainder, require_comfyui, write_record
 from .machine import ROOT, has_tpu
 from .terminal import SetupError, say
 from .venv import CPU_INDEX, cuda_traces, install_this_folder, requirement_lines
@@ -44,13 +44,13 @@ def _comfyui(layout: Installation) -> SetupStep:
 
     def do() -> None:
         beginning = target.with_name(f".{target.name}.beginning")
-        home = layout.home if remains(target) else Installation(beginning).home
+        home = layout.home if is_remainder(target) else Installation(beginning).home
 
         def ready(commit: str) -> None:
             require_comfyui(beginning)
             write_record(home, Record(comfyui=commit))
 
-        if git.commit_of(target) is None:
+        if git.find_commit(target) is None:
             git.clone(origin, COMFYUI_TAG, target, beginning, default_branch=origin != COMFYUI_ORIGIN, ready=ready)
         git.write_missing_files(target)
 
@@ -101,19 +101,19 @@ def _satisfies(version: str, pin: str) -> bool:
 
 def _constraints(layout: Installation) -> SetupStep:
     def todo() -> str:
-        if layout.constraints.is_file() and layout.constraints.read_text() == held(layout):
+        if layout.constraints.is_file() and layout.constraints.read_text() == build_constraints(layout):
             return ""
         return f"write {layout.constraints}: no later installation, Manager's included, replaces these builds"
 
     def do() -> None:
         beginning = layout.constraints.with_suffix(".new")
-        beginning.write_text(held(layout))
+        beginning.write_text(build_constraints(layout))
         beginning.replace(layout.constraints)
 
     return SetupStep(name="constraints", todo=todo, do=do)
 
 
-def held(layout: Installation) -> str:
+def build_constraints(layout: Installation) -> str:
     """Return the constraints for later installations: PyTorch's installed builds, and the pack's version ranges."""
     versions = layout.venv.versions()
     # With its local part, such as 2.13.0+cpu, a version allows only that build.
@@ -127,7 +127,7 @@ def _packages(layout: Installation) -> SetupStep:
     venv = layout.venv
 
     def todo() -> str:
-        missing = unmet(layout)
+        missing = find_unmet_requirements(layout)
         if missing is None:
             return "install what ComfyUI, Manager and this pack need"
         some = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
@@ -140,7 +140,7 @@ def _packages(layout: Installation) -> SetupStep:
         files = [word for file in (*_foreign_requirements(layout), requirements) for word in ("-r", str(file))]
         arguments = ("-c", str(layout.constraints), *files)
         # A newer ComfyUI may need other versions than those tested together; the ranges still apply.
-        tested, within_ranges = venv.constrained(*arguments), venv.installs(*arguments)
+        tested, within_ranges = venv.constrained_command(*arguments), venv.install_command(*arguments)
         venv.install("installing what ComfyUI, Manager and this pack need", tested, within_ranges)
         venv.require_cpu_build()
 
@@ -186,7 +186,7 @@ print("\\n".join(unmet[name] for name in sorted(unmet)), end="")
 """
 
 
-def unmet(layout: Installation) -> list[str] | None:
+def find_unmet_requirements(layout: Installation) -> list[str] | None:
     """Return the unmet requirements of the environment, transitive ones included; None if they cannot be determined."""
     venv = layout.venv
     if not Path(venv.python).exists():

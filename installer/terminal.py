@@ -27,7 +27,7 @@ def confirm(question: str) -> None:
         raise SetupError("Nothing was changed.")
 
 
-def logged(command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path) -> int:
+def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path) -> int:
     """Run `command` in `folder` with its output appended to `log`; return its exit code.
 
     environment: its variables. In a terminal its last line of output is shown while it runs.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from . import git
 from .install import verb
-from .layout import Installation, installed
-from .lock import alone
+from .layout import Installation, find_installation
+from .lock import lock_exclusively
 from .machine import ROOT
 from .terminal import confirm, say
 
@@ -20,13 +20,13 @@ it is unchanged. Models, outputs, inputs, workflows, settings and other custom n
 def main(arguments: Sequence[str]) -> int:
     """Removes what install made; models, outputs, inputs and settings stay"""
     options = verb("uninstall", _DESCRIPTION).parse_args(arguments)
-    chosen = installed(options.comfyui)
+    chosen = find_installation(options.comfyui)
     _print_plan(chosen)
     if options.dry_run:
         return 0
     if not options.yes:
         confirm("Remove this?")
-    with alone(chosen):
+    with lock_exclusively(chosen):
         _remove(chosen)
     for line in _list_remaining(chosen.comfyui):
         say(f"left: {line}")
@@ -80,7 +80,7 @@ def _is_as_cloned(folder: Path, commit: str) -> bool:
     """Return whether a clone is unchanged. Missing files count as unchanged: an earlier removal may have been
     interrupted. A link belongs to the user.
     """
-    if folder.is_symlink() or git.commit_of(folder) != commit:
+    if folder.is_symlink() or git.find_commit(folder) != commit:
         return False
     changes = git.git(folder, "status", "--porcelain", "--untracked-files=no").splitlines()
     return all(line.startswith(" D") for line in changes)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from . import git
 from .install import install, verb
-from .layout import COMFYUI_TAG, Installation, installed
-from .lock import alone
+from .layout import COMFYUI_TAG, Installation, find_installation
+from .lock import lock_exclusively
 from .machine import ROOT
 from .steps import SetupStep
 from .terminal import SetupError, say
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = verb("update", _DESCRIPTION)
     parser.add_argument("--pulled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    chosen = installed(options.comfyui)
-    with contextlib.nullcontext() if options.dry_run else alone(chosen):
+    chosen = find_installation(options.comfyui)
+    with contextlib.nullcontext() if options.dry_run else lock_exclusively(chosen):
         is_new = not options.pulled and _pull(options)
     if is_new:
         # The steps of the new version apply.
@@ -43,15 +43,15 @@ def _pull(options: argparse.Namespace) -> bool:
     if options.dry_run:
         say(f"git pull --ff-only in {ROOT}")
         return False
-    before = git.commit_of(ROOT)
+    before = git.find_commit(ROOT)
     git.git(ROOT, "pull", "--ff-only", "--quiet")
-    after = git.commit_of(ROOT)
+    after = git.find_commit(ROOT)
     say(f"{ROOT} is up to date" if after == before else f"{ROOT} was updated from {before} to {after}")
     return after != before
 
 
 def _why_not_pulled() -> str:
-    if git.commit_of(ROOT) is None:
+    if git.find_commit(ROOT) is None:
         return "it is not a clone of a repository"
     if not git.is_unchanged(ROOT):
         return "files in it were changed"
@@ -67,7 +67,7 @@ def _move(chosen: Installation) -> SetupStep:
     folder, commit = chosen.comfyui, chosen.record().comfyui
 
     def todo() -> str:
-        now, target = git.commit_of(folder), git.commit_of(folder, f"refs/tags/{COMFYUI_TAG}")
+        now, target = git.find_commit(folder), git.find_commit(folder, f"refs/tags/{COMFYUI_TAG}")
         if commit is None or now is None or now == target == commit:
             return ""
         if now not in (commit, target) or not git.is_unchanged(folder):
@@ -77,4 +77,4 @@ def _move(chosen: Installation) -> SetupStep:
             return ""  # the chosen origin is a fork without our tags
         return f"bring {folder} to {COMFYUI_TAG}"
 
-    return SetupStep(name="ComfyUI", todo=todo, do=lambda: chosen.note(comfyui=git.move_to(folder, COMFYUI_TAG)))
+    return SetupStep(name="ComfyUI", todo=todo, do=lambda: chosen.note(comfyui=git.checkout_tag(folder, COMFYUI_TAG)))

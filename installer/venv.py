@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .terminal import SetupError, logged, say, tail
+from .terminal import SetupError, run_logged, say, tail
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_ADVICE = (
@@ -116,7 +116,7 @@ class Venv:
         """Return a pip command of this venv."""
         return [self.python, "-m", "pip", *arguments]
 
-    def installs(self, *arguments: str, index: str | None = None) -> list[str]:
+    def install_command(self, *arguments: str, index: str | None = None) -> list[str]:
         """Return the command that installs what `pip install ARGUMENTS` would.
 
         index: used instead of the usual one, with one short attempt; None: the usual one.
@@ -139,12 +139,12 @@ class Venv:
         every = ["--index-strategy", "unsafe-best-match", *words, *arguments]
         return ["env", *variables, *hurried, self.uv, "pip", "install", "--python", self.python, *every]
 
-    def constrained(self, *arguments: str, index: str | None = None) -> list[str]:
+    def constrained_command(self, *arguments: str, index: str | None = None) -> list[str]:
         """Return the command that installs `arguments` within the tested versions.
 
         index: as in `installs`.
         """
-        return self.installs("-c", str(self.constraints), *arguments, index=index)
+        return self.install_command("-c", str(self.constraints), *arguments, index=index)
 
     @functools.cached_property
     def settings(self) -> dict[str, str]:
@@ -157,7 +157,7 @@ class Venv:
 
     def run(self, command: Sequence[str]) -> int:
         """Run `command` with its output appended to the log; return its exit code."""
-        return logged(command, self.log, self.environment(), self.root)
+        return run_logged(command, self.log, self.environment(), self.root)
 
     def install(self, message: str, *commands: Sequence[str], advice: str = "") -> None:
         """Run one step of the installation: the first of `commands` that succeeds.
@@ -190,7 +190,7 @@ class Venv:
         """Return the installed packages by normalized name, without interrupted installations."""
         packages = importlib.metadata.distributions(path=[str(path) for path in self.site_packages()])
         return {
-            normalized(package.name): package.version
+            normalize_name(package.name): package.version
             for package in packages
             if package.name and package.read_text("INSTALLER")
         }
@@ -214,7 +214,7 @@ class Venv:
     def pins(self, names: Sequence[str]) -> list[str]:
         """Return the pins of these packages."""
         text = self.constraints.read_text()
-        return [pinned(name, text) for name in names]
+        return [find_pin(name, text) for name in names]
 
     def torch_commands(self, names: Sequence[str]) -> list[list[str]]:
         """Return the commands that may install PyTorch, in order: from its own CPU index, then as pip is configured.
@@ -225,7 +225,7 @@ class Venv:
         build = "+cpu" if sys.platform == "linux" else ""
         pins = [f"{pin}{build}" if pin.startswith("torch==") else pin for pin in self.pins(names)]
         arguments = ("--no-deps", *pins)
-        return [self.constrained(*arguments, index=CPU_INDEX), self.constrained(*arguments)]
+        return [self.constrained_command(*arguments, index=CPU_INDEX), self.constrained_command(*arguments)]
 
     def install_torch(self, names: Sequence[str] = ("torch",)) -> None:
         """Install PyTorch's CPU build. Raises SetupError if that fails."""
@@ -233,7 +233,7 @@ class Venv:
         self.install(message, *self.torch_commands(names), advice=CPU_ADVICE)
         self.require_cpu_build()
 
-    def torch_as_it_is(self) -> str:
+    def torch_requirement(self) -> str:
         """Return the requirement that keeps the installed build of PyTorch."""
         return f"torch=={self.versions()['torch']}"
 
@@ -250,12 +250,12 @@ class Venv:
 def install_this_folder(venv: Venv) -> None:
     """Install the pack as the package comfyui_tpu, with the command comfyui-tpu."""
     # setuptools first and no build isolation: a build environment of its own would ask the network again.
-    venv.install("installing setuptools", venv.constrained("setuptools"))
-    folder = venv.installs("--no-deps", "--no-build-isolation", "-e", str(venv.root))
+    venv.install("installing setuptools", venv.constrained_command("setuptools"))
+    folder = venv.install_command("--no-deps", "--no-build-isolation", "-e", str(venv.root))
     venv.install("installing this folder", folder)
 
 
-def normalized(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a normalized package name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -266,7 +266,7 @@ def requirement_lines(text: str) -> list[str]:
     return [line for line in lines if line and line[0] not in "#-"]
 
 
-def pinned(name: str, constraints: str) -> str:
+def find_pin(name: str, constraints: str) -> str:
     """Return the line of `constraints` that pins `name`, such as "torch==2.13.0"."""
     pins = [line.strip() for line in constraints.splitlines() if line.startswith(f"{name}==")]
     if len(pins) != 1:

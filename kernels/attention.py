@@ -16,13 +16,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from . import attention_int8, names
-from .attention_body import Block, Extent, Scratch, grid_step, turn_of
-from .attention_form import Form
-from .attention_reference import Blocks, Keys
+from .attention_body import KeyExtent, QueryBlock, Scratch, block_aligned_unroll, grid_step
+from .attention_form import AttentionConfig
+from .attention_reference import BlockSparsity, Keys
 from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, Interpret, Ref, Scalar, round_up
-from .choice import KernelRefusal
+from .choice import KernelUnsupported
 
-TURNED_ROWS = 2048  # rows that one grid step of `turn` transposes
+TRANSPOSED_ROWS = 2048  # rows that one grid step of `turn` transposes
 
 
 def flat_attention(
@@ -30,7 +30,7 @@ def flat_attention(
     keys: Sequence[Keys],
     *,
     head_dim: int,
-    form: Form,
+    form: AttentionConfig,
     log_sums: bool,
     scale: float,
     interpret: Interpret = False,
@@ -51,7 +51,7 @@ def flat_attention(
     batch, q_seq, lanes = q.shape
     heads = lanes // head_dim
     listed = keys[0].blocks
-    refusal(heads, head_dim, listed, form).check()
+    unsupported_reasons(heads, head_dim, listed, form).check()
     min_heads = max(1, LANES // head_dim)  # a block has 128 lanes at least
     heads_per_step = form.heads if form.heads % min_heads == 0 and heads % form.heads == 0 else min_heads
     # Blocks of equal size, so that no last block is nearly empty: its padding would be computed for nothing.
@@ -79,24 +79,24 @@ def flat_attention(
         for part, block in zip(keys, blocks, strict=True)
     ]
     units = means = None
-    block_of: Callable[..., Block] = Block
+    block_of: Callable[..., QueryBlock] = QueryBlock
     if form.scores == "int8":
-        block_of = functools.partial(attention_int8.Int8Block, interpreted=bool(interpret))
-        keys, units, means = attention_int8.rounded_keys(keys, batch, head_dim)
+        block_of = functools.partial(attention_int8.Int8QueryBlock, interpreted=bool(interpret))
+        keys, units, means = attention_int8.to_int8_keys(keys, batch, head_dim)
     arrays = [
-        (part.keys, turn(part.values, part.blocks, interpret=interpret) if is_transposed else part.values)
+        (part.keys, transpose_rows(part.values, part.blocks, interpret=interpret) if is_transposed else part.values)
         for part in keys
     ]
     ones = ones_spec = None
     if listed is not None and form.scores == "int8":
-        ones = jnp.broadcast_to(jnp.asarray(listed.is_real, jnp.bfloat16), (SUBLANES, listed.rows))
+        ones = jnp.broadcast_to(jnp.asarray(listed.valid_mask, jnp.bfloat16), (SUBLANES, listed.rows))
         ones_spec = pl.BlockSpec(ones.shape, lambda *_: (0, 0))
     sums_shape = jax.ShapeDtypeStruct((batch, heads, 1, q_seq), jnp.float32)
     out, sums = pl.pallas_call(
         functools.partial(
             grid_step,
             block_of=functools.partial(block_of, form=form, head_dim=head_dim, scale=scale),
-            extents=[Extent(block, part.certain, part.rows) for part, block in zip(keys, blocks, strict=True)],
+            extents=[KeyExtent(block, part.certain, part.rows) for part, block in zip(keys, blocks, strict=True)],
             num_kv=num_kv,
             blocks=listed,
         ),
@@ -119,10 +119,12 @@ def flat_attention(
     )((lengths, units, listed and _scalars(listed)), q, arrays, ones)
     if not log_sums:
         return out, None
-    return out, sums[:, :, 0] if means is None else attention_int8.with_means(sums[:, :, 0], q, means, scale)
+    return out, sums[:, :, 0] if means is None else attention_int8.restore_means(sums[:, :, 0], q, means, scale)
 
 
-def refusal(heads: int, head_dim: int, blocks: Blocks | None = None, form: Form | None = None) -> KernelRefusal:
+def unsupported_reasons(
+    heads: int, head_dim: int, blocks: BlockSparsity | None = None, form: AttentionConfig | None = None
+) -> KernelUnsupported:
     """Return the reasons why the kernel cannot compute attention of this shape.
 
     heads, head_dim: number and size of the heads on one chip.
@@ -139,15 +141,15 @@ def refusal(heads: int, head_dim: int, blocks: Blocks | None = None, form: Form 
         reasons.append(f"blocks of {blocks.size} keys are not a multiple of {LANES}")
     if blocks is not None and form is not None and form.block_kv is not None and form.block_kv < blocks.rows:
         reasons.append("block-sparse keys must all fit in VMEM at once")
-    return KernelRefusal(kernel=names.ATTENTION, reasons=tuple(reasons))
+    return KernelUnsupported(kernel=names.ATTENTION, reasons=tuple(reasons))
 
 
-def _scalars(blocks: Blocks) -> tuple[Array, ...]:
+def _scalars(blocks: BlockSparsity) -> tuple[Array, ...]:
     is_sparse = False if blocks.is_sparse is None else blocks.is_sparse
     return jnp.asarray(blocks.kept), jnp.asarray(blocks.real), jnp.asarray(is_sparse, jnp.int32)[None]
 
 
-def _describe_skips(blocks: Blocks | None, step: int, unroll: int) -> dict[str, str] | None:
+def _describe_skips(blocks: BlockSparsity | None, step: int, unroll: int) -> dict[str, str] | None:
     """Return metadata for the cost model: the loop turns that a sparse call skips; None if dense.
 
     None if dense.
@@ -155,7 +157,7 @@ def _describe_skips(blocks: Blocks | None, step: int, unroll: int) -> dict[str, 
     if blocks is None or not blocks.left_out:
         return None
     per_block = blocks.size // step
-    return {names.SKIPPED: str(blocks.left_out * per_block // turn_of(per_block, unroll))}
+    return {names.SKIPPED_TURNS: str(blocks.left_out * per_block // block_aligned_unroll(per_block, unroll))}
 
 
 def _choose_step(size: int, wanted: int, turned: bool) -> int:
@@ -169,7 +171,7 @@ def _choose_step(size: int, wanted: int, turned: bool) -> int:
     )
 
 
-def _scratch(form: Form, head_dim: int, dtype: DTypeLike) -> Scratch:
+def _scratch(form: AttentionConfig, head_dim: int, dtype: DTypeLike) -> Scratch:
     """Return the kernel's scratch buffers, without contents."""
 
     def vmem(rows: int, kind: DTypeLike = jnp.float32) -> Any:
@@ -203,8 +205,8 @@ def _key_spec(block: int, width: int, divided: bool, turned: bool, mode: dict[st
     return pl.BlockSpec((None, width, block) if turned else (None, block, width), index_map, **mode)
 
 
-def turn(
-    x: Float[Array, "batch rows lanes"], blocks: Blocks | None = None, *, interpret: Interpret = False
+def transpose_rows(
+    x: Float[Array, "batch rows lanes"], blocks: BlockSparsity | None = None, *, interpret: Interpret = False
 ) -> Float[Array, "batch lanes columns"]:
     """Return `x`, `[batch, rows, lanes]`, transposed to `[batch, lanes, columns]`.
 
@@ -216,7 +218,7 @@ def turn(
     """
     batch, rows, lanes = x.shape
     columns = round_up(rows, LANES) if blocks is None else blocks.rows
-    block = min(TURNED_ROWS, columns) if blocks is None else blocks.size
+    block = min(TRANSPOSED_ROWS, columns) if blocks is None else blocks.size
 
     def body(real: Ref | None, source: Ref, result: Ref) -> None:
         transposed = source[...].T
@@ -248,7 +250,7 @@ def _cost(q: Array, keys: Sequence[Keys], head_dim: int) -> pl.CostEstimate:
     return pl.CostEstimate(flops=4 * scores * head_dim, transcendentals=scores, bytes_accessed=moved * q.dtype.itemsize)
 
 
-def _key_blocks(keys: Sequence[Keys], form: Form, multiple: int) -> list[int]:
+def _key_blocks(keys: Sequence[Keys], form: AttentionConfig, multiple: int) -> list[int]:
     """Return the rows of each array of keys that are in VMEM at once: all, unless the form divides the first array.
 
     multiple: rows are rounded up to a multiple of this.

@@ -9,23 +9,23 @@ from typing import Any, Literal
 
 from . import names
 from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, SUBLANES, VMEM_MIB, round_up
-from .choice import is_small
+from .choice import uses_small_tiles
 
 # Written by `benchmarks/tune_attention.py`: the fastest `tiles` for `kv_rows` keys, and the `libtpu` that timed them.
-ENTRIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("attention_tiles.json").read_text())
+TUNED_TILES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("attention_tiles.json").read_text())
 SPILLED_BYTES = 4 * MIB  # of registers that the compiler spills: the largest form spills 3 MiB
 # By the lanes of a head. Small `columns` interleave the two products, which keeps both matrix units busiest.
 _INT8 = {"step": 512, "unroll": 8, "columns": 256}
 INT8_TILES: dict[int, dict[str, Any]] = {64: {"block_q": 1024, "heads": 2, **_INT8}, 128: {"block_q": 2048, **_INT8}}
 # Chips on which int8 scores save time. v5e has no bfloat16 vector unit: it needs 4.0 bundles per thousand scores with
 # int8 and 3.9 without (docs/LOG.md). TPU7x has no integer matrix unit.
-TAKES_INT8 = ("TPU v6 lite",)
+INT8_ATTENTION_CHIPS = ("TPU v6 lite",)
 Maximum = Literal["zero", "sampled", "online"]
 Scores = Literal["exact", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class AttentionConfig:
     """Configuration of the attention kernel."""
 
     scores: Scores = "exact"  # "int8" scores are approximate, see `attention_int8`
@@ -57,19 +57,19 @@ class Form:
 
     @property
     def kernel(self) -> str:
-        return kernel_of(self.scores)
+        return kernel_name(self.scores)
 
     def turned(self, head_dim: int) -> bool:
         """Return whether the kernel reads values transposed, `[lanes, keys]`."""
         return head_dim < LANES or self.scores == "int8"
 
 
-def kernel_of(scores: Scores) -> str:
+def kernel_name(scores: Scores) -> str:
     """Return the kernel's name in fallbacks. A machine can disable the int8 kernel alone; its calls are then exact."""
     return names.ATTENTION_INT8 if scores == "int8" else names.ATTENTION
 
 
-def fastest(
+def choose_config(
     device_kind: str,
     maximum: Maximum,
     *,
@@ -79,26 +79,26 @@ def fastest(
     heads: int,
     head_dim: int,
     itemsize: int,
-) -> Form:
+) -> AttentionConfig:
     """Return the fastest form that fits in VMEM: with all keys, then single-buffered, then with keys divided.
 
     If none fits, the last is returned, and the compiler raises the error.
 
-    device_kind: JAX's name of the chip. maximum, scores: see `Form`.
+    device_kind: JAX's name of the chip. maximum, scores: see `AttentionConfig`.
     q_seq: queries. kv_rows: keys of each array. heads, head_dim: of one chip.
     itemsize: bytes of an element of queries, keys and values.
     """
     if scores == "exact":
-        tiles = tiles_for(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
+        tiles = choose_tiles(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
     else:
         tiles = INT8_TILES[min(head_dim, LANES)]
-    limit_mib = (VMEM_MIB.get(device_kind, 16) - RESERVED_MIB) // (1 + is_small(kernel_of(scores)))
-    candidates = list(_candidates(Form(scores=scores, maximum=maximum, vmem_mib=limit_mib, **tiles)))
-    fitting = (f for f in candidates if vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= limit_mib * MIB)
+    limit_mib = (VMEM_MIB.get(device_kind, 16) - RESERVED_MIB) // (1 + uses_small_tiles(kernel_name(scores)))
+    candidates = list(_candidates(AttentionConfig(scores=scores, maximum=maximum, vmem_mib=limit_mib, **tiles)))
+    fitting = (f for f in candidates if estimate_vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= limit_mib * MIB)
     return next(fitting, candidates[-1])
 
 
-def _candidates(form: Form) -> Iterator[Form]:
+def _candidates(form: AttentionConfig) -> Iterator[AttentionConfig]:
     """Yield forms by falling speed and falling need of VMEM, beginning with `form`."""
     yield form
     for block_q, step in ((1, 1), (1, 2), (2, 2)):
@@ -111,14 +111,14 @@ def _candidates(form: Form) -> Iterator[Form]:
     yield replace(_smaller(divided, 8, 8), block_kv=512)
 
 
-def _smaller(form: Form, block_q: int, step: int) -> Form:
+def _smaller(form: AttentionConfig, block_q: int, step: int) -> AttentionConfig:
     """Return `form` with `block_q` and `step` divided by these numbers."""
     rows = max(LANES, form.block_q // block_q)
     columns = form.columns and min(form.columns, rows)
     return replace(form, block_q=rows, step=max(128, form.step // step), columns=columns)
 
 
-def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, itemsize: int) -> int:
+def estimate_vmem_bytes(form: AttentionConfig, q_seq: int, kv_rows: Sequence[int], head_dim: int, itemsize: int) -> int:
     """Return the bytes of VMEM that a form needs: buffers of blocks, scratch and spilled registers.
 
     q_seq, kv_rows, head_dim, itemsize: as for `fastest`.
@@ -137,8 +137,8 @@ def vmem_bytes(form: Form, q_seq: int, kv_rows: Sequence[int], head_dim: int, it
     return buffers + scratch + SPILLED_BYTES
 
 
-def tiles_for(device_kind: str, *, head_dim: int, kv_rows: int, heads: int) -> dict[str, Any]:
-    """Return fields of a `Form`: those of the table's entry with the nearest number of keys, else defaults.
+def choose_tiles(device_kind: str, *, head_dim: int, kv_rows: int, heads: int) -> dict[str, Any]:
+    """Return fields of a `AttentionConfig`: those of the table's entry with the nearest number of keys, else defaults.
 
     The number of keys differs by at most a factor of two. device_kind, head_dim, heads: must match the entry.
     kv_rows: keys of all arrays.
@@ -149,7 +149,7 @@ def tiles_for(device_kind: str, *, head_dim: int, kv_rows: int, heads: int) -> d
 
     matching = [
         entry
-        for entry in ENTRIES
+        for entry in TUNED_TILES
         if (entry["device_kind"], entry["head_dim"]) == (device_kind, head_dim)
         and heads % entry["tiles"].get("heads", 1) == 0
         and distance(entry) <= math.log(2)
@@ -158,7 +158,7 @@ def tiles_for(device_kind: str, *, head_dim: int, kv_rows: int, heads: int) -> d
 
 
 def _usual(head_dim: int, kv_rows: int, heads: int) -> dict[str, Any]:
-    """Return fields of a `Form` for a call without an entry in the table."""
+    """Return fields of a `AttentionConfig` for a call without an entry in the table."""
     if head_dim == 64:
         return {"block_q": 1024, "step": 256, "unroll": 8, "columns": 512, "heads": 2}
     if kv_rows <= 1536:

@@ -11,16 +11,16 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 from .chip import VMEM_MIB, device_kind
 
 # Used instead of minus infinity to keep the arithmetic finite in a row without valid keys.
-NEGATIVE = -1e30
+MASK_VALUE = -1e30
 # Bytes of scores in memory at once. At a model's size all scores would exceed a chip's memory many times. On a CPU,
 # larger buffers are returned to the system after each use, which takes longer than the arithmetic.
-SCORES_BYTES, SCORES_BYTES_OF_A_CPU = 2**29, 2**25
+MAX_SCORE_BYTES, MAX_SCORE_BYTES_CPU = 2**29, 2**25
 # Blocks per turn of the kernel's loop: sparse calls skip whole turns.
-TOGETHER = 4
+BLOCKS_PER_TURN = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Blocks:
+class BlockSparsity:
     """Block sparsity: the blocks of keys that each block of queries attends to, known before the trace.
 
     At least two blocks remain: the kernel processes some outside its loop, and samples the maximum from the first.
@@ -31,13 +31,13 @@ class Blocks:
     kept: Int[
         np.ndarray, "query_blocks count"
     ]  # blocks that each block of queries attends to; one row: the same for all
-    left_out: int = 0  # blocks at the end of `kept` that a sparse call skips, a multiple of `TOGETHER`
+    left_out: int = 0  # blocks at the end of `kept` that a sparse call skips, a multiple of `BLOCKS_PER_TURN`
     is_sparse: Bool[Array, ""] | None = None  # whether this call is sparse, known at run time; None: it is not
 
     def __post_init__(self) -> None:
-        if self.left_out % TOGETHER or not (self.left_out == 0 or 0 < self.left_out <= self.kept.shape[1] - 2):
+        if self.left_out % BLOCKS_PER_TURN or not (self.left_out == 0 or 0 < self.left_out <= self.kept.shape[1] - 2):
             raise ValueError(
-                f"left_out is {self.left_out}; it must be a multiple of {TOGETHER} and at most "
+                f"left_out is {self.left_out}; it must be a multiple of {BLOCKS_PER_TURN} and at most "
                 f"{self.kept.shape[1] - 2}, so that 2 of {self.kept.shape[1]} blocks remain."
             )
 
@@ -46,10 +46,10 @@ class Blocks:
         return len(self.real) * self.size
 
     @property
-    def is_real(self) -> Bool[np.ndarray, " rows"]:
+    def valid_mask(self) -> Bool[np.ndarray, " rows"]:
         return (np.arange(self.size) < self.real[:, None]).ravel()
 
-    def allowed(self, q_seq: int) -> Bool[Array, "q_seq blocks"]:
+    def block_mask(self, q_seq: int) -> Bool[Array, "q_seq blocks"]:
         """Return the mask of key blocks that each query attends to. Queries after the last block use the last list."""
 
         def make_mask(kept: Int[np.ndarray, "query_blocks count"]) -> Array:
@@ -63,7 +63,7 @@ class Blocks:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class WholeKeys:
+class Int8Keys:
     """Quantized keys, see `attention_int8`."""
 
     numbers: Array  # int8 `[batch, kv_seq, lanes]`
@@ -79,16 +79,20 @@ class WholeKeys:
 class Keys:
     """Keys and values of one sequence, with padding that may hold anything."""
 
-    # All `WholeKeys` of a call have the same scale and mean.
-    keys: Float[Array, "batch kv_seq lanes"] | Int8[Array, "batch kv_seq lanes"] | WholeKeys
+    # All `Int8Keys` of a call have the same scale and mean.
+    keys: Float[Array, "batch kv_seq lanes"] | Int8[Array, "batch kv_seq lanes"] | Int8Keys
     values: Float[Array, "batch kv_seq lanes"]
     rows: int  # leading rows that may be valid; the rest is padding
     certain: int  # leading rows that are valid in every batch row
     length: Int[Array, " batch"] | None = None  # valid rows of each batch row; None: all of `rows`
-    blocks: Blocks | None = None  # for the first keys of a call: block sparsity, which states the valid rows instead
+    blocks: BlockSparsity | None = (
+        None  # for the first keys of a call: block sparsity, which states the valid rows instead
+    )
 
 
-def first(keys: Array | WholeKeys, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0) -> Keys:
+def keys_of_length(
+    keys: Array | Int8Keys, values: Array, length: int | Int[Array, " batch"], *, certain: int = 0
+) -> Keys:
     """Return keys and values `[batch, kv_seq, lanes]` of which the first `length` rows are valid.
 
     length: a number, or one per batch row. certain: if one per row, the rows that are valid in every batch row.
@@ -98,7 +102,7 @@ def first(keys: Array | WholeKeys, values: Array, length: int | Int[Array, " bat
     return Keys(keys=keys, values=values, rows=keys.shape[1], certain=certain, length=length)
 
 
-def in_blocks(keys: Array | WholeKeys, values: Array, blocks: Blocks) -> Keys:
+def keys_in_blocks(keys: Array | Int8Keys, values: Array, blocks: BlockSparsity) -> Keys:
     """Return keys and values `[batch, kv_seq, lanes]` in blocks that state which rows are valid."""
     return Keys(keys=keys, values=values, rows=blocks.rows, certain=0, blocks=blocks)
 
@@ -116,17 +120,17 @@ def flat_attention(
     """
     valid = jnp.concatenate([valid_rows(part, len(q)) for part in keys], axis=1)  # [batch, kv_seq]
     blocks = keys[0].blocks
-    allowed, size = (None, 0) if blocks is None else (blocks.allowed(q.shape[1]), blocks.size)
+    allowed, size = (None, 0) if blocks is None else (blocks.block_mask(q.shape[1]), blocks.size)
 
     def join(arrays: list[Array]) -> Float[Array, "batch kv_seq heads head_dim"]:
         rows = jnp.concatenate([x[:, : part.rows] for x, part in zip(arrays, keys, strict=True)], axis=1)
         return _heads(jnp.where(valid[:, :, None], rows, 0).astype(jnp.float32), head_dim)
 
-    key_arrays = [part.keys for part in keys if not isinstance(part.keys, WholeKeys)]
+    key_arrays = [part.keys for part in keys if not isinstance(part.keys, Int8Keys)]
     k, v = join(key_arrays), join([part.values for part in keys])
     queries = jnp.swapaxes(_heads(q.astype(jnp.float32), head_dim), 1, 2)
     batch, heads, q_seq, _ = queries.shape
-    max_bytes = SCORES_BYTES if device_kind() in VMEM_MIB else SCORES_BYTES_OF_A_CPU
+    max_bytes = MAX_SCORE_BYTES if device_kind() in VMEM_MIB else MAX_SCORE_BYTES_CPU
     block = max(1, max_bytes // (4 * batch * heads * max(1, k.shape[1])))
     if block >= q_seq:
         out, log_sum = _attend(queries, k, v, valid, allowed, size)
@@ -166,12 +170,12 @@ def _attend(
         mask = mask & jnp.pad(key_mask, ((0, 0), (0, k.shape[1] - key_mask.shape[1])), constant_values=True)
     highest = jax.lax.Precision.HIGHEST
     queries = queries * queries.shape[-1] ** -0.5
-    scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) + jnp.where(mask, 0, NEGATIVE)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=NEGATIVE), NEGATIVE / 2)
+    scores = jnp.einsum("bhqd,bkhd->bhqk", queries, k, precision=highest) + jnp.where(mask, 0, MASK_VALUE)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=MASK_VALUE), MASK_VALUE / 2)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)  # [batch, heads, rows, 1]
     out = jnp.einsum("bhqk,bkhd->bhqd", weights, v, precision=highest) / jnp.maximum(total, 1e-30)
-    return out, jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), NEGATIVE)[..., 0]
+    return out, jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), MASK_VALUE)[..., 0]
 
 
 def _heads(x: Array, head_dim: int) -> Array:
@@ -181,6 +185,6 @@ def _heads(x: Array, head_dim: int) -> Array:
 def valid_rows(part: Keys, batch: int) -> Bool[Array, "batch rows"]:
     """Return the mask of a part's valid rows, `[batch, rows]`."""
     if part.blocks is not None:
-        return jnp.broadcast_to(jnp.asarray(part.blocks.is_real)[None], (batch, part.rows))
+        return jnp.broadcast_to(jnp.asarray(part.blocks.valid_mask)[None], (batch, part.rows))
     length = jnp.full(batch, part.rows) if part.length is None else part.length
     return jnp.arange(part.rows) < length[:, None]

@@ -58,7 +58,7 @@ def device_kind() -> str:
     return device.device_kind if device is not None else ""
 
 
-def precision(dtype: jax.numpy.dtype) -> jax.lax.Precision:
+def matmul_precision(dtype: jax.numpy.dtype) -> jax.lax.Precision:
     """Return the precision of a kernel's matrix product with inputs of `dtype`.
 
     It is stated for bfloat16 too: a user's default of "highest" does not compile there.

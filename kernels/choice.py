@@ -18,19 +18,19 @@ SWITCHED_OFF = "it is switched off on this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rungs:
+class KernelFallbacks:
     """Fallbacks of the kernels on one machine, by the names in `names.KERNELS`. Equal fallbacks have equal hashes."""
 
     off: tuple[str, ...] = ()  # kernels that XLA replaces, sorted
     small: tuple[str, ...] = ()  # kernels that use tiles for half of VMEM, sorted
 
 
-_NO_FALLBACKS = Rungs()
-_RUNGS: ContextVar[Rungs] = ContextVar("rungs", default=_NO_FALLBACKS)
+_NO_FALLBACKS = KernelFallbacks()
+_RUNGS: ContextVar[KernelFallbacks] = ContextVar("rungs", default=_NO_FALLBACKS)
 
 
 @contextlib.contextmanager
-def on(rungs: Rungs) -> Iterator[None]:
+def use_fallbacks(rungs: KernelFallbacks) -> Iterator[None]:
     """Choose kernels and their tiles by `rungs` inside the context."""
     token = _RUNGS.set(rungs)
     try:
@@ -39,13 +39,13 @@ def on(rungs: Rungs) -> Iterator[None]:
         _RUNGS.reset(token)
 
 
-def is_small(kernel: str) -> bool:
+def uses_small_tiles(kernel: str) -> bool:
     """Return whether the kernel uses tiles for half of VMEM."""
     return kernel in _RUNGS.get().small
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelRefusal:
+class KernelUnsupported:
     """Reasons why `kernel` cannot compute a call. False, and without reasons, if it can."""
 
     kernel: str
@@ -67,7 +67,7 @@ class KernelRefusal:
             raise NotImplementedError(str(self))
 
 
-def accepted(refusal: KernelRefusal) -> bool:
+def should_use(refusal: KernelUnsupported) -> bool:
     """Return whether an automatic choice uses the kernel.
 
     Log the reasons against it, unless the program is not for a TPU.
@@ -78,5 +78,5 @@ def accepted(refusal: KernelRefusal) -> bool:
 
 
 @functools.cache
-def _warn_once(refusal: KernelRefusal) -> None:
+def _warn_once(refusal: KernelUnsupported) -> None:
     log.warning("%s XLA computes it.", refusal)

@@ -20,15 +20,15 @@ from jaxtyping import Array, Float
 
 from . import chip, names
 from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, Interpret, Ref, round_up
-from .choice import NO_TPU, KernelRefusal, is_small
+from .choice import NO_TPU, KernelUnsupported, uses_small_tiles
 
-LEAST_MIB = 64  # VMEM that the kernel needs; chips with less use XLA's convolutions
+MIN_VMEM_MIB = 64  # VMEM that the kernel needs; chips with less use XLA's convolutions
 # Unrolled products of 8 pixels by 256 x 256 weights: twice as many instructions, 2 to 3 s to compile.
 MAX_PRODUCTS = 1300
 # Up to this many output channels are sublanes: as 3 of 128 lanes, an image's would make the array 40 times as large.
-FEW_CHANNELS = 4
+MAX_SUBLANE_CHANNELS = 4
 NORM_MIB = 3  # float32 rows that are normalized at once
-LEAST_LENGTH = 1e-12  # epsilon of a pixel's norm, as in `torch.nn.functional.normalize`
+NORM_EPS = 1e-12  # epsilon of a pixel's norm, as in `torch.nn.functional.normalize`
 ROWS, COLUMNS = "dp", "sp"  # mesh axes that split an image's rows and columns
 
 Frames = Float[Array, "1 channels frames height width"]
@@ -41,7 +41,7 @@ Shaped = Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvolutionForm:
+class ConvolutionConfig:
     """Static configuration of a convolution; see `convolution`."""
 
     window: tuple[int, ...]  # frames, rows and columns of the weights
@@ -54,7 +54,7 @@ class ConvolutionForm:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Around:
+class FusedOps:
     """Operations fused with a convolution, each None if absent: arrays, or their specs in a tree of equal structure."""
 
     gain: Any = None  # factor of the norm before it, `[channels]`
@@ -65,17 +65,17 @@ class Around:
     onto: Any = None  # residual that is added to the result, of its shape
 
 
-def refusal(weight: Shaped) -> KernelRefusal:
+def unsupported_reasons(weight: Shaped) -> KernelUnsupported:
     """Return the reasons why the kernel cannot use `weight` on the chips of the mesh in context."""
-    return KernelRefusal(kernel=names.CONVOLUTION, reasons=(*chip_reasons(), *_weight_reasons(weight)))
+    return KernelUnsupported(kernel=names.CONVOLUTION, reasons=(*unsupported_chip_reasons(), *_weight_reasons(weight)))
 
 
-def chip_reasons() -> tuple[str, ...]:
+def unsupported_chip_reasons() -> tuple[str, ...]:
     """Return the reasons why a chip of the mesh in context cannot run kernels that hold rows of an image."""
     kind, mib = chip.device_kind(), vmem_mib()
     if not kind.startswith("TPU"):
         return (NO_TPU,)
-    return () if mib >= LEAST_MIB else (f"{kind} has {mib} MiB of on-chip memory (VMEM), less than {LEAST_MIB}",)
+    return () if mib >= MIN_VMEM_MIB else (f"{kind} has {mib} MiB of on-chip memory (VMEM), less than {MIN_VMEM_MIB}",)
 
 
 def _weight_reasons(weight: Shaped) -> tuple[str, ...]:
@@ -92,26 +92,26 @@ def vmem_mib() -> int:
     return chip.VMEM_MIB.get(chip.device_kind(), 0)
 
 
-def normed_silu(
+def norm_silu(
     x: Float[Array, "1 channels _ height width"], gain: Gain, shift: Gain | None = None
 ) -> Float[Array, "1 channels _ height width"]:
     """Return SiLU of each pixel's RMS norm, `x / |x| * gain`, or of `x * gain + shift`; both are `[channels]`.
 
     The shift is for norms whose sums are computed elsewhere. It is computed in float32 and rounded once.
     """
-    around = jax.tree.map(lambda v: v[:, None, None, None], Around(gain=gain, shift=shift))
+    around = jax.tree.map(lambda v: v[:, None, None, None], FusedOps(gain=gain, shift=shift))
     return _activate(x.astype(jnp.float32), around, 1).astype(x.dtype)
 
 
-def _activate(x: Array, around: Around, axis: int) -> Array:
+def _activate(x: Array, around: FusedOps, axis: int) -> Array:
     """Return the norm and SiLU of float32 `x`, whose channels are along `axis`."""
     if around.shift is not None:
         return jax.nn.silu(x * around.gain + around.shift)
     square = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
-    return jax.nn.silu(x * jax.lax.rsqrt(jnp.maximum(square, LEAST_LENGTH**2)) * around.gain)
+    return jax.nn.silu(x * jax.lax.rsqrt(jnp.maximum(square, NORM_EPS**2)) * around.gain)
 
 
-def in_order(x: Frames, past: tuple[Past, ...], past_at: int) -> Float[Array, "1 channels _ height width"]:
+def join_past(x: Frames, past: tuple[Past, ...], past_at: int) -> Float[Array, "1 channels _ height width"]:
     """Return all frames in order: those of the `past` come before frame `past_at` of `x`."""
     return jnp.concatenate([x[:, :, :past_at], *past, x[:, :, past_at:]], axis=2) if past else x
 
@@ -134,9 +134,9 @@ def reference(
 
     x, weight, bias, repeats, gain, shift, onto, doubled, halved, past, past_at: as for `convolution`.
     """
-    result = in_order(x, past, past_at)
+    result = join_past(x, past, past_at)
     if gain is not None:
-        result = normed_silu(result, gain, shift)
+        result = norm_silu(result, gain, shift)
     if doubled:
         result = jnp.repeat(jnp.repeat(result, 2, axis=3), 2, axis=4)
     above, reach = weight.shape[3] // 2, weight.shape[4] // 2
@@ -175,29 +175,29 @@ def convolution(
 
     x: frames, `[1, channels, frames, height, width]`, with rows and columns split over the mesh.
     weight: with odd numbers of rows and columns. bias: None for none. repeats: edges are repeated, not padded by zeros.
-    gain, shift: with a gain, `normed_silu` of all frames comes first; a shift is optional.
+    gain, shift: with a gain, `norm_silu` of all frames comes first; a shift is optional.
     onto: residual of the result's shape that is added to it; None with `halved`.
     doubled: each pixel of `x` is repeated to two rows and two columns first.
     halved: only every second row and column of the result is returned, without the first.
     past, past_at: earlier frames, and the frame of `x` before which they are inserted. interpret: see `chip.Interpret`.
     """
     assert onto is None or not halved
-    KernelRefusal(kernel=names.CONVOLUTION, reasons=_weight_reasons(weight)).check()
+    KernelUnsupported(kernel=names.CONVOLUTION, reasons=_weight_reasons(weight)).check()
     if bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
     image = P(None, None, None, ROWS, COLUMNS)
-    form = ConvolutionForm(
+    form = ConvolutionConfig(
         window=weight.shape[2:], repeats=repeats, factor=1 + doubled, halved=halved, past_at=past_at,
         columns_each=1 + doubled if x.dtype.itemsize == 2 else 1,
     )  # fmt: skip
     local = functools.partial(_convolve, form=form, interpret=interpret)
-    specs = image, Around(gain=P(), shift=P(), onto=image), P(), P()
+    specs = image, FusedOps(gain=P(), shift=P(), onto=image), P(), P()
     mapped = jax.shard_map(local, in_specs=specs, out_specs=image, check_vma=False)
-    return mapped((x, *past), Around(gain=gain, shift=shift, onto=onto), weight, bias)
+    return mapped((x, *past), FusedOps(gain=gain, shift=shift, onto=onto), weight, bias)
 
 
 def _convolve(
-    videos: tuple[Array, ...], around: Around, weight: Array, bias: Array, *, form: ConvolutionForm,
+    videos: tuple[Array, ...], around: FusedOps, weight: Array, bias: Array, *, form: ConvolutionConfig,
     interpret: Interpret,
 ) -> Array:  # fmt: skip
     """Return one chip's part, `[1, out, frames, height, width]`; videos: frames and past, `[1, in, ...]`."""
@@ -238,7 +238,7 @@ def _convolve(
     around = replace(around, onto=onto, inside=inside)
     kernel, offset = _arrange(weight, bias)
     result = _call(videos, ends, last, kernel, offset, around, outs=outs, form=form, interpret=interpret)
-    result = jnp.moveaxis(result, 2, 0) if outs <= FEW_CHANNELS else jnp.moveaxis(result[..., :outs], -1, 0)
+    result = jnp.moveaxis(result, 2, 0) if outs <= MAX_SUBLANE_CHANNELS else jnp.moveaxis(result[..., :outs], -1, 0)
     return (result[:, :, 1::2, 1::2] if form.halved else result)[None]
 
 
@@ -274,7 +274,7 @@ def _apart(weight: Shaped) -> int | None:
 
 
 def _limit_mib() -> int:
-    return ((vmem_mib() or LEAST_MIB) - RESERVED_MIB) // (1 + is_small(names.CONVOLUTION))
+    return ((vmem_mib() or MIN_VMEM_MIB) - RESERVED_MIB) // (1 + uses_small_tiles(names.CONVOLUTION))
 
 
 def _arrange(weight: Array, bias: Array) -> tuple[Array, Array]:
@@ -298,8 +298,8 @@ def _arrange(weight: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def _call(
-    videos: tuple[Array, ...], ends: tuple[Array, ...], last: Array, kernel: Array, offset: Array, around: Around,
-    *, outs: int, form: ConvolutionForm, interpret: Interpret,
+    videos: tuple[Array, ...], ends: tuple[Array, ...], last: Array, kernel: Array, offset: Array, around: FusedOps,
+    *, outs: int, form: ConvolutionConfig, interpret: Interpret,
 ) -> Array:  # fmt: skip
     """Call the kernel. Returns `[frames, height, width, out]`, or `[frames, height, out, width]` with few channels.
 
@@ -333,18 +333,18 @@ def _call(
     out_lanes = outs if blocks == 1 else blocks * block_lanes
     shape = frames, form.factor * height, width, out_lanes
     result = pl.BlockSpec((frames, block, width, min(block_lanes, out_lanes)), lambda out, at: (0, at, 0, out))
-    if outs <= FEW_CHANNELS:
+    if outs <= MAX_SUBLANE_CHANNELS:
         shape = *shape[:2], outs, width
         result = pl.BlockSpec((frames, block, outs, width), lambda out, at: (0, at, 0, 0))
-    onto = around.onto if outs > FEW_CHANNELS or around.onto is None else jnp.moveaxis(around.onto, -1, 2)
+    onto = around.onto if outs > MAX_SUBLANE_CHANNELS or around.onto is None else jnp.moveaxis(around.onto, -1, 2)
     gain, shift = jax.tree.map(
         lambda x: jnp.pad(x.astype(jnp.float32), (0, lanes - ins))[None], (around.gain, around.shift)
     )
-    around = Around(gain=gain, shift=shift, inside=around.inside)
+    around = FusedOps(gain=gain, shift=shift, inside=around.inside)
     whole = jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda out, at: (0, 0)), around)
     around, specs = replace(around, onto=onto), replace(whole, onto=None if onto is None else result)
     return pl.pallas_call(
-        functools.partial(_body, form=form, together=together, is_turned=outs <= FEW_CHANNELS),
+        functools.partial(_body, form=form, together=together, is_turned=outs <= MAX_SUBLANE_CHANNELS),
         grid=(blocks, height // num_rows),
         in_specs=[
             tuple(row_spec(video, above) for video in videos),
@@ -376,9 +376,9 @@ def _most(total: int, limit: int) -> int:
 
 
 def _body(
-    videos: tuple[Ref, ...], ends: tuple[Ref, ...], last: Ref, kernel: Ref, offset: Ref, around: Around, out: Ref,
+    videos: tuple[Ref, ...], ends: tuple[Ref, ...], last: Ref, kernel: Ref, offset: Ref, around: FusedOps, out: Ref,
     joined: Ref, *,
-    form: ConvolutionForm, together: int, is_turned: bool,
+    form: ConvolutionConfig, together: int, is_turned: bool,
 ) -> None:  # fmt: skip
     """Compute a block of rows, `together` rows of a frame at a time; `is_turned`: with columns as lanes."""
     (time, rows, columns), past_at = form.window, form.past_at
@@ -434,7 +434,7 @@ def _body(
         weights = [kernel[dt, dy].reshape(-1, lanes) for dt in range(time) for dy in range(rows)]
         parts = jax.lax.dot_general(
             sight, jnp.concatenate(weights, axis=1), (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32, precision=chip.precision(out.dtype),
+            preferred_element_type=jnp.float32, precision=chip.matmul_precision(out.dtype),
         )  # fmt: skip
         total = _sum_columns(parts.reshape(together, wide, -1), offset, columns)
         total = jnp.swapaxes(total, 1, 2) if is_turned else total
@@ -445,12 +445,12 @@ def _body(
     jax.lax.fori_loop(0, frames * turns, turn, None)
 
 
-def _norm(joined: Ref, around: Around, full: int) -> None:
-    """Apply `normed_silu` to all rows, in place; lanes after the channels, and outside columns, stay zero."""
+def _norm(joined: Ref, around: FusedOps, full: int) -> None:
+    """Apply `norm_silu` to all rows, in place; lanes after the channels, and outside columns, stay zero."""
     num_frames, high, wide, lanes = joined.shape
     rows = _most(high, NORM_MIB * MIB // (wide * lanes * 4))
     turns = high // rows
-    read = Around(gain=around.gain[...], shift=None if around.shift is None else around.shift[...])
+    read = FusedOps(gain=around.gain[...], shift=None if around.shift is None else around.shift[...])
 
     def turn(index: Array, _: None) -> None:
         place = index // turns, pl.ds(index % turns * rows, rows)

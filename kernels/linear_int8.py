@@ -22,14 +22,16 @@ from jaxtyping import Array, Float, Int, Int8
 
 from . import names
 from .chip import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, device_kind, round_up
-from .choice import KernelRefusal, accepted, is_small
+from .choice import KernelUnsupported, should_use, uses_small_tiles
 
 # Chips whose matrix units multiply int8 twice as fast as bfloat16.
-TAKES_INT8 = ("TPU v5 lite", "TPU v6 lite")
-LARGEST = 127
-LEAST = 1e-30  # added to the largest magnitude of a token or a weight, so that no scale is zero
+INT8_LINEAR_CHIPS = ("TPU v5 lite", "TPU v6 lite")
+INT8_MAX = 127
+EPS = 1e-30  # added to the largest magnitude of a token or a weight, so that no scale is zero
 TOKENS = (256, 128)  # tokens of a grid step: the second if the first leaves no VMEM for weights
-PIECE = 256 * 1536  # results computed at once: enough to overlap the epilogue of some with products of others
+RESULTS_PER_PIECE = (
+    256 * 1536
+)  # results computed at once: enough to overlap the epilogue of some with products of others
 MXU_WIDTH = 256
 COMPILER_BYTES = 8 * MIB
 # "gelu": of each product. "silu": of the first of two products, which then multiplies the second.
@@ -37,7 +39,7 @@ Activation = Literal["gelu", "silu"]
 ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu, None: lambda x: x}
 
 
-class Rounded(NamedTuple):
+class Int8Weight(NamedTuple):
     """A quantized weight, with arrays, refs or partition specs as its fields."""
 
     numbers: Any  # int8 `[outs, ins]` or `[ins, outs]`, or `[layers, ...]` of all layers
@@ -51,7 +53,7 @@ class Rounded(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class RoundedTokens:
+class Int8Tokens:
     """Quantized tokens, rotated, with arrays or partition specs as its fields."""
 
     numbers: Any  # int8 `[rows, tokens, lanes]`
@@ -64,25 +66,25 @@ class RoundedTokens:
         return self.numbers.shape
 
 
-class Residual(NamedTuple):
+class GatedResidual(NamedTuple):
     """Residual sum with a product: `x + gate * product`, with arrays, refs or partition specs as its fields."""
 
     x: Any  # `[rows, tokens, outs]`
     gate: Any  # `[rows or 1, outs]`
 
 
-def rounded(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+def quantize(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
     """Return `x` quantized to int8, `[...]`, and its scale, shared along `axes`, which it lacks.
 
     A NaN makes its scale NaN, because no integer is.
     """
     x = x.astype(jnp.float32)
-    scale = (jnp.max(jnp.abs(x), axis=axes, keepdims=True) + LEAST) / LARGEST
+    scale = (jnp.max(jnp.abs(x), axis=axes, keepdims=True) + EPS) / INT8_MAX
     scale = scale + 0 * jnp.sum(x, axis=axes, keepdims=True)
     return jnp.round(x / scale).astype(jnp.int8), jnp.squeeze(scale, axes)
 
 
-def block_of(*lanes: int, chips: int) -> int:
+def rotation_block(*lanes: int, chips: int) -> int:
     """Return the number of lanes that are rotated together.
 
     It is the width of a matrix unit if that divides every size in `lanes`, divided by `chips` where this is possible;
@@ -91,7 +93,7 @@ def block_of(*lanes: int, chips: int) -> int:
     return math.gcd(MXU_WIDTH, *(size if size % chips else size // chips for size in lanes))
 
 
-def rotation(block: int) -> np.ndarray:
+def rotation_matrix(block: int) -> np.ndarray:
     """Return the rotation matrix, `[block, block]` of 1 and -1; times its transpose it is `block` times the identity.
 
     It is a Hadamard matrix with signs from a bent function (Rudin-Shapiro), so that equal values in all lanes are
@@ -102,14 +104,14 @@ def rotation(block: int) -> np.ndarray:
     return 1 - 2.0 * (signs % 2)
 
 
-def rotated_weight(weight: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
+def rotate_weight(weight: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
     """Return the weight `[...]` in float32, rotated by the inverse of the tokens' rotation.
 
     axis: the last dimension over which a product sums. block: lanes that are rotated together.
     """
     x = jnp.moveaxis(weight.astype(jnp.float32), axis, -1)
     blocks = x.reshape(*x.shape[:-1], -1, block)
-    rotated = jnp.matmul(blocks, rotation(block) / block, precision="highest")
+    rotated = jnp.matmul(blocks, rotation_matrix(block) / block, precision="highest")
     return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)
 
 
@@ -123,19 +125,19 @@ def _rotate(x: Float[Array, "... lanes"], matrix: Float[Array, "lanes lanes"]) -
     return jax.lax.dot_general(x, matrix.astype(x.dtype), dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def round_tokens(
+def quantize_tokens(
     x: Float[Array, "rows tokens lanes"], *, block: int, kernel: bool, interpret: Interpret = False
-) -> RoundedTokens:
+) -> Int8Tokens:
     """Return tokens `x` `[rows, tokens, lanes]` quantized for several products, or before chips exchange them.
 
     Without it, `linear_int8` quantizes them itself. block: lanes that are rotated together.
     kernel: whether to use Pallas, unless the kernel does not support the shape. interpret: see `chip.Interpret`.
     """
     rows, seq, size = x.shape
-    if not (kernel and accepted(refusal([size], [LANES]))):
-        blocks = _rotate(x.reshape(rows, seq, -1, block), jnp.asarray(rotation(block)))
-        numbers, scale = rounded(blocks.reshape(x.shape), (2,))
-        return RoundedTokens(numbers=numbers, worth=scale[..., None], dtype=x.dtype)
+    if not (kernel and should_use(unsupported_reasons([size], [LANES]))):
+        blocks = _rotate(x.reshape(rows, seq, -1, block), jnp.asarray(rotation_matrix(block)))
+        numbers, scale = quantize(blocks.reshape(x.shape), (2,))
+        return Int8Tokens(numbers=numbers, worth=scale[..., None], dtype=x.dtype)
     total, tokens = rows * seq, TOKENS[-1]
     rotating = _rotating([size], block, x.dtype)
 
@@ -159,18 +161,18 @@ def round_tokens(
         interpret=interpret,
         name=names.ROUND_TOKENS,
     )(rotating, x.reshape(total, size))
-    return RoundedTokens(numbers=numbers.reshape(x.shape), worth=scale.reshape(rows, seq, 1), dtype=x.dtype)
+    return Int8Tokens(numbers=numbers.reshape(x.shape), worth=scale.reshape(rows, seq, 1), dtype=x.dtype)
 
 
 def linear_int8(
-    parts: Sequence[Float[Array, "rows tokens _"] | RoundedTokens],
-    weights: Sequence[Rounded],
+    parts: Sequence[Float[Array, "rows tokens _"] | Int8Tokens],
+    weights: Sequence[Int8Weight],
     *,
     block: int,
     activation: Activation | None = None,
     turned: bool = False,
     layer: Int[Array, ""] | None = None,
-    onto: Residual | None = None,
+    onto: GatedResidual | None = None,
     kernel: bool,
     interpret: Interpret = False,
 ) -> list[Float[Array, "rows tokens _"]]:
@@ -186,45 +188,47 @@ def linear_int8(
     interpret: how to run without a TPU, see `chip.Interpret`.
     """
     assert onto is None or (len(weights) == 1 and activation is None)
-    run = by_reference
-    if kernel and accepted(refusal([part.shape[2] for part in parts], [weight.outs(turned) for weight in weights])):
-        run = functools.partial(by_kernel, interpret=interpret)
+    run = linear_int8_reference
+    if kernel and should_use(
+        unsupported_reasons([part.shape[2] for part in parts], [weight.outs(turned) for weight in weights])
+    ):
+        run = functools.partial(linear_int8_kernel, interpret=interpret)
     return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer, onto=onto)
 
 
-def by_reference(
-    parts: Sequence[Array | RoundedTokens],
-    weights: Sequence[Rounded],
+def linear_int8_reference(
+    parts: Sequence[Array | Int8Tokens],
+    weights: Sequence[Int8Weight],
     *,
     block: int,
     activation: Activation | None,
     turned: bool,
     layer: Int[Array, ""] | None = None,
-    onto: Residual | None = None,
+    onto: GatedResidual | None = None,
 ) -> list[Array]:
     """Return the same as `linear_int8`, `[rows, tokens, outs]` each, computed by XLA.
 
     parts, weights, block, activation, turned, layer, onto: as for `linear_int8`.
     """
     x = parts[0]
-    if not isinstance(x, RoundedTokens):
-        arrays = [part for part in parts if not isinstance(part, RoundedTokens)]
-        x = round_tokens(jnp.concatenate(arrays, axis=-1), block=block, kernel=False)
+    if not isinstance(x, Int8Tokens):
+        arrays = [part for part in parts if not isinstance(part, Int8Tokens)]
+        x = quantize_tokens(jnp.concatenate(arrays, axis=-1), block=block, kernel=False)
 
-    def product(weight: Rounded) -> Array:
+    def product(weight: Int8Weight) -> Array:
         dims = (((2,), (0 if turned else 1,)), ((), ()))
         factor = weight.numbers if layer is None else jax.lax.dynamic_index_in_dim(weight.numbers, layer, 0, False)
         sums = jax.lax.dot_general(x.numbers, factor, dims, preferred_element_type=jnp.int32)
         result = sums.astype(jnp.float32) * x.worth * weight.worth
         return result if weight.bias is None else result + weight.bias.astype(jnp.float32)
 
-    results = activated([*map(product, weights)], activation)
+    results = apply_activation([*map(product, weights)], activation)
     if onto is not None:
         results = [onto.x.astype(jnp.float32) + onto.gate[:, None].astype(jnp.float32) * results[0]]
     return [result.astype(x.dtype) for result in results]
 
 
-def activated(products: list[Array], activation: Activation | None) -> list[Array]:
+def apply_activation(products: list[Array], activation: Activation | None) -> list[Array]:
     """Return the activated products, `[...]` float32 each; "silu" returns one, the product of two."""
     function = ACTIVATIONS[activation]
     if activation == "silu":
@@ -240,7 +244,7 @@ class Tiles(NamedTuple):
     groups: int  # groups of outputs that each weight is split into; one is in VMEM at once
 
 
-def tiles_for(ins: int, outs: Sequence[int], itemsize: int = 2, arrays: int = 1) -> Tiles | None:
+def choose_tiles(ins: int, outs: Sequence[int], itemsize: int = 2, arrays: int = 1) -> Tiles | None:
     """Return the largest tiles that fit in the VMEM of the mesh in context, or None.
 
     One group is preferred, because weights are then read once.
@@ -261,22 +265,22 @@ def tiles_for(ins: int, outs: Sequence[int], itemsize: int = 2, arrays: int = 1)
 
 
 def _limit_bytes() -> int:
-    return (VMEM_MIB.get(device_kind(), 128) - RESERVED_MIB) * MIB // (1 + is_small(names.LINEAR_INT8))
+    return (VMEM_MIB.get(device_kind(), 128) - RESERVED_MIB) * MIB // (1 + uses_small_tiles(names.LINEAR_INT8))
 
 
-def refusal(ins: Sequence[int], outs: Sequence[int]) -> KernelRefusal:
+def unsupported_reasons(ins: Sequence[int], outs: Sequence[int]) -> KernelUnsupported:
     """Return the reasons why the kernel cannot multiply parts of `ins` lanes each by weights of `outs` outputs each."""
     reasons = []
     if sizes := [size for size in (*ins, *outs) if size % LANES]:
         reasons.append(f"{sizes[0]} lanes are not a multiple of {LANES}")
-    elif tiles_for(sum(ins), outs) is None:
+    elif choose_tiles(sum(ins), outs) is None:
         reasons.append(f"weights of {sum(ins)} x {sum(outs)} do not fit in the chip's VMEM")
-    return KernelRefusal(kernel=names.LINEAR_INT8, reasons=tuple(reasons))
+    return KernelUnsupported(kernel=names.LINEAR_INT8, reasons=tuple(reasons))
 
 
-def by_kernel(
-    parts: Sequence[Array | RoundedTokens], weights: Sequence[Rounded], *, block: int,
-    activation: Activation | None, turned: bool, layer: Int[Array, ""] | None = None, onto: Residual | None = None,
+def linear_int8_kernel(
+    parts: Sequence[Array | Int8Tokens], weights: Sequence[Int8Weight], *, block: int,
+    activation: Activation | None, turned: bool, layer: Int[Array, ""] | None = None, onto: GatedResidual | None = None,
     interpret: Interpret = False,
 ) -> list[Array]:  # fmt: skip
     """Return the same as `linear_int8`, `[rows, tokens, outs]` each, by Pallas.
@@ -285,15 +289,15 @@ def by_kernel(
     parts, weights, block, activation, turned, layer, onto, interpret: as for `linear_int8`.
     """
     first, ins = parts[0], [part.shape[2] for part in parts]
-    is_rounded = isinstance(first, RoundedTokens)
-    operands: list[Any] = [first.numbers, first.worth] if isinstance(first, RoundedTokens) else [*parts]
+    is_rounded = isinstance(first, Int8Tokens)
+    operands: list[Any] = [first.numbers, first.worth] if isinstance(first, Int8Tokens) else [*parts]
     dtype, shape = first.dtype, first.shape[:2]
     # Rows are concatenated, unless each has its own gate.
     rows, seq = shape if onto is not None and len(onto.gate) > 1 else (1, math.prod(shape))
     outs = [weight.outs(turned) for weight in weights]
-    refusal(ins, outs).check()
+    unsupported_reasons(ins, outs).check()
     arrays = 1 if onto is None else 2
-    tiles = tiles_for(sum(ins), outs, dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
+    tiles = choose_tiles(sum(ins), outs, dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
     tokens = round_up(-(-seq // -(-seq // tiles.tokens)), INT8_ROWS)
     groups, results = tiles.groups, outs[:1] if activation == "silu" else outs
 
@@ -309,19 +313,19 @@ def by_kernel(
             shape, index_map = (None, shape[2], shape[1]), lambda group, row, at, layer: (layer[0], group, 0)
         return pl.BlockSpec(shape, index_map, pipeline_mode=pl.Buffered(1))
 
-    def vectors(weight: Rounded) -> tuple[Array, Array | None]:
+    def vectors(weight: Int8Weight) -> tuple[Array, Array | None]:
         return jax.tree.map(lambda v: v.astype(jnp.float32)[None], (weight.worth, weight.bias))
 
-    stacked = [Rounded(w.numbers if layer is not None else w.numbers[None], *vectors(w)) for w in weights]
+    stacked = [Int8Weight(w.numbers if layer is not None else w.numbers[None], *vectors(w)) for w in weights]
     specs = [
-        Rounded(matrix(size), vector(size), None if weight.bias is None else vector(size))
+        Int8Weight(matrix(size), vector(size), None if weight.bias is None else vector(size))
         for weight, size in zip(stacked, outs, strict=True)
     ]
     added = added_specs = None
     if onto is not None:
-        added = Residual(onto.x.reshape(rows, seq, *outs), onto.gate.astype(jnp.float32)[:, None])
+        added = GatedResidual(onto.x.reshape(rows, seq, *outs), onto.gate.astype(jnp.float32)[:, None])
         gate = pl.BlockSpec((None, 1, outs[0] // groups), lambda group, row, at, layer: (row, 0, group))
-        added_specs = Residual(lanes(*outs), gate)
+        added_specs = GatedResidual(lanes(*outs), gate)
     total = math.prod(shape)
     rotating = None if is_rounded else _rotating(ins, block, dtype)
     scratch = (
@@ -372,7 +376,7 @@ def by_kernel(
 
 
 def _body(
-    layer: Ref, matrix: Ref | None, parts: Sequence[Ref], weights: Sequence[Rounded], onto: Residual | None,
+    layer: Ref, matrix: Ref | None, parts: Sequence[Ref], weights: Sequence[Int8Weight], onto: GatedResidual | None,
     outs: Sequence[Ref], *scratch: Ref, activation: Activation | None, turned: bool,
 ) -> None:  # fmt: skip
     """Compute a block of tokens for one group of outputs. scratch: empty if the tokens are quantized already."""
@@ -391,12 +395,12 @@ def _body(
             index: Array,
             _: None,
             results: Sequence[Ref] = results,
-            factors: Sequence[Rounded] = factors,
+            factors: Sequence[Int8Weight] = factors,
             columns: int = columns,
         ) -> None:
             lanes = pl.ds(pl.multiple_of(index * columns, columns), columns)
             products = [_product(numbers, scale, weight, lanes, turned) for weight in factors]
-            for out, result in zip(results, activated(products, activation), strict=True):
+            for out, result in zip(results, apply_activation(products, activation), strict=True):
                 if onto is not None:
                     result = onto.x[:, lanes].astype(jnp.float32) + onto.gate[:, lanes] * result
                 out[:, lanes] = result.astype(out.dtype)
@@ -409,12 +413,12 @@ def _columns(size: int, rows: int) -> int:
 
     rows: tokens of the block, times the products that are computed together.
     """
-    limit = max(LANES, PIECE // rows)
+    limit = max(LANES, RESULTS_PER_PIECE // rows)
     divisors = [columns for columns in range(LANES, min(size, limit) + 1, LANES) if size % columns == 0]
     return max([columns for columns in divisors if columns % MXU_WIDTH == 0] or divisors)
 
 
-def _product(numbers: Ref, scale: Ref, weight: Rounded, lanes: pl.Slice, turned: bool) -> Array:
+def _product(numbers: Ref, scale: Ref, weight: Int8Weight, lanes: pl.Slice, turned: bool) -> Array:
     """Return some `lanes` of the product with a weight, plus its bias, `[tokens, lanes]` float32."""
     factor = weight.numbers[:, lanes] if turned else weight.numbers[lanes, :]
     dims = (((1,), (0 if turned else 1,)), ((), ()))
@@ -426,7 +430,7 @@ def _product(numbers: Ref, scale: Ref, weight: Rounded, lanes: pl.Slice, turned:
 def _rotating(ins: Sequence[int], block: int, dtype: DTypeLike) -> Array:
     """Return the rotation matrix of a matrix unit's lanes, or of half of them if some part has no more."""
     side = LANES if any(size % MXU_WIDTH for size in ins) else MXU_WIDTH
-    return jnp.asarray(np.kron(np.eye(side // block), rotation(block)), dtype)
+    return jnp.asarray(np.kron(np.eye(side // block), rotation_matrix(block)), dtype)
 
 
 def _round_tokens(parts: Sequence[Ref], matrix: Ref, lanes: Ref, numbers: Ref) -> Float[Array, "tokens 1"]:
@@ -440,10 +444,10 @@ def _round_tokens(parts: Sequence[Ref], matrix: Ref, lanes: Ref, numbers: Ref) -
             top, total = jnp.maximum(top, size), total + size
             lanes[:, pl.ds(offset, side)] = piece.astype(lanes.dtype)
             offset += side
-    top, total = jnp.max(top, axis=1, keepdims=True) + LEAST, jnp.sum(total, axis=1, keepdims=True)
-    factor = LARGEST / top
+    top, total = jnp.max(top, axis=1, keepdims=True) + EPS, jnp.sum(total, axis=1, keepdims=True)
+    factor = INT8_MAX / top
     for start in range(0, offset, LANES):
         piece = lanes[:, pl.ds(start, LANES)].astype(jnp.float32)
         integers = jnp.round(piece * factor).astype(jnp.int32)  # one register at a time packs in fewer steps
         numbers[:, pl.ds(start, LANES)] = integers.astype(jnp.int8)
-    return top / LARGEST + 0 * total
+    return top / INT8_MAX + 0 * total

@@ -14,16 +14,16 @@ from jaxtyping import Array, Float
 
 from . import names
 from .chip import Interpret, Ref
-from .choice import KernelRefusal
-from .convolution import COLUMNS, ROWS, chip_reasons
+from .choice import KernelUnsupported
+from .convolution import COLUMNS, ROWS, unsupported_chip_reasons
 
 Image = Float[Array, "1 channels frames height width"]
-FewerRows = Float[Array, "1 channels frames rows width"]  # each row applies to several rows of the image
+CoarseRows = Float[Array, "1 channels frames rows width"]  # each row applies to several rows of the image
 Vector = Float[Array, " channels"]
 
 
-def modulated(
-    x: Image, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows, *, interpret: Interpret = False
+def modulate(
+    x: Image, factor: Vector, shift: Vector, scale: CoarseRows, offset: CoarseRows, *, interpret: Interpret = False
 ) -> Image:
     """Return SiLU of `(x * factor + shift) * scale + offset` on the mesh in context, which splits rows and columns.
 
@@ -37,7 +37,7 @@ def modulated(
     return jax.shard_map(local, in_specs=specs, out_specs=image, check_vma=False)(x, factor, shift, scale, offset)
 
 
-def reference(x: Image, factor: Vector, shift: Vector, scale: FewerRows, offset: FewerRows) -> Image:
+def reference(x: Image, factor: Vector, shift: Vector, scale: CoarseRows, offset: CoarseRows) -> Image:
     """Return the same as `modulated`, computed by XLA: x, factor, shift, scale and offset are those of `modulated`."""
     rows = x.reshape(*x.shape[:3], scale.shape[3], -1, x.shape[4]).astype(jnp.float32)
     by_channel = (..., None, None, None, None)
@@ -46,9 +46,9 @@ def reference(x: Image, factor: Vector, shift: Vector, scale: FewerRows, offset:
     return jax.nn.silu(result).astype(x.dtype).reshape(x.shape)
 
 
-def refusal() -> KernelRefusal:
+def unsupported_reasons() -> KernelUnsupported:
     """Return the reasons why the kernel cannot run on the chips of the mesh in context."""
-    return KernelRefusal(kernel=names.MODULATION, reasons=chip_reasons())
+    return KernelUnsupported(kernel=names.MODULATION, reasons=unsupported_chip_reasons())
 
 
 def _modulate(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: Interpret) -> Array:

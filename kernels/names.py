@@ -1,7 +1,7 @@
 """Names of the kernels in a compiled program's text; `cost_model` finds them by these."""
 
 WITH_RERUN = "_with_rerun"  # ends the name of a kernel that repeats a step's work where its faster form has failed
-SKIPPED = "skipped_turns"  # metadata key: turns of a kernel's longest loop that a sparse call skips
+SKIPPED_TURNS = "skipped_turns"  # metadata key: turns of a kernel's longest loop that a sparse call skips
 ATTENTION = "attention"
 ATTENTION_WITH_RERUN = ATTENTION + WITH_RERUN
 ATTENTION_INT8 = "attention_int8"
@@ -27,7 +27,7 @@ SWITCHES = {
 }
 KERNELS = tuple(SWITCHES.values())
 # Further kernel names in a program's text, and the kernel that each is part of.
-PARTS = {
+HELPER_KERNELS = {
     ATTENTION_WITH_RERUN: ATTENTION,
     ATTENTION_INT8_WITH_RERUN: ATTENTION_INT8,
     TURN: ATTENTION,

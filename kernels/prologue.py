@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from . import names
-from .chip import LANES, Interpret, Ref, precision, round_up
-from .choice import KernelRefusal, is_small
+from .chip import LANES, Interpret, Ref, matmul_precision, round_up
+from .choice import KernelUnsupported, uses_small_tiles
 
 # Tokens of a grid step. With 5120 lanes both buffers of both arrays take 5 MiB of VMEM.
 BLOCK = 128
@@ -35,17 +35,17 @@ class Norm:
     eps: float = field(metadata={"static": True})
 
 
-def refusal(head_dim: int, lanes: int) -> KernelRefusal:
+def unsupported_reasons(head_dim: int, lanes: int) -> KernelUnsupported:
     """Return the reasons why the kernels cannot process heads of `head_dim`, with `lanes` of each array per chip."""
     reasons = []
     if head_dim not in (LANES // 2, LANES):
         reasons.append(f"heads have {head_dim} lanes, not {LANES // 2} or {LANES}")
     if lanes % LANES:
         reasons.append(f"a chip's heads have {lanes} lanes, not a multiple of {LANES}")
-    return KernelRefusal(kernel=names.PROLOGUE, reasons=tuple(reasons))
+    return KernelUnsupported(kernel=names.PROLOGUE, reasons=tuple(reasons))
 
 
-def takes_one(lanes: int, groups: int, parts: int) -> bool:
+def can_split_one_chip(lanes: int, groups: int, parts: int) -> bool:
     """Return whether `divide` can write the groups of one chip alone: it reads each part in blocks of the part's width.
 
     lanes: of one chip. groups, parts: as for `divide`.
@@ -63,13 +63,13 @@ def _parts(lanes: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _block() -> int:
-    return BLOCK // (1 + is_small(names.PROLOGUE))
+    return BLOCK // (1 + uses_small_tiles(names.PROLOGUE))
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-def normed(x: Float[Array, "... lanes"], norm: Norm, head_dim: int) -> Float[Array, "... lanes"]:
+def apply_norm(x: Float[Array, "... lanes"], norm: Norm, head_dim: int) -> Float[Array, "... lanes"]:
     """Return the norm of `x` `[..., lanes]` in float32, as `torch.nn.RMSNorm` and `LayerNorm` compute it.
 
     norm: its weight is as long as a head, or as all lanes. head_dim: not used, since the weight decides the length.
@@ -81,14 +81,14 @@ def normed(x: Float[Array, "... lanes"], norm: Norm, head_dim: int) -> Float[Arr
     return (parts if norm.bias is None else parts + norm.bias).reshape(x.shape)
 
 
-def divide_reference(
+def split_heads_reference(
     x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None, tables: Any, *, head_dim: int
 ) -> list[Float[Array, "batch groups seq _"]]:
     """Return the same as `divide` for all groups, computed by XLA.
 
     x, groups, parts, norm, tables, head_dim: as for `divide`.
     """
-    result = x.astype(jnp.float32) if norm is None else normed(x, norm, head_dim)
+    result = x.astype(jnp.float32) if norm is None else apply_norm(x, norm, head_dim)
     if tables is not None:
         heads = result.reshape(*x.shape[:2], -1, head_dim)
         pairs = heads.reshape(*heads.shape[:3], -1, 2)
@@ -102,7 +102,7 @@ def divide_reference(
     ]
 
 
-def join_reference(parts: list[Float[Array, "batch groups seq _"]]) -> Float[Array, "batch seq lanes"]:
+def merge_heads_reference(parts: list[Float[Array, "batch groups seq _"]]) -> Float[Array, "batch seq lanes"]:
     """Return the same as `join`, computed by XLA. parts: `[batch, groups, seq, lanes]` each."""
     batch, _, seq, _ = parts[0].shape
     return jnp.concatenate([jnp.moveaxis(part, 1, 2).reshape(batch, seq, -1) for part in parts], axis=2)
@@ -111,7 +111,7 @@ def join_reference(parts: list[Float[Array, "batch groups seq _"]]) -> Float[Arr
 # --- the kernels ------------------------------------------------------------------------------------------------------
 
 
-def divide(
+def split_heads(
     x: Float[Array, "batch seq lanes"],
     groups: int,
     parts: int,
@@ -134,7 +134,7 @@ def divide(
     interpret: how to run without a TPU, see `chip.Interpret`.
     """
     batch, seq, lanes = x.shape
-    refusal(head_dim, lanes // groups).check()
+    unsupported_reasons(head_dim, lanes // groups).check()
     places, block = _parts(lanes // groups, parts), _block()
     written = groups if chip is None else 1
     if chip is None:
@@ -255,7 +255,7 @@ def _over_head(y: Float[Array, "rows lanes"], head_dim: int, terms: int) -> Arra
         jnp.concatenate(summands, axis=1),
         is_same_head,
         preferred_element_type=jnp.float32,
-        precision=precision(is_same_head.dtype),
+        precision=matmul_precision(is_same_head.dtype),
     )
     return total / head_dim
 
@@ -273,7 +273,7 @@ def _moments(
     return middle, jax.lax.rsqrt(mean(lambda y: jnp.square(y - middle), 2 if is_short else 3) + eps)
 
 
-def join(
+def merge_heads(
     parts: list[Float[Array, "batch groups seq _"]], *, interpret: Interpret = False
 ) -> Float[Array, "batch seq lanes"]:
     """Return all heads side by side again, `[batch, seq, lanes]`: the inverse of `divide` for all groups.

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from . import names
 from .chip import LANES, MIB, Interpret, Ref, Scalar
-from .choice import KernelRefusal, accepted, is_small
+from .choice import KernelUnsupported, should_use, uses_small_tiles
 
 # Bytes per lane of a grid step: 128 tokens of bfloat16. With 6144 lanes the two buffers of four arrays take 12 MiB.
 BLOCK_BYTES = 256
@@ -45,18 +45,18 @@ def residual_norm(
     num_leading: tokens that use the first vector of each pair; None without pairs.
     interpret: how to run without a TPU, see `chip.Interpret`.
     """
-    if kernel and accepted(refusal(x.shape[2])):
-        return by_kernel(x, update, gate, scale, shift, num_leading, eps=eps, interpret=interpret)
-    return reference(x, update, gate, scale, shift, num_leading, eps=eps)
+    if kernel and should_use(unsupported_reasons(x.shape[2])):
+        return residual_norm_kernel(x, update, gate, scale, shift, num_leading, eps=eps, interpret=interpret)
+    return residual_norm_reference(x, update, gate, scale, shift, num_leading, eps=eps)
 
 
-def refusal(dim: int) -> KernelRefusal:
+def unsupported_reasons(dim: int) -> KernelUnsupported:
     """Return the reasons why the kernel cannot process tokens of `dim` lanes."""
     reasons = (f"tokens have {dim} lanes, not a multiple of {LANES}",) if dim % LANES else ()
-    return KernelRefusal(kernel=names.RESIDUAL_NORM, reasons=reasons)
+    return KernelUnsupported(kernel=names.RESIDUAL_NORM, reasons=reasons)
 
 
-def reference(
+def residual_norm_reference(
     x: Array, update: Array | None, gate: Array | None, scale: Array, shift: Array, num_leading: Array | None, *,
     eps: float,
 ) -> tuple[Array, Array]:  # fmt: skip
@@ -82,7 +82,7 @@ def reference(
     return summed, (values * by_token(scale) + by_token(shift)).astype(x.dtype)
 
 
-def by_kernel(
+def residual_norm_kernel(
     x: Array, update: Array | None, gate: Array | None, scale: Array, shift: Array, num_leading: Array | None, *,
     eps: float, interpret: Interpret = False,
 ) -> tuple[Array, Array]:  # fmt: skip
@@ -92,7 +92,7 @@ def by_kernel(
     x, update, gate, scale, shift, num_leading, eps, interpret: as for `residual_norm`.
     """
     batch, seq, dim = x.shape
-    refusal(dim).check()
+    unsupported_reasons(dim).check()
     vectors = jax.tree.map(lambda v: v.astype(jnp.float32).reshape(len(v), -1, dim), (gate, scale, shift))
     count = jax.tree.map(lambda count: count.astype(jnp.int32).reshape(1), num_leading)
     block = _block_bytes() // x.dtype.itemsize
@@ -126,7 +126,7 @@ def _vector_index(num_rows: int) -> Callable[[Scalar, Scalar], tuple[Scalar, ...
 
 
 def _block_bytes() -> int:
-    return BLOCK_BYTES // (1 + is_small(names.RESIDUAL_NORM))
+    return BLOCK_BYTES // (1 + uses_small_tiles(names.RESIDUAL_NORM))
 
 
 def _vmem_bytes(arrays: int, dim: int) -> int:

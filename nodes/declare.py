@@ -19,7 +19,7 @@ Json: TypeAlias = Any
 Values: TypeAlias = Mapping[str, Value]
 
 # Names on the page for inputs and outputs that ComfyUI's own nodes call differently; workflows keep our names.
-WORDS = {
+DISPLAY_NAMES = {
     "num_inference_steps": "steps",
     "guidance_scale": "cfg",
     "guidance_scale_2": "cfg, low noise",
@@ -30,7 +30,7 @@ WORDS = {
     "end_step": "end_at_step",
 }
 # Search words for a node, by the stage that it runs; "" is a pipeline, which runs all stages.
-ALIASES = {
+SEARCH_ALIASES = {
     "encode": ("clip text encode", "prompt"),
     "image": ("vae encode", "image to video", "i2v", "reference"),
     "denoise": ("ksampler", "denoise"),
@@ -53,7 +53,7 @@ class Folders:
     confined: bool = False  # stage folders must be below `output`: untrusted users may reach the host
 
 
-class Host(Progress, Protocol):
+class NodeContext(Progress, Protocol):
     """The interface through which a running node reports progress and finds files."""
 
     folders: Folders
@@ -81,7 +81,7 @@ class Input:
 
     @property
     def label(self) -> str:
-        return WORDS.get(self.name, self.name)
+        return DISPLAY_NAMES.get(self.name, self.name)
 
     @property
     def is_widget(self) -> bool:
@@ -114,12 +114,12 @@ class Input:
         return value
 
 
-def in_words(text: str) -> str:
+def with_display_names(text: str) -> str:
     """Replace the names of inputs in a text by their names on the page."""
-    return _NAMES.sub(lambda match: WORDS[match[0]], text)
+    return _NAMES.sub(lambda match: DISPLAY_NAMES[match[0]], text)
 
 
-_NAMES = re.compile(rf"\b({'|'.join(sorted(WORDS, key=len, reverse=True))})\b")
+_NAMES = re.compile(rf"\b({'|'.join(sorted(DISPLAY_NAMES, key=len, reverse=True))})\b")
 
 VALUE_TYPES = {"INT": int, "FLOAT": float, "STRING": str, "COMBO": str, "BOOLEAN": bool}
 _VALUE_NAMES = {
@@ -149,7 +149,7 @@ class Output:
     @property
     def label(self) -> str:
         """Return the name on the page. TPU_MODEL keeps its type's name, as MODEL does on core's loaders."""
-        return self.type if self.type == "TPU_MODEL" else WORDS.get(self.name, self.name)
+        return self.type if self.type == "TPU_MODEL" else DISPLAY_NAMES.get(self.name, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +166,13 @@ class Declaration:
     stage: str = ""  # of `model_spec.STAGES`; "" for a pipeline, and for nodes without a family
     check: Callable[..., object] | None = None  # check(folders, **values) raises ValueError before anything runs
     checks: tuple[str, ...] = ()  # inputs that `check` needs; it is called once all of them are known
-    checked_too: tuple[str, ...] = ()  # inputs that `check` also gets if they are known
-    checked_links: tuple[str, ...] = ()  # sockets of which `check` gets whether they are linked, if the host can tell
+    also_validated_inputs: tuple[str, ...] = ()  # inputs that `check` also gets if they are known
+    validated_links: tuple[str, ...] = ()  # sockets of which `check` gets whether they are linked, if the host can tell
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """Return search words in addition to the title."""
-        return ("TPU", self.category.removeprefix("TPU/"), *ALIASES[self.stage]) if self.family else ("TPU",)
+        return ("TPU", self.category.removeprefix("TPU/"), *SEARCH_ALIASES[self.stage]) if self.family else ("TPU",)
 
     def input(self, name: str) -> Input:
         """Return the input called `name`; KeyError if it does not exist."""
@@ -185,7 +185,7 @@ class Declaration:
         """
         return tuple(sorted(self.inputs, key=lambda declared: (declared.is_widget, declared.is_listed_optional)))
 
-    def check_constants(self, folders: Folders, constants: Values, linked: Collection[str] | None = None) -> None:
+    def validate_constants(self, folders: Folders, constants: Values, linked: Collection[str] | None = None) -> None:
         """Raise ValueError for a constant that is not allowed.
 
         folders: of the host.
@@ -196,8 +196,8 @@ class Declaration:
             if declared.is_widget and declared.name in constants:
                 declared.parse(constants[declared.name])
         if self.check is not None and all(name in constants for name in self.checks):
-            links = {} if linked is None else {name: name in linked for name in self.checked_links}
-            known = (name for name in (*self.checks, *self.checked_too) if name in constants)
+            links = {} if linked is None else {name: name in linked for name in self.validated_links}
+            known = (name for name in (*self.checks, *self.also_validated_inputs) if name in constants)
             self.check(folders, **{name: constants[name] for name in known}, **links)
 
     def values(self, given: Values) -> dict[str, Value]:
@@ -260,7 +260,7 @@ class Expansion(Declaration):
     stages: tuple[StageNode, ...] = field(default=())
     results: tuple[Link, ...] = field(default=())
 
-    def stages_for(self, given: Values) -> tuple[StageNode, ...]:
+    def active_stages(self, given: Values) -> tuple[StageNode, ...]:
         """Return the stages that run for the inputs `given`, without links to stages that do not run."""
         present = [stage for stage in self.stages if not stage.needs or given.get(stage.needs) is not None]
         names = {stage.name for stage in present}

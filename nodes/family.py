@@ -8,12 +8,21 @@ from dataclasses import replace
 from functools import partial
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import PART, SIZE, SPECS, ModelRef, ModelSpec, choose_model, media, payloads
+from ..tpu_runtime.pipeline import (
+    SIZE_INPUTS,
+    SPECS,
+    STEP_RANGE_INPUTS,
+    ModelRef,
+    ModelSpec,
+    choose_model,
+    media,
+    payloads,
+)
 from . import inputs as named
-from .declare import Expansion, Folders, Host, Input, Link, Node, Output, Ref, StageNode, Value, Values
+from .declare import Expansion, Folders, Input, Link, Node, NodeContext, Output, Ref, StageNode, Value, Values
 
 
-def _chosen(spec: ModelSpec, host: Host, *, model_id: str, model: ModelRef | None, precision: str) -> ModelRef:
+def _chosen(spec: ModelSpec, host: NodeContext, *, model_id: str, model: ModelRef | None, precision: str) -> ModelRef:
     """Return the connected model, which its loader has resolved, or the one that the widgets name, checked."""
     if model is None:
         return choose_model(spec, model_id, precision=precision, folders=host.folders.models, progress=host)
@@ -59,7 +68,7 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: boo
 
 def _encode(
     spec: ModelSpec,
-    host: Host,
+    host: NodeContext,
     *,
     prompt: str,
     negative_prompt: str = "",
@@ -80,7 +89,7 @@ def _encode(
 
 def _encode_image(
     spec: ModelSpec,
-    host: Host,
+    host: NodeContext,
     *,
     image: Value,
     height: int,
@@ -94,11 +103,13 @@ def _encode_image(
     _check_takes_image(spec, model.spec, "image")
     size = {"height": height, "width": width, "num_frames": num_frames}
     frames = [image_batch[:1] for image_batch in (image, last_image) if image_batch is not None]
-    images = media.joined([media.resize(image_batch, height, width, resize) for image_batch in frames])
+    images = media.join_images([media.resize(image_batch, height, width, resize) for image_batch in frames])
     return (runtime.encode_image(model, images, size, progress=host),)
 
 
-def _encode_references(spec: ModelSpec, host: Host, *, image: Value, condition: Value = None, **choice: Value) -> tuple:
+def _encode_references(
+    spec: ModelSpec, host: NodeContext, *, image: Value, condition: Value = None, **choice: Value
+) -> tuple:
     """Encode references in the order given, after those of a connected condition."""
     model = _chosen(spec, host, **choice)
     encoded = runtime.encode_image(model, image, {}, progress=host)
@@ -108,7 +119,7 @@ def _encode_references(spec: ModelSpec, host: Host, *, image: Value, condition: 
 def _sample(
     spec: ModelSpec,
     image_spec: ModelSpec,
-    host: Host,
+    host: NodeContext,
     *,
     prompt_embeds: Value,
     negative_prompt_embeds: Value = None,
@@ -122,11 +133,11 @@ def _sample(
     spec = spec if condition is None else image_spec
     for name, entry in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if entry is not None:
-            payloads.conditioning_entry(spec, name, entry)
+            payloads.unpack_conditioning(spec, name, entry)
     chosen = _chosen(spec, host, model_id=model_id, model=model, precision=precision)
     if condition is not None:
         _check_takes_image(spec, chosen.spec, "condition")
-    settings = chosen.spec.settings(**_with_encoded_size(spec, condition, numbers)).in_quality(chosen.quality)
+    settings = chosen.spec.settings(**_with_encoded_size(spec, condition, numbers)).with_default_quality(chosen.quality)
     embeds = (prompt_embeds, negative_prompt_embeds)
     denoised = runtime.denoise(chosen, settings, *embeds, condition=condition, latents=latents, progress=host)
     return (denoised,) if spec.is_image else (denoised, settings.num_frames)
@@ -137,17 +148,17 @@ def _with_encoded_size(spec: ModelSpec, condition: Values | None, numbers: Value
 
     A number that neither has is None, which means the model's own. Raises ValueError for contradicting sizes.
     """
-    size = {name: condition[name] for name in SIZE if name in condition} if condition else {}
+    size = {name: condition[name] for name in SIZE_INPUTS if name in condition} if condition else {}
     for name, value in size.items():
         if (numbers.get(name) or value) != value:
             raise ValueError(
                 f"{spec.title}: {name} is {numbers[name]}, but the picture was encoded for {value}. Use the same "
                 "height, width and num_frames in the image encoder and the sampler."
             )
-    return {**numbers, **{name: size.get(name) or numbers.get(name) or None for name in SIZE}}
+    return {**numbers, **{name: size.get(name) or numbers.get(name) or None for name in SIZE_INPUTS}}
 
 
-def _decode(spec: ModelSpec, host: Host, *, latents: payloads.Latent, fps: float = 0, **choice: Value) -> tuple:
+def _decode(spec: ModelSpec, host: NodeContext, *, latents: payloads.Latent, fps: float = 0, **choice: Value) -> tuple:
     model = _chosen(spec, host, **choice)
     frames = runtime.decode(model, latents, progress=host)
     return (frames,) if spec.is_image else (frames, float(fps))
@@ -166,12 +177,12 @@ def _stage_node(
         id=f"{spec.family}{suffix}",
         title=title,
         category=f"TPU/{spec.category}",
-        inputs=(*named.of_names(spec, inputs), *more),
+        inputs=(*named.inputs_for_names(spec, inputs), *more),
         family=spec.family,
         stage=stage,
         check=partial(_check_model, spec),
         checks=("model_id",),
-        checked_links=("model", "condition") if "condition" in inputs and not spec.pictures.are_references else (),
+        validated_links=("model", "condition") if "condition" in inputs and not spec.pictures.are_references else (),
         **fields,
     )
 
@@ -225,7 +236,7 @@ def sampler(
     image_spec: the model that runs instead while a `condition` is connected; None: the same.
     sizes: further inputs, the last ones; where they are 0, the encoded image's size counts.
     """
-    newest = (named.of_name(spec, name) for name in named.newest(spec, inputs))
+    newest = (named.make_input(spec, name) for name in named.list_newest_inputs(spec, inputs))
     outputs = (
         Output(name="latents", type="LATENT", tooltip="The denoised latents, in ComfyUI's own layout."),
         Output(name="num_frames", type="INT", tooltip="Number of video frames in the latents."),
@@ -235,8 +246,8 @@ def sampler(
         "denoise",
         "TPUSampler",
         f"{label} TPU Sampler",
-        (*inputs, *PART),
-        more=(named.LATENTS, *(named.own_size(spec, name) for name in sizes), *newest),
+        (*inputs, *STEP_RANGE_INPUTS),
+        more=(named.LATENTS_INPUT, *(named.make_size_input(spec, name) for name in sizes), *newest),
         description=f"Denoises latents with {spec.title} on the TPU, starting from random noise.",
         outputs=outputs[:1] if spec.is_image else outputs,
         run=partial(_sample, spec, image_spec or spec),
@@ -292,7 +303,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
             inputs={
                 i.name: links.get(i.name) or Ref(i.name)
                 for i in node.inputs
-                if i.name not in PART and links.get(i.name) != Link(node.stage, 0)
+                if i.name not in STEP_RANGE_INPUTS and links.get(i.name) != Link(node.stage, 0)
             },
             # Without an image, a model for which it is optional skips this stage.
             needs="image" if node.stage == "image" else "",
@@ -313,14 +324,14 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
         category=f"TPU/{spec.category}",
         description=f"{spec.title} from prompt to {'image' if spec.is_image else 'video'}: all stages in one node.",
         inputs=tuple(
-            replace(i, optional=True) if i.name == "image" and not named.needs_picture(spec) else i
-            for i in named.of_names(spec, (*inputs, *named.newest(spec, inputs)))
+            replace(i, optional=True) if i.name == "image" and not named.needs_image(spec) else i
+            for i in named.inputs_for_names(spec, (*inputs, *named.list_newest_inputs(spec, inputs)))
         ),
         outputs=outputs,
         family=spec.family,
         check=partial(_check_model, spec),
         checks=("model_id",),
-        checked_links=("model", "image", "last_image") if needs_link else (),
+        validated_links=("model", "image", "last_image") if needs_link else (),
         stages=tuple(stages),
         results=tuple(results),
     )

@@ -8,20 +8,20 @@ from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import (
     CHOICES,
     SPECS,
-    Choice,
-    FloatLimit,
-    IntLimit,
-    Limit,
+    BoolInput,
+    EnumInput,
+    FloatInput,
+    InputType,
+    IntInput,
     ModelSpec,
-    Numbers,
-    Switch,
+    SigmaList,
     media,
 )
 from .declare import Input, Value
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class InputDoc:
     """Documentation of one input of the families' nodes."""
 
     tooltip: str  # may hold {tiny} and {title}, of the model, and {choices}, of its family
@@ -32,7 +32,7 @@ class Entry:
     unguided: str = ""  # tooltip if the family's first model does not use a negative prompt; "": the same
     origin: str = ""  # added to the tooltip if the model has a default negative prompt
 
-    def said_of(self, spec: ModelSpec) -> str:
+    def format_tooltip(self, spec: ModelSpec) -> str:
         """Return the tooltip for the nodes of a model's family."""
         unguided = self.unguided if spec.recipe.guidance != "cfg" else ""
         text = unguided or (self.references if spec.pictures.are_references else "") or self.tooltip
@@ -40,82 +40,82 @@ class Entry:
         return text.format(tiny=spec.miniature.id, title=spec.title, choices=_choices(spec))
 
 
-def _recipe(tooltip: str) -> Entry:
+def _recipe(tooltip: str) -> InputDoc:
     """Return the entry of an optional widget among the advanced ones."""
-    return Entry(tooltip=tooltip, optional=True, advanced=True)
+    return InputDoc(tooltip=tooltip, optional=True, advanced=True)
 
 
-_SHIFT = Entry(tooltip="Shift of the noise schedule: higher spends more steps on composition.", optional=True)
+_SHIFT = InputDoc(tooltip="Shift of the noise schedule: higher spends more steps on composition.", optional=True)
 
-ENTRIES = {
-    "prompt": Entry(tooltip="Description of the result."),
-    "negative_prompt": Entry(
+INPUT_DOCS = {
+    "prompt": InputDoc(tooltip="Description of the result."),
+    "negative_prompt": InputDoc(
         tooltip="Content to avoid; used when guidance_scale is above 1.",
         unguided="Content to avoid; used when guidance_scale is above 1. {title} does not support it; other models of "
         "this family do.",
         origin=" Default: the model authors' published negative prompt; any language works.",
     ),
-    "prompt_embeds": Entry(tooltip="The encoded prompt: the text encoder's first output.", socket="CONDITIONING"),
-    "negative_prompt_embeds": Entry(
+    "prompt_embeds": InputDoc(tooltip="The encoded prompt: the text encoder's first output.", socket="CONDITIONING"),
+    "negative_prompt_embeds": InputDoc(
         tooltip="The encoded negative prompt: the text encoder's second output. Needed when guidance_scale is above 1.",
         socket="CONDITIONING",
         optional=True,
         unguided="The encoded negative prompt: the text encoder's second output; needed when guidance_scale is above "
         "1. {title} does not support it; other models of this family do.",
     ),
-    "latents": Entry(tooltip="The sampler's output. Sets height, width and number of frames.", socket="LATENT"),
-    "image": Entry(
+    "latents": InputDoc(tooltip="The sampler's output. Sets height, width and number of frames.", socket="LATENT"),
+    "image": InputDoc(
         tooltip="The image that the video starts from. Only the first image of a batch is used.",
         socket="IMAGE",
         references="Reference images. Their content may appear in the result.",
     ),
-    "last_image": Entry(
+    "last_image": InputDoc(
         tooltip="The image that the video ends with; only the first image of a batch is used. Required by Wan 2.1 "
         "FLF2V, optional for Wan 2.2 I2V, not supported by other models.",
         socket="IMAGE",
         optional=True,
     ),
-    "resize": Entry(
+    "resize": InputDoc(
         tooltip="How to fit an image with another aspect ratio: crop fills the frame and trims the edges; fit adds "
         "black bars.",
         optional=True,
     ),
-    "condition": Entry(
+    "condition": InputDoc(
         tooltip="The encoded image: the image encoder's output.",
         socket="TPU_CONDITION",
         references="Encoded reference images: the image encoder's output. Optional.",
     ),
-    "model_id": Entry(
+    "model_id": InputDoc(
         tooltip="A Hugging Face repository, a folder in diffusers layout, the name of a folder under "
         "models/diffusers, or {tiny} (a built-in tiny model); a connected model overrides it. Models of this "
         "family: {choices}.",
         optional=True,
     ),
-    "model": Entry(
+    "model": InputDoc(
         tooltip="A model from TPU Model Loader. Overrides model_id and precision.", socket="TPU_MODEL", optional=True
     ),
     "precision": _recipe(
         "Number format of weights and programs. auto is bfloat16 on a TPU; float32 is exact and slow; mixed is "
         "bfloat16 with image encoders in float32."
     ),
-    "height": Entry(tooltip="Height of the result in pixels."),
-    "width": Entry(tooltip="Width of the result in pixels."),
-    "num_frames": Entry(tooltip="Number of video frames."),
-    "num_inference_steps": Entry(tooltip="Denoising steps. More is slower and finer."),
-    "guidance_scale": Entry(
+    "height": InputDoc(tooltip="Height of the result in pixels."),
+    "width": InputDoc(tooltip="Width of the result in pixels."),
+    "num_frames": InputDoc(tooltip="Number of video frames."),
+    "num_inference_steps": InputDoc(tooltip="Denoising steps. More is slower and finer."),
+    "guidance_scale": InputDoc(
         tooltip="How strongly the prompt is followed. At 1 or less the negative prompt is not used, "
         "and a step costs half."
     ),
-    "guidance_scale_2": Entry(
+    "guidance_scale_2": InputDoc(
         tooltip="guidance_scale of the second expert, which refines the first one's composition. 0 is the same as "
         "guidance_scale; ignored by models with one expert.",
         optional=True,
     ),
-    "seed": Entry(tooltip="The same seed and settings give the same result."),
+    "seed": InputDoc(tooltip="The same seed and settings give the same result."),
     "flow_shift": _SHIFT,
     "shift": _SHIFT,
-    "fps": Entry(tooltip="Frames per second of the video.", optional=True),
-    "quality": Entry(
+    "fps": InputDoc(tooltip="Frames per second of the video.", optional=True),
+    "quality": InputDoc(
         tooltip="Exactness of the denoiser: exact, the default, follows the model authors' code; int8 is faster, needs "
         "half the memory for weights and stays close. int8+sparse (Wan, HunyuanVideo) is faster still, but gives a "
         "different video; docs/quality.md has the differences.",
@@ -165,9 +165,9 @@ ENTRIES = {
     ),
 }
 # Input of every sampler: latents to continue from.
-LATENTS = Input(
+LATENTS_INPUT = Input(
     name="latents",
-    type=ENTRIES["latents"].socket,
+    type=INPUT_DOCS["latents"].socket,
     tooltip="Latents of the same size to continue from, for example another sampler's output. If not connected, "
     "sampling starts from noise.",
     optional=True,
@@ -179,7 +179,7 @@ _NEWEST = ("quality", "step_cache", "cache_threshold")
 TWO_EXPERTS = ("high_noise_steps",)
 
 
-def unused(spec: ModelSpec) -> tuple[str, ...]:
+def list_unused_widgets(spec: ModelSpec) -> tuple[str, ...]:
     """Return the widgets of a family's nodes that have no effect for this model; the page hides them."""
     family = [other for other in SPECS if other.family == spec.family]
     names = [name for other in family for name in other.inputs if name not in spec.inputs]
@@ -195,35 +195,35 @@ def unused(spec: ModelSpec) -> tuple[str, ...]:
 def _choices(spec: ModelSpec) -> str:
     """List the family's models by id, with their download sizes."""
     family = [other for other in SPECS if other.family == spec.family]
-    sizes = {other.published.hub_id: runtime.published.sizes(other.name) for other in family}
+    sizes = {other.published.hub_id: runtime.published.describe_sizes(other.name) for other in family}
     return "; ".join(f"{hub_id} (as files {size})" if size else hub_id for hub_id, size in sizes.items())
 
 
-def needs_picture(spec: ModelSpec) -> bool:
+def needs_image(spec: ModelSpec) -> bool:
     """Return whether every model of the family needs an image."""
     return all(other.needs_condition for other in SPECS if other.family == spec.family)
 
 
-def of_names(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ...]:
+def inputs_for_names(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ...]:
     """Return the inputs with these names.
 
     ComfyUI shows required widgets first, so a widget before a required one is made required to keep the order.
     """
-    declared = [of_name(spec, name) for name in names]
+    declared = [make_input(spec, name) for name in names]
     last = max((index for index, i in enumerate(declared) if i.is_widget and not i.optional), default=-1)
     return tuple(replace(i, optional=False) if i.is_widget and n < last else i for n, i in enumerate(declared))
 
 
-def newest(spec: ModelSpec, before: tuple[str, ...]) -> tuple[str, ...]:
+def list_newest_inputs(spec: ModelSpec, before: tuple[str, ...]) -> tuple[str, ...]:
     """Return the inputs that samplers and pipelines of the family have after those in `before`."""
     return tuple(name for name in _NEWEST if name in spec.inputs and name not in before)
 
 
-def of_name(spec: ModelSpec, name: str) -> Input:
+def make_input(spec: ModelSpec, name: str) -> Input:
     """Return the input `name` of the nodes of `spec`'s family."""
-    entry = ENTRIES[name]
-    optional = entry.optional or (name == "condition" and not needs_picture(spec))
-    shared = {"name": name, "tooltip": entry.said_of(spec), "optional": optional, "advanced": entry.advanced}
+    entry = INPUT_DOCS[name]
+    optional = entry.optional or (name == "condition" and not needs_image(spec))
+    shared = {"name": name, "tooltip": entry.format_tooltip(spec), "optional": optional, "advanced": entry.advanced}
     if entry.socket:
         return Input(type=entry.socket, **shared)
     if name in ("prompt", "negative_prompt"):
@@ -231,33 +231,33 @@ def of_name(spec: ModelSpec, name: str) -> Input:
         return Input(type="STRING", default=spec.texts.get(name, ""), multiline=True, **shared)
     plain = {
         "model_id": {"type": "STRING", "default": spec.published.hub_id},
-        "resize": {"type": "COMBO", "default": media.RESIZE[0], "options": media.RESIZE},
+        "resize": {"type": "COMBO", "default": media.RESIZE_MODES[0], "options": media.RESIZE_MODES},
         "precision": {"type": "COMBO", "default": "auto", "options": CHOICES},
     }
     if name in plain:
         return Input(**plain[name], **shared)
     limit = spec.inputs[name]
-    if name == "flow_shift" and isinstance(limit, FloatLimit) and limit.low == 0:
+    if name == "flow_shift" and isinstance(limit, FloatInput) and limit.low == 0:
         shared["tooltip"] += " 0 is the checkpoint's own."
     companion = "control_after_generate" if name == "seed" else ""
     return Input(**_widget(limit), check=partial(spec.check_input, name), companion=companion, **shared)
 
 
-def _widget(limit: Limit) -> dict[str, Value]:
+def _widget(limit: InputType) -> dict[str, Value]:
     """Return the keywords of the widget that holds the values a limit allows."""
-    if isinstance(limit, Switch):
+    if isinstance(limit, BoolInput):
         return {"type": "BOOLEAN", "default": limit.default}
-    if isinstance(limit, Numbers):
+    if isinstance(limit, SigmaList):
         return {"type": "STRING", "default": limit.default}
-    if isinstance(limit, Choice):
+    if isinstance(limit, EnumInput):
         return {"type": "COMBO", "default": limit.default, "options": limit.options}
-    kind, step = ("INT", limit.multiple_of) if isinstance(limit, IntLimit) else ("FLOAT", limit.step)
+    kind, step = ("INT", limit.multiple_of) if isinstance(limit, IntInput) else ("FLOAT", limit.step)
     return {"type": kind, "default": limit.default, "low": limit.low, "high": limit.high, "step": step}
 
 
-def own_size(spec: ModelSpec, name: str) -> Input:
+def make_size_input(spec: ModelSpec, name: str) -> Input:
     """Return an input for one dimension of the video, of a sampler that prefers an encoded image's size."""
-    declared = of_name(spec, name)
+    declared = make_input(spec, name)
     check: Callable[[Value], None] = partial(spec.check_input, name)
     tooltip = f"{declared.tooltip} 0 is the encoded image's, or the model's own without an image."
     return replace(

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import LORA_EXPERTS, Lora, ModelRef
-from .declare import Folders, Host, Input, Node, Output
+from .declare import Folders, Input, Node, NodeContext, Output
 
 # Largest strength, as in ComfyUI's own loader.
 _HIGH = 100.0
 
 
-def find(folders: Folders, *, lora_name: str) -> Path:
+def find_lora(folders: Folders, *, lora_name: str) -> Path:
     """Return the path of a LoRA's file. A host that is not confined also accepts a path.
 
     Raises ValueError if the file does not exist, or is not a .safetensors file.
@@ -38,14 +38,14 @@ def _join(folders: tuple[str, ...]) -> str:
     return " or ".join(folders) or "models/loras"
 
 
-def _add(host: Host, *, model: ModelRef, lora_name: str, strength: float, expert: str) -> tuple[ModelRef, str]:
-    path = find(host.folders, lora_name=lora_name)
+def _add(host: NodeContext, *, model: ModelRef, lora_name: str, strength: float, expert: str) -> tuple[ModelRef, str]:
+    path = find_lora(host.folders, lora_name=lora_name)
     return runtime.add_lora(model, Lora(path=str(path), strength=strength, expert=expert), progress=host)
 
 
 def _fingerprint(folders: Folders, *, lora_name: str, **_: object) -> Hashable:
     """Return the file's path, size and time of the last write."""
-    path = find(folders, lora_name=lora_name)
+    path = find_lora(folders, lora_name=lora_name)
     stat = path.stat()
     return str(path), stat.st_size, stat.st_mtime_ns
 
@@ -88,7 +88,7 @@ LOADER = Node(
         Output(name="model", type="TPU_MODEL", tooltip="The model with the LoRA, for the family's nodes."),
         Output(name="report", type="STRING", tooltip="Which parts of the file apply, and which do not."),
     ),
-    check=find,
+    check=find_lora,
     checks=("lora_name",),
     run=_add,
     fingerprint=_fingerprint,

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from ..tpu_runtime import pipeline as runtime
 from ..tpu_runtime.pipeline import CHOICES, QUALITIES, SPECS, ModelRef, choose_model, spec_for_family
 from . import inputs
-from .declare import Folders, Host, Input, Node, Output, Value, Values
+from .declare import Folders, Input, Node, NodeContext, Output, Value, Values
 
 _FAMILY = Input(
     name="family",
@@ -21,7 +21,7 @@ _PRECISION = Input(
     options=CHOICES,
     optional=True,
     advanced=True,
-    tooltip=inputs.ENTRIES["precision"].tooltip,
+    tooltip=inputs.INPUT_DOCS["precision"].tooltip,
 )
 _QUALITY = Input(
     name="quality",
@@ -36,7 +36,7 @@ _QUALITY = Input(
 # Choice for a part that comes with the model, or from ComfyUI's folders.
 AUTO = "auto"
 # Parts of a model in separate files: ComfyUI's folder and the tooltip of each, in the order of a model id.
-PARTS = {
+PART_WIDGETS = {
     "low_noise_model": ("diffusion_models", "File of the low-noise denoiser, for models with two."),
     "text_encoder": ("text_encoders", "File of the text encoder."),
     "text_encoder_2": ("text_encoders", "File of the second text encoder, for models with two."),
@@ -56,18 +56,18 @@ CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def quality_of(weight_dtype: Value) -> str:
+def parse_quality(weight_dtype: Value) -> str:
     """Return the quality that a ComfyUI loader's `weight_dtype` stands for; exact for any other value."""
     return weight_dtype if weight_dtype in QUALITIES else QUALITIES[0]
 
 
-def chosen_id(values: Values) -> str:
+def join_model_id(values: Values) -> str:
     """Return the model id of a loader's widgets: `model_id`, joined with the files chosen for its parts."""
-    parts = [str(values[name]) for name in PARTS if values.get(name) not in (None, "", AUTO)]
+    parts = [str(values[name]) for name in PART_WIDGETS if values.get(name) not in (None, "", AUTO)]
     return runtime.SEPARATOR.join([str(values["model_id"]).strip(), *parts])
 
 
-def catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Value]]:
+def build_catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Value]]:
     """Return the page's table of models, by every id that is known in advance: Hub ids, tiny models, published files.
 
     here: Hub ids that need no download.
@@ -76,13 +76,18 @@ def catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Value]]:
     """
     table = {}
     for spec in SPECS:
-        entry = {"name": spec.name, "title": spec.title, "family": spec.family, "unused": inputs.unused(spec)}
+        entry = {
+            "name": spec.name,
+            "title": spec.title,
+            "family": spec.family,
+            "unused": inputs.list_unused_widgets(spec),
+        }
         entry |= {"download": "", "is_miniature": False}
-        files = runtime.published.denoisers(spec.name)
+        files = runtime.published.list_denoisers(spec.name)
         table |= dict.fromkeys(files, entry)
         table |= {name: {**entry, "is_miniature": True} for name in spec.miniature.ids}
         hub_id = spec.published.hub_id
-        table[hub_id] = {**entry, "download": "" if hub_id in here else runtime.published.sizes(spec.name)}
+        table[hub_id] = {**entry, "download": "" if hub_id in here else runtime.published.describe_sizes(spec.name)}
     return table
 
 
@@ -98,14 +103,14 @@ _CORE = (
 
 
 def _check_choice(folders: Folders, *, family: str, **parts: str) -> None:
-    choose_model(spec_for_family(family), chosen_id(parts), folders=folders.models)
+    choose_model(spec_for_family(family), join_model_id(parts), folders=folders.models)
 
 
-def _choose(host: Host, *, family: str, precision: str, quality: str, **parts: str) -> tuple[ModelRef]:
-    spec, folders, model_id = spec_for_family(family), host.folders.models, chosen_id(parts)
+def _choose(host: NodeContext, *, family: str, precision: str, quality: str, **parts: str) -> tuple[ModelRef]:
+    spec, folders, model_id = spec_for_family(family), host.folders.models, join_model_id(parts)
     chosen = choose_model(spec, model_id, precision=precision, quality=quality, folders=folders, progress=host)
-    if runtime.is_of_files(model_id):
-        more = runtime.assumed(spec, model_id, folders)
+    if runtime.names_single_files(model_id):
+        more = runtime.describe_ambiguity(spec, model_id, folders)
         host.text(f"{model_id} is taken for {chosen.spec.title}" + (f"; {more}" if more else ""))
     return (chosen,)
 
@@ -115,10 +120,10 @@ def _check_address(folders: Folders, *, address: str) -> None:
 
 
 def _choose_remote(
-    host: Host, *, address: str, model_id: str, family: str, precision: str, quality: str
+    host: NodeContext, *, address: str, model_id: str, family: str, precision: str, quality: str
 ) -> tuple[ModelRef]:
     spec = spec_for_family(family)
-    return (runtime.remote_model(address, spec, model_id, precision=precision, quality=quality, progress=host),)
+    return (runtime.choose_remote_model(address, spec, model_id, precision=precision, quality=quality, progress=host),)
 
 
 LOADER = Node(
@@ -150,7 +155,7 @@ LOADER = Node(
                 advanced=True,
                 tooltip=f"{text} {AUTO}: the file of model_id, or one in models/{folder} that matches.",
             )
-            for name, (folder, text) in PARTS.items()
+            for name, (folder, text) in PART_WIDGETS.items()
         ),
         _QUALITY,
     ),
@@ -158,7 +163,7 @@ LOADER = Node(
     gives_core=True,
     check=_check_choice,
     checks=("model_id", "family"),
-    checked_too=tuple(PARTS),
+    also_validated_inputs=tuple(PART_WIDGETS),
     run=_choose,
 )
 

@@ -1,10 +1,10 @@
 """Qwen-Image and its Edit sibling: the inputs of its nodes, in the order that saved workflows rely on."""
 
-from ..tpu_runtime.pipeline import spec_by_name, spec_for_family
+from ..tpu_runtime.pipeline import lookup_spec, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS
 
-SPEC, EDIT = spec_for_family("QwenImage"), spec_by_name("qwen-image-edit-2511")
+SPEC, EDIT = spec_for_family("QwenImage"), lookup_spec("qwen-image-edit-2511")
 LABEL = "Qwen-Image"
 
 _PROMPTS = ("prompt", "negative_prompt")

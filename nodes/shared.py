@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import SPECS, ModelRef, Settings, media, spec_by_name, stage_files
+from ..tpu_runtime.pipeline import SPECS, ModelRef, Settings, lookup_spec, media, stage_files
 from ..tpu_runtime.pipeline import plan_process as process
 from . import lora, model
-from .declare import Folders, Host, Input, Node, Output, Value
+from .declare import Folders, Input, Node, NodeContext, Output, Value
 
 _FOLDER = Input(
     name="folder",
@@ -51,11 +51,11 @@ def _stage_folder(folders: Folders, folder: str) -> Path:
 
 def _check_target(folders: Folders, *, folder: str) -> None:
     """Raise ValueError if stage files could not be saved there, before anything is computed."""
-    stage_files.check_ours(_stage_folder(folders, folder))
+    stage_files.check_ownership(_stage_folder(folders, folder))
 
 
 def _save(
-    host: Host,
+    host: NodeContext,
     *,
     folder: str,
     model: ModelRef,
@@ -76,9 +76,9 @@ def _save(
     return prompt_embeds, negative_prompt_embeds, latents, condition
 
 
-def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
+def _load(host: NodeContext, *, folder: str, model: ModelRef) -> tuple:
     source = _stage_folder(host.folders, folder)
-    files = stage_files.present(source)
+    files = stage_files.list_stage_files(source)
     has_embeddings, has_latents = stage_files.EMBEDDINGS in files, stage_files.LATENTS in files
     if not files:
         raise ValueError(
@@ -92,16 +92,16 @@ def _load(host: Host, *, folder: str, model: ModelRef) -> tuple:
 
 def _fingerprint(folders: Folders, *, folder: str) -> Hashable:
     """Return when each stage file was last written."""
-    return tuple(stage_files.present(_stage_folder(folders, folder)).items())
+    return tuple(stage_files.list_stage_files(_stage_folder(folders, folder)).items())
 
 
-def _free(host: Host, *, anything: Value) -> tuple:
+def _free(host: NodeContext, *, anything: Value) -> tuple:
     host.text("Freeing the TPU's memory")
-    runtime.free()
+    runtime.free_memory()
     return (anything,)
 
 
-class WorkflowHost(Host, Protocol):
+class WorkflowContext(NodeContext, Protocol):
     """A host that knows the workflow it runs."""
 
     def generations(self) -> list[tuple[ModelRef, Settings]]:
@@ -112,7 +112,7 @@ class WorkflowHost(Host, Protocol):
         ...
 
 
-def _warmup(host: WorkflowHost, *, model: ModelRef | None, **wanted: float) -> tuple[str]:
+def _warmup(host: WorkflowContext, *, model: ModelRef | None, **wanted: float) -> tuple[str]:
     """Compile the programs of a model at these sizes, or of the workflow if there is no model.
 
     wanted: sizes by name; 0 means the model's own value.
@@ -121,7 +121,7 @@ def _warmup(host: WorkflowHost, *, model: ModelRef | None, **wanted: float) -> t
         return ("\n".join(_compile(host, *generation) for generation in host.generations()),)
     wanted["guidance_scale_2"] = wanted["guidance_scale"]
     settings = model.spec.settings(**{name: value or None for name, value in wanted.items()})
-    return (_compile(host, model, settings.in_quality(model.quality)),)
+    return (_compile(host, model, settings.with_default_quality(model.quality)),)
 
 
 def _never_the_same(folders: Folders, **sizes: float) -> Hashable:
@@ -129,35 +129,35 @@ def _never_the_same(folders: Folders, **sizes: float) -> Hashable:
     return math.nan
 
 
-def _compile(host: Host, model: ModelRef, settings: Settings) -> str:
+def _compile(host: NodeContext, model: ModelRef, settings: Settings) -> str:
     """Compile the programs of a generation; return a sentence about them."""
-    spec, compiled = model.spec, runtime.warmup(model, settings, progress=host)
+    spec, compiled = model.spec, runtime.warm_up(model, settings, progress=host)
     size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")
     return f"{spec.title}, {size}: {compiled} program{'' if compiled == 1 else 's'} compiled, the others were there."
 
 
-def _plan(host: Host, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
+def _plan(host: NodeContext, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
     """Return the report of a plan.
 
     wanted: sizes by name; 0 means the model's own value.
     """
-    spec = spec_by_name(model_name)
+    spec = lookup_spec(model_name)
     sizes = {name: value for name, value in wanted.items() if value}
     spec.settings(**sizes)  # raises before anything is started
     host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
-    return (process.make_text({"model": model_name, "topology": topology, "inputs": sizes}, host),)
+    return (process.make_report({"model": model_name, "topology": topology, "inputs": sizes}, host),)
 
 
 _BESIDE, _SHEET = "side by side", "contact sheet"
 _RESULTS = ("frames", "frames_2", "frames_3", "frames_4")
-LONGEST_LABEL = 64
+MAX_LABEL_LENGTH = 64
 # Pixels that can be joined: four videos of 720p, which need 6.4 GB of memory.
-MOST_PIXELS = 2**29
+MAX_PIXELS = 2**29
 
 
-def _compare(host: Host, *, layout: str, labels: str, pictures: int, columns: int, **results: Value) -> tuple:
+def _compare(host: NodeContext, *, layout: str, labels: str, pictures: int, columns: int, **results: Value) -> tuple:
     linked = [results[name] for name in _RESULTS if results[name] is not None]
-    names = [name.strip()[:LONGEST_LABEL] for name in labels.split(",")] if labels.strip() else []
+    names = [name.strip()[:MAX_LABEL_LENGTH] for name in labels.split(",")] if labels.strip() else []
     if len(names) > len(linked):
         raise ValueError(
             f"TPU Compare: labels name {len(names)} results, and {len(linked)} are connected. Give each at most one, "
@@ -166,13 +166,13 @@ def _compare(host: Host, *, layout: str, labels: str, pictures: int, columns: in
     names += [str(number + 1) if len(linked) > 1 else "" for number in range(len(names), len(linked))]
     shown = sum(map(len, linked)) if layout == _SHEET else len(linked) * max(map(len, linked))
     height, width = linked[0].shape[1:3] if linked[0].ndim == 4 else (0, 0)
-    if (pixels := shown * height * width) > MOST_PIXELS:
+    if (pixels := shown * height * width) > MAX_PIXELS:
         raise ValueError(
             f"TPU Compare: {shown} frames of {width}x{height} are {pixels / 1e6:.0f} million pixels; at most "
-            f"{MOST_PIXELS / 1e6:.0f} can be joined. Compare fewer frames, or smaller ones."
+            f"{MAX_PIXELS / 1e6:.0f} can be joined. Compare fewer frames, or smaller ones."
         )
     # "fit", so that compared images are shown in full.
-    frames = [media.pictures(linked[0]), *(media.resize(other, height, width, "fit") for other in linked[1:])]
+    frames = [media.to_rgb(linked[0]), *(media.resize(other, height, width, "fit") for other in linked[1:])]
     if layout == _BESIDE:
         return (media.side_by_side(frames, names),)
     return (media.contact_sheet(frames, names, pictures, columns),)

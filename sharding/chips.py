@@ -73,6 +73,6 @@ CHIPS: tuple[Chip, ...] = (
 )  # fmt: skip
 
 
-def chip_of(device_kind: str) -> Chip | None:
+def find_chip(device_kind: str) -> Chip | None:
     """Return the chip that JAX calls `device_kind`; None for an unknown chip and for other devices."""
     return next((chip for chip in CHIPS if chip.device_kind == device_kind), None)

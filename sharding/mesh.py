@@ -28,6 +28,6 @@ def make_mesh(devices: Sequence[Device], shape: MeshShape) -> Mesh:
     return Mesh(np.asarray(ordered, dtype=object).reshape(shape.dp, shape.sp, shape.tp), AXES)
 
 
-def shape_of(mesh: Mesh) -> MeshShape:
+def mesh_shape(mesh: Mesh) -> MeshShape:
     """Return the shape of `mesh`."""
     return MeshShape(**{axis: mesh.shape[axis] for axis in AXES})

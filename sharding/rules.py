@@ -14,9 +14,9 @@ from .shape import MeshShape
 
 MIB = 2**20
 # Parameters up to this size are replicated without a rule; larger ones need a rule that splits or replicates them.
-SMALL_BYTES = 1 * MIB
+MAX_UNRULED_BYTES = 1 * MIB
 # Maximum size that is replicated if the dimensions of a rule do not divide.
-REPLICATE_BYTES = 64 * MIB
+MAX_REPLICATED_BYTES = 64 * MIB
 
 # `fsdp` dimensions are split at rest and gathered just before use (`fsdp_beside_tp` if another dimension is on `tp`);
 # `heads` and `mlp` stay split while in use.
@@ -50,7 +50,7 @@ BLOCK_PRODUCT = (*BLOCK_GATHERED, (2,))
 class Rule:
     """Logical axes of the parameters whose name matches a pattern.
 
-    If a dimension does not divide, the fallbacks are tried in order, and then replication up to `REPLICATE_BYTES`.
+    If a dimension does not divide, the fallbacks are tried in order, and then replication up to `MAX_REPLICATED_BYTES`.
     """
 
     # Dotted name: `*` matches one part of it, `**` any number of parts. Stacked block parameters have a literal `*` as
@@ -58,7 +58,7 @@ class Rule:
     pattern: str
     axes: tuple[str | None, ...]  # one per dimension, None: not split; or `REPLICATED`
     fallbacks: tuple[tuple[str | None, ...], ...] = ()
-    # Contracting dimensions of a weight that is only used in products with tokens by `DenoiserRun`: it may be int8.
+    # Contracting dimensions of a weight that is only used in products with tokens by `ShardedOps`: it may be int8.
     over: tuple[int, ...] = ()
 
     def matches(self, name: str) -> bool:
@@ -113,19 +113,19 @@ def _place(name: str, param: Param, rule: Rule, mesh: MeshShape) -> Layout:
             )
         if layout := _layout(axes, param.shape, mesh):
             return layout
-    if param.size_bytes <= REPLICATE_BYTES:
+    if param.size_bytes <= MAX_REPLICATED_BYTES:
         return Layout(at_rest=(), in_use=())
     raise ShardingError(
         f"{name} with shape {param.shape} ({param.size_bytes / MIB:.0f} MiB) cannot be split on the mesh {mesh}: no "
         f"dimension named by {rule.pattern!r} divides, and it is too large to be copied to every chip "
-        f"(limit {REPLICATE_BYTES // MIB} MiB). Use 1, 2, 4 or 8 chips."
+        f"(limit {MAX_REPLICATED_BYTES // MIB} MiB). Use 1, 2, 4 or 8 chips."
     )
 
 
 def lay_out(params: Mapping[str, Param], rules: Iterable[Rule], mesh: MeshShape) -> dict[str, Layout]:
     """Return the layout of every parameter, by the first rule that matches its name.
 
-    Raises `ShardingError` if a rule matches nothing, if a parameter over `SMALL_BYTES` has no rule, or if one does not
+    Raises `ShardingError` if a rule matches nothing, if a parameter over `MAX_UNRULED_BYTES` has no rule, or if one does not
     divide and is too large to be replicated.
 
     params: shapes and sizes by name. rules: in order of priority. mesh: shape of the mesh.
@@ -138,12 +138,12 @@ def lay_out(params: Mapping[str, Param], rules: Iterable[Rule], mesh: MeshShape)
         if rule is not None:
             unused.discard(rule)
             layouts[name] = _place(name, param, rule, mesh)
-        elif param.size_bytes <= SMALL_BYTES:
+        elif param.size_bytes <= MAX_UNRULED_BYTES:
             layouts[name] = Layout(at_rest=(), in_use=())
         else:
             raise ShardingError(
                 f"no sharding rule matches {name} with shape {param.shape} ({param.size_bytes / MIB:.1f} MiB); "
-                f"parameters over {SMALL_BYTES // MIB} MiB need one."
+                f"parameters over {MAX_UNRULED_BYTES // MIB} MiB need one."
             )
     if unused:
         patterns = ", ".join(sorted(rule.pattern for rule in unused))

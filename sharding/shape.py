@@ -26,7 +26,7 @@ class MeshShape:
     def sizes(self) -> Mapping[str, int]:
         return {"dp": self.dp, "sp": self.sp, "tp": self.tp}
 
-    def for_heads(self, heads: int) -> "MeshShape":
+    def fit_heads(self, heads: int) -> "MeshShape":
         """Return a shape for the same devices whose `tp` divides `heads`; the other devices share the sequence."""
         tp = math.gcd(self.tp, heads)
         return MeshShape(dp=self.dp, sp=self.sp * (self.tp // tp), tp=tp)

@@ -139,23 +139,23 @@ def test_a_program_is_compiled_once_and_again_where_its_entry_is_damaged(
 ):
     missed: list[str] = []
     for is_new in (True, False):
-        with xla_cache.when_missed(lambda: missed.append("told before it is compiled")):
-            assert executables.obtain(add_one())[1] is is_new
+        with xla_cache.on_cache_miss(lambda: missed.append("told before it is compiled")):
+            assert executables.compile_or_load(add_one())[1] is is_new
     assert len(missed) == 1
     (entry,) = PROGRAMS.folder.glob("jit__lambda-*")
     entry.write_bytes(entry.read_bytes()[:-1])
-    assert executables.obtain(add_one())[1] and f"{entry} is dropped: it is damaged" in caplog.text
-    assert not executables.obtain(add_one())[1]
+    assert executables.compile_or_load(add_one())[1] and f"{entry} is dropped: it is damaged" in caplog.text
+    assert not executables.compile_or_load(add_one())[1]
 
 
 def test_a_program_that_the_device_does_not_load_is_compiled_again(from_here: None, add_one: Callable[[], Program]):
     """As of another version of the compiler, which JAX does not see in its key."""
-    executables.obtain(add_one())
+    executables.compile_or_load(add_one())
     (entry,) = PROGRAMS.folder.glob("jit__lambda-*")
     PROGRAMS.put(entry.stem, b"no program")
     with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
-        assert executables.obtain(add_one())[1]
-    assert not executables.obtain(add_one())[1]
+        assert executables.compile_or_load(add_one())[1]
+    assert not executables.compile_or_load(add_one())[1]
 
 
 def test_every_host_keeps_what_it_compiled(
@@ -167,7 +167,7 @@ def test_every_host_keeps_what_it_compiled(
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)  # is put back
     xla_cache.use_persistent_cache()
-    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
+    assert [executables.compile_or_load(add_one())[1] for _ in range(2)] == [True, False]
     compilation_cache.reset_cache()
 
 
@@ -175,12 +175,12 @@ def test_a_copy_of_the_folder_serves_another_machine(
     from_here: None, folder: Path, tmp_path: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
 ):
     """Its path is in no key."""
-    assert executables.obtain(add_one())[1]
+    assert executables.compile_or_load(add_one())[1]
     shutil.copytree(folder, tmp_path / "given")
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "given"))
     store._writable.cache_clear()
     xla_cache.use_persistent_cache()
-    assert not executables.obtain(add_one())[1]
+    assert not executables.compile_or_load(add_one())[1]
 
 
 @pytest.mark.parametrize("which", ["cache", "xla"])
@@ -235,10 +235,10 @@ def test_xlas_programs_are_not_kept_where_others_may_write(
 ):
     PROGRAMS.folder.mkdir(parents=True)
     PROGRAMS.folder.chmod(0o777)
-    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, True]
+    assert [executables.compile_or_load(add_one())[1] for _ in range(2)] == [True, True]
     assert not list(PROGRAMS.folder.iterdir())
     PROGRAMS.folder.chmod(0o755)
-    assert [executables.obtain(add_one())[1] for _ in range(2)] == [True, False]
+    assert [executables.compile_or_load(add_one())[1] for _ in range(2)] == [True, False]
 
 
 # --- how much it holds ------------------------------------------------------------------------------------------------
@@ -258,8 +258,8 @@ def test_a_folder_of_jaxs_own_variable_is_left_to_jax(
     xla_cache.use_persistent_cache()
     missed: list[str] = []
     for is_new in (True, False):
-        with xla_cache.when_missed(lambda: missed.append("told before it is compiled")):
-            assert executables.obtain(add_one())[1] is is_new
+        with xla_cache.on_cache_miss(lambda: missed.append("told before it is compiled")):
+            assert executables.compile_or_load(add_one())[1] is is_new
     assert len(missed) == 1
     assert list((tmp_path / "own").glob("jit__lambda-*-cache")) and not PROGRAMS.folder.exists()
     compilation_cache.reset_cache()

@@ -39,7 +39,7 @@ def test_usage_counts_files_and_bytes_of_every_kind(folder: Path, monkeypatch: p
     (folder / "xla").mkdir()
     (folder / "xla" / "one").write_bytes(b"123")
     store._usage.cache_clear()
-    found = {one.pop("name"): one for one in store.usage()}
+    found = {one.pop("name"): one for one in store.measure_usage()}
     entries = 2 * store.DIGEST_SIZE + 6
     assert found == {
         "prompts": {"path": str(folder / "prompts"), "files": 2, "bytes": entries},
@@ -54,7 +54,7 @@ def test_usage_counts_files_and_bytes_of_every_kind(folder: Path, monkeypatch: p
     counted = []
     monkeypatch.setattr(store, "_size", lambda folder: counted.append(folder) or {"files": 0, "bytes": 0})
     for _ in range(3):
-        store.usage()
+        store.measure_usage()
     assert len(counted) == 2 * len(found)
 
 
@@ -62,7 +62,7 @@ def test_usage_is_of_the_folder_of_this_moment(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(store.time, "monotonic", lambda: 100.0)
     for wanted in (folder, folder.parent / "another"):
         monkeypatch.setenv(store.VARIABLE, str(wanted))
-        assert {one["path"] for one in store.usage()} == {str(wanted / kind) for kind in store.MAX_BYTES}
+        assert {one["path"] for one in store.measure_usage()} == {str(wanted / kind) for kind in store.MAX_BYTES}
 
 
 @pytest.mark.parametrize(("number", "is_kept"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)])
@@ -152,8 +152,8 @@ def test_a_folder_that_cannot_be_looked_at_holds_no_code(folder: Path, monkeypat
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "forbidden")
 
-    monkeypatch.setattr(trust, "check", refuse)
-    assert not store.holds_own_code(folder / "xla")
+    monkeypatch.setattr(trust, "check_ownership", refuse)
+    assert not store.can_trust_code(folder / "xla")
     assert f"{folder / 'xla'} cannot be looked at" in caplog.text
 
 

@@ -14,7 +14,7 @@ from comfyui_tpu.tpu_runtime.cache import folders, store
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.files import WriteError
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a file is shorter": lambda folder: (folder / "a.bin").write_bytes(b"1"),
     "a file is empty": lambda folder: (folder / "a.bin").write_bytes(b""),
     "a bit is another": lambda folder: (folder / "a.bin").write_bytes(b"12345679"),
-    "its manifest is gone": lambda folder: folders.manifest_of(folder).unlink(),
-    "its manifest is damaged": lambda folder: folders.manifest_of(folder).write_text('{"a.bin": 1}'),
-    "its manifest is no object": lambda folder: folders.manifest_of(folder).write_bytes(b"[[\xff"),
+    "its manifest is gone": lambda folder: folders.manifest_path(folder).unlink(),
+    "its manifest is damaged": lambda folder: folders.manifest_path(folder).write_text('{"a.bin": 1}'),
+    "its manifest is no object": lambda folder: folders.manifest_path(folder).write_bytes(b"[[\xff"),
     "a folder lies in the place of a file": lambda folder: ((folder / "a.bin").unlink(), (folder / "a.bin").mkdir()),
 }
 
@@ -56,11 +56,11 @@ def test_a_damaged_folder_is_made_again(name: str):
         made.append(folder)
         make(folder)
 
-    found = folders.kept("tiny", "x", counted)
-    assert folders.kept("tiny", "x", counted) == found and len(made) == 1
+    found = folders.ensure_cached_folder("tiny", "x", counted)
+    assert folders.ensure_cached_folder("tiny", "x", counted) == found and len(made) == 1
     DAMAGE[name](found)
     folders._verified.clear()  # another process
-    assert folders.kept("tiny", "x", counted) == found and len(made) == 2
+    assert folders.ensure_cached_folder("tiny", "x", counted) == found and len(made) == 2
     assert (found / "a.bin").read_bytes() == b"12345678" and (found / "inner" / "b.json").read_text() == "{}"
     assert names(found.parent) == ["x"] and list(found.parent.iterdir()) != [found]
 
@@ -68,21 +68,21 @@ def test_a_damaged_folder_is_made_again(name: str):
 @pytest.mark.parametrize("part", ["model_index.json", "scheduler/scheduler_config.json", "transformer", "tokenizer"])
 def test_a_half_deleted_miniature_is_made_again_in_a_running_process(part: str):
     spec = spec_for_family("Wan21")
-    path = tiny.folder(spec, spec.miniature.id) / part
+    path = tiny.find_folder(spec, spec.miniature.id) / part
     for one in sorted(path.rglob("*"), reverse=True) if path.is_dir() else [path]:
         one.unlink() if one.is_file() else one.rmdir()
     found = checkpoint.locate(spec, spec.miniature.id)
-    assert found.folder("transformer", Silent()).is_dir() and path.exists()
+    assert found.folder("transformer", SilentProgress()).is_dir() and path.exists()
     assert not path.is_dir() or any(path.iterdir())
 
 
 def test_a_link_to_a_folder_that_is_gone_is_made_again():
     def with_link(folder: Path) -> None:
-        (folder / "tokenizer").symlink_to(folders.kept("parts", "tokenizer", make))
+        (folder / "tokenizer").symlink_to(folders.ensure_cached_folder("parts", "tokenizer", make))
 
-    found = folders.kept("parts", "model", with_link)
+    found = folders.ensure_cached_folder("parts", "model", with_link)
     (found / "tokenizer" / "a.bin").unlink()
-    assert folders.kept("parts", "model", with_link) == found
+    assert folders.ensure_cached_folder("parts", "model", with_link) == found
     assert (found / "tokenizer" / "a.bin").read_bytes() == b"12345678"
 
 
@@ -94,7 +94,7 @@ def make(folder):
     (folder / "a.bin").write_bytes(b"x")
     print("writes", flush=True)
     time.sleep(60)
-folders.kept("tiny", "x", make)
+folders.ensure_cached_folder("tiny", "x", make)
 """
 
 
@@ -102,11 +102,11 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_ones_stays(cache_fold
     with subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, env=dict(os.environ)) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"writes\n"
         (scratch,) = (cache_folder / "tiny").iterdir()
-        folders.kept("tiny", "y", make)
+        folders.ensure_cached_folder("tiny", "y", make)
         assert scratch.is_dir(), "another process is writing it"
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-    folders.kept("tiny", "z", make)
+    folders.ensure_cached_folder("tiny", "z", make)
     assert names(cache_folder / "tiny") == ["y", "z"] and not scratch.exists()
 
 
@@ -117,19 +117,19 @@ def test_what_fails_while_it_is_made_leaves_nothing(cache_folder: Path, kind: ty
         raise kind("broken")
 
     with pytest.raises(kind, match="broken"):
-        folders.kept("tiny", "x", broken)
+        folders.ensure_cached_folder("tiny", "x", broken)
     assert list((cache_folder / "tiny").iterdir()) == []
 
 
 @pytest.mark.parametrize("ahead_s", [0, 10**6])
 def test_folders_that_were_used_longest_ago_leave(monkeypatch: pytest.MonkeyPatch, cache_folder: Path, ahead_s: int):
     """A clock that was set back makes none of them young for ever."""
-    size = folders.size_of(folders.kept("tiny", "0", make))
+    size = folders.measure_folder(folders.ensure_cached_folder("tiny", "0", make))
     monkeypatch.setitem(folders.MAX_BYTES, "tiny", size * 3)
     for number in range(5):
         moment = time.time() + ahead_s - 10**5 + number
-        found = folders.kept("tiny", str(number), make)
-        os.utime(folders.manifest_of(found), (moment, moment))
+        found = folders.ensure_cached_folder("tiny", str(number), make)
+        os.utime(folders.manifest_path(found), (moment, moment))
     assert names(cache_folder / "tiny") == ["2", "3", "4"]
 
 
@@ -141,7 +141,7 @@ def test_a_full_disk_names_the_folder_and_the_variable(cache_folder: Path):
         (scratch / "a.bin").write_bytes(bytes(5000))
 
     with disk_that_takes(4000), pytest.raises(WriteError) as error:
-        folders.kept("tiny", "x", large)
+        folders.ensure_cached_folder("tiny", "x", large)
     assert str(error.value).startswith(f"{folder} cannot hold more (File too large)")
     assert store.VARIABLE in str(error.value) and list(folder.iterdir()) == []
-    folders.kept("tiny", "x", large)
+    folders.ensure_cached_folder("tiny", "x", large)

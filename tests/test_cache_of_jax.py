@@ -44,10 +44,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def is_compiled(number: int) -> bool:
     """Whether XLA compiled a program of this number; its result is checked."""
-    before = xla_cache.compilations().cached
+    before = xla_cache.count_compilations().cached
     jax.clear_caches()
     assert jax.jit(lambda x: x * number)(jnp.ones(3)).tolist() == [number] * 3
-    return xla_cache.compilations().cached == before
+    return xla_cache.count_compilations().cached == before
 
 
 @pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.tpu_runtime.engine.run import CALLS, WORK
+from comfyui_tpu.tpu_runtime.engine.run import CALL_FUNCTIONS, STAGE_FUNCTIONS
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def test_contributors_are_sent_to_guidance_to_memory_and_to_a_refusal():
 def test_the_vocabulary_lists_the_stages_in_their_order():
     listed = re.findall(r"^\| `(\w+)` \|", section("Glossary"), re.MULTILINE)
     assert tuple(listed) == STAGES
-    assert set(WORK) == {*STAGES, "warmup", "calibrate", *CALLS}
+    assert set(STAGE_FUNCTIONS) == {*STAGES, "warmup", "calibrate", *CALL_FUNCTIONS}
 
 
 def stage_words(tree: ast.AST) -> Iterator[str]:

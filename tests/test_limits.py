@@ -5,30 +5,30 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.tpu_runtime.model_spec.limits import (
-    Choice,
-    FloatLimit,
-    IntLimit,
-    Numbers,
+    BoolInput,
+    EnumInput,
+    FloatInput,
+    IntInput,
     Settings,
-    Switch,
-    without_zero_sizes,
+    SigmaList,
+    drop_zero_sizes,
 )
-from comfyui_tpu.tpu_runtime.model_spec.step_cache import MagCache, StepCache, policy_of
+from comfyui_tpu.tpu_runtime.model_spec.step_cache import MagCache, StepCache, make_step_cache
 
-FRAMES = IntLimit(default=81, low=17, high=121, multiple_of=4, plus=1)
-SIZE = IntLimit(default=80, low=16, high=100, multiple_of=16)
-ODD = IntLimit(default=1, low=1, high=9, multiple_of=2, plus=1)
-EVEN = IntLimit(default=2, low=2, high=8, multiple_of=2)
-COUNT = IntLimit(default=1, low=1, high=9)
-SCALE = FloatLimit(default=5.0, low=0.5, high=9.5)
-SIGMAS = Numbers(most=3)
+FRAMES = IntInput(default=81, low=17, high=121, multiple_of=4, plus=1)
+SIZE = IntInput(default=80, low=16, high=100, multiple_of=16)
+ODD = IntInput(default=1, low=1, high=9, multiple_of=2, plus=1)
+EVEN = IntInput(default=2, low=2, high=8, multiple_of=2)
+COUNT = IntInput(default=1, low=1, high=9)
+SCALE = FloatInput(default=5.0, low=0.5, high=9.5)
+SIGMAS = SigmaList(most=3)
 
 
 @pytest.mark.parametrize(
     ("limit", "allowed"),
     [
         (FRAMES, (17, 21, 81, 121)), (SIZE, (16, 96)), (COUNT, (1, 9)), (SCALE, (0.5, 5, 9.5)),
-        (Switch(default=True), (True, False)), (Choice(options=("a", "b")), ("a", "b")),
+        (BoolInput(default=True), (True, False)), (EnumInput(options=("a", "b")), ("a", "b")),
         (SIGMAS, ("", "  ", "1", "1, 0.5,0.25", (1.0, 0.1), ())),
     ],
     ids=lambda value: type(value).__name__,
@@ -57,8 +57,8 @@ def test_what_is_allowed_has_no_problem(limit: Any, allowed: tuple):
         (SCALE, math.nan, "is nan; it must be between 0.5 and 9.5. Use 9.5."),
         (SCALE, "5", "is '5'; it must be a number between 0.5 and 9.5."),
         (SCALE, False, "is False; it must be a number between 0.5 and 9.5."),
-        (Switch(default=True), 1, "is 1; it must be true or false."),
-        (Choice(options=("a", "b")), "c", "is 'c'; it must be one of a, b."),
+        (BoolInput(default=True), 1, "is 1; it must be true or false."),
+        (EnumInput(options=("a", "b")), "c", "is 'c'; it must be one of a, b."),
         (SIGMAS, 1, "is 1; it must be text: numbers with commas between them."),
         (SIGMAS, "1;2", "is '1;2'; it must be numbers with commas between them, such as 1, 0.75, 0.5, 0.25, or empty."),
         (SIGMAS, "1,0.8,0.5,0.2", "has 4 numbers; at most 3 are allowed."),
@@ -73,13 +73,13 @@ def test_what_is_not_allowed_names_what_would_do(limit: Any, value: Any, problem
 
 
 def test_a_choice_begins_with_its_default_and_numbers_are_read_in_order():
-    assert Choice(options=("b", "a")).default == "b"
-    assert Numbers.numbers(" 1, 0.5 ,0.25") == (1.0, 0.5, 0.25)
-    assert Numbers.numbers(" ") == () and Numbers.numbers([1, 0.5]) == (1, 0.5)
+    assert EnumInput(options=("b", "a")).default == "b"
+    assert SigmaList.numbers(" 1, 0.5 ,0.25") == (1.0, 0.5, 0.25)
+    assert SigmaList.numbers(" ") == () and SigmaList.numbers([1, 0.5]) == (1, 0.5)
 
 
 def test_the_largest_allowed_number_that_is_not_above_another():
-    assert [FRAMES.at_most(value) for value in (16, 17, 80, 81, 121, 122, 124, 125)] == [
+    assert [FRAMES.largest_allowed(value) for value in (16, 17, 80, 81, 121, 122, 124, 125)] == [
         None, 17, 77, 81, 121, 121, 121, None
     ]  # fmt: skip
 
@@ -92,16 +92,16 @@ def test_the_steps_that_a_cache_runs_whole():
 
 def test_the_policy_that_widgets_ask_for():
     widgets = {"step_cache": True, "cache_start": 1, "cache_end": 5, "cache_interval": 2}
-    assert policy_of(widgets) == StepCache(start=1, end=5, interval=2)
-    assert policy_of({**widgets, "step_cache": False}) is None and policy_of({}) is None
-    assert policy_of({**widgets, "cache_threshold": 0.0}) == policy_of(widgets)
-    assert policy_of({**widgets, "cache_threshold": 0.1}) == MagCache(threshold=0.1)
-    assert policy_of({**widgets, "cache_threshold": 0.1, "step_cache": False}) is None
+    assert make_step_cache(widgets) == StepCache(start=1, end=5, interval=2)
+    assert make_step_cache({**widgets, "step_cache": False}) is None and make_step_cache({}) is None
+    assert make_step_cache({**widgets, "cache_threshold": 0.0}) == make_step_cache(widgets)
+    assert make_step_cache({**widgets, "cache_threshold": 0.1}) == MagCache(threshold=0.1)
+    assert make_step_cache({**widgets, "cache_threshold": 0.1, "step_cache": False}) is None
 
 
 def test_sizes_of_zero_stand_for_another_size():
     given = {"height": 0, "width": 16, "num_frames": 0, "seed": 0, "fps": 0}
-    assert without_zero_sizes(given) == {"width": 16, "seed": 0, "fps": 0}
+    assert drop_zero_sizes(given) == {"width": 16, "seed": 0, "fps": 0}
 
 
 def part(**fields: Any) -> Settings:

@@ -35,7 +35,7 @@ def gradient_video(num_frames: int, height: int, width: int) -> torch.Tensor:
     ],
 )
 def test_a_frame_rate_is_exact(fps: float, rate: Fraction):
-    assert media.frame_rate(fps) == rate
+    assert media.exact_frame_rate(fps) == rate
 
 
 def test_a_video_keeps_frames_size_rate_and_colours(tmp_path: Path):
@@ -115,7 +115,7 @@ def test_what_is_no_image_is_named(tmp_path: Path):
 def test_an_image_of_any_node_becomes_rgb_within_the_range(channels: int, dtype: torch.dtype):
     image = torch.tensor([-0.5, 0.25, 1.5, 0.0])[:channels].to(dtype).expand(2, 6, 8, channels)
     expected = torch.tensor([0.0, 0.25, 1.0] if channels > 1 else [0.0] * 3).expand(2, 6, 8, 3)
-    found = media.pictures(image)
+    found = media.to_rgb(image)
     assert found.dtype == torch.float32 and torch.equal(found, expected)
     assert torch.equal(media.resize(image, 6, 8, "crop"), expected)
     assert difference(media.resize(image, 4, 4, "crop"), expected[:, :4, :4]) <= OPERATION
@@ -159,7 +159,7 @@ def test_an_animation_keeps_every_pixel_and_its_prompt_where_comfyui_writes_it(t
         assert (opened.n_frames, opened.info["loop"]) == (3, 0)
         for index, frame in enumerate(frames):
             opened.seek(index)
-            assert opened.convert("RGB").tobytes() == media.as_bytes(frame).tobytes()
+            assert opened.convert("RGB").tobytes() == media.to_pillow(frame).tobytes()
             opened.load()
             assert opened.info["duration"] == 62
 

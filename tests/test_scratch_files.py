@@ -23,7 +23,7 @@ class Endless:
         for number in itertools.count():
             if number == 60: print("begun", flush=True)
             yield torch.rand(64, 64, 3)
-media.check_pictures = lambda frames: None
+media.check_image = lambda frames: None
 media.save_video(folder / "x.mp4", media.Video(frames=Endless(), frame_rate=Fraction(8)))
 """,
     "an image": """
@@ -40,7 +40,7 @@ def parts():
     yield bytes(100_000)
     print("begun", flush=True)
     time.sleep(600)
-with files.written_file(folder / "x") as scratch, scratch.open("wb") as file: file.writelines(parts())
+with files.open_atomic(folder / "x") as scratch, scratch.open("wb") as file: file.writelines(parts())
 """,
 }
 
@@ -140,7 +140,7 @@ def test_one_that_is_removed_before_it_is_locked_is_made_again(tmp_path: Path, m
 @pytest.mark.parametrize("name", ["x" * 240, "写" * 80, "x." + "y" * 200, ".hidden", "a.b.png", "a.", "x.mp4"])
 def test_any_name_that_the_disk_takes_is_written(tmp_path: Path, name: str):
     """A scratch name that held the file's was longer than the disk takes."""
-    with files.written_file(tmp_path / name) as scratch:
+    with files.open_atomic(tmp_path / name) as scratch:
         scratch.write_bytes(b"1")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

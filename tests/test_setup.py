@@ -202,7 +202,7 @@ find-links = /elsewhere
 
 def test_uv_is_told_what_pip_is_set_to(environment, uv, tmp_path, monkeypatch):
     (tmp_path / "pip.conf").write_text(PIP_CONF)
-    command = environment.installs("x")
+    command = environment.install_command("x")
     pairs = list(zip(command, command[1:], strict=False))
     for pair in [
         ("--default-index", "https://mirror.example/simple"), ("--index", "https://one.example/simple"),
@@ -212,11 +212,11 @@ def test_uv_is_told_what_pip_is_set_to(environment, uv, tmp_path, monkeypatch):
         assert pair in pairs, pair
     assert command.count("--find-links") == 1 and "SSL_CERT_FILE=/etc/company.pem" in command
     assert "--no-index" not in command and command[-1] == "x"
-    cpu = environment.installs("x", index="https://cpu.example")
+    cpu = environment.install_command("x", index="https://cpu.example")
     assert option(cpu, "--default-index") == "https://cpu.example" and cpu.count("--default-index") == 1
     monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    command = venv.Venv(folder=environment.folder, log=environment.log, root=ROOT).installs("x")
+    command = venv.Venv(folder=environment.folder, log=environment.log, root=ROOT).install_command("x")
     assert [after for before, after in zip(command, command[1:], strict=False) if before == "--find-links"] == [
         "/a",
         "/b",
@@ -231,7 +231,7 @@ def test_pip_goes_on_where_uv_cannot_be_had(environment, monkeypatch, capsys):
     environment.make()
     assert ran == [environment.pip("install", "-c", str(environment.constraints), "uv")]
     assert "pip goes on without it" in capsys.readouterr().out
-    assert environment.installs("x") == environment.pip("install", "x")
+    assert environment.install_command("x") == environment.pip("install", "x")
 
 
 @pytest.mark.parametrize(("minor", "name"), [(11, ""), (12, "-newest"), (13, "-newest")])
@@ -248,9 +248,9 @@ def test_pip_is_the_one_of_the_venv():
 
 
 def test_a_pin_is_read_from_the_constraints():
-    assert venv.pinned("torch", "# torch==1\ntorchax==0.0.13\ntorch==2.13.0\n") == "torch==2.13.0"
+    assert venv.find_pin("torch", "# torch==1\ntorchax==0.0.13\ntorch==2.13.0\n") == "torch==2.13.0"
     with pytest.raises(terminal.SetupError, match=r"pin torch 0 times; they must once, as torch==VERSION"):
-        venv.pinned("torch", "torchax==0.0.13\n")
+        venv.find_pin("torch", "torchax==0.0.13\n")
 
 
 def test_this_environment_holds_no_cuda_build():
@@ -393,11 +393,15 @@ BROUGHT = COMFYUIS | {"huggingface-hub", "jinja2", "packaging", "protobuf", "pyy
 
 def test_requirements_change_no_version_that_comfyui_brings():
     """Whatever an environment has of these satisfies us: pip leaves it. Their ranges are what doctor compares."""
-    own = {each.name: each for each in versions.requirements(ROOT / "requirements.txt")}
-    ranged = {each.name for each in versions.requirements(ROOT / "supported.txt")}
+    own = {each.name: each for each in versions.read_requirements(ROOT / "requirements.txt")}
+    ranged = {each.name for each in versions.read_requirements(ROOT / "supported.txt")}
     assert BROUGHT <= own.keys() and ranged - BROUGHT == {"torch", "diffusers", "tpu-info"}
     assert {name for name in BROUGHT if str(own[name].specifier)} == set()
-    assert {package.name for package in versions.packages() if not str(package.range)} <= {"pillow", "pyyaml", "tqdm"}
+    assert {package.name for package in versions.list_packages() if not str(package.range)} <= {
+        "pillow",
+        "pyyaml",
+        "tqdm",
+    }
     comfyui = demo_and_tests.comfyui_folder(os.environ) / "requirements.txt"
     if comfyui.is_file():
         asked = {demo_and_tests.project_name(line) for line in demo_and_tests.comfyui_requirements(comfyui.read_text())}

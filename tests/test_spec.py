@@ -9,34 +9,34 @@ from comfyui_tpu.tpu_runtime.model_spec import (
     CHECKPOINT,
     DENSE_QUALITY,
     STEP_INPUTS,
-    Choice,
     Component,
+    EnumInput,
+    ImageConditioning,
     LatentGeometry,
-    Pictures,
-    Rows,
+    RowSlice,
     Settings,
     StepCache,
-    guidance_first,
-    has_length,
-    split,
-    swapped,
+    require_length,
+    split_guidance_first,
+    split_rows,
+    swap_halves,
 )
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 
-WAN = spec_by_name("wan2.1-t2v-14b")
-WAN22 = spec_by_name("wan2.2-i2v-a14b")
-FLUX = spec_by_name("flux2-dev")
+WAN = lookup_spec("wan2.1-t2v-14b")
+WAN22 = lookup_spec("wan2.2-i2v-a14b")
+FLUX = lookup_spec("flux2-dev")
 VIDEO = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
 SETTINGS = Settings(height=64, width=96, num_frames=9, num_inference_steps=6, guidance_scale=5.0)
 
 
 def test_modules_that_the_makers_have_as_one():
-    assert split("q", "k", "v") == (Rows("q", (0,), 3), Rows("k", (1,), 3), Rows("v", (2,), 3))
-    assert swapped("norm") == (Rows("norm", (1, 0), 2),)
+    assert split_rows("q", "k", "v") == (RowSlice("q", (0,), 3), RowSlice("k", (1,), 3), RowSlice("v", (2,), 3))
+    assert swap_halves("norm") == (RowSlice("norm", (1, 0), 2),)
 
 
 def test_a_config_value_of_a_length():
-    assert has_length(2)((1, 2)) and not has_length(2)((1, 2, 3)) and not has_length(2)([1, 2])
+    assert require_length(2)((1, 2)) and not require_length(2)((1, 2, 3)) and not require_length(2)([1, 2])
 
 
 def test_a_component_is_tiny_where_it_says_so_and_its_mappings_are_read_only():
@@ -44,12 +44,12 @@ def test_a_component_is_tiny_where_it_says_so_and_its_mappings_are_read_only():
     one = Component(name="a", library="diffusers", class_name="A", config=given, tiny={"layers": 2}, rules=())
     assert dict(one.tiny) == {"layers": 2, "heads": 40} and dict(one.config) == given and one.folder == "a"
     assert replace(one, folder="b").folder == "b"
-    deep = replace(one, rules=(Rule("b", ()),)).extended(config={"layers": 50}, rules=(Rule("a", ()),))
+    deep = replace(one, rules=(Rule("b", ()),)).derive(config={"layers": 50}, rules=(Rule("a", ()),))
     assert dict(deep.config) == {"layers": 50, "heads": 40} and dict(deep.tiny) == dict(one.tiny)
     assert [rule.pattern for rule in deep.rules] == ["a", "b"]
     given["layers"] = 1
     assert one.config["layers"] == 40
-    for mapping in (one.config, one.tiny, one.aliases, one.needs, one.makers_names):
+    for mapping in (one.config, one.tiny, one.aliases, one.needs, one.original_keys):
         with pytest.raises(TypeError):
             mapping["layers"] = 1  # type: ignore[index]
 
@@ -82,7 +82,7 @@ def test_noise_has_the_latents_shape_in_float32():
     ("chips", "branches", "shape"), [(8, 2, (2, 4)), (8, 1, (1, 8)), (3, 2, (1, 3)), (1, 2, (1, 1)), (2, 2, (2, 1))]
 )
 def test_two_branches_lie_side_by_side_where_the_count_is_even(chips: int, branches: int, shape: tuple[int, int]):
-    assert guidance_first(chips, branches) == MeshShape(dp=shape[0], sp=shape[1])
+    assert split_guidance_first(chips, branches) == MeshShape(dp=shape[0], sp=shape[1])
 
 
 def test_guidance_of_one_or_less_is_one_branch():
@@ -133,7 +133,7 @@ def test_a_step_cache_is_for_models_that_have_one():
         ValueError, match="^Wan 2.1 T2V 14B: step_cache is on, but this model has no cache_start, cache_end"
     ):
         WAN.check_settings(cached)
-    caching = spec_by_name("hunyuanvideo1.5-t2v-720p")
+    caching = lookup_spec("hunyuanvideo1.5-t2v-720p")
     sizes = {name: caching.inputs[name].default for name in ("height", "width", "num_frames")}
     caching.check_settings(replace(cached, **sizes))
     with pytest.raises(ValueError, match="height is 81"):
@@ -149,16 +149,16 @@ def test_every_model_has_a_choice_of_schedulers_and_of_steps():
         WAN, inputs={"height": WAN.inputs["height"]}, recipe=replace(WAN.recipe, schedulers={"A": {}, "B": {}})
     )
     assert set(made.inputs) == {"height", "scheduler", *STEP_INPUTS}
-    assert made.inputs["scheduler"] == Choice(options=(CHECKPOINT, "A", "B"))
+    assert made.inputs["scheduler"] == EnumInput(options=(CHECKPOINT, "A", "B"))
     assert {name: made.inputs[name] for name in STEP_INPUTS} == STEP_INPUTS
     dense = replace(made, denoiser=replace(made.denoiser, tile=None))
     assert dense.inputs == {**made.inputs, "quality": DENSE_QUALITY}
 
 
 def test_dimensions_of_a_condition_may_be_named():
-    shapes = Pictures(condition_shapes=lambda latent: {"condition": ("dim", *latent[2:]), "text": (2, "dim")})
+    shapes = ImageConditioning(condition_shapes=lambda latent: {"condition": ("dim", *latent[2:]), "text": (2, "dim")})
     shaped = replace(WAN, pictures=shapes)
-    assert shaped.conditions({"dim": 7.0}, (1, 16, 3, 8, 12)) == {"condition": (7, 3, 8, 12), "text": (2, 7)}
+    assert shaped.condition_shapes({"dim": 7.0}, (1, 16, 3, 8, 12)) == {"condition": (7, 3, 8, 12), "text": (2, 7)}
 
 
 def test_whole_numbers_are_those_of_a_widget_with_whole_numbers():

@@ -7,10 +7,10 @@ from typing import Any
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Input
 from comfyui_tpu.nodes.graphs.graph import Workflow
-from comfyui_tpu.nodes.graphs.miniature import EXAMPLES_PICTURE
+from comfyui_tpu.nodes.graphs.miniature import EXAMPLE_IMAGE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 
 HUB = "https://huggingface.co/Comfy-Org/{}/resolve/main/split_files/loras/{}"
 
@@ -47,7 +47,7 @@ class Example:
 
     @property
     def spec(self) -> ModelSpec:
-        return spec_by_name(self.model)
+        return lookup_spec(self.model)
 
     @property
     def has_picture(self) -> bool:
@@ -62,7 +62,7 @@ class Example:
         found = {**defaults, **texts, "model_id": spec.published.hub_id, "resize": "crop"}
         if self.is_miniature:
             own = spec.miniature
-            found |= {"model_id": own.id, **own.inputs, **tiny.texts(spec, own.id)}
+            found |= {"model_id": own.id, **own.inputs, **tiny.trained_texts(spec, own.id)}
         return {**found, **self.widgets}
 
 
@@ -128,7 +128,7 @@ class _Builder:
 def stages(example: Example) -> Graph:
     """A node for every stage, and one that names the model for all of them."""
     build = _Builder(example)
-    picture = [build.add("LoadImage", "Picture", image=EXAMPLES_PICTURE)] if example.has_picture else []
+    picture = [build.add("LoadImage", "Picture", image=EXAMPLE_IMAGE)] if example.has_picture else []
     # Where a picture is a reference, the prompt may be about it.
     text = "" if example.looks else build.stage("TextEncoder", "Prompt")
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if picture else []
@@ -156,7 +156,7 @@ def stages(example: Example) -> Graph:
 def pipeline(example: Example) -> Graph:
     """One node for all stages. It names its model itself, unless LoRAs are added to it."""
     build = _Builder(example)
-    picture = [build.add("LoadImage", "Picture", image=EXAMPLES_PICTURE)] if example.has_picture else []
+    picture = [build.add("LoadImage", "Picture", image=EXAMPLE_IMAGE)] if example.has_picture else []
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if example.looks else []
     given = {"condition": [image[0], 0]} if image else {"image": [picture[0], 0]} if picture else {}
     node = build.stage("TPUPipeline", "Pipeline", **given)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.nodes import DECLARATIONS
-from comfyui_tpu.nodes.declare import Declaration, Input, Output, in_words
+from comfyui_tpu.nodes.declare import Declaration, Input, Output, with_display_names
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "locales"
@@ -88,7 +88,7 @@ def _node(declaration: Declaration, translate: Translate) -> dict[str, Any]:
 
 
 def _shown(declared: Input | Output, translate: Translate) -> dict[str, str]:
-    return {"name": translate(declared.label), "tooltip": translate(in_words(declared.tooltip))}
+    return {"name": translate(declared.label), "tooltip": translate(with_display_names(declared.tooltip))}
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Declaration
 from comfyui_tpu.nodes.graphs.graph import Workflow, is_link
-from comfyui_tpu.nodes.headless.runner import HEADLESS
-from comfyui_tpu.nodes.model import catalogue
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
+from comfyui_tpu.nodes.model import build_catalogue
 from graphs import Graph
 
 Document = dict[str, Any]
@@ -49,7 +49,7 @@ def page(name: str, graph: Graph, note: str) -> Document:
     boxes = _places(workflow, columns, graph.raised)
     links = [
         [number, int(source[0]), source[1], int(target), _slots(workflow[target]).index(socket),
-         HEADLESS[workflow[source[0]]["class_type"]].outputs[source[1]].type]
+         HEADLESS_NODES[workflow[source[0]]["class_type"]].outputs[source[1]].type]
         for number, (source, target, socket) in enumerate(_links(workflow), 1)
     ]  # fmt: skip
     nodes = [_note(max(map(int, workflow)) + 1, note, boxes, columns)]
@@ -78,7 +78,7 @@ def page(name: str, graph: Graph, note: str) -> Document:
 
 def _node(node_id: int, node: Mapping[str, Any], box: Box, links: Sequence[Sequence[Any]]) -> Document:
     kind = node["class_type"]
-    declaration, is_ours = HEADLESS[kind], kind in DECLARATIONS
+    declaration, is_ours = HEADLESS_NODES[kind], kind in DECLARATIONS
     coming = {slot: number for number, _, _, target, slot, _ in links if target == node_id}
     inputs = []
     for slot, name in enumerate(_slots(node)):
@@ -127,7 +127,7 @@ def _widget_values(declaration: Declaration, inputs: Mapping[str, Any]) -> list[
 
 def _slots(node: Mapping[str, Any]) -> list[str]:
     """The names of a node's input sockets from the top: the declared ones, then widgets that are linked."""
-    named = [declared.name for declared in HEADLESS[node["class_type"]].page_order() if not declared.is_widget]
+    named = [declared.name for declared in HEADLESS_NODES[node["class_type"]].page_order() if not declared.is_widget]
     return named + [name for name, value in node["inputs"].items() if is_link(value) and name not in named]
 
 
@@ -166,19 +166,19 @@ def _hidden(node: Mapping[str, Any], workflow: Workflow) -> Collection[str]:
     what that one has no use for.
     """
     given = node["inputs"]
-    advanced = (one for one in HEADLESS[node["class_type"]].inputs if one.advanced)
+    advanced = (one for one in HEADLESS_NODES[node["class_type"]].inputs if one.advanced)
     hidden = [one.name for one in advanced if given.get(one.name, one.default) == one.default]
     if "model" not in given:
         return hidden
     source = node
     while is_link(source["inputs"].get("model")):
         source = workflow[source["inputs"]["model"][0]]
-    return (*hidden, "model_id", "precision", *catalogue()[source["inputs"]["model_id"]]["unused"])
+    return (*hidden, "model_id", "precision", *build_catalogue()[source["inputs"]["model_id"]]["unused"])
 
 
 def _size(kind: str, hidden: Collection[str]) -> tuple[int, int]:
     """Width and height, as LiteGraph computes them or a little more, without the widgets that are `hidden`."""
-    declaration = HEADLESS[kind]
+    declaration = HEADLESS_NODES[kind]
     widgets = [declared for declared in declaration.inputs if declared.is_widget and declared.name not in hidden]
     rows = sum(1 + bool(declared.companion) for declared in widgets if not declared.multiline)
     texts = sum(declared.multiline for declared in widgets)

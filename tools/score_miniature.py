@@ -20,8 +20,8 @@ import torch
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Preview, Progress, Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import Preview, Progress, SilentProgress
 from miniature import moving, still
 from PIL import Image
 from tqdm import tqdm
@@ -81,62 +81,62 @@ def judge_picture(frames: np.ndarray, picture: still.Picture) -> still.Verdict:
 
 FAMILIES = {
     "wan21": Family(
-        spec=spec_by_name("wan2.1-t2v-14b"),
+        spec=lookup_spec("wan2.1-t2v-14b"),
         kinds={"clips": partial(clips, given=False)},
         steps=(4, 10, 50),
         guidance=(1.0, 5.0),
     ),
     "wan22i2v": Family(
-        spec=spec_by_name("wan2.2-i2v-a14b"),
+        spec=lookup_spec("wan2.2-i2v-a14b"),
         kinds={"clips": partial(clips, given=True)},
         steps=(4, 10),
         guidance=(1.0, 3.5),
     ),
     "cogvideox": Family(
-        spec=spec_by_name("cogvideox1.5-5b"),
+        spec=lookup_spec("cogvideox1.5-5b"),
         kinds={"clips": partial(clips, given=False)},
         steps=(10, 50),
         guidance=(1.0, 6.0),
     ),
     "cogvideoxi2v": Family(
-        spec=spec_by_name("cogvideox1.5-5b-i2v"),
+        spec=lookup_spec("cogvideox1.5-5b-i2v"),
         kinds={"clips": partial(clips, given=True)},
         steps=(10, 50),
         guidance=(1.0, 6.0),
     ),
     "hunyuan15": Family(
-        spec=spec_by_name("hunyuanvideo1.5-t2v-720p"),
+        spec=lookup_spec("hunyuanvideo1.5-t2v-720p"),
         kinds={"clips": partial(clips, given=False)},
         steps=(10,),
         guidance=(6.0,),
     ),
     "hunyuan15i2v": Family(
-        spec=spec_by_name("hunyuanvideo1.5-i2v-720p"),
+        spec=lookup_spec("hunyuanvideo1.5-i2v-720p"),
         kinds={"clips": partial(clips, given=True)},
         steps=(10,),
         guidance=(6.0,),
     ),
     "flux2klein": Family(
-        spec=spec_by_name("flux2-klein-4b"),
+        spec=lookup_spec("flux2-klein-4b"),
         kinds={"pictures": pictures, "changes": changes},
         steps=(4,),
         guidance=(1.0,),
     ),
     "flux2dev": Family(
-        spec=spec_by_name("flux2-dev"), kinds={"pictures": pictures, "changes": changes}, steps=(8, 50), guidance=(4.0,)
+        spec=lookup_spec("flux2-dev"), kinds={"pictures": pictures, "changes": changes}, steps=(8, 50), guidance=(4.0,)
     ),
     "qwenimage": Family(
-        spec=spec_by_name("qwen-image-2512"), kinds={"pictures": pictures}, steps=(10,), guidance=(4.0,)
+        spec=lookup_spec("qwen-image-2512"), kinds={"pictures": pictures}, steps=(10,), guidance=(4.0,)
     ),
     "qwenimageedit": Family(
-        spec=spec_by_name("qwen-image-edit-2511"), kinds={"changes": changes}, steps=(10,), guidance=(4.0,)
+        spec=lookup_spec("qwen-image-edit-2511"), kinds={"changes": changes}, steps=(10,), guidance=(4.0,)
     ),
-    "zimagebase": Family(spec=spec_by_name("z-image"), kinds={"pictures": pictures}, steps=(10,), guidance=(5.0,)),
-    "zimage": Family(spec=spec_by_name("z-image-turbo"), kinds={"pictures": pictures}, steps=(8,), guidance=(1.0,)),
+    "zimagebase": Family(spec=lookup_spec("z-image"), kinds={"pictures": pictures}, steps=(10,), guidance=(5.0,)),
+    "zimage": Family(spec=lookup_spec("z-image-turbo"), kinds={"pictures": pictures}, steps=(8,), guidance=(1.0,)),
 }
 
 
-class WithPreviews(Silent):
+class WithPreviews(SilentProgress):
     """Fetches every step's preview, as ComfyUI's page does."""
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:

@@ -18,7 +18,7 @@ import av
 # Run as a file, this folder is where Python looks first.
 import workflows
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.nodes.graphs.miniature import EXAMPLES_PICTURE
+from comfyui_tpu.nodes.graphs.miniature import EXAMPLE_IMAGE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from graphs import Example
 from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -43,7 +43,7 @@ def made(example: Example) -> list[tuple[str, Image.Image]]:
     found = found if last else [("", frames[0])]
     if not example.has_picture:
         return found
-    (given,) = pictures(workflows.EXAMPLES / (example.spec.miniature.picture or EXAMPLES_PICTURE))
+    (given,) = pictures(workflows.EXAMPLES / (example.spec.miniature.picture or EXAMPLE_IMAGE))
     # The first frame of a video is that picture.
     return [("starts from", given), *(found[1:] or found)]
 
@@ -92,7 +92,7 @@ def _font(line: str, size: int, width: int) -> ImageFont.FreeTypeFont | ImageFon
 
 def prompt(example: Example) -> str:
     """The miniature's, in quotes."""
-    text = tiny.texts(example.spec, example.spec.miniature.id).get("prompt")
+    text = tiny.trained_texts(example.spec, example.spec.miniature.id).get("prompt")
     return f'"{text}"' if text else "random weights"
 
 

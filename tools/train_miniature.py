@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from miniature.moving import MOTIONS
 from miniature.shapes import COLOURS, HEIGHT, SHAPES, WIDTH
 from safetensors.torch import load_file, save_file
@@ -121,7 +121,7 @@ def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
         for path in own.iterdir():
             there = other / path.name
             if path.suffix == ".safetensors":
-                known = load_file(there) if there.is_file() else tiny.unpacked(there.with_suffix(tiny.PACKED))
+                known = load_file(there) if there.is_file() else tiny.unpack_weights(there.with_suffix(tiny.PACKED))
                 found = load_file(path)
                 kept = {key: x for key, x in found.items() if key not in known or not x.equal(known[key])}
                 kept |= {key: x.new_empty(0) for key, x in known.items() if key not in found}
@@ -152,7 +152,7 @@ def write_shared(folder: Path, parts: Mapping[str, str]) -> None:
 def write_sibling(spec: ModelSpec, original: str, folder: Path) -> None:
     """A checkpoint of `spec` whose parts are those of the trained one `original`; each of two experts is its one."""
     tiny.write_description(spec, folder)
-    names = [*tiny.networks(spec), *(text.tokenizer_folder for text in spec.text_encoders)]
+    names = [*tiny.list_networks(spec), *(text.tokenizer_folder for text in spec.text_encoders)]
     parts = {name: f"{original}/{name.removesuffix('_2')}" for name in names}
     write_shared(folder, parts)
     (folder / "README.md").write_text(SIBLING_CARD.format(title=spec.title, original=original), "utf-8")
@@ -171,7 +171,7 @@ def main() -> None:
     write_checkpoint(pipeline, options.out / "tokenizer", folder, family)
     write_card(folder, family, module, scores(family, str(folder)))
     share(folder, module.SHARED, options.out)
-    for spec in map(spec_by_name, SIBLINGS.get(options.family, ())):
+    for spec in map(lookup_spec, SIBLINGS.get(options.family, ())):
         write_sibling(spec, options.family, options.out / spec.miniature.id.removeprefix("tiny/"))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 # Run as a file, this folder is where Python looks first.
 import pages
-from comfyui_tpu.nodes.declare import in_words
+from comfyui_tpu.nodes.declare import with_display_names
 from comfyui_tpu.tools.locales import TRANSLATIONS, Table, Translate
 from comfyui_tpu.tpu_runtime.models.layouts import published
 from graphs import Example, LoraFile, api, pipeline, stages
@@ -330,7 +330,7 @@ def caption(example: Example) -> tuple[str, str, str]:
 
 def weights(model: str) -> Iterator[str]:
     """The command that brings a model's weights as files, and their sizes, smallest first."""
-    if sizes := published.sizes(model):
+    if sizes := published.describe_sizes(model):
         command = f"comfyui-tpu download {model} --files {sizes.split()[0]}"
         yield f"`{command}` brings its weights as files ({sizes}), and says what to choose as `model_id` then."
 
@@ -338,7 +338,7 @@ def weights(model: str) -> Iterator[str]:
 def note(example: Example, translate: Translate = str) -> str:
     """Markdown: what it takes, then what to know; `translate` is asked for each line."""
     lines = about_miniature(example) if example.is_miniature else about_model(example)
-    return "\n".join(translate(in_words(line)) for line in lines)
+    return "\n".join(translate(with_display_names(line)) for line in lines)
 
 
 def about_miniature(example: Example) -> list[str]:

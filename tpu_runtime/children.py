@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 # Seconds that a process has to end after SIGTERM, and after SIGKILL.
-TERMINATE_S, KILLED_S = 10.0, 30.0
+TERMINATE_TIMEOUT_S, KILL_TIMEOUT_S = 10.0, 30.0
 PACKAGE = "comfyui_tpu"
 
 
@@ -63,7 +63,7 @@ class Child:
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
 
-    def last_words(self) -> str:
+    def last_error_line(self) -> str:
         """Return the last line of the child's stderr in parentheses, after a space; "" without one."""
         self._complaints.seek(0)
         lines = [line.strip() for line in self._complaints.read()[-4000:].splitlines() if line.strip()]
@@ -71,7 +71,7 @@ class Child:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Child]:
+def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Child]:
     """Yield the process of `command`, with this process's environment unless another is given."""
     # A crashing process may print any bytes.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
@@ -84,7 +84,7 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
             yield Child(process, complaints)
         finally:
             # SIGKILL skips libtpu's shutdown, after which the chips stay busy.
-            for signal_number, limit_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILLED_S)):
+            for signal_number, limit_s in ((signal.SIGTERM, TERMINATE_TIMEOUT_S), (signal.SIGKILL, KILL_TIMEOUT_S)):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal_number)
                 # A process hanging in its driver survives SIGKILL and is abandoned.
@@ -94,7 +94,7 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
             process.stdout.close()
 
 
-def answering(
+def run_module_child(
     module: str, job: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> contextlib.AbstractContextManager[Child]:
     """Return the context of a process that calls `main(say, job)` of a module of the runtime.
@@ -103,13 +103,13 @@ def answering(
     It is started by this file's path: ComfyUI's folder of the pack need not be installed and may have any name.
     """
     # -P: modules in the working folder must not hide others.
-    return running([sys.executable, "-P", __file__, module, json.dumps(job)], environment)
+    return run_child([sys.executable, "-P", __file__, module, json.dumps(job)], environment)
 
 
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
-def speaker() -> Callable[..., None]:
+def open_child_channel() -> Callable[..., None]:
     """Return a function that sends its keyword arguments as a line. Called first in a child.
 
     Output of libraries goes to stderr. When the parent ends, so do this process and its own children.
@@ -130,12 +130,12 @@ def speaker() -> Callable[..., None]:
 def _end_with_the_other() -> None:
     os.read(0, 1)  # nothing is ever written: returns when the pipe closes
     os.killpg(0, signal.SIGTERM)
-    time.sleep(TERMINATE_S)
+    time.sleep(TERMINATE_TIMEOUT_S)
     os.killpg(0, signal.SIGKILL)
 
 
 def _main(module: str, job: str) -> None:
-    say = speaker()
+    say = open_child_channel()
     root = Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location(PACKAGE, root / "__init__.py", submodule_search_locations=[str(root)])
     assert spec and spec.loader

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from .units import readable
+from .units import format_size
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
@@ -41,21 +41,21 @@ class DeviceMemory:
     def __str__(self) -> str:
         """Return the peaks as a sentence."""
         peaks = {"in use": self.peak_in_use_bytes, "reserved": self.peak_reserved_bytes}
-        texts = [f"{readable(value)} {name}" for name, value in peaks.items() if value is not None]
+        texts = [f"{format_size(value)} {name}" for name, value in peaks.items() if value is not None]
         if not texts:
             return "does not report its memory"
-        limit = f", of {readable(self.limit_bytes)}" if self.limit_bytes else ""
+        limit = f", of {format_size(self.limit_bytes)}" if self.limit_bytes else ""
         return f"at most {' and '.join(texts)}{limit}"
 
 
-def of(device: "Device") -> DeviceMemory:
+def memory_stats(device: "Device") -> DeviceMemory:
     """Return the current statistics of one device."""
     stats = device.memory_stats() or {}
     return DeviceMemory(**{name: int(stats[theirs]) for name, theirs in _NAMES.items() if theirs in stats})
 
 
-def fullest(devices: "Iterable[Device]") -> DeviceMemory:
+def max_memory_stats(devices: "Iterable[Device]") -> DeviceMemory:
     """Return the maximum of each statistic over the devices."""
-    known = [of(device).known for device in devices]
+    known = [memory_stats(device).known for device in devices]
     names = {name for stats in known for name in stats}
     return DeviceMemory(**{name: max(stats[name] for stats in known if name in stats) for name in names})

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # Part of a tensor: a slice per dimension; () is all of it.
 Index = tuple[slice, ...]
 # Nesting of lists and objects: deeper ones exhaust Python's stack, here or when they are printed.
-MOST_LEVELS = 100
+MAX_JSON_DEPTH = 100
 # Bytes of a safetensors header: ten times the largest published ones.
-MOST_HEADER = 2**24
+MAX_HEADER_BYTES = 2**24
 
 
 class CheckpointError(SafeError):
@@ -39,7 +39,7 @@ class CheckpointError(SafeError):
 
 
 # Errors of a full disk.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 
 
@@ -48,12 +48,12 @@ class WriteError(SafeError):
 
 
 @contextlib.contextmanager
-def writing(folder: Path, instead: str) -> Iterator[None]:
+def report_full_disk(folder: Path, instead: str) -> Iterator[None]:
     """Raise the error of a full disk as `WriteError`; `instead` is advice other than freeing disk space."""
     try:
         yield
     except Exception as error:  # PyAV has error classes of its own for the disk
-        if (number := _error_number(error)) not in FULL:
+        if (number := _error_number(error)) not in DISK_FULL_ERRNOS:
             raise
         raise WriteError(
             f"{folder} cannot hold more ({os.strerror(number)}); no part of the file was kept. "
@@ -76,7 +76,7 @@ ABANDONED_S = 24 * 3600
 
 
 @contextlib.contextmanager
-def written_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
+def open_atomic(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yield a scratch file of the same ending that becomes `path` if the block succeeds, and is removed otherwise.
 
     It is locked while it is written. Scratch files of killed processes in the folder are removed first.
@@ -157,12 +157,12 @@ def parse_json(content: str | bytes) -> Any:
     try:
         value = json.loads(content if isinstance(content, str) else content.decode("utf-8-sig"))
     except RecursionError:
-        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep") from None
+        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep") from None
     level, depth = [value], 0
     while level := [inner for outer in level for inner in _entries(outer)]:
         depth += 1
-        if depth > MOST_LEVELS:
-            raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
     return value
 
 
@@ -183,7 +183,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class Made(Protocol):
+class TensorView(Protocol):
     """A view of stored tensors (see `formats`); its `read` calls the given `read` for stored values."""
 
     def read(self, index: Index, read: "Callable[[TensorFile, Index], torch.Tensor]") -> "torch.Tensor": ...
@@ -197,7 +197,9 @@ class TensorFile:
     name: str  # in the file; a view has that of its first source
     shape: tuple[int, ...]
     dtype: str = "F32"  # as safetensors names it, such as `BF16`
-    made: Made | None = None  # view that computes the values, such as codes times scales; None for a stored tensor
+    made: TensorView | None = (
+        None  # view that computes the values, such as codes times scales; None for a stored tensor
+    )
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
@@ -209,9 +211,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
 
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if MOST_HEADER < size <= os.fstat(file.fileno()).st_size:
+        if MAX_HEADER_BYTES < size <= os.fstat(file.fileno()).st_size:
             raise CheckpointError(
-                f"{path} has a header of {size} bytes; {MOST_HEADER} are read at most. Use a file of one model."
+                f"{path} has a header of {size} bytes; {MAX_HEADER_BYTES} are read at most. Use a file of one model."
             )
     with safe_open(os.fspath(path), framework="pt") as file:
         check_names(path, names := list(file.keys()))
@@ -239,7 +241,7 @@ def write_file(path: Path, *parts: bytes, mode: int = 0o666) -> None:
     mode: of a new file, less the umask.
     Raises `OSError`. If the process is killed, the next writer in the folder removes its scratch file.
     """
-    with written_file(path, mode) as scratch:
+    with open_atomic(path, mode) as scratch:
         # Does not follow a link that somebody created meanwhile.
         with open(os.open(scratch, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)), "wb") as file:
             file.writelines(parts)

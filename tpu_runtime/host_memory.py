@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .refusal import HostFull
-from .units import MIB, readable
+from .refusal import HostMemoryError
+from .units import MIB, format_size
 
 try:
     import resource
@@ -41,25 +41,27 @@ def available_bytes() -> int | None:
 
 
 def require(size_bytes: int, what: str) -> None:
-    """Raises `HostFull` where `what`, as "Loading X", would take more than there is."""
+    """Raises `HostMemoryError` where `what`, as "Loading X", would take more than there is."""
     available = available_bytes()
     if available is not None and available < size_bytes + RESERVE_BYTES:
-        raise HostFull(
-            f"{what} needs {readable(size_bytes)} of the host's memory, and {readable(available)} are free, of which "
-            f"{readable(RESERVE_BYTES)} must stay so. {_WHAT_TO_DO}"
+        raise HostMemoryError(
+            f"{what} needs {format_size(size_bytes)} of the host's memory, and {format_size(available)} are free, of which "
+            f"{format_size(RESERVE_BYTES)} must stay so. {_WHAT_TO_DO}"
         )
 
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Makes a `HostFull` of memory that the kernel refuses while `what` is done."""
+    """Makes a `HostMemoryError` of memory that the kernel refuses while `what` is done."""
     try:
         yield
     except Exception as error:  # libraries raise errors of their own
-        if isinstance(error, HostFull) or not _is_refused(error):
+        if isinstance(error, HostMemoryError) or not _is_refused(error):
             raise
-        left = readable(available_bytes() or 0)
-        raise HostFull(f"{what} got no more of the host's memory, of which {left} are free. {_WHAT_TO_DO}") from None
+        left = format_size(available_bytes() or 0)
+        raise HostMemoryError(
+            f"{what} got no more of the host's memory, of which {left} are free. {_WHAT_TO_DO}"
+        ) from None
 
 
 def _is_refused(error: Exception) -> bool:

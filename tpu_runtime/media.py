@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import writing, written_file
+from .files import open_atomic, report_full_disk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,7 @@ _BT709 = 1
 _NTSC = Fraction(1000, 1001)
 # Advice for a full disk.
 _INSTEAD = "name another folder with --out"
-NAME_HEIGHT = 24  # pixels, of the label above each image
+LABEL_HEIGHT = 24  # pixels, of the label above each image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Video:
         return f"Video({len(self.frames)} frames, {self.frame_rate} fps)"
 
 
-def frame_rate(fps: float) -> Fraction:
+def exact_frame_rate(fps: float) -> Fraction:
     """Return the exact rate that `fps` stands for: 16.0 is 16, and 23.976 is NTSC's 24000/1001."""
     ntsc = round(fps / _NTSC) * _NTSC
     if not float(fps).is_integer() and abs(ntsc - Fraction(fps)) < Fraction(5, 1000):
@@ -67,7 +67,7 @@ def save_video(path: Path, video: Video, *, metadata: Mapping[str, str] | None =
     """
     if len(video.frames) == 0:
         raise ValueError(f"{path}: there are no frames to write.")
-    check_pictures(video.frames)
+    check_image(video.frames)
     height, width = video.frames.shape[1:3]
     if height % 2 or width % 2:
         raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
@@ -105,17 +105,17 @@ def _bytes(image: "torch.Tensor") -> "np.ndarray":
     """Return `[height, width, rgb]` in [0, 1] as uint8, rounded."""
     import torch
 
-    return pictures(image[None])[0].mul(255).round().to(torch.uint8).numpy()
+    return to_rgb(image[None])[0].mul(255).round().to(torch.uint8).numpy()
 
 
-def as_bytes(image: "torch.Tensor") -> "Image.Image":
+def to_pillow(image: "torch.Tensor") -> "Image.Image":
     """Return an IMAGE `[height, width, rgb]` as a Pillow image, the input of upstream's processors."""
     from PIL import Image
 
     return Image.fromarray(_bytes(image))
 
 
-def check_pictures(images: "torch.Tensor") -> None:
+def check_image(images: "torch.Tensor") -> None:
     """Raise `ValueError` unless images are floating, finite, not empty and `[N, height, width, 1, 3 or 4]`."""
     import torch
 
@@ -128,14 +128,14 @@ def check_pictures(images: "torch.Tensor") -> None:
         raise ValueError("the image is not finite: values are NaN or infinite. Look at the node it comes from.")
 
 
-def pictures(images: "torch.Tensor") -> "torch.Tensor":
+def to_rgb(images: "torch.Tensor") -> "torch.Tensor":
     """Return an IMAGE `[N, height, width, channels]` of any node as RGB float32 on the CPU in 0..1.
 
     Drops alpha, expands grey, and clamps values beyond the range. Raises `ValueError` for other tensors.
     """
     import torch
 
-    check_pictures(images)
+    check_image(images)
     colours = images[..., :3].to(torch.float32).cpu().clamp(0.0, 1.0)
     return colours.expand(*colours.shape[:3], 3)
 
@@ -147,7 +147,7 @@ def save_image(path: Path, image: "torch.Tensor", metadata: Mapping[str, str] | 
     chunks = PngInfo()
     for name, value in (metadata or {}).items():
         chunks.add_text(name, value)
-    pillow_image, encoded = as_bytes(image), io.BytesIO()
+    pillow_image, encoded = to_pillow(image), io.BytesIO()
     pillow_image.save(encoded, _format(path), pnginfo=chunks)  # ignored by other formats
     _write(path, encoded)
 
@@ -173,9 +173,9 @@ def _write(path: Path, encoded: io.BytesIO) -> None:
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[Path]:
     """Yield a scratch file that becomes `path`, whose folder is created; raises `WriteError` on a full disk."""
-    with writing(path.parent, _INSTEAD):
+    with report_full_disk(path.parent, _INSTEAD):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_file(path) as scratch:
+        with open_atomic(path) as scratch:
             yield scratch
 
 
@@ -203,8 +203,8 @@ def save_animation(
     prompt: JSON that ComfyUI's page reads from the file; None for none.
     Raises `ValueError` for invalid images.
     """
-    check_pictures(images)
-    first, *others = map(as_bytes, images)
+    check_image(images)
+    first, *others = map(to_pillow, images)
     exif = first.getexif()
     if prompt is not None:
         exif[_EXIF_MODEL] = f"prompt:{_ascii(prompt)}"
@@ -250,7 +250,7 @@ def load_image(path: Path) -> "tuple[torch.Tensor, torch.Tensor]":
     return pixels[..., :3].contiguous(), 1 - pixels[..., 3]
 
 
-RESIZE = ("crop", "fit")
+RESIZE_MODES = ("crop", "fit")
 
 
 def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.Tensor":
@@ -264,9 +264,9 @@ def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.
     """
     import torch.nn.functional as functional
 
-    if how not in RESIZE:
-        raise ValueError(f"resize is {how!r}; it must be one of {', '.join(RESIZE)}.")
-    images = pictures(images)
+    if how not in RESIZE_MODES:
+        raise ValueError(f"resize is {how!r}; it must be one of {', '.join(RESIZE_MODES)}.")
+    images = to_rgb(images)
     if tuple(images.shape[1:3]) == (height, width):
         return images
     scales = (height / images.shape[1], width / images.shape[2])
@@ -280,7 +280,7 @@ def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.
     return functional.pad(scaled.clamp(0.0, 1.0), edges).movedim(1, -1)
 
 
-def joined(images: "list[torch.Tensor]") -> "torch.Tensor":
+def join_images(images: "list[torch.Tensor]") -> "torch.Tensor":
     """Return IMAGEs `[N, height, width, 3]` of one size concatenated in order."""
     import torch
 
@@ -332,13 +332,13 @@ def _add_label(frames: "torch.Tensor", name: str) -> "torch.Tensor":
     import torch
     from PIL import Image, ImageDraw, ImageFont
 
-    line = Image.new("RGB", (frames.shape[2], NAME_HEIGHT))
-    ImageDraw.Draw(line).text((4, 2), name, fill="white", font=ImageFont.load_default(NAME_HEIGHT - 8))
+    line = Image.new("RGB", (frames.shape[2], LABEL_HEIGHT))
+    ImageDraw.Draw(line).text((4, 2), name, fill="white", font=ImageFont.load_default(LABEL_HEIGHT - 8))
     above = torch.from_numpy(np.asarray(line, np.float32) / 255).expand(len(frames), -1, -1, -1)
     return torch.cat([above, frames.float().cpu()], dim=1)
 
 
-def main_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:
+def fit_latent_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:
     """Return a linear map from latents `[1, channels, ...]` to colours: their three main axes as red, green, blue in
     -1..1.
 

@@ -23,64 +23,71 @@ from .checkpoints import checkpoint, content, hub, tiny
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.model_ref import (
     LORA_EXPERTS,
-    Expected,
-    HeldTensors,
+    InMemoryLora,
     Lora,
     ModelRef,
-    assumed,
+    PlannedGeneration,
     choose_model,
-    choose_part,
-    variant,
+    choose_partial_model,
+    describe_ambiguity,
+    resolve_variant,
 )
-from .checkpoints.parts import SEPARATOR, choices, files_in, is_of_files, read_tensor, spec_of
+from .checkpoints.parts import (
+    SEPARATOR,
+    list_local_models,
+    list_weight_paths,
+    names_single_files,
+    read_tensor,
+    resolve_spec,
+)
 from .checkpoints.weight_files import WeightFile
 from .device_memory import DeviceMemory
 from .engine import payloads, stage_files
-from .engine.current import current, engine, leave, leave_at_exit, listen, when_stuck
-from .engine.memory_advice import VARIABLE as HBM_VARIABLE
+from .engine.current import current_engine, exit_process, get_engine, listen_for_hosts, on_fatal, register_exit
+from .engine.memory_advice import HBM_VARIABLE as HBM_VARIABLE
 from .engine.memory_advice import OutOfMemory
 from .engine.payloads import Conditioning, ImageCondition, Latent
-from .files import TensorFile, parse_json, written_file
+from .files import TensorFile, open_atomic, parse_json
 from .garbage import set_aside
 from .hosts import place as places
 from .hosts import supervisor
-from .hosts.place import Place
-from .hosts.together import RESTART
+from .hosts.place import HostRank
+from .hosts.together import RESTART_EXIT_CODE
 from .line import records, trust, wire
 from .machine import bus, device_access, fallbacks
 from .machine import record as machine_record
 from .model_spec import (
-    PART,
     QUALITIES,
-    SIZE,
+    SIZE_INPUTS,
     SPARSE,
     STAGES,
-    Choice,
-    Curve,
-    FloatLimit,
-    IntLimit,
-    Limit,
+    STEP_RANGE_INPUTS,
+    BoolInput,
+    EnumInput,
+    FloatInput,
+    InputType,
+    IntInput,
+    MagCacheCurve,
     ModelSpec,
-    Numbers,
     Settings,
-    Switch,
-    guidance_first,
-    without_zero_sizes,
+    SigmaList,
+    drop_zero_sizes,
+    split_guidance_first,
 )
-from .models import FLAGSHIPS, NAME_HELP, SPECS, spec_by_name, spec_for_family
+from .models import FLAGSHIPS, NAME_HELP, SPECS, lookup_spec, spec_for_family
 from .models.layouts import published
 from .monitor import metrics_service, readings, snapshot
-from .monitor.feed import Feed
-from .monitor.readings import Sampler, Stats, in_daemon
+from .monitor.feed import StatsFeed
+from .monitor.readings import Sampler, Stats, run_in_daemon_thread
 from .plan import process as plan_process
 from .precision import CHOICES
-from .precision import of_pictures as resolve_pictures
-from .precision import resolve as resolve_precision
-from .precision import title as precision_title
-from .progress import TOLD, TOOK, Preview, Progress, Silent
-from .redact import for_page, hide_tokens, printable, redact
-from .refusal import HostFull
-from .units import GB, GIB, MIB, loaded, readable
+from .precision import precision_label as precision_title
+from .precision import resolve_image_precision as resolve_pictures
+from .precision import resolve_precision as resolve_precision
+from .progress import DURATION_PREFIX, SHOWN_TO_USER, Preview, Progress, SilentProgress
+from .redact import escape_for_page, hide_tokens, printable, redact
+from .refusal import HostMemoryError
+from .units import GB, GIB, MIB, format_load_rate, format_size
 
 if TYPE_CHECKING:
     import torch
@@ -90,15 +97,15 @@ if TYPE_CHECKING:
     from .cost_model import chips
     from .cost_model.chips import Topology
     from .engine.engine import Engine
-    from .engine.run import Prediction
-    from .line.link import Door, Refused
+    from .engine.run import PredictionRequest
+    from .line.link import HandshakeRejected, RpcServer
     from .plan import compile as compiling
     from .plan import plan
     from .plan import report as plan_report
-    from .plan.compile import Compiled
+    from .plan.compile import CompiledProgram
     from .programs import executables, generation
     from .programs.denoise_step import StepArgs
-    from .programs.program import Program, Target
+    from .programs.program import CompileTarget, Program
     from .remote.client import Client
 
 # Names that import torch or JAX: the module, and the name in it ("" for the module itself).
@@ -134,7 +141,7 @@ log = logging.getLogger(__name__)
 
 # Planned generations of the running prompt on other machines, by `str(ModelRef)`, which has no LoRAs. Each stage has a
 # client of its own, which sends its generation.
-_elsewhere: dict[str, Expected] = {}
+_elsewhere: dict[str, PlannedGeneration] = {}
 
 
 # Notes of the stages that ran within `noted`; None outside of it.
@@ -142,7 +149,7 @@ _notes: ContextVar[list[dict[str, Any]] | None] = ContextVar("notes", default=No
 
 
 @contextmanager
-def noted() -> Iterator[list[dict[str, Any]]]:
+def record_stages() -> Iterator[list[dict[str, Any]]]:
     """Yield a list that gets a note of every stage that ends within the block.
 
     A note has `stage`, `model`, `quality`, `precision`, `chips` and `seconds`, but no prompt, path or address of the
@@ -158,14 +165,14 @@ def noted() -> Iterator[list[dict[str, Any]]]:
 
 def _note(stage: str, model: ModelRef, quality: str, began: float) -> dict[str, Any]:
     """Return the note of a stage; `began` is its start in monotonic seconds."""
-    here = None if model.address else current()
+    here = None if model.address else current_engine()
     platform = here.devices[0].platform if here else ""
     return {
         "stage": stage,
         "model": model.model_id if model.model_id in model.spec.miniature.ids else model.spec.title,
         "quality": quality,
         "precision": resolve_precision(model.precision, platform) if here else model.precision,
-        "chips": snapshot.chips_of(here) if here else "another machine",
+        "chips": snapshot.describe_chips(here) if here else "another machine",
         "seconds": round(time.monotonic() - began, 3),
     }
 
@@ -173,7 +180,7 @@ def _note(stage: str, model: ModelRef, quality: str, began: float) -> dict[str, 
 def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
     """Return the runner of a model's stages: this process's engine, or a client of the model's machine."""
     if not model.address:
-        return engine(progress)
+        return get_engine(progress)
     from .remote.client import Client
 
     return Client(model.address, _elsewhere.get(str(model)))
@@ -181,12 +188,12 @@ def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
 
 def check_address(address: str) -> None:
     """Raise `ValueError` for an invalid list of addresses. Opens no connection."""
-    from .remote.client import parse_all
+    from .remote.client import parse_addresses
 
-    parse_all(address)
+    parse_addresses(address)
 
 
-def remote_model(
+def choose_remote_model(
     address: str,
     spec: ModelSpec,
     model_id: str,
@@ -211,10 +218,10 @@ def remote_model(
     return model
 
 
-def run(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
+def run_stage(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
     """Run one stage on the model's machine and return its result.
 
-    stage: a key of `engine.run.WORK`.
+    stage: a key of `engine.run.STAGE_FUNCTIONS`.
     model: the reference.
     progress: of the application.
     arguments: of that function. Settings must be checked; a warning about unusual ones is logged once.
@@ -243,7 +250,7 @@ def encode_prompt(
     progress: of the application.
     condition: an encoded image for a text encoder that takes image embeddings; else None.
     """
-    return run("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt, condition=condition)
+    return run_stage("encode", model, progress, prompt=prompt, negative_prompt=negative_prompt, condition=condition)
 
 
 def denoise(
@@ -266,7 +273,7 @@ def denoise(
     latents: a LATENT to start from (see `Settings`); None for noise.
     With leftover noise the LATENT also holds the solver's state (see `engine.denoise`).
     """
-    return run(
+    return run_stage(
         "denoise", model, progress, settings=settings, prompt_embeds=prompt_embeds,
         negative_prompt_embeds=negative_prompt_embeds, condition=condition, latents=latents,
     )  # fmt: skip
@@ -280,7 +287,7 @@ def calibrate(
     *,
     progress: Progress,
     condition: ImageCondition | None = None,
-) -> "tuple[Curve, Path]":
+) -> "tuple[MagCacheCurve, Path]":
     """Measure MagCache's curve of a model in one generation, save it, and return it with the file's path.
 
     model: the reference.
@@ -289,16 +296,16 @@ def calibrate(
     progress: of the application.
     condition: an encoded image or None.
     """
-    curve = run(
+    curve = run_stage(
         "calibrate", model, progress, settings=replace(settings, step_cache=None), prompt_embeds=prompt_embeds,
         negative_prompt_embeds=negative_prompt_embeds, condition=condition,
     )  # fmt: skip
-    return curve, curves.keep(model.spec, model.model_id, curve)
+    return curve, curves.save_curve(model.spec, model.model_id, curve)
 
 
 def _with_curve(model: ModelRef, settings: Settings) -> Settings:
     """Return the settings with MagCache's curve of the model. Raises `ValueError` if it is not known."""
-    return replace(settings, step_cache=curves.with_curve(model.spec, model.model_id, settings.step_cache))
+    return replace(settings, step_cache=curves.attach_curve(model.spec, model.model_id, settings.step_cache))
 
 
 @functools.cache
@@ -316,7 +323,7 @@ def encode_image(
     size: of the video, by name (height, width, num_frames).
     progress: of the application.
     """
-    return run("image", model, progress, image=image, settings=model.spec.settings(**size))
+    return run_stage("image", model, progress, image=image, settings=model.spec.settings(**size))
 
 
 def join_references(conditions: Sequence[ImageCondition]) -> ImageCondition:
@@ -343,7 +350,7 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
         return Client(model.address).add_lora(model, lora, progress)
     from .loras import apply
 
-    return apply.add(model, lora, progress)
+    return apply.add_lora(model, lora, progress)
 
 
 def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Tensor":
@@ -353,26 +360,28 @@ def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Te
     latents: samples `[batch, channels, ...]`.
     progress: of the application.
     """
-    return run("decode", model, progress, latents={"samples": latents["samples"]})
+    return run_stage("decode", model, progress, latents={"samples": latents["samples"]})
 
 
-def expect(generations: Iterable[Expected], *, progress: Progress) -> None:
+def announce_generations(generations: Iterable[PlannedGeneration], *, progress: Progress) -> None:
     """Announce the generations about to run, on this and other machines. While a stage runs, programs of the next
     are compiled.
     """
     planned = list(generations)
     _elsewhere.clear()
     _elsewhere.update({str(generation.model): generation for generation in planned if generation.model.address})
-    expect_here([generation for generation in planned if not generation.model.address], progress=progress)
+    announce_local_generations(
+        [generation for generation in planned if not generation.model.address], progress=progress
+    )
 
 
-def expect_here(generations: Sequence[Expected], *, progress: Progress) -> None:
+def announce_local_generations(generations: Sequence[PlannedGeneration], *, progress: Progress) -> None:
     """Announce generations of this machine alone (see `expect`)."""
-    if generations or current():
-        engine(progress).expect(map(_as_it_runs, generations))
+    if generations or current_engine():
+        get_engine(progress).expect(map(_as_it_runs, generations))
 
 
-def _as_it_runs(expected: Expected) -> Expected:
+def _as_it_runs(expected: PlannedGeneration) -> PlannedGeneration:
     """Return a planned generation with its final settings, None if these will be refused."""
     try:
         settings = expected.settings and _with_curve(expected.model, expected.settings)
@@ -381,18 +390,18 @@ def _as_it_runs(expected: Expected) -> Expected:
     return replace(expected, settings=settings)
 
 
-def prepare(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progress: Progress) -> None:
-    """Compile the programs of calls by ComfyUI's own nodes in the background (see `run.note_call`). Another thread
+def precompile_calls(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progress: Progress) -> None:
+    """Compile the programs of calls by ComfyUI's own nodes in the background (see `run.precompile_call`). Another thread
     iterates.
     """
-    engine(progress).prepare(calls)
+    get_engine(progress).prepare(calls)
 
 
-def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
+def follow_leader(place: HostRank, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
     """Join the hosts of `place` and execute the leader's requests until it disconnects.
 
     chips: returns the monitor's rows of an engine's own chips.
-    Raises `Refused`.
+    Raises `HandshakeRejected`.
     """
     from .hosts.follower import Follower
 
@@ -400,7 +409,7 @@ def follow(place: Place, chips: Callable[[Any], list[dict[str, Any]]]) -> None:
     follower.join()
     from .engine.engine import Engine  # once the environment is the leader's
 
-    follower.obey(Engine(hosts=follower), chips)
+    follower.serve_leader(Engine(hosts=follower), chips)
 
 
 def check_packages() -> None:
@@ -422,32 +431,32 @@ def check_packages() -> None:
 
 def compilation_summary() -> str:
     """Return how many XLA programs this process compiled or took from the persistent cache, as text."""
-    from .cache.xla_cache import compilations
+    from .cache.xla_cache import count_compilations
 
-    return str(compilations())
+    return str(count_compilations())
 
 
-def warmup(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
+def warm_up(model: ModelRef, settings: Settings, *, progress: Progress) -> int:
     """Compile every program of a generation without loading weights, and return how many were new.
 
     model: the reference.
     settings: of the generation.
     progress: of the application.
     """
-    return run("warmup", model, progress, settings=settings)
+    return run_stage("warmup", model, progress, settings=settings)
 
 
-def free(ids: Iterable[str] | None = None) -> None:
+def free_memory(ids: Iterable[str] | None = None) -> None:
     """Unload weights and compiled programs from the devices; the next stage loads them again.
 
     ids: of residents (see `monitor.snapshot`), whose weights alone are unloaded; None for everything.
     Waits for a running stage. Does not open devices.
     """
-    if engine := current():
+    if engine := current_engine():
         engine.free(ids)
 
 
 def resident_bytes() -> int:
     """Return the bytes of weights on one chip; 0 before the first run."""
-    engine = current()
+    engine = current_engine()
     return engine.device_cache.size_bytes if engine else 0

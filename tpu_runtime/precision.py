@@ -15,7 +15,7 @@ def check_choice(choice: str) -> None:
         raise ValueError(f"precision is {choice!r}; it must be one of {', '.join(CHOICES)}.")
 
 
-def resolve(choice: str, platform: str) -> Precision:
+def resolve_precision(choice: str, platform: str) -> Precision:
     """Return the precision given a node's `choice`, on `platform`.
 
     "auto" uses the environment variable if it is set, else bfloat16 on a TPU and float32 elsewhere. A CPU has no fast
@@ -24,12 +24,12 @@ def resolve(choice: str, platform: str) -> Precision:
     return "float32" if _resolve_auto(choice, platform) == "float32" else "bfloat16"
 
 
-def of_pictures(choice: str, platform: str) -> Precision:
+def resolve_image_precision(choice: str, platform: str) -> Precision:
     """Return the precision of networks that encode images as conditions, given a node's `choice`, on `platform`."""
     return "bfloat16" if _resolve_auto(choice, platform) == "bfloat16" else "float32"
 
 
-def title(precision: Precision, pictures: Precision | None) -> str:
+def precision_label(precision: Precision, pictures: Precision | None) -> str:
     """Return the choice for networks in `precision` and image encoders in precision `pictures`; None: the same."""
     return precision if pictures in (None, precision) else "mixed"
 

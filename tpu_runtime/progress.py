@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 # Start of a stage's last status line.
-TOOK = "Took"
+DURATION_PREFIX = "Took"
 # Attribute of log records that the application also shows to the user.
-TOLD = "is_told"
+SHOWN_TO_USER = "is_told"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Progress(Protocol):
         """Raise the application's own exception if the user cancelled."""
 
 
-class Silent:
+class SilentProgress:
     """A progress that reports nothing and is never cancelled."""
 
     def text(self, message: str) -> None:
@@ -55,7 +55,7 @@ class Silent:
         pass
 
 
-def in_daemon(work: Callable[[], object], name: str) -> Future:
+def run_in_daemon_thread(work: Callable[[], object], name: str) -> Future:
     """Run `work` in a daemon thread, which unlike an executor's cannot keep the process from ending; return its
     future.
     """

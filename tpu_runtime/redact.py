@@ -8,7 +8,7 @@ import os
 import re
 
 HIDDEN = "***"
-VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "COMFYUI_TPU_TOKEN")
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "COMFYUI_TPU_TOKEN")
 # Libraries that log addresses of requests (`httpx` at INFO) and of failed downloads, and responses.
 LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "urllib3")
 _PATTERNS = (
@@ -40,7 +40,7 @@ _TAGS = str.maketrans("<>", "\u2039\u203a")
 _ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=\bwww)(?=\.)", re.IGNORECASE)
 
 
-def for_page(text: str) -> str:
+def escape_for_page(text: str) -> str:
     """Return `text` for ComfyUI's page: `printable`, and without tags and links from names of files."""
     return _ADDRESS.sub("\N{WORD JOINER}", printable(text).translate(_TAGS))
 
@@ -51,7 +51,7 @@ def _escape(match: re.Match[str]) -> str:
 
 def hide_tokens(text: str) -> str:
     """Return `text` without the access tokens of this process's environment."""
-    for variable in VARIABLES:
+    for variable in TOKEN_VARIABLES:
         if len(token := os.environ.get(variable, "").strip()) > 4:
             text = text.replace(token, HIDDEN)
     return text
@@ -72,7 +72,7 @@ class SafeError(ValueError):
         super().__init__(printable(redact(sentence)))
 
 
-class Redacted(logging.Filter):
+class RedactingFilter(logging.Filter):
     """A filter that removes secrets from log records, including their tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -84,7 +84,7 @@ class Redacted(logging.Filter):
         return True
 
 
-_FILTER = Redacted()
+_FILTER = RedactingFilter()
 
 
 def guard_logs() -> None:

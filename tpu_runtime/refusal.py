@@ -8,7 +8,7 @@ from .units import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class MemoryRefusal:
     """Compiler error for lack of memory."""
 
     memory: Literal["HBM", "VMEM"]  # the chip's memory, or the on-chip memory of a kernel
@@ -16,14 +16,14 @@ class Refusal:
     sentence: str  # for the user
 
 
-class HostFull(RuntimeError):
+class HostMemoryError(RuntimeError):
     """Failure of the host, whose memory is too small or cannot be mapped for the chips; the message is for the user."""
 
 
-class DoesNotFit(RuntimeError):
+class CompileOutOfMemory(RuntimeError):
     """Failure to compile a program for lack of memory. Unloading other data does not help."""
 
-    def __init__(self, refused: Refusal) -> None:
+    def __init__(self, refused: MemoryRefusal) -> None:
         super().__init__(refused.sentence)
         self.refused = refused
 
@@ -44,18 +44,18 @@ _NAMELESS = re.compile(r"memory space vmem\. Used ([\d.]+\w) of ([\d.]+\w) vmem"
 _HOST = re.compile(r"ioctl|vfio|memlock|DMA map|Cannot allocate memory", re.IGNORECASE)
 
 
-def of_host(message: str) -> HostFull | None:
+def parse_host_error(message: str) -> HostMemoryError | None:
     """Return the error if the host's memory ran out, not a chip's; None for any other message."""
     if "RESOURCE_EXHAUSTED" not in message or not _HOST.search(message):
         return None
     line = message.strip().partition("\n")[0][:200]
-    return HostFull(
+    return HostMemoryError(
         f"The host could not map memory for the chips ({line}). Allow more and start again: `ulimit -l unlimited`, in "
         "a container `--ulimit memlock=-1`, or options vfio_iommu_type1 dma_entry_limit=1000000 in /etc/modprobe.d."
     )
 
 
-def parse(message: str) -> Refusal | None:
+def parse_compile_error(message: str) -> MemoryRefusal | None:
     """Return the refusal in the compiler's error `message`; None for others, and if memory is only full now."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
@@ -71,11 +71,11 @@ def parse(message: str) -> Refusal | None:
         number, unit, limit = match.groups()
         needed = int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
         sentence = f"according to the compiler it needs {needed / GIB:.2f} of {limit} GiB"
-        return Refusal(memory="HBM", needed_bytes=needed, sentence=sentence)
+        return MemoryRefusal(memory="HBM", needed_bytes=needed, sentence=sentence)
     return None
 
 
-def _kernel(name: str, needed: str, limit: str) -> Refusal:
+def _kernel(name: str, needed: str, limit: str) -> MemoryRefusal:
     """Return the refusal of a kernel that needs too much VMEM."""
     sentence = f"{name} needs {needed} of the {limit} on-chip memory (VMEM) a kernel may use; use smaller tiles"
-    return Refusal(memory="VMEM", needed_bytes=0, sentence=sentence)
+    return MemoryRefusal(memory="VMEM", needed_bytes=0, sentence=sentence)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 # Prompt syntax of other programs. A time or ratio in parentheses is not a weight, and JSON is not a choice.
-LITERAL = {
+LITERAL_SYNTAX = {
     "a weight": re.compile(r"(?<!\\)\([^()]*[^()\d\s:]\s*:\s*[+-]?(?:\d?\.\d+|\d)\s*\)"),
     "a choice": re.compile(r"(?<!\\)\{[^{}\"|]*\|[^{}\"]*\}"),
     "an embedding": re.compile(r"\bembedding:[^\s,()]+"),
@@ -55,13 +55,13 @@ _TURN = re.compile(r"<\|im_start\|>|\[INST\]")
 _WITH_PATTERNS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 # Numbers of tokens in a tokenizer_config.json that transformers creates; published ones are at most 300.
 _COUNTS = ("extra_ids", "offset", "num_madeup_words")
-MOST_MADE = 4096
-SHOWN = 60  # characters
+MAX_EXTRA_TOKENS = 4096
+MAX_QUOTE_LENGTH = 60  # characters
 _WORD = re.compile(r"\w+")
 
 
 @contextlib.contextmanager
-def guarded(source: object) -> Iterator[None]:
+def guard_panics(source: object) -> Iterator[None]:
     """Raise panics of the tokenizers' Rust code as `CheckpointError`; a panic is not an `Exception` and would end the
     thread.
 
@@ -78,33 +78,33 @@ def guarded(source: object) -> Iterator[None]:
         ) from None
 
 
-class Tokenizer:
+class GuardedTokenizer:
     """A tokenizer of transformers whose calls are all `guarded`."""
 
     def __init__(self, upstream: Any, folder: Path) -> None:
         self._own, self._folder = upstream, folder
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        with guarded(self._folder):
+        with guard_panics(self._folder):
             return self._own(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # looked up by copy and pickle
             raise AttributeError(name)
-        with guarded(self._folder):
+        with guard_panics(self._folder):
             attribute = getattr(self._own, name)
         if not callable(attribute):
             return attribute
 
         @functools.wraps(attribute)
         def call(*args: Any, **options: Any) -> Any:
-            with guarded(self._folder):
+            with guard_panics(self._folder):
                 return attribute(*args, **options)
 
         return call
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> GuardedTokenizer:
     """Return the tokenizer of a folder, with the text of its chat template, which is never run.
 
     A `tokenizer.json` is used unchanged, as transformers 4 did it. By class name, transformers 5 extracts the
@@ -118,7 +118,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     _check_counts(folder / "tokenizer_config.json")
     upstream = PreTrainedTokenizerFast if (folder / TOKENIZER).is_file() else AutoTokenizer
     try:
-        with guarded(folder):
+        with guard_panics(folder):
             tokenizer = upstream.from_pretrained(folder, trust_remote_code=False)
     except CheckpointError:
         raise
@@ -135,7 +135,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer.chat_template = read_json(folder / TEMPLATE).get("chat_template")
     if isinstance(named := tokenizer.chat_template, dict):
         tokenizer.chat_template = named.get("default")
-    return Tokenizer(tokenizer, folder)
+    return GuardedTokenizer(tokenizer, folder)
 
 
 def _check_patterns(path: Path) -> None:
@@ -155,7 +155,7 @@ def check_pattern(pattern: object, source: object) -> None:
     """Raise `CheckpointError` for a regular expression that no published tokenizer has; `source` is for the message."""
     if pattern not in PATTERNS:
         raise CheckpointError(
-            f"{source} cuts text by the regular expression {str(pattern)[:SHOWN]!r}, which no published tokenizer of "
+            f"{source} cuts text by the regular expression {str(pattern)[:MAX_QUOTE_LENGTH]!r}, which no published tokenizer of "
             "these models has; an unknown one may never end. Use the tokenizer that the model was published with."
         )
 
@@ -163,9 +163,9 @@ def check_pattern(pattern: object, source: object) -> None:
 def _check_counts(path: Path) -> None:
     config = read_json(path) if path.is_file() else {}
     for name in _COUNTS:
-        if isinstance(count := config.get(name), int | float) and not -1 <= count <= MOST_MADE:
+        if isinstance(count := config.get(name), int | float) and not -1 <= count <= MAX_EXTRA_TOKENS:
             raise CheckpointError(
-                f"{path}: {name} is {str(count)[:SHOWN]}; it may be {MOST_MADE} at most, and published ones are 300 or "
+                f"{path}: {name} is {str(count)[:MAX_QUOTE_LENGTH]}; it may be {MAX_EXTRA_TOKENS} at most, and published ones are 300 or "
                 "less. Download the folder again."
             )
 
@@ -201,7 +201,7 @@ def tokenize_chats(
     turn = _TURN.search(template)
     if not isinstance(own_template, str) or (turn and turn.group() not in own_template):
         raise CheckpointError(
-            f"{tokenizer.name_or_path} has another chat template, {shown(str(own_template))}; that of this model has "
+            f"{tokenizer.name_or_path} has another chat template, {quote_truncated(str(own_template))}; that of this model has "
             f"{turn and turn.group()} before each turn. Use the tokenizer that the model was published with."
         )
     tokens = tokenizer.apply_chat_template(
@@ -220,14 +220,14 @@ def tokenize_chats(
     return tokens["input_ids"].astype(np.int32), tokens["attention_mask"].astype(np.int32)
 
 
-def literals(prompt: str) -> Iterator[str]:
+def find_literal_syntax(prompt: str) -> Iterator[str]:
     """Yield syntax of other programs in a prompt, the first of each kind, with the kind."""
-    for kind, pattern in LITERAL.items():
+    for kind, pattern in LITERAL_SYNTAX.items():
         if match := pattern.search(prompt):
-            yield f"{shown(match.group())} ({kind})"
+            yield f"{quote_truncated(match.group())} ({kind})"
 
 
-def cut_off(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str]:
+def count_truncated(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str]:
     """Return how many tokens of a prompt the text encoder truncates, and their text.
 
     text: the encoding.
@@ -249,7 +249,7 @@ def cut_off(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str
     return len(full) - len(kept), tokenizer.decode(full[start:end], skip_special_tokens=True).strip()
 
 
-def unknown(tokenizer: Any, prompt: str) -> Iterator[str]:
+def find_unknown_words(tokenizer: Any, prompt: str) -> Iterator[str]:
     """Yield the words of a prompt that are not single tokens, each once: for a trained tiny model, words it never
     saw.
     """
@@ -264,6 +264,6 @@ def _equal(ones: Iterable[object], others: Iterable[object]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ones, others, strict=False)))
 
 
-def shown(words: str) -> str:
+def quote_truncated(words: str) -> str:
     """Return the `repr` of words, truncated to `SHOWN` characters."""
-    return repr(words if len(words) <= SHOWN else f"{words[:SHOWN]}...")
+    return repr(words if len(words) <= MAX_QUOTE_LENGTH else f"{words[:MAX_QUOTE_LENGTH]}...")

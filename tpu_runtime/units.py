@@ -5,12 +5,12 @@ MIB = 2**20
 GIB = 2**30
 
 
-def readable(size_bytes: float) -> str:
+def format_size(size_bytes: float) -> str:
     """Return a size in GiB, or in MiB below 0.1 GiB."""
     return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / MIB:.1f} MiB"
 
 
-def loaded(size_bytes: float, span_s: float) -> str:
+def format_load_rate(size_bytes: float, span_s: float) -> str:
     """Return the loaded size and its rate.
 
     The rate is left out for a span of less than one second, which is too short.

@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 # The build for the CPU: only the TPU computes.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-OF_JAX = ("jaxlib", "libtpu")
+JAX_COMPANIONS = ("jaxlib", "libtpu")
 # Imported by ComfyUI together with torch; each is built for one minor version of it.
-OF_TORCH = ("torchvision", "torchaudio")
+TORCH_COMPANIONS = ("torchvision", "torchaudio")
 # Packages that must be in their ranges, and packages that must be installed.
 BINDING = ("torch", "jax", "torchax")
 ESSENTIAL = (*BINDING, "jaxlib", "diffusers", "transformers", "safetensors", "numpy")
 # Packages that results and their speed depend on.
-_RESULT_PACKAGES = ("comfyui-tpu", "jax", *OF_JAX, "torch", "torchax", "diffusers", "transformers", "numpy")
+_RESULT_PACKAGES = ("comfyui-tpu", "jax", *JAX_COMPANIONS, "torch", "torchax", "diffusers", "transformers", "numpy")
 # Environment variables that change compiled programs.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
 # The folders whose code computes results.
@@ -63,9 +63,9 @@ class Package:
         """Return whether `version` is above the tested ones and nevertheless allowed."""
         above = [SpecifierSet(f">={bound.version}") for bound in self.range if bound.operator == "<"]
         is_above = any(bound.contains(version, prereleases=True) for bound in above)
-        return is_above and self.name not in (*BINDING, *OF_JAX)
+        return is_above and self.name not in (*BINDING, *JAX_COMPANIONS)
 
-    def doubt(self, version: str) -> str:
+    def describe_doubt(self, version: str) -> str:
         """Return the remark on an untested `version`, "" for a tested one."""
         if self.range.contains(version, prereleases=True):
             return ""
@@ -81,42 +81,42 @@ class Package:
         if version is None:
             is_missed = self.name in ESSENTIAL
             return f"{self.name} is not installed: no TPU node runs without it. {help_}" if is_missed else ""
-        if self.name not in BINDING or not self.doubt(version):
+        if self.name not in BINDING or not self.describe_doubt(version):
             return ""
         return f"{self.name} {version} is not supported: TPU nodes run with {self.name} {self.range}. {help_}"
 
 
-def packages() -> tuple[Package, ...]:
+def list_packages() -> tuple[Package, ...]:
     """Return every package that the pack needs."""
-    supported = {requirement_.name: requirement_ for requirement_ in requirements(ROOT / "supported.txt")}
-    required = list(requirements(ROOT / "requirements.txt"))
+    supported = {requirement_.name: requirement_ for requirement_ in read_requirements(ROOT / "supported.txt")}
+    required = list(read_requirements(ROOT / "requirements.txt"))
     for requirement in required:
         if requirement.name in supported:
             requirement.specifier &= supported[requirement.name].specifier
     (jax,) = (requirement_ for requirement_ in required if requirement_.name == "jax")
-    command = " ".join((f"pip install --index-url {TORCH_INDEX} '{supported['torch']}'", *OF_TORCH))
+    command = " ".join((f"pip install --index-url {TORCH_INDEX} '{supported['torch']}'", *TORCH_COMPANIONS))
     result = [Package(name="torch", range=supported["torch"].specifier, command=command)]
     for requirement in required:
         result.append(Package(name=requirement.name, range=requirement.specifier, command=_install(requirement)))
         if requirement is jax:
             ranges = _ranges_of_jax()
-            result.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in OF_JAX)
+            result.extend(Package(name=name, range=ranges[name], command=_install(jax)) for name in JAX_COMPANIONS)
     return tuple(result)
 
 
 @functools.cache
-def refusals() -> tuple[str, ...]:
+def find_refusals() -> tuple[str, ...]:
     """Return the reasons why no model runs, one per package, as of the first call."""
-    return tuple(refusal for package in packages() if (refusal := package.refusal))
+    return tuple(refusal for package in list_packages() if (refusal := package.refusal))
 
 
 def check() -> None:
     """Raise `UnsupportedPackages` if no model runs with the installed packages."""
-    if reasons := refusals():
+    if reasons := find_refusals():
         raise UnsupportedPackages("\n".join(reasons))
 
 
-def of_results() -> dict[str, str]:
+def list_result_versions() -> dict[str, str]:
     """Return the installed versions that a record of results names."""
     installed = {}
     for name in _RESULT_PACKAGES:
@@ -125,9 +125,9 @@ def of_results() -> dict[str, str]:
     return installed
 
 
-def environment() -> tuple[object, ...]:
+def list_program_environment() -> tuple[object, ...]:
     """Return the versions and flags that a compiled program depends on apart from its own text."""
-    return (*of_results().items(), *(os.environ.get(name, "") for name in FLAGS))
+    return (*list_result_versions().items(), *(os.environ.get(name, "") for name in FLAGS))
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def source_digest(root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
-def requirements(path: Path) -> Iterator[Requirement]:
+def read_requirements(path: Path) -> Iterator[Requirement]:
     """Yield the lines of a requirements file that apply to this machine."""
     for line in path.read_text("utf-8").splitlines():
         text = line.partition("#")[0].strip()
@@ -160,7 +160,7 @@ def _install(requirement: Requirement) -> str:
 
 def _ranges_of_jax() -> dict[str, SpecifierSet]:
     """Return the version ranges that the installed jax requires on a TPU; unbounded ones without jax."""
-    ranges: dict[str, SpecifierSet] = dict.fromkeys(OF_JAX, SpecifierSet())
+    ranges: dict[str, SpecifierSet] = dict.fromkeys(JAX_COMPANIONS, SpecifierSet())
     try:
         lines = importlib.metadata.requires("jax") or []
     except importlib.metadata.PackageNotFoundError:
@@ -171,11 +171,11 @@ def _ranges_of_jax() -> dict[str, SpecifierSet]:
     return ranges
 
 
-def unserved(path: Path) -> Iterator[tuple[Requirement, Package]]:
+def find_conflicts(path: Path) -> Iterator[tuple[Requirement, Package]]:
     """Yield the lines of another requirements file that contradict the tested versions, with the package."""
-    pins = {pin.name: pin.specifier for pin in requirements(ROOT / "constraints.txt")}
-    known = {package.name: package for package in packages()}
-    for asked in requirements(path):
+    pins = {pin.name: pin.specifier for pin in read_requirements(ROOT / "constraints.txt")}
+    known = {package.name: package for package in list_packages()}
+    for asked in read_requirements(path):
         if package := known.get(asked.name):
             bounds = (*asked.specifier, *package.range, *pins.get(asked.name, ()))
             both = asked.specifier & package.range
@@ -186,11 +186,11 @@ def unserved(path: Path) -> Iterator[tuple[Requirement, Package]]:
 @functools.cache
 def warn_once() -> None:
     """Log once per process which packages are missing or untested, except for refused ones."""
-    for package in packages():
+    for package in list_packages():
         version = package.installed
         if package.refusal:
             continue  # raised by `check` when a model is to run
         if version is None and package.name != "libtpu":  # needed only on a TPU machine
             log.warning("%s is not installed. To install it: %s", package.name, package.command)
-        elif version and (doubt := package.doubt(version)):
+        elif version and (doubt := package.describe_doubt(version)):
             log.warning("%s %s%s. To change it: %s", package.name, version, doubt, package.command)

@@ -93,7 +93,7 @@ def _measured(path: Path, width: int, height: int, frames: int) -> dict[str, flo
 
     import nodes
 
-    model = core_model.model(str(path), "float32", pipeline.Silent)
+    model = core_model.load_model(str(path), "float32", pipeline.SilentProgress)
     plain = model.clone()
     plain.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, "comfyui_tpu")
     shape = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)

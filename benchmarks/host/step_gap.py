@@ -72,15 +72,15 @@ def _measured(name: str, all_ms: list[float]) -> Any:
     from comfyui_tpu.tpu_runtime import pipeline
     from comfyui_tpu.tpu_runtime.engine import denoise
     from comfyui_tpu.tpu_runtime.engine.engine import Engine
-    from comfyui_tpu.tpu_runtime.models import spec_by_name
+    from comfyui_tpu.tpu_runtime.models import lookup_spec
     from comfyui_tpu.tpu_runtime.programs import executables
 
-    class Host(pipeline.Silent):
+    class Host(pipeline.SilentProgress):
         def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
             if preview is not None:
                 preview.sample()
 
-    obtain, ahead = executables.obtain, denoise._goes_ahead
+    obtain, ahead = executables.compile_or_load, denoise._can_dispatch_ahead
 
     def clocked(program: Any) -> Any:
         found, is_new = obtain(program)
@@ -88,8 +88,8 @@ def _measured(name: str, all_ms: list[float]) -> Any:
             found.compiled = Clock(found.compiled)  # type: ignore[assignment]
         return found, is_new
 
-    executables.obtain = clocked
-    spec = spec_by_name(name)
+    executables.compile_or_load = clocked
+    spec = lookup_spec(name)
     model = pipeline.ModelRef(spec_name=name, model_id=spec.miniature.random_id, precision="float32")
     size = {key: value for key, value in spec.miniature.inputs.items() if key in spec.inputs}
     settings = spec.settings(**{**size, "num_inference_steps": STEPS, "guidance_scale": 1.0})
@@ -100,7 +100,7 @@ def _measured(name: str, all_ms: list[float]) -> Any:
         row: dict[str, Any] = {"step_ms": ms}
         Clock.seconds = ms / 1000
         for what, goes_ahead in (("in order", lambda *_: False), ("ahead", ahead)):
-            denoise._goes_ahead = goes_ahead
+            denoise._can_dispatch_ahead = goes_ahead
             Clock.calls, Clock.waited = 0, 0.0
             engine.run("denoise", model, Host(), condition=None, latents=None, **arguments)
             row[f"chips wait, ms a step, {what}"] = round(1000 * Clock.waited / (STEPS - 1), 3)

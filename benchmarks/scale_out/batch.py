@@ -16,22 +16,22 @@ from typing import Any
 from comfyui_tpu.fleet.cluster import RayWorkers
 from comfyui_tpu.fleet.driver import Driver, View
 from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
-from comfyui_tpu.fleet.messages import Request, Workers
+from comfyui_tpu.fleet.messages import JobRequest, Workers
 from comfyui_tpu.fleet.store import BatchStore
-from comfyui_tpu.fleet.worker import Actor
+from comfyui_tpu.fleet.worker import WorkerActor
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless.changes import read_json
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 _HEIGHTS = range(64, 721, 16)
 
 
-class StubActor(Actor):
+class StubActor(WorkerActor):
     """With jobs that take no time."""
 
-    def run(self, request: Request) -> dict[str, Any]:
+    def run(self, request: JobRequest) -> dict[str, Any]:
         return keep(self.name, request)
 
 
@@ -50,12 +50,12 @@ def peak_mib() -> float:
 
 def measure(count: int, sizes: int, workers: Workers, out: Path) -> None:
     """Prints seconds and memory of a batch, and of a second call that finds all of it done."""
-    recipe = JobTemplate(_workflow(), Folders(output=out / "none"), Silent())
+    recipe = JobTemplate(_workflow(), Folders(output=out / "none"), SilentProgress())
     before_mib, begun = peak_mib(), time.perf_counter()
     jobs = read_jobs(recipe, lines(count, sizes), "lines")
     read = time.perf_counter()
     store = BatchStore(str(out))
-    with store.driven():
+    with store.open_as_driver():
         ended = Driver(recipe, jobs, store, workers, 3, View()).run()
     ran = time.perf_counter()
     assert ended.done == count
@@ -63,7 +63,7 @@ def measure(count: int, sizes: int, workers: Workers, out: Path) -> None:
     print(f"  reading and checking  {read - begun:7.2f} s  {(read - begun) / count * 1e3:6.3f} ms a job")
     print(f"  driving               {ran - read:7.2f} s  {(ran - read) / count * 1e3:6.3f} ms a job")
     again = BatchStore(str(out))
-    with again.driven():
+    with again.open_as_driver():
         Driver(recipe, jobs, again, Inline([]), 3, View()).run()
     print(f"  a second call         {time.perf_counter() - ran:7.2f} s")
     print(

@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...tpu_runtime.pipeline import NAME_HELP, spec_by_name
+from ...tpu_runtime.pipeline import NAME_HELP, lookup_spec
 from . import chips, comfyui, disk, host
 from .machine import Finding, HostMachine, Inspection
 
 CHECKS: tuple[Inspection, ...] = (
-    host.pack, host.python, host.twice, host.tokenizer,
-    chips.plugged_in, chips.rights, chips.holders, chips.hugepages, chips.pinning,
-    chips.variables, chips.flags, chips.budget, chips.ladder,
-    host.caches, host.models, disk.room, disk.rate, host.token, host.memory, host.pip,
-    comfyui.version, comfyui.this_pack, comfyui.other_packs, comfyui.manager, comfyui.running,
+    host.check_pack, host.check_python, host.check_conflicting_packages, host.check_tokenizer,
+    chips.check_chips, chips.check_device_permissions, chips.check_holders, chips.check_hugepages, chips.check_locked_memory,
+    chips.check_variables, chips.check_flags, chips.check_memory_limit, chips.check_fallbacks,
+    host.check_caches, host.check_downloaded_models, disk.check_free_space, disk.check_read_rate, host.check_token, host.check_memory, host.check_pip,
+    comfyui.check_version, comfyui.check_this_pack, comfyui.check_other_packs, comfyui.check_manager, comfyui.check_running,
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, machine: HostMachine | None = None) -> int:
     """Print the report; return 1 when something needs fixing. Advice does not count."""
     if options.model:
-        spec_by_name(options.model)
+        lookup_spec(options.model)
     findings = report(machine or HostMachine(model=options.model), is_started=options.start)
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -68,5 +68,5 @@ def report(machine: HostMachine, *, is_started: bool = False) -> list[Finding]:
         *python(machine),
         *missing,
         *(finding for check in checks for finding in check(machine)),
-        *(chips.start(machine) if is_started else ()),
+        *(chips.check_jax_start(machine) if is_started else ()),
     ]

@@ -14,10 +14,10 @@ from ...tpu_runtime.pipeline import (
     bus,
     device_access,
     fallbacks,
-    guidance_first,
+    format_size,
     machine_record,
     metrics_service,
-    readable,
+    split_guidance_first,
 )
 from ...tpu_runtime.pipeline import HBM_VARIABLE as HBM
 from .machine import Finding, Findings, HostMachine
@@ -33,10 +33,10 @@ VM_IMAGES = {
 }  # fmt: skip
 DMA_ENTRIES = "sys/module/vfio_iommu_type1/parameters/dma_entry_limit"
 # The kernel's default of 65535 mappings was exhausted in public reports of v5e and newer.
-LEAST_LOCKED, LEAST_ENTRIES = 8 * GIB, 65536
+MIN_LOCKED_BYTES, MIN_DMA_ENTRIES = 8 * GIB, 65536
 
 
-def plugged_in(machine: HostMachine) -> Findings:
+def check_chips(machine: HostMachine) -> Findings:
     """Report the chips on the bus, their device files, and the mesh they would form."""
     chips, files = machine.chips, machine.device_files
     if chips is None and files:
@@ -49,13 +49,13 @@ def plugged_in(machine: HostMachine) -> Findings:
         yield Finding("devices", f"no TPU; programs run on the CPU, as {count} simulated chip{'s' * (count > 1)}")
     elif files:
         count = chips.num_devices
-        yield Finding("devices", f"{chips}, {readable(chips.hbm_bytes_per_chip)} each")
+        yield Finding("devices", f"{chips}, {format_size(chips.hbm_bytes_per_chip)} each")
     else:
         count = chips.num_devices
         message = f"{chips} on the bus, but no device files (/dev/vfio/*, /dev/accel*)"
         yield Finding("devices", message, _without_files(chips.kind))
-    yield Finding("mesh with guidance", str(guidance_first(count, 2)))
-    yield Finding("mesh without guidance", str(guidance_first(count, 1)))
+    yield Finding("mesh with guidance", str(split_guidance_first(count, 2)))
+    yield Finding("mesh without guidance", str(split_guidance_first(count, 1)))
 
 
 def _without_files(kind: str) -> str:
@@ -64,7 +64,7 @@ def _without_files(kind: str) -> str:
     return f"In a container: docker run --privileged ... On a VM: create it again with {image}, which has the driver"
 
 
-def rights(machine: HostMachine) -> Findings:
+def check_device_permissions(machine: HostMachine) -> Findings:
     """Check permissions for the device files that libtpu opens, and for its lock file in /tmp."""
     refused = " ".join(
         f"/{path.relative_to(machine.root)}" for path in machine.device_files if not machine.may_use(path)
@@ -77,21 +77,21 @@ def rights(machine: HostMachine) -> Findings:
         yield Finding("libtpu's lock", message, f"sudo rm /{LOCK}")
 
 
-def holders(machine: HostMachine) -> Findings:
+def check_holders(machine: HostMachine) -> Findings:
     """Report the processes that hold the chips; only one at a time can."""
     if not machine.device_files:
         return
     memory, silent = "", ""
     try:
-        usages = metrics_service.usage(metrics_service.ports(machine.environ))
+        usages = metrics_service.read_usage(metrics_service.metrics_ports(machine.environ))
         used, limit = (sum(getattr(usage, name) or 0 for usage in usages) for name in ("hbm_used", "hbm_limit"))
-        memory = f", {readable(used)} of {readable(limit)} used" if limit else ""
-    except metrics_service.NoAnswer as error:
+        memory = f", {format_size(used)} of {format_size(limit)} used" if limit else ""
+    except metrics_service.MetricsUnavailable as error:
         silent = f"{error}: the process that holds the chips hangs, or is just starting"
     except ImportError:
         pass
     servers = {server.pid for server in machine.servers}
-    processes = bus.holders(machine.root)
+    processes = bus.find_holders(machine.root)
     for process in processes:
         label = f"{process.program}, process {process.pid}{memory}"
         if not machine.is_own(process.pid):
@@ -109,7 +109,7 @@ def holders(machine: HostMachine) -> Findings:
         yield Finding("TPU in use", silent)
 
 
-def hugepages(machine: HostMachine) -> Findings:
+def check_hugepages(machine: HostMachine) -> Findings:
     """Check the kernel's transparent huge pages, which libtpu needs."""
     pages = machine.text(HUGEPAGES)
     if machine.device_files and pages and "[always]" not in pages:
@@ -117,17 +117,17 @@ def hugepages(machine: HostMachine) -> Findings:
         yield Finding("transparent hugepages", message, f"sudo sh -c 'echo always > /{HUGEPAGES}'", advice=True)
 
 
-def pinning(machine: HostMachine) -> Findings:
+def check_locked_memory(machine: HostMachine) -> Findings:
     """Check the limits for pinning host memory: libtpu pins data that is transferred to and from the chips."""
     if not machine.device_files:
         return
     limit = machine.memlock_bytes()
-    if limit is not None and limit < LEAST_LOCKED:
-        message = f"{readable(limit)} may be locked: large transfers to the chips may fail"
+    if limit is not None and limit < MIN_LOCKED_BYTES:
+        message = f"{format_size(limit)} may be locked: large transfers to the chips may fail"
         remedy = "ulimit -l unlimited (in a container: docker run --ulimit memlock=-1 ...)"
         yield Finding("locked memory", message, remedy, advice=True)
     entries = machine.text(DMA_ENTRIES).strip()
-    if entries.isdigit() and int(entries) < LEAST_ENTRIES:
+    if entries.isdigit() and int(entries) < MIN_DMA_ENTRIES:
         message = f"{entries} mappings for each chip: large transfers may fail"
         option = "options vfio_iommu_type1 dma_entry_limit=1000000"
         remedy = f"echo '{option}' | sudo tee /etc/modprobe.d/vfio.conf, then sudo reboot"
@@ -167,7 +167,7 @@ _VARIABLES: dict[str, tuple[Callable[[HostMachine, str], object], str]] = {
 _PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
 
 
-def variables(machine: HostMachine) -> Findings:
+def check_variables(machine: HostMachine) -> Findings:
     """Report environment variables that break a run."""
     for name, (is_wrong, message) in _VARIABLES.items():
         if (value := machine.environ.get(name)) and is_wrong(machine, value):
@@ -177,7 +177,7 @@ def variables(machine: HostMachine) -> Findings:
         yield Finding(_PRECISION, effect, f"unset {_PRECISION}", advice=True)
 
 
-def flags(machine: HostMachine) -> Findings:
+def check_flags(machine: HostMachine) -> Findings:
     """Report libtpu's own flags in XLA's variable."""
     words = machine.environ.get("XLA_FLAGS", "").split()
     if libtpus := [word for word in words if word.startswith(("--xla_tpu_", "--xla_jf_", "--xla_sc_"))]:
@@ -187,7 +187,7 @@ def flags(machine: HostMachine) -> Findings:
         yield Finding("XLA_FLAGS", f"{' '.join(libtpus)}: only libtpu knows these, and JAX aborts the process", remedy)
 
 
-def budget(machine: HostMachine) -> Findings:
+def check_memory_limit(machine: HostMachine) -> Findings:
     """Check the memory limit that the user has set."""
     if not (value := machine.environ.get(HBM)):
         return
@@ -197,14 +197,14 @@ def budget(machine: HostMachine) -> Findings:
         yield Finding(HBM, f"{value!r} is not a number of GiB", f"unset {HBM}")
         return
     if (chips := machine.chips) and limit * GIB > (per_device := chips.hbm_bytes_per_chip // chips.devices_per_chip):
-        message = f"{value} GiB, more than the {readable(per_device)} of a {chips.kind}: runs end out of memory"
+        message = f"{value} GiB, more than the {format_size(per_device)} of a {chips.kind}: runs end out of memory"
         yield Finding(HBM, message, f"unset {HBM}")
 
 
-def ladder(machine: HostMachine) -> Findings:
+def check_fallbacks(machine: HostMachine) -> Findings:
     """Report what programs are compiled without: by the environment, and by results of earlier runs."""
     try:
-        switched_off = fallbacks.from_environment(machine.environ)
+        switched_off = fallbacks.fallbacks_from_environment(machine.environ)
     except ValueError as error:
         yield Finding("switches", str(error), f"unset {str(error).partition(':')[0]}")
     else:
@@ -213,7 +213,7 @@ def ladder(machine: HostMachine) -> Findings:
             variables = f"unset {fallbacks.KERNELS_VARIABLE} {fallbacks.OPTIONS_VARIABLE}"
             yield Finding("switched off", f"{off}: results are unchanged, only slower", variables, advice=True)
     file = machine.cache / machine_record.NAME
-    for key, record in machine_record.everything(file).items():
+    for key, record in machine_record.read_all(file).items():
         for sentence in record.sentences:
             yield Finding(
                 "machine", f"{key}: {sentence}", f"to have it tried again: rm {shlex.quote(str(file))}", advice=True
@@ -239,7 +239,7 @@ def _describe_measurements(record: machine_record.MachineRecord) -> Iterator[str
 # --- JAX --------------------------------------------------------------------------------------------------------------
 
 
-def start(machine: HostMachine) -> Findings:
+def check_jax_start(machine: HostMachine) -> Findings:
     """Start JAX and report the outcome. It runs in its own process, which a wrong flag may abort."""
     program = "import jax, json; d = jax.devices(); print(json.dumps([len(d), d[0].device_kind, d[0].platform]))"
     command = [sys.executable, "-c", program]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...nodes import DECLARATIONS
 from ...nodes.headless import model_folders
-from ...tpu_runtime.pipeline import bus, files_in
+from ...tpu_runtime.pipeline import bus, list_weight_paths
 from .machine import Finding, Findings, HostMachine
 
 PORT = 8188
@@ -19,10 +19,10 @@ _ID = f"[\"']({'|'.join(DECLARATIONS)})[\"']"
 _REGISTERED = re.compile(rf"{_ID}\s*:|node_id\s*=\s*{_ID}")
 MAX_SOURCE_BYTES = 2**20
 # Files of a folder that are listed.
-MOST_NAMES = 8
+MAX_NAMES = 8
 
 
-def setup(machine: HostMachine, verb: str, comfyui: Path | None = None) -> str:
+def setup_command(machine: HostMachine, verb: str, comfyui: Path | None = None) -> str:
     """Return the command of setup.py for this ComfyUI.
 
     machine: to look for a clone on. verb: of setup.py. comfyui: its folder; None: the machine's.
@@ -44,7 +44,7 @@ def _clone(machine: HostMachine, comfyui: Path) -> Path | None:
 def _start(machine: HostMachine, folder: Path) -> str:
     """Return the command that starts a ComfyUI whose later installations keep PyTorch."""
     if _clone(machine, folder) is not None:
-        return setup(machine, "start", folder)
+        return setup_command(machine, "start", folder)
     freeze = "python -m pip freeze | grep ^torch > torch.txt"
     return f"cd {_quote(folder)} && {freeze} && PIP_CONSTRAINT=$PWD/torch.txt python main.py --cpu"
 
@@ -57,11 +57,11 @@ def _is_there(machine: HostMachine) -> bool:
     return (machine.comfyui / "main.py").is_file()
 
 
-def version(machine: HostMachine) -> Findings:
+def check_version(machine: HostMachine) -> Findings:
     """Check that ComfyUI is installed and new enough."""
     folder = machine.comfyui
     if not _is_there(machine):
-        remedy = f"{setup(machine, 'install')}; or set COMFYUI_PATH"
+        remedy = f"{setup_command(machine, 'install')}; or set COMFYUI_PATH"
         yield Finding("ComfyUI", f"not in {folder}; the command line needs none", remedy, advice=True)
         return
     settings = tomllib.loads((machine.pack / "pyproject.toml").read_text("utf-8"))
@@ -74,13 +74,13 @@ def version(machine: HostMachine) -> Findings:
         is_ours = (folder / ".comfyui-tpu/installed.json").is_file()
         pull = f"git -C {_quote(folder)} checkout master && git -C {_quote(folder)} pull"
         message = f"{match[1] if match else 'too old to have a version'}; the pack needs {oldest} or newer"
-        yield Finding("ComfyUI", message, setup(machine, "update") if is_ours else pull)
+        yield Finding("ComfyUI", message, setup_command(machine, "update") if is_ours else pull)
     local = sorted(path.parent.name for path in (folder / "models/diffusers").glob("*/model_index.json"))
     yield Finding("models/diffusers", ", ".join(local) or "none")
-    for name in model_folders.find(folder):
-        files = list(files_in(name)) if not name.endswith("diffusers") else []
+    for name in model_folders.find_model_folders(folder):
+        files = list(list_weight_paths(name)) if not name.endswith("diffusers") else []
         if files:
-            yield Finding(f"files in {name}", f"{len(files)}: {', '.join(files[:MOST_NAMES])}")
+            yield Finding(f"files in {name}", f"{len(files)}: {', '.join(files[:MAX_NAMES])}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ def is_used(machine: HostMachine) -> bool:
     return _is_there(machine) and any(_is_ours(path) for path in _packs(machine))
 
 
-def this_pack(machine: HostMachine) -> Findings:
+def check_this_pack(machine: HostMachine) -> Findings:
     """Check that this pack is in custom_nodes exactly once."""
     if not _is_there(machine):
         return
@@ -139,7 +139,7 @@ def _disable(path: Path) -> str:
     return f"rm {_quote(path)}" if path.is_symlink() else f"mv {_quote(path)} {_quote(f'{path}.disabled')}"
 
 
-def other_packs(machine: HostMachine) -> Findings:
+def check_other_packs(machine: HostMachine) -> Findings:
     """Report separate packs that this one replaces: they have the same node ids, and their monitor starts the TPU with
     ComfyUI.
     """
@@ -170,7 +170,7 @@ def _sources(pack: Path) -> Iterator[str]:
             continue
 
 
-def manager(machine: HostMachine) -> Findings:
+def check_manager(machine: HostMachine) -> Findings:
     """Report ComfyUI-Manager, which is optional."""
     if not _is_there(machine):
         return
@@ -186,7 +186,7 @@ def manager(machine: HostMachine) -> Findings:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def running(machine: HostMachine) -> Findings:
+def check_running(machine: HostMachine) -> Findings:
     """Report a ComfyUI whose later installations may replace PyTorch, and the process that has its port."""
     for server in machine.servers:
         if server.environ is not None and not server.environ.get("PIP_CONSTRAINT"):
@@ -198,6 +198,6 @@ def running(machine: HostMachine) -> Findings:
     if ours := {server.pid for server in machine.servers} & {*listeners}:
         yield Finding(f"port {PORT}", f"ComfyUI, process {ours.pop()}")
     elif listeners:
-        who = [f"{bus.program(pid, machine.root)}, process {pid}" for pid in listeners if pid is not None]
+        who = [f"{bus.program_name(pid, machine.root)}, process {pid}" for pid in listeners if pid is not None]
         message = f"in use by {', '.join(who) or 'a program of another user'}"
         yield Finding(f"port {PORT}", message, f"{_start(machine, machine.comfyui)} --port {PORT + 1}")

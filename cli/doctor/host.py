@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GIB, readable, store
+from ...tpu_runtime.pipeline import GIB, format_size, store
 from .disk import existing_folder
 from .machine import Finding, Findings, HostMachine
 
@@ -32,12 +32,12 @@ sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("hello
 """
 
 
-def pack(machine: HostMachine) -> Findings:
+def check_pack(machine: HostMachine) -> Findings:
     """Report this pack's version, the first question about any report."""
     yield Finding("comfyui-tpu", f"{machine.packages.get('comfyui-tpu', 'not installed as a package')}, {machine.pack}")
 
 
-def python(machine: HostMachine) -> Findings:
+def check_python(machine: HostMachine) -> Findings:
     """Check that Python is a release: Ubuntu 22.04's python3.11 was once a release candidate."""
     message = f"{machine.python} on {platform.system()}"
     if re.search(r"(a|b|rc)\d", machine.python):
@@ -47,7 +47,7 @@ def python(machine: HostMachine) -> Findings:
         yield Finding("Python", message)
 
 
-def twice(machine: HostMachine) -> Findings:
+def check_conflicting_packages(machine: HostMachine) -> Findings:
     """Report packages that install into the same folder as those we need; the last one installed wins."""
     for other, ours in (("libtpu-nightly", "libtpu"), ("jax-nightly", "jax")):
         if other in machine.packages:
@@ -57,7 +57,7 @@ def twice(machine: HostMachine) -> Findings:
             yield Finding(other, f"{machine.packages[other]}, in the folder of {ours}", remedy)
 
 
-def tokenizer(machine: HostMachine) -> Findings:
+def check_tokenizer(machine: HostMachine) -> Findings:
     """Check that sentencepiece works in one process with protobuf, in a child process, which may abort."""
     sentencepiece, protobuf = (machine.packages.get(name) for name in ("sentencepiece", "protobuf"))
     if not sentencepiece or not protobuf:
@@ -72,7 +72,7 @@ def tokenizer(machine: HostMachine) -> Findings:
         yield Finding("tokenizers", f"sentencepiece {sentencepiece} fails with protobuf {protobuf}: {how}", remedy)
 
 
-def caches(machine: HostMachine) -> Findings:
+def check_caches(machine: HostMachine) -> Findings:
     """Check that the cache folders exist or can be created, are writable, and are on a disk."""
     programs = machine.path("JAX_COMPILATION_CACHE_DIR", machine.cache / "xla")
     folders = [(store.VARIABLE, "cache", machine.cache), ("HF_HOME", "downloads", machine.hub)]
@@ -87,21 +87,21 @@ def caches(machine: HostMachine) -> Findings:
             message = f"{folder} is memory of the host, and empty after a restart"
             yield Finding(topic, message, f"unset {name} (look for it in ~/.bashrc)", advice=True)
         else:
-            yield Finding(topic, f"{folder}{f', {readable(_size_bytes(folder))}' if topic != 'downloads' else ''}")
+            yield Finding(topic, f"{folder}{f', {format_size(_size_bytes(folder))}' if topic != 'downloads' else ''}")
 
 
 def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def models(machine: HostMachine) -> Findings:
+def check_downloaded_models(machine: HostMachine) -> Findings:
     """Report the downloaded models."""
     yield Finding("downloaded models", f"{machine.hub}: {', '.join(machine.hub_models) or 'none'}")
-    if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") and not machine.has_ours:
+    if machine.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") and not machine.has_pack_models:
         yield Finding("HF_HUB_OFFLINE", "on, and no model of this pack is downloaded", "unset HF_HUB_OFFLINE")
 
 
-def token(machine: HostMachine) -> Findings:
+def check_token(machine: HostMachine) -> Findings:
     """Report whether there is a token, never its value."""
     names = [name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if machine.environ.get(name, "").strip()]
     if names or machine.path("HF_TOKEN_PATH", machine.hf_home / "token").is_file():
@@ -111,16 +111,16 @@ def token(machine: HostMachine) -> Findings:
         yield Finding("Hugging Face token", message, "hf auth login", advice=True)
 
 
-def memory(machine: HostMachine) -> Findings:
+def check_memory(machine: HostMachine) -> Findings:
     """Check the host's free memory. /dev/shm matters only if a cache is in it, which `caches` reports."""
     if match := re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("proc/meminfo"), re.MULTILINE):
         available = 1024 * int(match[1])
         remedy = "ps aux --sort=-rss | head, then end processes that are not needed" if available < RAM_BYTES else ""
-        needed = f"; compiling and loading may need {readable(RAM_BYTES)}" if remedy else ""
-        yield Finding("host memory", f"{readable(available)} free{needed}", remedy, advice=True)
+        needed = f"; compiling and loading may need {format_size(RAM_BYTES)}" if remedy else ""
+        yield Finding("host memory", f"{format_size(available)} free{needed}", remedy, advice=True)
 
 
-def pip(machine: HostMachine) -> Findings:
+def check_pip(machine: HostMachine) -> Findings:
     """Report a line of the separate packs' installer that lets pip write into the system's Python."""
     for file in (machine.home / ".config/pip/pip.conf", machine.home / ".pip/pip.conf"):
         if file.is_file() and re.search(r"break-system-packages\s*=\s*(true|1)", file.read_text("utf-8", "replace")):

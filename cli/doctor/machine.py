@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GB, MIB, SPECS, Checkpoint, Silent, bus, spec_by_name, store
+from ...tpu_runtime.pipeline import GB, MIB, SPECS, Checkpoint, SilentProgress, bus, lookup_spec, store
 
 _PACK = Path(__file__).parents[2]
 # Limits of a read test: bytes of a file, bytes per read, seconds, threads (weights are read by several, too).
@@ -94,11 +94,11 @@ def download_bytes(model: str) -> tuple[int, int]:
 
     Raises ValueError if they are not known.
     """
-    spec, silent = spec_by_name(model), Silent()
+    spec, silent = lookup_spec(model), SilentProgress()
     remote = Checkpoint(spec=spec, model_id=spec.published.hub_id, root=None)
     remote.configs(silent)
     files = [file for part in remote.all_weights_on_hub(silent).values() for file in part]
-    return sum(file.size_bytes - file.here_bytes for file in files), sum(file.size_bytes for file in files)
+    return sum(file.size_bytes - file.local_bytes for file in files), sum(file.size_bytes for file in files)
 
 
 def distributions(*folders: Path) -> dict[str, str]:
@@ -135,13 +135,13 @@ class HostMachine:
 
     @functools.cached_property
     def device_files(self) -> list[Path]:
-        return bus.device_files(self.root)
+        return bus.find_device_files(self.root)
 
     @functools.cached_property
     def chips(self) -> bus.Chips | None:
         """Return the chips on the bus; None if they are not known."""
         try:
-            return bus.chips(self.root)
+            return bus.detect_chips(self.root)
         except ImportError:
             return None
 
@@ -171,7 +171,7 @@ class HostMachine:
         return sorted(path.name.removeprefix("models--").replace("--", "/") for path in self.hub.glob("models--*"))
 
     @property
-    def has_ours(self) -> bool:
+    def has_pack_models(self) -> bool:
         """Return whether a model of this pack is among them."""
         return any(spec.published.hub_id in self.hub_models for spec in SPECS)
 
@@ -224,7 +224,7 @@ class HostMachine:
         if not inodes:
             return []
         targets = {f"socket:[{inode}]" for inode in inodes}
-        pids = {pid for pid, target in bus.open_files(self.root) if target in targets}
+        pids = {pid for pid, target in bus.iterate_open_files(self.root) if target in targets}
         return [*sorted(pids)] or [None]
 
 

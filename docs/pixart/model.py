@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.rules import BLOCK_GATHERED, GATHERED, REPLICATED, Rule
 from ..model_spec import (
     Component,
-    Denoiser,
-    FloatLimit,
-    IntLimit,
+    ConfigRequirement,
+    DenoiserSpec,
+    EqualsConfig,
+    FloatInput,
+    HubCheckpoint,
+    IntInput,
     LatentGeometry,
-    Miniature,
     ModelSpec,
-    Need,
-    Published,
-    Recipe,
-    Same,
+    SamplingConfig,
     TextEncoding,
-    Vae,
+    TinyModel,
+    VaeSpec,
 )
 from .autoencoders import kl
 from .denoisers import layers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..programs.denoiser_run import DenoiserRun
+    from ..programs.denoiser_run import ShardedOps
 
 PROMPT = "A small cactus with a happy face in the Sahara desert."
 MAX_TOKENS = 300
@@ -37,7 +37,7 @@ MAX_TOKENS = 300
 
 def tokenize(tokenizer: Any, prompts: Sequence[str], length: int = MAX_TOKENS) -> "tuple[np.ndarray, np.ndarray]":
     """Ids and mask, `[rows, length]` int32; prompts in lower case, as upstream has them."""
-    return t5.tokens(tokenizer, [prompt.lower().strip() for prompt in prompts], length)
+    return t5.tokenize(tokenizer, [prompt.lower().strip() for prompt in prompts], length)
 
 
 def encode_text(encoder: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
@@ -47,7 +47,7 @@ def encode_text(encoder: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Te
 
 def forward(
     transformer: Any,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
@@ -61,7 +61,7 @@ def forward(
     def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
         return run_block(block, run, x, modulation, text, inputs["text_length"])
 
-    x = run.unpadded(run.scan(transformer.transformer_blocks, x, body))
+    x = run.remove_padding(run.scan(transformer.transformer_blocks, x, body))
     shift, scale = (transformer.scale_shift_table + time[:, None]).chunk(2, dim=1)
     x = transformer.proj_out(transformer.norm_out(x) * (1 + scale) + shift)
     size = transformer.config.patch_size
@@ -72,7 +72,7 @@ def forward(
 
 def run_block(
     block: Any,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     x: "torch.Tensor",
     modulation: "torch.Tensor",
     text: "torch.Tensor",
@@ -90,14 +90,14 @@ def run_block(
 
 
 def attend(
-    attn: Any, run: "DenoiserRun", x: "torch.Tensor", source: "torch.Tensor", attention: "Callable[..., torch.Tensor]"
+    attn: Any, run: "ShardedOps", x: "torch.Tensor", source: "torch.Tensor", attention: "Callable[..., torch.Tensor]"
 ) -> "torch.Tensor":
-    heads = partial(layers.heads, run, attn)
+    heads = partial(layers.project_heads, run, attn)
     (query,), (key, value) = heads(x, attn.to_q), heads(source, attn.to_k, attn.to_v)
     return attn.to_out[0](attention(query, key, value).flatten(2))
 
 
-TEXT_ENCODER = t5.encoder(
+TEXT_ENCODER = t5.make_encoder(
     config={"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 32128},
     tiny={"d_ff": 72, "d_kv": 8, "d_model": 40, "num_heads": 5, "num_layers": 2, "vocab_size": 210},
 )
@@ -129,13 +129,13 @@ TRANSFORMER = Component(
         "num_layers": 3,
     },
     needs={
-        "caption_channels": Same("text_encoder", "d_model"),
-        "in_channels": Need((4,)),
-        "norm_elementwise_affine": Need((False,)),
-        "norm_type": Need(("ada_norm_single",)),
-        "patch_size": Need((2,)),
+        "caption_channels": EqualsConfig("text_encoder", "d_model"),
+        "in_channels": ConfigRequirement((4,)),
+        "norm_elementwise_affine": ConfigRequirement((False,)),
+        "norm_type": ConfigRequirement(("ada_norm_single",)),
+        "patch_size": ConfigRequirement((2,)),
         # PixArt-Alpha tells the network the picture's size.
-        "use_additional_conditions": Need((False,), required=True),
+        "use_additional_conditions": ConfigRequirement((False,), required=True),
     },
     blocks=("transformer_blocks",),
     rules=(
@@ -147,15 +147,17 @@ TRANSFORMER = Component(
     ),
 )
 
-VAE_DECODER, _ = kl.vae({"latent_channels": 4, "scaling_factor": 0.13025}, needs={"shift_factor": Need((None,))})
+VAE_DECODER, _ = kl.make_vae(
+    {"latent_channels": 4, "scaling_factor": 0.13025}, needs={"shift_factor": ConfigRequirement((None,))}
+)
 
 SPEC = ModelSpec(
     name="pixart-sigma-xl",
     family="PixArt",
     title="PixArt-Sigma XL",
     category="PixArt",
-    published=Published(hub_id="PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", pipeline_classes=("PixArtSigmaPipeline",)),
-    miniature=Miniature(id="tiny/pixart", inputs={"height": 80, "width": 112}),
+    published=HubCheckpoint(hub_id="PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", pipeline_classes=("PixArtSigmaPipeline",)),
+    miniature=TinyModel(id="tiny/pixart", inputs={"height": 80, "width": 112}),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_DECODER),
     geometry=LatentGeometry(channels=4, stride_t=0, stride_hw=8, patch_thw=(1, 2, 2)),
     text_encoders=(
@@ -169,14 +171,14 @@ SPEC = ModelSpec(
         ),
     ),
     inputs={
-        "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-        "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-        "num_inference_steps": IntLimit(default=20, low=1, high=100),
-        "guidance_scale": FloatLimit(default=4.5, low=1.0, high=20.0),
-        "seed": IntLimit(default=0, low=0, high=2**64 - 1),
+        "height": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+        "width": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+        "num_inference_steps": IntInput(default=20, low=1, high=100),
+        "guidance_scale": FloatInput(default=4.5, low=1.0, high=20.0),
+        "seed": IntInput(default=0, low=0, high=2**64 - 1),
     },
     texts={"prompt": PROMPT, "negative_prompt": ""},
-    recipe=Recipe(
+    recipe=SamplingConfig(
         scheduler={
             "_class_name": "DPMSolverMultistepScheduler",
             "algorithm_type": "dpmsolver++",
@@ -188,6 +190,6 @@ SPEC = ModelSpec(
             "solver_order": 2,
         }
     ),
-    denoiser=Denoiser(forward=forward),
-    vae=Vae(latent_format="SDXL", denormalize=kl.denormalize_latents, decode=kl.decode),
+    denoiser=DenoiserSpec(forward=forward),
+    vae=VaeSpec(latent_format="SDXL", denormalize=kl.denormalize_latents, decode=kl.decode),
 )

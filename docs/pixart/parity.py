@@ -11,7 +11,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("PixArt")
 MODEL = parity.tiny_model(SPEC)
@@ -22,7 +22,7 @@ ODD = Settings(height=80, width=112, num_inference_steps=6, guidance_scale=4.5, 
 
 @functools.cache
 def pipeline() -> Any:
-    return parity.upstream("PixArtSigmaPipeline", tiny.ensure(SPEC))
+    return parity.upstream("PixArtSigmaPipeline", tiny.ensure_random(SPEC))
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def texts() -> dict[str, np.ndarray]:
 
 
 def test_prompts_are_encoded_as_upstream_encodes_them(compare: Callable):
-    embeds = parity.engine(8).encode(MODEL, PROMPT, NEGATIVE, Silent())
+    embeds = parity.engine(8).encode(MODEL, PROMPT, NEGATIVE, SilentProgress())
     (prompt, said), (negative, _) = (branch[0] for branch in embeds)
     compare("embeddings", np.concatenate([prompt, negative]), texts()["text"])
     assert said["length"] == texts()["text_length"][0] == 2
@@ -64,6 +64,6 @@ def test_latents_and_picture_equal_upstreams(compare: Callable):
     expected = parity.generate(
         pipeline(), ODD, prompt=PROMPT, negative_prompt=NEGATIVE, use_resolution_binning=False, clean_caption=False
     )
-    latents = runner.denoise(MODEL, ODD, *runner.encode(MODEL, PROMPT, NEGATIVE, Silent()), Silent())
+    latents = runner.denoise(MODEL, ODD, *runner.encode(MODEL, PROMPT, NEGATIVE, SilentProgress()), SilentProgress())
     compare("latents", latents["samples"] * scale, expected.latents)
-    compare("picture", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+    compare("picture", runner.decode(MODEL, latents, SilentProgress()).numpy(), expected.frames)

@@ -10,26 +10,26 @@ from ..declare import Json
 
 PACK = Path(__file__).parents[2]
 CHANGELOG = PACK / "CHANGELOG.md"
-MOST_CHANGES, LONGEST_CHANGE, MOST_BYTES = 200, 400, 2**20
+MAX_CHANGES, MAX_CHANGE_LENGTH, MAX_BYTES = 200, 400, 2**20
 _ENTRY = re.compile(r"^- (.*(?:\n(?!-|#|\n).*)*)", re.MULTILINE)
 
 
-def changes(file: Path = CHANGELOG) -> list[str]:
+def read_changes(file: Path = CHANGELOG) -> list[str]:
     """Return the newest entries of the changelog as plain text; none if the file does not exist."""
     try:
         with file.open("rb") as opened:
-            text = opened.read(MOST_BYTES).decode("utf-8", "replace")
+            text = opened.read(MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return []
     entries = (" ".join(entry.split()).replace("`", "") for entry in _ENTRY.findall(text))
-    return [_shorten(entry) for entry, _ in zip(entries, range(MOST_CHANGES), strict=False)]
+    return [_shorten(entry) for entry, _ in zip(entries, range(MAX_CHANGES), strict=False)]
 
 
 def _shorten(entry: str) -> str:
-    return entry if len(entry) <= LONGEST_CHANGE else f"{entry[: LONGEST_CHANGE - 1]}…"
+    return entry if len(entry) <= MAX_CHANGE_LENGTH else f"{entry[: MAX_CHANGE_LENGTH - 1]}…"
 
 
-def refusals() -> list[str]:
+def find_package_problems() -> list[str]:
     """Return why no node of the pack can run with the installed packages, with the command that helps; else nothing."""
     try:
         check_packages()
@@ -38,7 +38,7 @@ def refusals() -> list[str]:
     return []
 
 
-def selftest() -> dict[str, Json]:
+def describe_selftest() -> dict[str, Json]:
     """Return the self-test's command, and its results on machines of this cache, the newest last.
 
     Of each machine: its `title`, whether a first run `is_measured`, and `sentences` about its limitations.
@@ -48,12 +48,12 @@ def selftest() -> dict[str, Json]:
     command = [str(program)] if program.is_file() else [sys.executable, str(PACK)]
     machines = [
         {"title": key, "is_measured": record.reserve_share is not None, "sentences": list(record.sentences)}
-        for key, record in machine_record.everything().items()
+        for key, record in machine_record.read_all().items()
     ]
     words = (*command, "selftest", "--first-run", "--report", "selftest.json")
     return {"command": shlex.join(words), "machines": machines}
 
 
-def everything() -> dict[str, Json]:
+def describe_pack() -> dict[str, Json]:
     """Return the answer of `GET /tpu/about`."""
-    return {"refusals": refusals(), "changes": changes(), "selftest": selftest()}
+    return {"refusals": find_package_problems(), "changes": read_changes(), "selftest": describe_selftest()}

@@ -14,11 +14,11 @@ from server import PromptServer
 
 from ...tpu_runtime import pipeline
 from .. import DECLARATIONS
-from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, Value, Values, in_words
-from ..graphs.ran import Records
+from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, Value, Values, with_display_names
+from ..graphs.ran import ProvenanceLog
 from . import about, core_loaders, errors, memory, routes
-from .announce import announce
-from .host import DENOISERS, ComfyHost, folders, install_pictures, weights
+from .announce import precompile
+from .host import DENOISERS, ComfyContext, comfyui_folders, install_example_images, list_weight_files
 
 try:
     from comfy_api.latest import ComfyExtension, io
@@ -27,14 +27,14 @@ except ImportError:
 
 log = logging.getLogger(__name__)
 
-RECORDS = Records(frozenset(name for name, declaration in DECLARATIONS.items() if declaration.family))
+PROVENANCE = ProvenanceLog(frozenset(name for name, declaration in DECLARATIONS.items() if declaration.family))
 _CHECKING = asyncio.Lock()  # one check at a time: it may read headers of files, which need memory
 Made = TypeVar("Made")
 _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.Combo, "BOOLEAN": io.Boolean}
 
 
 def _report_fatal(sentence: str) -> None:
-    """Send the error of a prompt whose node can no longer raise one (see `pipeline.when_stuck`)."""
+    """Send the error of a prompt whose node can no longer raise one (see `pipeline.on_fatal`)."""
     server = PromptServer.instance
     message = {
         "prompt_id": getattr(server, "last_prompt_id", None), "node_id": server.last_node_id, "node_type": "",
@@ -46,21 +46,21 @@ def _report_fatal(sentence: str) -> None:
 
 def extension() -> ComfyExtension:
     """Return the value of ComfyUI's `comfy_entrypoint`."""
-    pipeline.bus.expect_no_tpu()
-    for refusal in about.refusals():
+    pipeline.bus.configure_without_tpu()
+    for refusal in about.find_package_problems():
         log.error("%s", refusal)  # every node will raise the same
     # ComfyUI's exit code is 0 after an orderly end, which must not wait minutes for XLA to finish compiling.
-    pipeline.leave_at_exit()
+    pipeline.register_exit()
     memory.wrap_unload()
-    pipeline.when_stuck(_report_fatal)
+    pipeline.on_fatal(_report_fatal)
     try:
-        pipeline.listen()
+        pipeline.listen_for_hosts()
     except (ValueError, RuntimeError) as error:
         log.error("%s", error)  # the first prompt will raise the same
-    routes.add(RECORDS)
-    install_pictures()
+    routes.install_routes(PROVENANCE)
+    install_example_images()
     declared = {**DECLARATIONS, **core_loaders.LOADERS}
-    errors.install(declared)
+    errors.install_error_merging(declared)
     classes = [*map(node_class, declared.values()), TPUCollect]
 
     class Extension(ComfyExtension):
@@ -81,7 +81,7 @@ def node_class(declaration: Node | Expansion) -> type[io.ComfyNode]:
         fingerprint = declaration.fingerprint
         names = {declared.name for declared in declaration.inputs if declared.is_widget}
         body["fingerprint_inputs"] = lambda cls, **given: fingerprint(
-            folders(), **{name: value for name, value in given.items() if name in names}
+            comfyui_folders(), **{name: value for name, value in given.items() if name in names}
         )
     return type(declaration.id, (io.ComfyNode,), {name: classmethod(function) for name, function in body.items()})
 
@@ -124,7 +124,11 @@ def _call_supported(factory: Callable[..., Made], **keywords: Value) -> Made:
 
 
 def _input(declared: Input, *, raw_link: bool) -> "io.Input":
-    shared = {"id": declared.name, "tooltip": in_words(declared.tooltip), "optional": declared.is_listed_optional}
+    shared = {
+        "id": declared.name,
+        "tooltip": with_display_names(declared.tooltip),
+        "optional": declared.is_listed_optional,
+    }
     if not declared.is_widget:
         return _call_supported(_socket(declared.type).Input, raw_link=raw_link or None, **shared)
     specific = {
@@ -149,24 +153,24 @@ def _options(declared: Input) -> list[str]:
         return _models(declared.options)
     if declared.files == "loras":
         return folder_paths.get_filename_list(declared.files)
-    return [*declared.options, *(weights(declared.files) if declared.files else ())]
+    return [*declared.options, *(list_weight_files(declared.files) if declared.files else ())]
 
 
 def _models(published: Sequence[str]) -> list[str]:
     """Return the models that need no download, then the `published` ones; tiny models last, or first without a TPU."""
-    choices = pipeline.choices(folder_paths.get_folder_paths("diffusers"))
+    choices = pipeline.list_local_models(folder_paths.get_folder_paths("diffusers"))
     miniatures = {spec.miniature.id for spec in pipeline.SPECS}
     small = sorted(
         (choice for choice in choices if choice in miniatures), key=lambda choice: not pipeline.tiny.is_trained(choice)
     )
-    large = [*(choice for choice in choices if choice not in small), *weights(*DENOISERS), *published]
-    return list(dict.fromkeys([*large, *small] if pipeline.bus.device_files() else [*small, *large]))
+    large = [*(choice for choice in choices if choice not in small), *list_weight_files(*DENOISERS), *published]
+    return list(dict.fromkeys([*large, *small] if pipeline.bus.find_device_files() else [*small, *large]))
 
 
 def _output(output: Output, *, is_list: bool) -> "io.Output":
     comfy_type = _WIDGETS.get(output.type) or _socket(output.type)
     return comfy_type.Output(
-        output.name, display_name=output.name, tooltip=in_words(output.tooltip), is_output_list=is_list
+        output.name, display_name=output.name, tooltip=with_display_names(output.tooltip), is_output_list=is_list
     )
 
 
@@ -182,20 +186,20 @@ def _socket(kind: str) -> "type[io.ComfyTypeIO]":
 
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Value) -> io.NodeOutput:
-        with errors.named():
+        with errors.shorten_error_names():
             pipeline.check_packages()
         memory.register()
         prompt = cls.hidden and cls.hidden.prompt
-        announce(prompt, host := ComfyHost(prompt))
+        precompile(prompt, host := ComfyContext(prompt))
         try:
-            with errors.named(), pipeline.noted() as notes:
+            with errors.shorten_error_names(), pipeline.record_stages() as notes:
                 results = declaration.run(host, **declaration.values(given))
             host.ended()
             if declaration.family and (hidden := cls.hidden) is not None:
                 saved = hidden.extra_pnginfo  # unchecked: part of the request
                 workflow = saved.get("workflow") if isinstance(saved, dict) else None
-                RECORDS.add(hidden.prompt, workflow, str(hidden.unique_id), notes)
-            more = core_loaders.objects(*results) if declaration.gives_core else ()
+                PROVENANCE.add(hidden.prompt, workflow, str(hidden.unique_id), notes)
+            more = core_loaders.make_core_objects(*results) if declaration.gives_core else ()
             return io.NodeOutput(*results, *more)
         except pipeline.OutOfMemory as error:
             failure = str(error)
@@ -222,7 +226,7 @@ def _expand(declaration: Expansion) -> Callable[..., io.NodeOutput]:
             for index in range(number)
         )
         builder = GraphBuilder()
-        stages = declaration.stages_for(values)
+        stages = declaration.active_stages(values)
         nodes = {stage.name: builder.node(stage.node_id, id=stage.name) for stage in stages}
         for stage in stages:
             for name, value in stage.inputs.items():
@@ -276,16 +280,16 @@ def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
     from the signature and repeats the sentence on each of them (see `errors`), so the signature has only those. Inputs
     that are links are None to ComfyUI, and absent here.
     """
-    checked = (*declaration.checks, *declaration.checked_too)
+    checked = (*declaration.checks, *declaration.also_validated_inputs)
     names = [i.name for i in declaration.inputs if i.is_grid or i.name in checked]
-    if declaration.checked_links or any(i.listed_last for i in declaration.inputs):
+    if declaration.validated_links or any(i.listed_last for i in declaration.inputs):
         names.append("input_types")  # ComfyUI then leaves checks of links to us
 
     def check(input_types: Mapping[str, str] | None, constants: Values) -> bool | str:
         try:
             if input_types is not None:
                 _check_links(declaration, input_types)
-            declaration.check_constants(folders(), constants, input_types)
+            declaration.validate_constants(comfyui_folders(), constants, input_types)
         except ValueError as error:
             return str(error)
         return True
@@ -296,7 +300,7 @@ def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
             constants = {name: value[0] for name, value in constants.items()}
         constants = {name: value for name, value in constants.items() if value is not None}
         async with _CHECKING:
-            checked = pipeline.in_daemon(lambda: check(input_types, constants), "comfyui-tpu-check")
+            checked = pipeline.run_in_daemon_thread(lambda: check(input_types, constants), "comfyui-tpu-check")
             return await asyncio.wrap_future(checked)
 
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]

@@ -9,10 +9,10 @@ from ...tpu_runtime.pipeline import ModelRef
 from .. import DECLARATIONS
 from ..declare import Value
 from ..graphs import core, graph
-from ..graphs.core import Source
-from ..model import CLIP_TYPES, chosen_id, quality_of
+from ..graphs.core import LoaderOutput
+from ..model import CLIP_TYPES, join_model_id, parse_quality
 from .core_loaders import LOADERS
-from .host import ComfyHost, folders, path_of
+from .host import ComfyContext, comfyui_folders, resolve_path
 from .networks import inputs
 
 # A model, and the keywords of `pipeline.prepare` for one call.
@@ -23,34 +23,36 @@ _MOST_NUMBERS = 2**26
 
 
 @dataclass
-class Announcer:
+class Precompiler:
     """Announces each prompt once, for all nodes."""
 
     announced: object = field(default=None)
 
-    def __call__(self, prompt: graph.Workflow | None, host: ComfyHost) -> None:
+    def __call__(self, prompt: graph.Workflow | None, host: ComfyContext) -> None:
         if prompt is not None and prompt is not self.announced:
             self.announced = prompt
-            pipeline.expect(graph.expected(prompt, folders(), DECLARATIONS), progress=host)
-            pipeline.prepare(calls(prompt), progress=host)
+            pipeline.announce_generations(
+                graph.plan_generations(prompt, comfyui_folders(), DECLARATIONS), progress=host
+            )
+            pipeline.precompile_calls(predict_calls(prompt), progress=host)
 
 
-announce = Announcer()
+precompile = Precompiler()
 
 
-def calls(prompt: graph.Workflow) -> Iterator[Call]:
+def predict_calls(prompt: graph.Workflow) -> Iterator[Call]:
     """Yield the calls that core's samplers, and the nodes around them, will make to our loaders' models, in order."""
-    for source in core.encoders(prompt):
+    for source in core.find_text_encoders(prompt):
         if (model := _model(source, "clip")) is not None:
             yield model, {}
-    sampled = [(sampling, _model(sampling.model, "model")) for sampling in core.samplings(prompt)]
+    sampled = [(sampling, _model(sampling.model, "model")) for sampling in core.find_sampler_calls(prompt)]
     for sampling, model in sampled:
         conditionings = sampling.batch * sampling.branches
         rows = (1 if sampling.batch == 1 else conditionings, conditionings)
         if model is not None and 0 < conditionings * math.prod(shape := _shape(sampling, model)) <= _MOST_NUMBERS:
             shape = _shape(replace(sampling, num_frames=sampling.window), model)
             expert = int(sampling.model.kind == _LOADER and sampling.model.output == 4)
-            yield model, {"prediction": inputs.expected(model, expert, shape, rows, sampling.pictures)}
+            yield model, {"prediction": inputs.predict_call(model, expert, shape, rows, sampling.pictures)}
     for sampling, model in sampled:
         for decoder in sampling.decoders if model is not None else ():
             vae = _model(decoder, "vae")
@@ -58,7 +60,7 @@ def calls(prompt: graph.Workflow) -> Iterator[Call]:
                 yield vae, {"decoded": (1, *shape)}
 
 
-def _shape(sampling: core.Sampling, model: ModelRef) -> tuple[int, ...]:
+def _shape(sampling: core.SamplerCall, model: ModelRef) -> tuple[int, ...]:
     """Return the shape of one sample, without the batch."""
     # Core accepts sizes that our own samplers do not, and pads them.
     settings = replace(
@@ -67,7 +69,7 @@ def _shape(sampling: core.Sampling, model: ModelRef) -> tuple[int, ...]:
     return model.spec.geometry.latent_shape(settings)[1:]
 
 
-def _model(source: Source, part: str) -> ModelRef | None:
+def _model(source: LoaderOutput, part: str) -> ModelRef | None:
     """Return the model of one of our loaders; None for other loaders, and for values that its loader will refuse.
 
     part: "model", "clip" or "vae".
@@ -79,10 +81,10 @@ def _model(source: Source, part: str) -> ModelRef | None:
             spec = pipeline.spec_for_family(values["family"])
             return pipeline.choose_model(
                 spec,
-                chosen_id(values),
+                join_model_id(values),
                 precision=values["precision"],
                 quality=values["quality"],
-                folders=folders().models,
+                folders=comfyui_folders().models,
             )
         if source.kind not in LOADERS:
             return None
@@ -90,8 +92,10 @@ def _model(source: Source, part: str) -> ModelRef | None:
             specs = tuple(spec for spec in specs if spec.family in CLIP_TYPES[str(values["type"])])
         if part == "vae":
             specs = tuple(spec for spec in specs if spec.vae.encode is not None)
-        paths = [path_of(widget.files, values[widget.name]) for widget in LOADERS[source.kind].inputs if widget.files]
-        quality = quality_of(values.get("weight_dtype"))
-        return pipeline.choose_part(specs, pipeline.SEPARATOR.join(paths), quality=quality)
+        paths = [
+            resolve_path(widget.files, values[widget.name]) for widget in LOADERS[source.kind].inputs if widget.files
+        ]
+        quality = parse_quality(values.get("weight_dtype"))
+        return pipeline.choose_partial_model(specs, pipeline.SEPARATOR.join(paths), quality=quality)
     except (ValueError, KeyError, OSError, TypeError):
         return None

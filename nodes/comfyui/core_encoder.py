@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import HeldTensors, Lora, ModelRef, TensorFile
+from ...tpu_runtime.pipeline import InMemoryLora, Lora, ModelRef, TensorFile
 from . import core_patches
-from .core_model import MakeHost, ask
+from .core_model import MakeContext, run_stage
 from .weights import sources
-from .weights.stored import of_file
+from .weights.stored import from_file
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-class EncoderPlace:
+class EncoderSlot:
     """The position of an encoder in core's CLIP: names of its weights after `prefix`, and the chosen layer."""
 
     def __init__(self, prefix: str, network: torch.nn.Module, core: comfy.sd1_clip.SDClipModel) -> None:
@@ -62,7 +62,7 @@ class Part:
 class Encoder(torch.nn.Module):
     """Replacement for core's text model. Tokens stay numbers until they reach ours; those of images are below 0."""
 
-    def __init__(self, model: ModelRef, number: int, host: MakeHost, place: EncoderPlace) -> None:
+    def __init__(self, model: ModelRef, number: int, host: MakeContext, place: EncoderSlot) -> None:
         super().__init__()
         self.model, self.number, self.host, self.place = model, number, host, place
         self._changed: tuple[object, ModelRef] | None = None
@@ -71,13 +71,13 @@ class Encoder(torch.nn.Module):
     def tensors(self) -> dict[str, tuple[str, TensorFile]]:
         """Return our name and the file's tensor of each weight, by core's name."""
         component = self.model.spec.text_encoders[self.number].component
-        files = pipeline.checkpoint.own_tensors(self.model.locate(), component, self.host())
-        return {core: (name, files[name]) for name, core in sources.names_like(self.place.names, files).items()}
+        files = pipeline.checkpoint.read_own_tensors(self.model.locate(), component, self.host())
+        return {core: (name, files[name]) for name, core in sources.match_names(self.place.names, files).items()}
 
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         """Write the weights by core's names, for LoRAs, merges and saving."""
         for name, (_, tensor) in self.tensors.items():
-            destination[prefix + name] = of_file(tensor)
+            destination[prefix + name] = from_file(tensor)
 
     def _with_changes(self, *, sees: bool) -> ModelRef:
         """Return the model with the weights that nodes have changed in this encoder.
@@ -90,9 +90,11 @@ class Encoder(torch.nn.Module):
             deltas: dict[str, torch.Tensor] = {}
             for key, patches in patcher.patches.items():
                 if key.startswith(prefix):
-                    deltas |= core_patches.difference(self.tensors[key.removeprefix(prefix)][0], key, patches, source)
+                    deltas |= core_patches.lora_difference(
+                        self.tensors[key.removeprefix(prefix)][0], key, patches, source
+                    )
             title, component = "what nodes change in the CLIP", self.model.spec.text_encoders[self.number].component
-            in_memory = HeldTensors(title=title, digest=f"{patcher.patches_uuid}/{prefix}", tensors=deltas)
+            in_memory = InMemoryLora(title=title, digest=f"{patcher.patches_uuid}/{prefix}", tensors=deltas)
             lora = Lora(path=title, strength=1.0, held=in_memory, component=component)
             self._changed = patcher.patches_uuid, replace(self.model, loras=(lora,)) if deltas else self.model
         vision = next((key for key in patcher.patches if key.startswith(f"{prefix}visual.")), "")
@@ -115,7 +117,9 @@ class Encoder(torch.nn.Module):
     @functools.cached_property
     def depth(self) -> int:
         """Return the number of layers."""
-        config = self.model.resolve(pipeline.Silent()).configs[self.model.spec.text_encoders[self.number].component]
+        config = self.model.resolve(pipeline.SilentProgress()).configs[
+            self.model.spec.text_encoders[self.number].component
+        ]
         config = config.get("text_config", config)
         return int(config["num_layers"] if "num_layers" in config else config["num_hidden_layers"])
 
@@ -141,7 +145,9 @@ class Encoder(torch.nn.Module):
         if embed["type"] != "image":
             return None, None
         patches, grid = comfy.text_encoders.qwen_vl.process_qwen2vl_images(embed["data"])
-        encoded = ask("look", self.model, self.host, prepared=(patches.float().numpy(), tuple(grid[0, 1:].tolist())))
+        encoded = run_stage(
+            "look", self.model, self.host, prepared=(patches.float().numpy(), tuple(grid[0, 1:].tolist()))
+        )
         return -torch.ones(1, encoded.shape[1] * encoded.shape[2], 1), encoded
 
     def forward(
@@ -171,7 +177,7 @@ class Encoder(torch.nn.Module):
         # One row per call, so that one program serves every prompt.
         model, layers = self._with_changes(sees=bool(images)), self._layers()
         rows = [
-            ask(
+            run_stage(
                 "states", model, self.host,
                 encoder=self.number, ids=_as_batch(row), mask=_as_batch(real), seen=images, layers=layers,
             )
@@ -191,7 +197,7 @@ class Encoder(torch.nn.Module):
         )
 
     def _check_vocabulary(self, component: str, last: int) -> None:
-        config = self.model.resolve(pipeline.Silent()).configs[component]
+        config = self.model.resolve(pipeline.SilentProgress()).configs[component]
         rows = config.get("text_config", config)["vocab_size"]
         if last >= rows:
             raise ValueError(
@@ -224,7 +230,7 @@ def _as_batch(row: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(row[None].numpy())
 
 
-def checked(process: Callable[..., object], model: ModelRef, can_see: bool) -> Callable[..., object]:
+def check_tokens_before(process: Callable[..., object], model: ModelRef, can_see: bool) -> Callable[..., object]:
     """Check the tokens before core's `process`. can_see: an encoder of this type may take images."""
 
     def process_tokens(tokens: list[list[Any]], device: object) -> object:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from ...tpu_runtime.pipeline import QUALITIES, ModelRef
 from ..declare import Input, Node, Output, Value, by_id
-from ..model import CLIP_TYPES, quality_of
+from ..model import CLIP_TYPES, parse_quality
 from . import core_model, core_text_and_vae
-from .host import ComfyHost, path_of
+from .host import ComfyContext, resolve_path
 
 # ComfyUI's own nodes. Imported by name, because a folder of this pack has the same name.
 core = importlib.import_module("nodes")
@@ -21,40 +21,40 @@ _VAE = Output(name="VAE", type="VAE", tooltip="For VAEDecode, VAEEncode and simi
 _CLIP_VISION = Output(name="CLIP_VISION", type="CLIP_VISION", tooltip="For CLIPVisionEncode.")
 
 
-def _unet(host: ComfyHost, *, unet_name: str, weight_dtype: str) -> tuple:
-    path = path_of("diffusion_models", unet_name)
-    return (core_model.model(path, _AUTO, ComfyHost, quality_of(weight_dtype)),)
+def _unet(host: ComfyContext, *, unet_name: str, weight_dtype: str) -> tuple:
+    path = resolve_path("diffusion_models", unet_name)
+    return (core_model.load_model(path, _AUTO, ComfyContext, parse_quality(weight_dtype)),)
 
 
-def _clip(host: ComfyHost, *, type: str, device: str, **names: str) -> tuple:
-    paths = [path_of("text_encoders", name) for name in names.values()]
-    return (core_text_and_vae.clip(paths, type, _AUTO, ComfyHost),)
+def _clip(host: ComfyContext, *, type: str, device: str, **names: str) -> tuple:
+    paths = [resolve_path("text_encoders", name) for name in names.values()]
+    return (core_text_and_vae.load_clip(paths, type, _AUTO, ComfyContext),)
 
 
-def _vae(host: ComfyHost, *, vae_name: str) -> tuple:
-    return (core_text_and_vae.vae(path_of("vae", vae_name), _AUTO, ComfyHost),)
+def _vae(host: ComfyContext, *, vae_name: str) -> tuple:
+    return (core_text_and_vae.load_vae(resolve_path("vae", vae_name), _AUTO, ComfyContext),)
 
 
-def _checkpoint(host: ComfyHost, *, ckpt_name: str) -> tuple:
-    path = path_of("checkpoints", ckpt_name)
+def _checkpoint(host: ComfyContext, *, ckpt_name: str) -> tuple:
+    path = resolve_path("checkpoints", ckpt_name)
     return (
-        core_model.model(path, _AUTO, ComfyHost),
-        core_text_and_vae.clip([path], core_text_and_vae.type_of(path), _AUTO, ComfyHost),
-        core_text_and_vae.vae(path, _AUTO, ComfyHost),
+        core_model.load_model(path, _AUTO, ComfyContext),
+        core_text_and_vae.load_clip([path], core_text_and_vae.detect_clip_type(path), _AUTO, ComfyContext),
+        core_text_and_vae.load_vae(path, _AUTO, ComfyContext),
     )
 
 
-def _clip_vision(host: ComfyHost, *, clip_name: str) -> tuple:
-    return (core_text_and_vae.clip_vision(path_of("clip_vision", clip_name), _AUTO, ComfyHost),)
+def _clip_vision(host: ComfyContext, *, clip_name: str) -> tuple:
+    return (core_text_and_vae.load_clip_vision(resolve_path("clip_vision", clip_name), _AUTO, ComfyContext),)
 
 
-def objects(model: ModelRef) -> tuple[Value, ...]:
+def make_core_objects(model: ModelRef) -> tuple[Value, ...]:
     """Return MODEL, CLIP, VAE and the second denoiser's MODEL of a model, each created on first use."""
     return (
-        core_model.later(model, 0, ComfyHost),
-        core_text_and_vae.later_clip(model, ComfyHost),
-        core_text_and_vae.later_vae(model, ComfyHost),
-        core_model.later(model, 1, ComfyHost),
+        core_model.defer_model(model, 0, ComfyContext),
+        core_text_and_vae.defer_clip(model, ComfyContext),
+        core_text_and_vae.defer_vae(model, ComfyContext),
+        core_model.defer_model(model, 1, ComfyContext),
     )
 
 

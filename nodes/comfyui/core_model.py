@@ -23,27 +23,29 @@ from ...tpu_runtime.pipeline import QUALITIES, ModelRef, Progress
 from . import core_patches, errors
 from .core_patches import CorePatcher
 from .networks import inputs
-from .networks.rows import KEY, PlainBatch
+from .networks.rows import KEY, GuidanceBatch
 from .weights.sources import CoreWeights
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
 # Returns the progress of the running node: several nodes use one object.
-MakeHost = Callable[[], Progress]
+MakeContext = Callable[[], Progress]
 
 
-def model(path: str, precision: str, host: MakeHost, quality: str = QUALITIES[0]) -> CorePatcher:
+def load_model(path: str, precision: str, host: MakeContext, quality: str = QUALITIES[0]) -> CorePatcher:
     """Return core's MODEL of the denoiser in a file.
 
     path: of the file. precision, quality: as a node has them. host: returns the running node's progress.
     """
-    patcher = later(pipeline.choose_part(pipeline.SPECS, path, precision=precision, quality=quality), 0, host)
-    patcher.make_now()
+    patcher = defer_model(
+        pipeline.choose_partial_model(pipeline.SPECS, path, precision=precision, quality=quality), 0, host
+    )
+    patcher.resolve()
     return patcher
 
 
-def later(chosen: ModelRef, expert: int, host: MakeHost) -> CorePatcher:
+def defer_model(chosen: ModelRef, expert: int, host: MakeContext) -> CorePatcher:
     """Return core's MODEL of a model's denoiser, created on first use.
 
     expert: number of the denoiser; one that does not exist raises ValueError on first use.
@@ -51,7 +53,7 @@ def later(chosen: ModelRef, expert: int, host: MakeHost) -> CorePatcher:
     return CorePatcher.later(lambda patcher: _make(patcher, chosen, expert, host))
 
 
-def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -> None:
+def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext) -> None:
     """Create core's model for a denoiser and put it into `patcher`."""
     experts = chosen.spec.denoiser.experts
     if expert >= len(experts):
@@ -59,7 +61,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
             f"{chosen.spec.title} has one denoiser, and this MODEL is that of a second one, for low noise. Link the "
             "output MODEL."
         )
-    file = pipeline.checkpoint.network(chosen.locate(), experts[expert], host())
+    file = pipeline.checkpoint.export_network(chosen.locate(), experts[expert], host())
     base = _core_model(file)
     inputs.check_known(base)
     ours = inputs.CoreNetwork.of(chosen, expert)
@@ -73,16 +75,16 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
         passed |= passed.pop("kwargs", {})
         patcher = base.current_patcher
         options = passed.pop("transformer_options", None) or {}
-        core_patches.check(options, passed.pop("control", None))
+        core_patches.check_options(options, passed.pop("control", None))
         core_patches.check_network(network, attributes)
-        x, loras = passed["x"], core_patches.loras(patcher)
+        x, loras = passed["x"], core_patches.convert_loras(patcher)
         result = x.new_empty(0)
-        requests = inputs.asked(ours, {**passed, "options": options})
+        requests = inputs.split_call(ours, {**passed, "options": options})
         for rows, request in requests:
-            prediction = pipeline.Prediction(
+            prediction = pipeline.PredictionRequest(
                 sample=request.sample, timestep=request.timestep, inputs=request.inputs, expert=expert
             )
-            predicted = ask("predict", replace(chosen, loras=loras), host, prediction=prediction)
+            predicted = run_stage("predict", replace(chosen, loras=loras), host, prediction=prediction)
             if len(requests) == 1:
                 result = predicted
             else:
@@ -96,16 +98,20 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeHost) -
     network._forward = predict
     network.register_forward_pre_hook(partial(_with_own_sample, chosen, host), with_kwargs=True)
     base.extra_conds = partial(_extra_conds, ours, base.extra_conds)
-    attributes = core_patches.own_attributes(network)
-    base.tpu_texts = inputs.texts(ours)
+    attributes = core_patches.instance_attributes(network)
+    base.tpu_texts = inputs.text_lengths(ours)
     base.tpu_source = _source(file)
     patcher.fill(base)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, partial(_prepare_sampling, ours))
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, PlainBatch(core_patches.CONTROL))
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, GuidanceBatch(core_patches.CONTROL_REFUSAL))
 
 
 def _with_own_sample(
-    chosen: ModelRef, host: MakeHost, network: torch.nn.Module, args: tuple[torch.Tensor, ...], given: Mapping[str, Any]
+    chosen: ModelRef,
+    host: MakeContext,
+    network: torch.nn.Module,
+    args: tuple[torch.Tensor, ...],
+    given: Mapping[str, Any],
 ) -> tuple[tuple[torch.Tensor, ...], Mapping[str, Any]] | None:
     """Copy the sample for wrappers of the network, such as EasyCache, that write into it.
 
@@ -114,7 +120,7 @@ def _with_own_sample(
     """
     if not get_all_wrappers(WrappersMP.DIFFUSION_MODEL, given.get("transformer_options") or {}):
         return None
-    platform = pipeline.engine(host()).devices[0].platform
+    platform = pipeline.get_engine(host()).devices[0].platform
     if pipeline.resolve_precision(chosen.precision, platform) == "float32":
         return None
     return (args[0].clone(), *args[1:]), given
@@ -144,15 +150,15 @@ def _source(file: Any) -> CoreWeights:
     return CoreWeights(names, [f"diffusion_model.{name}" for name in file.layout.flags if name in file.tensors])
 
 
-def ask(stage: str, model: ModelRef, host: MakeHost, **arguments: object) -> Any:
+def run_stage(stage: str, model: ModelRef, host: MakeContext, **arguments: object) -> Any:
     """Run a stage as `pipeline.run` does. An OutOfMemory becomes ComfyUI's own exception: it unloads everything and
     reports it.
 
     stage: name of the stage. arguments: its keywords.
     """
     try:
-        with errors.named():
-            return pipeline.run(stage, model, host(), **arguments)
+        with errors.shorten_error_names():
+            return pipeline.run_stage(stage, model, host(), **arguments)
     except pipeline.OutOfMemory as error:
         failure = str(error)
     raise comfy.model_management.OOM_EXCEPTION(failure)

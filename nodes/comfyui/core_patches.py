@@ -14,7 +14,7 @@ import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
-from ...tpu_runtime.pipeline import HeldTensors, Lora
+from ...tpu_runtime.pipeline import InMemoryLora, Lora
 from .weights import sources
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ _PARTS = {
 _ONLY_CORES = ("lora_mid.weight", "reshape_weight", "hada_t1", "hada_t2", "lokr_t2")
 _PREFIX = "diffusion_model."
 
-HOOKS = (
+HOOKS_REFUSAL = (
     "LoRAs that hang on a conditioning or change between steps (hooks) would be merged again at each step on the TPU, "
     "and are not supported. Use a LoRA loader on the MODEL."
 )
@@ -58,7 +58,7 @@ _GUIDING = frozenset(
         "SkipLayerGuidanceSD3",
     )
 )  # fmt: skip
-CONTROL = _INSIDE.format(
+CONTROL_REFUSAL = _INSIDE.format(
     what="a ControlNet", node="Apply ControlNet", advice="Disconnect it, or load the model with ComfyUI's own loader."
 )
 _OBJECTS = _INSIDE.format(
@@ -73,7 +73,7 @@ _BYPASS = _INSIDE.format(
 )
 
 
-def check(options: Mapping[str, Any], control: object) -> None:
+def check_options(options: Mapping[str, Any], control: object) -> None:
     """Raise ValueError for patches that would have to run inside the network.
 
     options: core's `transformer_options`. control: a ControlNet, or None.
@@ -83,12 +83,12 @@ def check(options: Mapping[str, Any], control: object) -> None:
             kinds = ", ".join(map(str, options[name])) if isinstance(options[name], Mapping) else name
             raise ValueError(_INSIDE.format(what=what, node=f"{kinds}: {node}", advice=advice))
     if control is not None:
-        raise ValueError(CONTROL)
+        raise ValueError(CONTROL_REFUSAL)
 
 
 def check_patcher(patcher: comfy.model_patcher.ModelPatcher) -> None:
     """Run `check` on every patch of a MODEL before its first step."""
-    check(patcher.model_options.get("transformer_options", {}), None)
+    check_options(patcher.model_options.get("transformer_options", {}), None)
     for functions in patcher.model_options.values():
         for function in functions if isinstance(functions, list) else [functions]:
             node = getattr(function, "__qualname__", "").partition(".")[0]
@@ -112,7 +112,7 @@ def check_injections(patcher: comfy.model_patcher.ModelPatcher) -> None:
         raise ValueError(_OBJECTS)
 
 
-def own_attributes(network: torch.nn.Module) -> frozenset[str]:
+def instance_attributes(network: torch.nn.Module) -> frozenset[str]:
     """Return the attributes of a network's object that its class does not have."""
     return frozenset(vars(network))
 
@@ -130,7 +130,7 @@ def check_network(network: torch.nn.Module, before: frozenset[str]) -> None:
 # --- what moves core's models -----------------------------------------------------------------------------------------
 
 
-class Later:
+class LazyProxy:
     """One of core's objects that is created on first use, so that unused outputs cost nothing."""
 
     @classmethod
@@ -141,11 +141,11 @@ class Later:
         return proxy
 
     @property
-    def is_made(self) -> bool:
+    def is_resolved(self) -> bool:
         """Return whether the object is initialized."""
         return "_make" not in vars(self)
 
-    def make_now(self) -> None:
+    def resolve(self) -> None:
         """Initialize the object, unless it is."""
         make = vars(self).pop("_make", None)
         try:
@@ -156,32 +156,32 @@ class Later:
             raise
 
     def __getattr__(self, name: str) -> Any:
-        if self.is_made or name.startswith("__"):
+        if self.is_resolved or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        self.make_now()
+        self.resolve()
         return getattr(self, name)
 
 
-class CorePatcher(Later, sources.Reading, comfy.model_patcher.ModelPatcher):
+class CorePatcher(LazyProxy, sources.FileWeightsMixin, comfy.model_patcher.ModelPatcher):
     """Core's handle of the model. It moves no weights: those on the chips belong to the engine."""
 
     def fill(self, network: Any) -> None:
         """Initialize the handle with its network."""
-        sources.install()
+        sources.install_saving()
         network.train = functools.partial(_refuse_training, network)
         comfy.model_patcher.ModelPatcher.__init__(self, network, load_device=CPU, offload_device=CPU, size=1)
 
     def __del__(self) -> None:
-        if self.is_made:
+        if self.is_resolved:
             super().__del__()
 
     # Core calls these on every output of a node, used or not.
 
     def model_patches_models(self) -> list[object]:
-        return super().model_patches_models() if self.is_made else []
+        return super().model_patches_models() if self.is_resolved else []
 
     def get_nested_additional_models(self) -> list[object]:
-        return super().get_nested_additional_models() if self.is_made else []
+        return super().get_nested_additional_models() if self.is_resolved else []
 
     def model_size(self) -> int:
         return 1
@@ -240,12 +240,12 @@ class CorePatcher(Later, sources.Reading, comfy.model_patcher.ModelPatcher):
 
     def patch_hooks(self, hooks: comfy.hooks.HookGroup | None) -> None:
         if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
-            raise ValueError(HOOKS)
+            raise ValueError(HOOKS_REFUSAL)
         self.current_hooks = hooks
 
     def register_all_hook_patches(self, hooks: comfy.hooks.HookGroup | None, *args: object, **kwargs: object) -> None:
         if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
-            raise ValueError(HOOKS)
+            raise ValueError(HOOKS_REFUSAL)
         super().register_all_hook_patches(hooks, *args, **kwargs)
 
 
@@ -262,7 +262,7 @@ def _refuse_training(network: torch.nn.Module, mode: bool = True) -> torch.nn.Mo
 # --- LoRAs ------------------------------------------------------------------------------------------------------------
 
 
-def loras(patcher: comfy.model_patcher.ModelPatcher) -> tuple[Lora, ...]:
+def convert_loras(patcher: comfy.model_patcher.ModelPatcher) -> tuple[Lora, ...]:
     """Return the weight patches of a MODEL as LoRAs; the engine merges those that it has not merged yet."""
     if not patcher.patches:
         return ()
@@ -276,11 +276,11 @@ def _convert(patcher: comfy.model_patcher.ModelPatcher) -> tuple[Lora, ...]:
     # A loader adds one patch of one strength to each weight, so patches of equal number and strength are one file's.
     files: dict[tuple[int, float], dict[str, torch.Tensor]] = defaultdict(dict)
     for key, added in patcher.patches.items():
-        patches = sources.merged_by_core(patcher.model, key, added)
+        patches = sources.select_applied_patches(patcher.model, key, added)
         converted = [_tensors(key, patch) for patch in patches]
         if None in converted:
             # Other patches are computed on the host, as core does, into one difference.
-            files[-1, 1.0] |= difference(key.removeprefix(_PREFIX), key, patches, patcher.model.tpu_source)
+            files[-1, 1.0] |= lora_difference(key.removeprefix(_PREFIX), key, patches, patcher.model.tpu_source)
             continue
         for number, (strength, tensors) in enumerate(entry for entry in converted if entry is not None):
             files[number, strength] |= tensors
@@ -289,7 +289,7 @@ def _convert(patcher: comfy.model_patcher.ModelPatcher) -> tuple[Lora, ...]:
         Lora(
             path=titles[number],
             strength=strength,
-            held=HeldTensors(
+            held=InMemoryLora(
                 title=titles[number], digest=f"{patcher.patches_uuid}/{number}/{strength}", tensors=tensors
             ),
         )
@@ -310,7 +310,9 @@ def _tensors(key: str, patch: Sequence[Any]) -> tuple[float, dict[str, torch.Ten
     return strength, {f"{module}.{part}": _tensor(x) for part, x in parts.items() if x is not None}
 
 
-def difference(name: str, key: str, patches: Sequence[Any], source: sources.CoreWeights) -> dict[str, torch.Tensor]:
+def lora_difference(
+    name: str, key: str, patches: Sequence[Any], source: sources.CoreWeights
+) -> dict[str, torch.Tensor]:
     """Return the change of our weight by core's patches, as tensors of a LoRA file that are computed when read.
 
     name, key: our name and core's name of the weight.
@@ -323,7 +325,7 @@ def difference(name: str, key: str, patches: Sequence[Any], source: sources.Core
             f"A node changes {key}, which is in none of the files of this model. Those have {len(source.tensors)} "
             "weights under ComfyUI's names. Leave the node out, or use the model's file in ComfyUI's own names."
         )
-    return dict(_difference(name, sources.difference(key, patches, base)))
+    return dict(_difference(name, sources.patch_difference(key, patches, base)))
 
 
 def _difference(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,10 +25,10 @@ import torch
 from ...tpu_runtime import pipeline
 from ...tpu_runtime.pipeline import ModelRef, TensorFile
 from ..model import CLIP_TYPES
-from .core_encoder import Encoder, EncoderPlace, check_owner, checked
-from .core_model import MakeHost, ask
-from .core_patches import CPU, CorePatcher, Later
-from .weights.stored import of_file
+from .core_encoder import Encoder, EncoderSlot, check_owner, check_tokens_before
+from .core_model import MakeContext, run_stage
+from .core_patches import CPU, CorePatcher, LazyProxy
+from .weights.stored import from_file
 
 META = torch.device("meta")
 
@@ -56,13 +56,13 @@ def _core_classes(model: ModelRef) -> tuple[type, type]:
     }.get(model.spec.family, lambda: (te.wan.te(), te.wan.WanT5Tokenizer))()
 
 
-def type_of(path: str) -> str:
+def detect_clip_type(path: str) -> str:
     """Return the type, as in core's loaders, of the text encoder in a checkpoint's file."""
-    family = pipeline.choose_part(pipeline.SPECS, path).spec.family
+    family = pipeline.choose_partial_model(pipeline.SPECS, path).spec.family
     return next(kind for kind, families in CLIP_TYPES.items() if family in families)
 
 
-def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> "CLIP":
+def load_clip(paths: Sequence[str], kind: str, precision: str, host: MakeContext) -> "CLIP":
     """Return core's CLIP of text encoders in files.
 
     paths: of the files. kind: the `type` of core's loaders. precision: as a node has it. host: returns the running
@@ -75,29 +75,29 @@ def clip(paths: Sequence[str], kind: str, precision: str, host: MakeHost) -> "CL
             "or use ComfyUI's own loader."
         )
     specs = [spec for spec in pipeline.SPECS if spec.family in CLIP_TYPES[kind]]
-    model = pipeline.choose_part(specs, pipeline.SEPARATOR.join(paths), precision=precision)
-    file = pipeline.checkpoint.network(model.locate(), model.spec.text_encoders[0].component, host())
+    model = pipeline.choose_partial_model(specs, pipeline.SEPARATOR.join(paths), precision=precision)
+    file = pipeline.checkpoint.export_network(model.locate(), model.spec.text_encoders[0].component, host())
     with_vision = [spec for spec in specs if spec.text_encoders[0].place_beside]
     if with_vision and any("visual." in name for name in file.tensors):
-        model = pipeline.choose_part(with_vision, model.model_id, precision=precision)
-    loaded = later_clip(model, host)
-    loaded.make_now()
+        model = pipeline.choose_partial_model(with_vision, model.model_id, precision=precision)
+    loaded = defer_clip(model, host)
+    loaded.resolve()
     return loaded
 
 
-def later_clip(model: ModelRef, host: MakeHost) -> "CLIP":
+def defer_clip(model: ModelRef, host: MakeContext) -> "CLIP":
     """Return core's CLIP of a model's text encoders, created on first use."""
     return CLIP.later(lambda clip: _make_clip(clip, model, host))
 
 
-def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
-    carried = pipeline.checkpoint.tokenizers(model.locate(), host())
+def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
+    carried = pipeline.checkpoint.export_tokenizers(model.locate(), host())
     if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _WITH_TOKENIZER:
         raise ValueError(
             f"{model.model_id} has its tokenizer in no form that ComfyUI reads (a file that carries it along, "
             "spiece.model, tekken.json). Load Comfy-Org's file of this text encoder with Load CLIP (TPU)."
         )
-    target = CoreTarget()
+    target = ClipTarget()
     target.clip, target.tokenizer = _core_classes(model)
     options = {
         "custom_operations": comfy.ops.disable_weight_init, "dtype": torch.float32, "initial_device": META,
@@ -114,25 +114,25 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeHost) -> None:
     )
     network = found.cond_stage_model
     encoders = {name: part for name, part in network.named_modules() if isinstance(part, comfy.sd1_clip.SDClipModel)}
-    can_see = is_seeing_type(model)
+    can_see = can_take_images(model)
     for number, (name, encoder) in enumerate(encoders.items()):
         encoder.transformer = Encoder(
-            model, number, host, EncoderPlace(f"{name}.transformer." if name else "transformer.", network, encoder)
+            model, number, host, EncoderSlot(f"{name}.transformer." if name else "transformer.", network, encoder)
         )
         encoder.num_layers = encoder.transformer.depth  # core's own number is that of the published model
-        encoder.process_tokens = checked(encoder.process_tokens, model, can_see)
+        encoder.process_tokens = check_tokens_before(encoder.process_tokens, model, can_see)
     patcher.fill(network)
     patcher.is_clip = True
     found.patcher = patcher
 
 
-def is_seeing_type(model: ModelRef) -> bool:
+def can_take_images(model: ModelRef) -> bool:
     """Return whether text encoders of this type take images in a prompt, if their file has a vision tower."""
     alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
     return any(spec.family in alike and spec.text_encoders[0].place_beside for spec in pipeline.SPECS)
 
 
-class LaterOwner(Later):
+class LazyOwner(LazyProxy):
     """An object with a patcher, which core looks up on every output of a node. Using the patcher creates both."""
 
     patcher: CorePatcher
@@ -145,15 +145,15 @@ class LaterOwner(Later):
     def later(cls, make: Callable[[Self], None]) -> Self:
         """Return an object that `make` initializes on first use, of it or of its patcher."""
         proxy = super().later(make)
-        proxy.patcher = CorePatcher.later(lambda patcher: proxy.make_now())
+        proxy.patcher = CorePatcher.later(lambda patcher: proxy.resolve())
         return proxy
 
 
-class CLIP(LaterOwner, comfy.sd.CLIP):
+class CLIP(LazyOwner, comfy.sd.CLIP):
     """Core's CLIP, whose encoders see the changes that nodes have made to it."""
 
     def clone(self, *args: object, **options: object) -> "CLIP":
-        self.make_now()
+        self.resolve()
         copied = CLIP.__new__(CLIP)
         copied.__dict__.update(super().clone(*args, **options).__dict__)
         return copied
@@ -165,7 +165,7 @@ class CLIP(LaterOwner, comfy.sd.CLIP):
         return super().load_model(tokens or {})
 
 
-class CoreTarget:
+class ClipTarget:
     """The classes that core creates a CLIP from."""
 
     clip: type
@@ -180,23 +180,23 @@ class CoreTarget:
 _LIGHT = "TAEHV"
 
 
-def vae(path: str, precision: str, host: MakeHost) -> "VAE":
+def load_vae(path: str, precision: str, host: MakeContext) -> "VAE":
     """Return core's VAE of a file.
 
     path: of the file. precision: as a node has it. host: returns the running node's progress.
     """
-    loaded = later_vae(pipeline.choose_part(_ENCODING, path, precision=precision), host)
-    loaded.make_now()
+    loaded = defer_vae(pipeline.choose_partial_model(_ENCODING, path, precision=precision), host)
+    loaded.resolve()
     return loaded
 
 
-def later_vae(model: ModelRef, host: MakeHost) -> "VAE":
+def defer_vae(model: ModelRef, host: MakeContext) -> "VAE":
     """Return core's VAE of a model, created on first use."""
     return VAE.later(lambda vae: _make_vae(vae, model, host))
 
 
-def _make_vae(found: "VAE", model: ModelRef, host: MakeHost) -> None:
-    file = pipeline.checkpoint.network(model.locate(), model.spec.vae.component, host())
+def _make_vae(found: "VAE", model: ModelRef, host: MakeContext) -> None:
+    file = pipeline.checkpoint.export_network(model.locate(), model.spec.vae.component, host())
     patcher = found.patcher
     with META:
         shapes = {name: torch.empty(tensor.shape) for name, tensor in file.tensors.items()}
@@ -223,10 +223,12 @@ def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
     if is_light:
         return None
     files = list({tensor.path for tensor in file.tensors.values()})
-    return pipeline.choose_part(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
+    return (
+        pipeline.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
+    )
 
 
-class VAE(LaterOwner, comfy.sd.VAE):
+class VAE(LazyOwner, comfy.sd.VAE):
     """Core's VAE without tiles: the chips decode and encode one latent frame at a time, each chip a part of it."""
 
     @property
@@ -255,7 +257,7 @@ class Autoencoder(torch.nn.Module):
         self,
         model: ModelRef,
         encoding: ModelRef | None,
-        host: MakeHost,
+        host: MakeContext,
         patcher: Callable[[], CorePatcher],
         tensors: Mapping[str, TensorFile],
     ) -> None:
@@ -266,7 +268,7 @@ class Autoencoder(torch.nn.Module):
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         self._check()
         for name, tensor in self._tensors.items():
-            destination[prefix + name] = of_file(tensor)
+            destination[prefix + name] = from_file(tensor)
 
     def _check(self) -> None:
         patcher = self._patcher()
@@ -289,7 +291,7 @@ class Autoencoder(torch.nn.Module):
     def decode(self, samples: torch.Tensor, **options: object) -> torch.Tensor:
         """Decode latents `[rows, channels, (frames,) height, width]` to pixels."""
         self._check()
-        rows = [ask("decode", self.model, self.host, latents={"samples": row[None]}) for row in samples]
+        rows = [run_stage("decode", self.model, self.host, latents={"samples": row[None]}) for row in samples]
         pixels = torch.stack(rows).movedim(-1, 1) * 2.0 - 1.0
         return pixels[:, :, 0] if samples.ndim == 4 else pixels
 
@@ -302,7 +304,7 @@ class Autoencoder(torch.nn.Module):
             )
         self._check()
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
-        rows = [ask("latents", self.encoding, self.host, pixels=row[None].clone()) for row in frames]
+        rows = [run_stage("latents", self.encoding, self.host, pixels=row[None].clone()) for row in frames]
         return torch.cat(rows)
 
 
@@ -315,13 +317,13 @@ _VISION = {
 }
 
 
-def clip_vision(path: str, precision: str, host: MakeHost) -> "CLIPVision":
+def load_clip_vision(path: str, precision: str, host: MakeContext) -> "CLIPVision":
     """Return core's CLIP_VISION of an image encoder in a file.
 
     path: of the file. precision: as a node has it. host: returns the running node's progress.
     """
     specs = [spec for spec in pipeline.SPECS if _image_encoder(spec) in _VISION]
-    return CLIPVision(pipeline.choose_part(specs, path, precision=precision), host)
+    return CLIPVision(pipeline.choose_partial_model(specs, path, precision=precision), host)
 
 
 def _image_encoder(spec: pipeline.ModelSpec) -> str:
@@ -331,11 +333,11 @@ def _image_encoder(spec: pipeline.ModelSpec) -> str:
 class CLIPVision(comfy.clip_vision.ClipVisionModel):
     """Core's CLIP_VISION, which prepares images; its network is ours."""
 
-    def __init__(self, model: ModelRef, host: MakeHost) -> None:
+    def __init__(self, model: ModelRef, host: MakeContext) -> None:
         # Core's own network is not created; `__getattr__` refuses its attributes.
-        name, self.gives = _VISION[_image_encoder(model.spec)]
+        name, self.states_name = _VISION[_image_encoder(model.spec)]
         config = json.loads((Path(comfy.clip_vision.__file__).parent / name).read_text("utf-8"))
-        image_size = model.resolve(pipeline.Silent()).configs["image_encoder"]["image_size"]
+        image_size = model.resolve(pipeline.SilentProgress()).configs["image_encoder"]["image_size"]
         self.config = {**config, "image_size": image_size}
         self.image_size, self.model_type = self.config["image_size"], self.config["model_type"]
         self.image_mean = config.get("image_mean", [0.48145466, 0.4578275, 0.40821073])
@@ -350,8 +352,8 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
 
     def get_sd(self) -> dict[str, torch.Tensor]:
         """Return the weights, for saving with a checkpoint's other networks."""
-        file = pipeline.checkpoint.network(self._model.locate(), "image_encoder", self._host())
-        return {name: of_file(tensor) for name, tensor in file.tensors.items()}
+        file = pipeline.checkpoint.export_network(self._model.locate(), "image_encoder", self._host())
+        return {name: from_file(tensor) for name, tensor in file.tensors.items()}
 
     def load_sd(self, sd: Mapping[str, torch.Tensor]) -> NoReturn:
         raise ValueError(
@@ -359,25 +361,25 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
             "weights are those of its file. Load it with ComfyUI's own loader for that node."
         )
 
-    def encode_image(self, image: torch.Tensor, crop: bool = True) -> "Seen":
+    def encode_image(self, image: torch.Tensor, crop: bool = True) -> "VisionOutput":
         """Encode images `[rows, height, width, 3]` in 0..1. crop: to the center; otherwise they are stretched."""
         pixels = comfy.clip_model.clip_preprocess(
             image.to(CPU), size=self.image_size, mean=self.image_mean, std=self.image_std, crop=crop
         ).float()
-        output = Seen(self.gives)
-        output[self.gives] = ask("look", self._model, self._host, prepared=(pixels,))
+        output = VisionOutput(self.states_name)
+        output[self.states_name] = run_stage("look", self._model, self._host, prepared=(pixels,))
         output["image_sizes"] = [pixels.shape[1:]] * len(pixels)
         return output
 
 
-class Seen(comfy.clip_vision.Output):
+class VisionOutput(comfy.clip_vision.Output):
     """The output of an image encoder."""
 
     def __init__(self, gives: str) -> None:
-        self.gives = gives
+        self.states_name = gives
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The image encoder on the TPU gives {self.gives}, which the video models take, and no {name}. Load it "
+            f"The image encoder on the TPU gives {self.states_name}, which the video models take, and no {name}. Load it "
             "with ComfyUI's own loader for this node."
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import execution
 from comfy.model_management import InterruptProcessingException
 
-from ..declare import Json, in_words
+from ..declare import Json, with_display_names
 
 _PACKAGE = __name__.removesuffix(".nodes.comfyui.errors")
 _REFUSED = "custom_validation_failed"
@@ -18,7 +18,7 @@ _REFUSED = "custom_validation_failed"
 Error = dict[str, Json]
 
 
-def install(node_ids: Collection[str]) -> None:
+def install_error_merging(node_ids: Collection[str]) -> None:
     """Make ComfyUI report each refusal of these nodes at queue time once.
 
     ComfyUI repeats the sentence of a node's check on every input that the check reads.
@@ -30,13 +30,13 @@ def install(node_ids: Collection[str]) -> None:
         answer = await validate(*args, **kwargs)
         for node in dict(answer[3]).values():  # an empty list if ComfyUI refused the prompt before checking nodes
             if node.get("class_type") in node_ids:
-                node["errors"] = said_once(node["errors"])
+                node["errors"] = merge_errors(node["errors"])
         return answer
 
     execution.validate_prompt = validate_prompt
 
 
-def said_once(errors: list[Error]) -> list[Error]:
+def merge_errors(errors: list[Error]) -> list[Error]:
     """Keep one of several errors with the same sentence: that of the input which the sentence names first.
 
     Names of inputs are replaced by those on the page.
@@ -49,11 +49,11 @@ def said_once(errors: list[Error]) -> list[Error]:
         position = match.start() if match else len(sentence)
         if sentence not in chosen or position < chosen[sentence][0]:
             chosen[sentence] = (position, error)
-    return [{**error, "details": in_words(error["details"])} for _, error in chosen.values()]
+    return [{**error, "details": with_display_names(error["details"])} for _, error in chosen.values()]
 
 
 @contextmanager
-def named() -> Iterator[None]:
+def shorten_error_names() -> Iterator[None]:
     """Give our exceptions a short module name; ComfyUI's page shows it, and it would contain this folder's path.
 
     A `BaseException` such as a panic of Rust code in a library becomes a RuntimeError: otherwise it would end ComfyUI's

@@ -32,7 +32,7 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 _IMAGES = ("wan_i2v_input.jpg", "wan_i2v_shapes.png")
 
 
-class ComfyHost:
+class ComfyContext:
     """The running node's view of ComfyUI: a bar and a line of text on the node, and the Cancel button."""
 
     def __init__(self, prompt: Workflow | None = None) -> None:
@@ -41,17 +41,17 @@ class ComfyHost:
         self._bar = self._unit = None
         self._began, self._text = time.monotonic(), ""
         self._previewer = previews.Previewer()
-        self.folders = folders()
+        self.folders = comfyui_folders()
         self._prompt = prompt or {}
 
     def generations(self) -> list[tuple[ModelRef, Settings]]:
         """Return models and settings of the running workflow's samplers."""
-        return graph.generations(self._prompt, self.folders, DECLARATIONS)
+        return graph.list_generations(self._prompt, self.folders, DECLARATIONS)
 
     def text(self, message: str) -> None:
         """Show a line of status on the node."""
         self._text = message
-        message = pipeline.for_page(message)
+        message = pipeline.escape_for_page(message)
         if self._node_id is not None:
             PromptServer.instance.send_progress_text(_UNITS.sub("\N{NO-BREAK SPACE}", message), self._node_id)
 
@@ -64,7 +64,7 @@ class ComfyHost:
 
     def ended(self) -> None:
         """Replace the last status of a node by its duration, unless a stage has already done so."""
-        if self._text and not self._text.startswith(pipeline.TOOK):
+        if self._text and not self._text.startswith(pipeline.DURATION_PREFIX):
             self.text(f"Took {time.monotonic() - self._began:.1f} s")
 
     def check_cancelled(self) -> None:
@@ -72,7 +72,7 @@ class ComfyHost:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
 
-def folders() -> Folders:
+def comfyui_folders() -> Folders:
     """Return ComfyUI's folders."""
     return Folders(
         models=tuple(path for name in _MODELS for path in folder_paths.get_folder_paths(name)),
@@ -87,27 +87,27 @@ def folders() -> Folders:
 _LIGHT = ("tae", "lighttae"), ("taesd", "taef")
 
 
-def weights(*names: str) -> list[str]:
+def list_weight_files(*names: str) -> list[str]:
     """Return the weight files in ComfyUI's folders of these names, GGUF included, which ComfyUI's own lists leave out.
 
     For "vae" also light decoders, as in core.
     """
     paths = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
-    files = dict.fromkeys(name for folder in paths for name in pipeline.files_in(folder))
+    files = dict.fromkeys(name for folder in paths for name in pipeline.list_weight_paths(folder))
     if "vae" in names:
-        light = [name for name in weights("vae_approx") if name.startswith(_LIGHT[0])]
+        light = [name for name in list_weight_files("vae_approx") if name.startswith(_LIGHT[0])]
         files |= dict.fromkeys(name for name in light if not name.startswith(_LIGHT[1]))
     return list(files)
 
 
-def path_of(folder: str, name: str) -> str:
+def resolve_path(folder: str, name: str) -> str:
     """Return the path of a file that a widget names; only below ComfyUI's folders, as in core."""
     if folder == "vae" and folder_paths.get_full_path(folder, name) is None:
         folder = "vae_approx"
     return folder_paths.get_full_path_or_raise(folder, name)
 
 
-def install_pictures() -> None:
+def install_example_images() -> None:
     """Copy the examples' images into ComfyUI's input folder, unless files of these names exist.
 
     So the examples run without further steps. Only the images are missing if the folder cannot be written.
@@ -122,7 +122,7 @@ def _install(image: Path) -> None:
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with pipeline.written_file(target) as scratch:
+        with pipeline.open_atomic(target) as scratch:
             shutil.copyfile(image, scratch)
     except OSError as error:
         log.warning("ComfyUI-TPU: the examples' image could not be copied: %s. It is %s.", error, image)

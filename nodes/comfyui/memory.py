@@ -50,7 +50,7 @@ def _free() -> None:
     if _is_server_loop():
         _ask_to_unload()
     else:
-        pipeline.free()
+        pipeline.free_memory()
 
 
 def _is_server_loop() -> bool:
@@ -112,7 +112,7 @@ def wrap_unload() -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                pipeline.free()
+                pipeline.free_memory()
 
     unload_all_models.__dict__["frees_tpu"] = True
     comfy.model_management.unload_all_models = unload_all_models

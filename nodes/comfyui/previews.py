@@ -26,7 +26,7 @@ class Previewer:
         previewer = self._previewer(preview.latent_format, sample.device)
         if previewer is None:
             # ComfyUI has no colours for this latent space (CogVideoX).
-            previewer = latent_preview.Latent2RGBPreviewer(*media.main_colours(sample))
+            previewer = latent_preview.Latent2RGBPreviewer(*media.fit_latent_colours(sample))
         return previewer.decode_latent_to_preview_image("JPEG", sample)
 
     def _previewer(self, latent_format: str, device: object) -> "latent_preview.LatentPreviewer | None":

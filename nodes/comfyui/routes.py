@@ -16,23 +16,23 @@ from pathlib import Path
 from aiohttp import web
 
 from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import Feed, in_daemon, parse_json
+from ...tpu_runtime.pipeline import StatsFeed, parse_json, run_in_daemon_thread
 from .. import DECLARATIONS, model
 from ..declare import Json
 from ..graphs import miniature, upgrade
-from ..graphs.queue_end import QueueEnd
-from ..graphs.ran import Records
+from ..graphs.queue_end import QueueEstimator
+from ..graphs.ran import ProvenanceLog
 from . import about
 
 log = logging.getLogger(__name__)
 
 # Bytes; a thousand times the size of large workflows.
-LONGEST_WORKFLOW = 16 * 2**20
+MAX_WORKFLOW_BYTES = 16 * 2**20
 # Path of our web files on the server: it has the name of the pack's folder.
 _WEB = f"/extensions/{Path(__file__).parents[2].name}/"
 
 
-def add(records: Records) -> None:
+def install_routes(records: ProvenanceLog) -> None:
     """Add the routes, and the handlers of prompts.
 
     Must be called while ComfyUI imports its nodes: it copies its table of routes only once.
@@ -42,13 +42,13 @@ def add(records: Records) -> None:
 
     server = PromptServer.instance
     # The server creates its queue later.
-    ends = functools.cache(lambda: QueueEnd(server.prompt_queue))
-    feed = Feed(lambda: {**pipeline.snapshot.stats(), "queue": ends().describe()})
+    ends = functools.cache(lambda: QueueEstimator(server.prompt_queue))
+    feed = StatsFeed(lambda: {**pipeline.snapshot.take_snapshot(), "queue": ends().describe()})
     add_routes(
         server.routes,
         request_unload=lambda: server.prompt_queue.set_flag("unload_models", True),
         feed=feed,
-        here=lambda: pipeline.choices(folder_paths.get_folder_paths("diffusers")),
+        here=lambda: pipeline.list_local_models(folder_paths.get_folder_paths("diffusers")),
     )
     server.app.on_response_prepare.append(_keep_modules_fresh)
     server.add_on_prompt_handler(lambda data: _begin(_upgrade_prompt(data), records))
@@ -58,8 +58,8 @@ def add_routes(
     routes: web.RouteTableDef,
     *,
     request_unload: Callable[[], None],
-    feed: Feed | None = None,
-    free: Callable[..., object] = pipeline.free,
+    feed: StatsFeed | None = None,
+    free: Callable[..., object] = pipeline.free_memory,
     here: Callable[[], Collection[str]] = tuple,
 ) -> None:
     """Add the handlers to `routes`.
@@ -69,7 +69,7 @@ def add_routes(
     free: frees residents by id.
     here: returns the models that need no download.
     """
-    feed, free_worker = feed or Feed(), _FreeWorker(free)
+    feed, free_worker = feed or StatsFeed(), _FreeWorker(free)
     upgrading = asyncio.Lock()  # one at a time: a large workflow needs seconds, and memory
 
     @routes.get("/tpu/stats")
@@ -79,11 +79,11 @@ def add_routes(
 
     @routes.get("/tpu/models")
     async def models(request: web.Request) -> web.Response:
-        return web.json_response(model.catalogue(await asyncio.to_thread(here)))
+        return web.json_response(model.build_catalogue(await asyncio.to_thread(here)))
 
     @routes.get("/tpu/about")
     async def about_pack(request: web.Request) -> web.Response:
-        return web.json_response(await asyncio.to_thread(about.everything))
+        return web.json_response(await asyncio.to_thread(about.describe_pack))
 
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:
@@ -107,7 +107,11 @@ def add_routes(
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response(result)
 
-    for name, change in {"upgrade": _upgrade, "convert": _convert, "miniature": miniature.changes}.items():
+    for name, change in {
+        "upgrade": _upgrade,
+        "convert": _convert,
+        "miniature": miniature.describe_tiny_changes,
+    }.items():
         routes.post(f"/tpu/{name}")(functools.partial(apply, change=change))
 
 
@@ -133,7 +137,7 @@ class _FreeWorker:
             while self._requested:
                 ids, self._requested = tuple(sorted(self._requested)), set()
                 # In a thread of its own, not of the loop's small pool.
-                await asyncio.wrap_future(in_daemon(lambda ids=ids: self._free(ids=ids), "comfyui-tpu-free"))
+                await asyncio.wrap_future(run_in_daemon_thread(lambda ids=ids: self._free(ids=ids), "comfyui-tpu-free"))
         finally:
             self._round = None
 
@@ -143,14 +147,14 @@ async def _read_body(request: web.Request) -> bytes:
     body = bytearray()
     async for piece in request.content.iter_chunked(2**16):
         body += piece
-        if len(body) > LONGEST_WORKFLOW:
-            raise ValueError(f"The body is longer than {LONGEST_WORKFLOW // 2**20} MiB, which no workflow is.")
+        if len(body) > MAX_WORKFLOW_BYTES:
+            raise ValueError(f"The body is longer than {MAX_WORKFLOW_BYTES // 2**20} MiB, which no workflow is.")
     return bytes(body)
 
 
 def _upgrade(workflow: Json) -> dict[str, Json]:
     """Return the workflow with today's nodes if any is older, and the changes; ValueError if it is not a workflow."""
-    upgraded, changes = upgrade.upgraded(workflow, DECLARATIONS)
+    upgraded, changes = upgrade.upgrade_workflow(workflow, DECLARATIONS)
     return {"changes": changes, **({"workflow": upgraded} if changes else {})}
 
 
@@ -165,22 +169,24 @@ def _convert(body: Json) -> dict[str, Json]:
     """Return the workflow in `{"workflow": ..., "back": false}` with loaders swapped, and the changes."""
     if not isinstance(body, dict) or not isinstance(body.get("back", False), bool):
         raise ValueError('The body must be {"workflow": ..., "back": true or false}.')
-    from .host import folders
+    from .host import comfyui_folders
 
-    converted, changes = upgrade.with_tpu_loaders(body.get("workflow"), folders().models, back=body.get("back", False))
+    converted, changes = upgrade.swap_loaders(
+        body.get("workflow"), comfyui_folders().models, back=body.get("back", False)
+    )
     return {"changes": changes, "workflow": converted}
 
 
 def _upgrade_prompt(data: dict[str, Json]) -> dict[str, Json]:
     """Upgrade the nodes of a prompt that a script is about to queue."""
-    prompt, changes = upgrade.upgraded(data.get("prompt"), DECLARATIONS)
+    prompt, changes = upgrade.upgrade_workflow(data.get("prompt"), DECLARATIONS)
     if changes:
         for change in changes:
             log.warning("%s", change)
     return {**data, "prompt": prompt} if changes else data
 
 
-def _begin(data: dict[str, Json], records: Records) -> dict[str, Json]:
+def _begin(data: dict[str, Json], records: ProvenanceLog) -> dict[str, Json]:
     """Reset the notes in the workflow of a prompt that is about to be queued to those of this prompt."""
     extra = data.get("extra_data")
     saved = extra.get("extra_pnginfo") if isinstance(extra, dict) else None

@@ -33,7 +33,7 @@ _DECODERS = frozenset(("VAEDecode", "VAEDecodeTiled"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class LoaderOutput:
     """An output of a loader."""
 
     kind: str  # the node's type
@@ -42,39 +42,39 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplerCall:
     """The calls of one sampler."""
 
-    model: Source
+    model: LoaderOutput
     width: int  # pixels
     height: int  # pixels
     num_frames: int
     window: int  # frames that the network gets at once
     batch: int
     branches: int  # conditionings per step
-    decoders: tuple[Source, ...]  # the VAEs that decode its result
+    decoders: tuple[LoaderOutput, ...]  # the VAEs that decode its result
     pictures: frozenset[str] = frozenset()  # images that a node adds to the conditionings, by its input's name
 
 
-def samplings(workflow: Workflow) -> list[Sampling]:
+def find_sampler_calls(workflow: Workflow) -> list[SamplerCall]:
     """Return the samplings of a workflow that are fully understood, in its order."""
     return [sampling for node_id in workflow if (sampling := _sampling(workflow, node_id)) is not None]
 
 
-def encoders(workflow: Workflow) -> list[Source]:
+def find_text_encoders(workflow: Workflow) -> list[LoaderOutput]:
     """Return the loaders of text encoders that encode prompts."""
     sources = [_source(workflow, node, "clip") for node in workflow.values() if node.get("class_type") in _TEXTS]
     return list({id(source.values): source for source in sources if source is not None}.values())
 
 
-def _sampling(workflow: Workflow, node_id: str) -> Sampling | None:
+def _sampling(workflow: Workflow, node_id: str) -> SamplerCall | None:
     try:
         return _understood(workflow, node_id)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None  # not understood: its nodes raise the error when they run
 
 
-def _understood(workflow: Workflow, node_id: str) -> Sampling | None:
+def _understood(workflow: Workflow, node_id: str) -> SamplerCall | None:
     node = workflow[node_id]
     guider = node
     if node["class_type"] == "SamplerCustomAdvanced":
@@ -96,7 +96,7 @@ def _understood(workflow: Workflow, node_id: str) -> Sampling | None:
     inputs = latent["inputs"]
     frames = int(_number(workflow, latent, "length")) if "length" in inputs else 1
     windows = [node for _, node in _chain(workflow, guider, "model") if node["class_type"] == "WanContextWindowsManual"]
-    return Sampling(
+    return SamplerCall(
         model=model,
         width=int(_number(workflow, latent, "width")),
         height=int(_number(workflow, latent, "height")),
@@ -126,11 +126,11 @@ def _number(workflow: Workflow, node: GraphNode, name: str) -> float:
     return value
 
 
-def _source(workflow: Workflow, node: GraphNode, name: str) -> Source | None:
+def _source(workflow: Workflow, node: GraphNode, name: str) -> LoaderOutput | None:
     """Return the loader of an input, through nodes that pass on their input."""
     for link, origin in _chain(workflow, node, name):
         if origin["class_type"] not in _MODELS:
-            return Source(kind=origin["class_type"], values=origin["inputs"], output=link[1])
+            return LoaderOutput(kind=origin["class_type"], values=origin["inputs"], output=link[1])
     return None
 
 
@@ -165,7 +165,7 @@ def _extras(workflow: Workflow, node: GraphNode, name: str) -> Iterator[str]:
             raise ValueError(f"{kind} is not known")
 
 
-def _decoders(workflow: Workflow, sampler: str) -> Iterator[Source]:
+def _decoders(workflow: Workflow, sampler: str) -> Iterator[LoaderOutput]:
     for node in workflow.values():
         inputs = node.get("inputs", {})
         samples = inputs.get("samples")

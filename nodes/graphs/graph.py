@@ -9,20 +9,20 @@ from typing import TypeAlias, TypeGuard
 
 from ...tpu_runtime.pipeline import (
     QUALITIES,
-    SIZE,
+    SIZE_INPUTS,
     STAGES,
-    Expected,
     ModelRef,
+    PlannedGeneration,
     Settings,
-    Silent,
+    SilentProgress,
     choose_model,
-    is_of_files,
+    drop_zero_sizes,
+    names_single_files,
+    resolve_variant,
     spec_for_family,
-    variant,
-    without_zero_sizes,
 )
 from ..declare import Declaration, Expansion, Folders, Json, Link, Ref, Value, Values
-from ..model import chosen_id
+from ..model import join_model_id
 
 # A node of a workflow in API format, and a workflow: nodes by id.
 GraphNode: TypeAlias = dict[str, Json]
@@ -30,7 +30,7 @@ Workflow: TypeAlias = dict[str, GraphNode]
 # Declarations by node id.
 Table: TypeAlias = Mapping[str, Declaration]
 # Inputs that do not change a program.
-PROGRAMLESS = frozenset({"seed", "fps", "add_noise", "return_with_leftover_noise"})
+WITHOUT_EFFECT_ON_PROGRAMS = frozenset({"seed", "fps", "add_noise", "return_with_leftover_noise"})
 
 
 def is_link(value: Value) -> TypeGuard[list[Value]]:
@@ -47,12 +47,12 @@ def expand(workflow: Workflow, table: Table) -> Workflow:
     """Replace every Expansion of a workflow by its stages, named `<node id>.<stage>`."""
     expanded, results = {}, {}
     for node_id, node in workflow.items():
-        declaration = declaration_of(table, node_id, node["class_type"])
+        declaration = find_declaration(table, node_id, node["class_type"])
         if not isinstance(declaration, Expansion):
             expanded[node_id] = node
             continue
         values = {i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs}
-        for stage in declaration.stages_for(values):
+        for stage in declaration.active_stages(values):
             inputs = {name: _stage_value(node_id, values, value) for name, value in stage.inputs.items()}
             inputs = {name: value for name, value in inputs.items() if value is not None}
             expanded[f"{node_id}.{stage.name}"] = {"class_type": stage.node_id, "inputs": inputs}
@@ -73,7 +73,7 @@ def _replace_link(value: Value, results: Mapping[str, list]) -> Value:
     return results[value[0]][value[1]] if is_link(value) and value[0] in results else value
 
 
-def declaration_of(table: Table, node_id: str, class_type: str) -> Declaration:
+def find_declaration(table: Table, node_id: str, class_type: str) -> Declaration:
     """Return the declaration of a node's type; ValueError if the type is unknown."""
     if class_type not in table:
         raise ValueError(
@@ -83,7 +83,7 @@ def declaration_of(table: Table, node_id: str, class_type: str) -> Declaration:
     return table[class_type]
 
 
-def generations(workflow: Workflow, folders: Folders, table: Table) -> list[tuple[ModelRef, Settings]]:
+def list_generations(workflow: Workflow, folders: Folders, table: Table) -> list[tuple[ModelRef, Settings]]:
     """Return models and settings of a workflow's samplers and pipelines, as their widgets have them.
 
     folders: of the host. table: the known declarations.
@@ -97,7 +97,7 @@ def generations(workflow: Workflow, folders: Folders, table: Table) -> list[tupl
     return planned
 
 
-def expected(workflow: Workflow, folders: Folders, table: Table) -> list[Expected]:
+def plan_generations(workflow: Workflow, folders: Folders, table: Table) -> list[PlannedGeneration]:
     """Return the generations that the runtime can prepare for; those that are not known yet are left out.
 
     folders: of the host. table: the known declarations.
@@ -109,12 +109,12 @@ def expected(workflow: Workflow, folders: Folders, table: Table) -> list[Expecte
         except ValueError:
             continue  # its node raises the error when it runs
         nodes = [node for node in graph.values() if table[node["class_type"]].family == model.spec.family]
-        changing = set(model.spec.inputs) - PROGRAMLESS
+        changing = set(model.spec.inputs) - WITHOUT_EFFECT_ON_PROGRAMS
         is_known = not any(
             is_link(value) and name in changing for node in nodes for name, value in node["inputs"].items()
         )
         stages = _stages(model, {table[node["class_type"]].stage for node in nodes})
-        planned.append(Expected(model=model, stages=stages, settings=settings if is_known else None))
+        planned.append(PlannedGeneration(model=model, stages=stages, settings=settings if is_known else None))
     return planned
 
 
@@ -139,7 +139,7 @@ def _samplers(graph: Workflow, table: Table) -> list[str]:
     return [node_id for node_id, node in graph.items() if table[node["class_type"]].stage == "denoise"]
 
 
-def models(workflow: Workflow, folders: Folders, table: Table) -> list[ModelRef]:
+def list_models(workflow: Workflow, folders: Folders, table: Table) -> list[ModelRef]:
     """Return the models of a workflow's samplers, except those that are known only at run time.
 
     folders: of the host. table: the known declarations.
@@ -157,22 +157,22 @@ def _model(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tup
     is_loaded = is_link(node["inputs"].get("model"))
     choice = _origin(graph, node_id, "model", "model_id", table) if is_loaded else _widgets(graph, node_id, table)
     family = spec_for_family(table[node["class_type"]].family)
-    named = {"model_id": chosen_id(choice), "precision": choice["precision"]}
+    named = {"model_id": join_model_id(choice), "precision": choice["precision"]}
     if "address" in choice:  # a remote model: its variant is guessed from the id
-        spec = family if is_of_files(named["model_id"]) else variant(family, named["model_id"])
+        spec = family if names_single_files(named["model_id"]) else resolve_variant(family, named["model_id"])
         return ModelRef(spec_name=spec.name, **named, address=choice["address"]), choice
-    return choose_model(family, **named, folders=folders.models, progress=Silent()), choice
+    return choose_model(family, **named, folders=folders.models, progress=SilentProgress()), choice
 
 
 def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -> tuple[ModelRef, Settings]:
     model, choice = _model(graph, node_id, folders, table)
-    node, spec, widgets = graph[node_id], model.spec, without_zero_sizes(_widgets(graph, node_id, table))
-    missing = [name for name in SIZE if name in spec.inputs and name not in widgets]
+    node, spec, widgets = graph[node_id], model.spec, drop_zero_sizes(_widgets(graph, node_id, table))
+    missing = [name for name in SIZE_INPUTS if name in spec.inputs and name not in widgets]
     if missing and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
         widgets = {**_origin(graph, node_id, "condition", missing[0], table), **widgets}
     quality = str(choice.get("quality", QUALITIES[0]))
     spec.check_input("quality", quality)  # a loader offers what any model has
-    return model, spec.settings(**widgets).in_quality(quality)
+    return model, spec.settings(**widgets).with_default_quality(quality)
 
 
 def _widgets(graph: Workflow, node_id: str, table: Table) -> dict[str, Value]:

@@ -2,19 +2,19 @@
 
 import copy
 
-from ...tpu_runtime.pipeline import SPECS, is_of_files, spec_for_family, tiny, variant, without_zero_sizes
+from ...tpu_runtime.pipeline import SPECS, drop_zero_sizes, names_single_files, resolve_variant, spec_for_family, tiny
 from .. import DECLARATIONS
 from ..declare import Json, Value
-from ..model import AUTO, PARTS
+from ..model import AUTO, PART_WIDGETS
 from .graph import Workflow, is_link
 
 # The start image of the image-to-video examples.
-EXAMPLES_PICTURE = "wan_i2v_input.jpg"
+EXAMPLE_IMAGE = "wan_i2v_input.jpg"
 # Large workflows have hundreds of nodes.
-MOST_NODES = 5000
+MAX_NODES = 5000
 
 
-def changes(document: Json) -> dict[str, Json]:
+def describe_tiny_changes(document: Json) -> dict[str, Json]:
     """Return the changes that `make_tiny` makes to a prompt as the page queues it.
 
     `values`: new values by node and input. `without`: the nodes that are left out. Raises ValueError if `document` is
@@ -22,8 +22,8 @@ def changes(document: Json) -> dict[str, Json]:
     """
     if not isinstance(document, dict) or not all(map(_is_node, document.values())):
         raise ValueError("The body is not a workflow in API format.")
-    if len(document) > MOST_NODES:
-        raise ValueError(f"The workflow has {len(document)} nodes; at most {MOST_NODES} are looked at.")
+    if len(document) > MAX_NODES:
+        raise ValueError(f"The workflow has {len(document)} nodes; at most {MAX_NODES} are looked at.")
     tiny_workflow = copy.deepcopy(document)
     make_tiny(tiny_workflow)
     values = {
@@ -56,21 +56,21 @@ def make_tiny(workflow: Workflow) -> None:
         defaults = {i.name: i.default for i in DECLARATIONS.get(source["class_type"], declaration).inputs}
         model_id = (defaults | source["inputs"]).get("model_id")
         # A wrong type is reported later, when the whole workflow is checked.
-        known = isinstance(model_id, str) and not is_of_files(model_id)
-        spec = variant(spec_for_family(family), model_id if known else "")
-        texts = tiny.texts(spec, spec.miniature.id)
+        known = isinstance(model_id, str) and not names_single_files(model_id)
+        spec = resolve_variant(spec_for_family(family), model_id if known else "")
+        texts = tiny.trained_texts(spec, spec.miniature.id)
         replacements = {"model_id": spec.miniature.id, **spec.miniature.inputs, **texts}
-        replacements |= {name: AUTO for name in PARTS if name in node["inputs"]}
+        replacements |= {name: AUTO for name in PART_WIDGETS if name in node["inputs"]}
         defaults_by_name = {
             i.name: node["inputs"].get(i.name, i.default) for i in declaration.inputs if i.name in replacements
         }
         if "condition" in node["inputs"]:
-            defaults_by_name = without_zero_sizes(defaults_by_name)  # they stay the image's
+            defaults_by_name = drop_zero_sizes(defaults_by_name)  # they stay the image's
         node["inputs"] |= {name: replacements[name] for name in defaults_by_name}
         image_link = node["inputs"].get("image")
         loader = workflow.get(image_link[0]) if is_link(image_link) else None
         if texts and spec.miniature.picture and loader and loader["class_type"] == "LoadImage":
-            if loader["inputs"].get("image") == EXAMPLES_PICTURE:  # the user's own image stays
+            if loader["inputs"].get("image") == EXAMPLE_IMAGE:  # the user's own image stays
                 loader["inputs"]["image"] = spec.miniature.picture
 
 

@@ -14,10 +14,10 @@ _NO_MATTER = frozenset({"seed", "noise_seed", "prompt", "negative_prompt", "text
 # Nodes that dominate a run's time. A run is not measured if ComfyUI's cache had a result of one.
 _LONG = re.compile(r"TPU(Sampler|Pipeline)$|^KSampler|^SamplerCustom")
 # Limits for prompts from anyone: entries of the history and the queue, nodes, and kinds that are remembered.
-MOST_FINISHED, MOST_WAITING, MOST_NODES, MOST_KINDS = 50, 200, 2000, 256
+MAX_FINISHED, MAX_WAITING, MAX_NODES, MAX_KINDS = 50, 200, 2000, 256
 
 
-class QueueEnd:
+class QueueEstimator:
     """An estimator of the end of one queue. `describe` is for one thread at a time."""
 
     def __init__(self, queue: Any) -> None:
@@ -35,8 +35,8 @@ class QueueEnd:
         if not running and not waiting:
             return None
         ended = self._learn()
-        known, unknown = 0.0, max(0, len(waiting) - MOST_WAITING)
-        for item in (*running, *waiting[:MOST_WAITING]):
+        known, unknown = 0.0, max(0, len(waiting) - MAX_WAITING)
+        for item in (*running, *waiting[:MAX_WAITING]):
             if (seconds := self._seconds.get(self._kind(item) or "")) is None:
                 unknown += 1
                 continue
@@ -49,7 +49,7 @@ class QueueEnd:
     def _learn(self) -> float:
         """Record the durations of finished prompts; return the end of the last one as Unix time."""
         ended = 0.0
-        finished = self._queue.get_history(max_items=MOST_FINISHED, map_function=lambda entry: entry)
+        finished = self._queue.get_history(max_items=MAX_FINISHED, map_function=lambda entry: entry)
         for entry in finished.values():
             moments = {name: data for name, data in (entry.get("status") or {}).get("messages") or ()}
             begin, end = (
@@ -62,7 +62,7 @@ class QueueEnd:
             if begin and end and is_whole and (kind := self._kind(entry["prompt"])) is not None:
                 self._seconds.pop(kind, None)
                 self._seconds[kind] = end - begin
-                if len(self._seconds) > MOST_KINDS:
+                if len(self._seconds) > MAX_KINDS:
                     del self._seconds[next(iter(self._seconds))]
         # Forget prompts that have left the queue and the history.
         ids = {*finished, *(item[1] for items in self._queue.get_current_queue_volatile() for item in items)}
@@ -73,7 +73,7 @@ class QueueEnd:
         """Return a digest that prompts of equal duration share; None if the prompt is too large."""
         prompt_id, prompt = item[1], item[2]
         if prompt_id not in self._kinds:
-            self._kinds[prompt_id] = None if len(prompt) > MOST_NODES else _digest(prompt)
+            self._kinds[prompt_id] = None if len(prompt) > MAX_NODES else _digest(prompt)
         return self._kinds[prompt_id]
 
 

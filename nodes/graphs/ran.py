@@ -18,10 +18,10 @@ KEY = "comfyui-tpu"
 # The stages that a node ran, each with model, chips, seconds and so on; see `pipeline.noted`.
 Notes = Sequence[Mapping[str, Json]]
 # Limits: nodes of a prompt, which may be anyone's, and nodes whose notes are kept.
-MOST_NODES, MOST_KEPT = 2000, 256
+MAX_NODES, MAX_RECORDS = 2000, 256
 
 
-class Records:
+class ProvenanceLog:
     """Notes of nodes that ran in this process, for later prompts whose results come from ComfyUI's cache."""
 
     def __init__(self, kinds: frozenset[str]) -> None:
@@ -40,7 +40,7 @@ class Records:
         if not isinstance(workflow, dict) or not isinstance(workflow.setdefault("extra", {}), dict):
             return
         workflow["extra"].pop(KEY, None)
-        if not self._kept or not isinstance(prompt, dict) or len(prompt) > MOST_NODES:
+        if not self._kept or not isinstance(prompt, dict) or len(prompt) > MAX_NODES:
             return
         known: dict[str, str | None] = {}
         for node_id, node in prompt.items():
@@ -56,14 +56,14 @@ class Records:
         notes: of its stages.
         """
         node_id = node_id.partition(".")[0]
-        if not notes or not isinstance(prompt, dict) or node_id not in prompt or len(prompt) > MOST_NODES:
+        if not notes or not isinstance(prompt, dict) or node_id not in prompt or len(prompt) > MAX_NODES:
             return
         if (key := _signature(prompt, node_id, {})) is None:
             return
         stages = {note["stage"] for note in notes}
         # The stages of an expanded node arrive one after another; each replaces its earlier note.
         self._kept[key] = [*(note for note in self._kept.pop(key, ()) if note["stage"] not in stages), *notes]
-        if len(self._kept) > MOST_KEPT:
+        if len(self._kept) > MAX_RECORDS:
             self._kept.popitem(last=False)
         if isinstance(workflow, dict) and isinstance(workflow.get("extra"), dict):
             _put(workflow, node_id, self._kept[key])
@@ -121,7 +121,7 @@ def _plain(value: Json) -> Json:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def metadata(workflow: Workflow, notes: Mapping[str, Notes], table: Table) -> dict[str, str]:
+def build_metadata(workflow: Workflow, notes: Mapping[str, Notes], table: Table) -> dict[str, str]:
     """Return a file's metadata entry `prompt` for a workflow in API format, as ASCII JSON that ComfyUI reads.
 
     notes: by id of the expanded nodes.

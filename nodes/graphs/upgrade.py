@@ -14,14 +14,14 @@ from typing import TypeAlias
 from ...tpu_runtime import pipeline as runtime
 from ...tpu_runtime.pipeline import QUALITIES
 from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
-from ..model import CLIP_TYPES, quality_of
+from ..model import CLIP_TYPES, parse_quality
 
 Document: TypeAlias = dict[str, Json]
 Table: TypeAlias = Mapping[str, Declaration]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Old:
+class LegacyNode:
     """A separate pack's node."""
 
     widgets: tuple[str, ...]  # in the order of saved values
@@ -37,32 +37,32 @@ _STEPS = ("num_inference_steps", "guidance_scale", "seed")
 _FRAMES = ("frames", "fps")
 # yangwhale/gpu-tpu-pedia, `tpu/ComfyUI/custom_nodes/*/nodes.py`.
 _OLD = {
-    "Flux2TextEncoder": Old(widgets=("prompt", "model_id"), outputs=_EMBEDS[:1]),
-    "Flux2TPUSampler": Old(widgets=("height", "width", *_STEPS, "model_id"), outputs=("latents",)),
-    "Flux2TPUVAEDecoder": Old(widgets=("height", "width", "model_id"), outputs=("image",)),
-    "Flux2TPUPipeline": Old(widgets=("prompt", "height", "width", *_STEPS, "model_id"), outputs=("image",)),
+    "Flux2TextEncoder": LegacyNode(widgets=("prompt", "model_id"), outputs=_EMBEDS[:1]),
+    "Flux2TPUSampler": LegacyNode(widgets=("height", "width", *_STEPS, "model_id"), outputs=("latents",)),
+    "Flux2TPUVAEDecoder": LegacyNode(widgets=("height", "width", "model_id"), outputs=("image",)),
+    "Flux2TPUPipeline": LegacyNode(widgets=("prompt", "height", "width", *_STEPS, "model_id"), outputs=("image",)),
     # One socket carried both encoded prompts.
-    "CogVideoXTextEncoder": Old(widgets=_PROMPTS, outputs=_EMBEDS[:1]),
-    "CogVideoXTPUSampler": Old(
+    "CogVideoXTextEncoder": LegacyNode(widgets=_PROMPTS, outputs=_EMBEDS[:1]),
+    "CogVideoXTPUSampler": LegacyNode(
         widgets=(*_VIDEO, *_STEPS), sockets={"embeddings": _EMBEDS}, outputs=("latents", "")
     ),
-    "CogVideoXTPUVAEDecoder": Old(widgets=("fps",), outputs=_FRAMES),
-    "Wan21TextEncoder": Old(widgets=_PROMPTS, outputs=_EMBEDS),
-    "Wan21TPUSampler": Old(widgets=(*_VIDEO, *_STEPS, "model_id", "flow_shift"), outputs=("latents", "num_frames")),
-    "Wan21TPUVAEDecoder": Old(widgets=("model_id", "fps"), outputs=_FRAMES),
-    "Wan21TPUPipeline": Old(
+    "CogVideoXTPUVAEDecoder": LegacyNode(widgets=("fps",), outputs=_FRAMES),
+    "Wan21TextEncoder": LegacyNode(widgets=_PROMPTS, outputs=_EMBEDS),
+    "Wan21TPUSampler": LegacyNode(widgets=(*_VIDEO, *_STEPS, "model_id", "flow_shift"), outputs=("latents", "num_frames")),
+    "Wan21TPUVAEDecoder": LegacyNode(widgets=("model_id", "fps"), outputs=_FRAMES),
+    "Wan21TPUPipeline": LegacyNode(
         widgets=("prompt", "negative_prompt", *_VIDEO, *_STEPS, "model_id", "fps", "flow_shift"), outputs=_FRAMES
     ),
-    "Wan22I2VTextEncoder": Old(widgets=_PROMPTS, outputs=_EMBEDS),
-    "Wan22I2VImageEncoder": Old(widgets=(*_VIDEO, "model_id"), outputs=("condition", "")),
+    "Wan22I2VTextEncoder": LegacyNode(widgets=_PROMPTS, outputs=_EMBEDS),
+    "Wan22I2VImageEncoder": LegacyNode(widgets=(*_VIDEO, "model_id"), outputs=("condition", "")),
     # The encoded image now holds the video's size.
-    "Wan22I2VTPUSampler": Old(
+    "Wan22I2VTPUSampler": LegacyNode(
         widgets=("num_inference_steps", "guidance_scale", "shift", "seed", "model_id"),
         sockets={"latent_info": ()},
         added={"guidance_scale_2": 0.0},  # both experts shared one
         outputs=("latents", "num_frames"),
     ),
-    "Wan22I2VTPUVAEDecoder": Old(widgets=("model_id", "fps"), outputs=_FRAMES),
+    "Wan22I2VTPUVAEDecoder": LegacyNode(widgets=("model_id", "fps"), outputs=_FRAMES),
 }  # fmt: skip
 # Types of sockets that today's nodes do not have.
 _OLD_TYPES = frozenset({"TENSOR", "COGVIDEOX_EMBEDS", "COGVIDEOX_LATENTS", "CONDITION", "LATENT_INFO"})
@@ -71,7 +71,7 @@ _CONTROLS = ("fixed", "increment", "decrement", "randomize")
 _HEADLINE = "This workflow was saved by the separate TPU packs; it now has ComfyUI-TPU's nodes."
 
 
-def upgraded(document: Json, table: Table) -> tuple[Json, list[str]]:
+def upgrade_workflow(document: Json, table: Table) -> tuple[Json, list[str]]:
     """Return a workflow with today's nodes, and a sentence for each change.
 
     table: today's declarations by id.
@@ -312,7 +312,7 @@ def _widgets(declared: Declaration) -> list[Input | None]:
     return widgets
 
 
-def _lengths(old: Old) -> tuple[int, int]:
+def _lengths(old: LegacyNode) -> tuple[int, int]:
     """Return how many values the old node saved, without and with the page's own."""
     return len(old.widgets), len(old.widgets) + ("seed" in old.widgets)
 
@@ -322,7 +322,7 @@ def _is_typed(declared: Input, value: Value) -> bool:
     return number if declared.type in ("INT", "FLOAT") else isinstance(value, VALUE_TYPES[declared.type])
 
 
-def _name_values(old: Old, values: Json) -> tuple[dict[str, Json], list[Json]]:
+def _name_values(old: LegacyNode, values: Json) -> tuple[dict[str, Json], list[Json]]:
     """Return saved values by name, and the values that are left over.
 
     The value that the page adds after a seed has the name "".
@@ -392,7 +392,7 @@ _PARTLY = (
 _MOST_LOADERS = 200
 
 
-def with_tpu_loaders(document: Json, folders: Sequence[str], *, back: bool = False) -> tuple[Json, list[str]]:
+def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) -> tuple[Json, list[str]]:
     """Return a workflow with loaders swapped, subgraphs included, and a sentence for each loader, also for those that
     stay.
 
@@ -426,7 +426,7 @@ def with_tpu_loaders(document: Json, folders: Sequence[str], *, back: bool = Fal
             staying.append(label)
             continue
         node[key] = other
-        if back and quality_of(values.get("weight_dtype")) != QUALITIES[0]:  # core's loader does not have it
+        if back and parse_quality(values.get("weight_dtype")) != QUALITIES[0]:  # core's loader does not have it
             if isinstance(saved, list):
                 saved[names.index("weight_dtype")] = "default"
             elif isinstance(saved, dict):
@@ -448,13 +448,13 @@ def _why_not(kind: str, values: Values, folders: Sequence[str]) -> str:
         known = ", ".join(CLIP_TYPES)
         return "" if values.get("type") in CLIP_TYPES else f"its type is not one of {known}"
     name = str(values.get(LOADERS[kind][1][0], ""))
-    if PurePath(name).name in runtime.published.models():
+    if PurePath(name).name in runtime.published.list_models():
         return ""
     unknown = "the file is not a model that runs on the TPU, or is not in ComfyUI's folders"
     if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):
         return unknown
     try:
-        runtime.choose_part(runtime.SPECS, name, folders=tuple(folders))
+        runtime.choose_partial_model(runtime.SPECS, name, folders=tuple(folders))
     except (ValueError, OSError):
         return unknown
     return ""

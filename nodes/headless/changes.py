@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ...tpu_runtime.pipeline import parse_json
 from ..declare import Input, Json, Value
-from ..graphs.graph import Workflow, declaration_of
-from .runner import HEADLESS
+from ..graphs.graph import Workflow, find_declaration
+from .runner import HEADLESS_NODES
 
 
 def read_json(path: Path) -> Json:
@@ -18,7 +18,7 @@ def read_json(path: Path) -> Json:
         raise ValueError(f"{path} is not JSON: {error}.") from None
 
 
-def assign(workflow: Workflow, assignment: str) -> None:
+def apply_assignment(workflow: Workflow, assignment: str) -> None:
     """Apply one assignment NODE.INPUT=VALUE; NODE is an id, or a class or title that only one node has."""
     target, equals, text = assignment.partition("=")
     if not equals or "." not in target:
@@ -47,7 +47,7 @@ def _find_input(workflow: Workflow, target: str, label: str) -> tuple[dict[str, 
     node_name, _, input_name = target.rpartition(".")
     node_id = _find_node(workflow, node_name, label)
     node = workflow[node_id]
-    names = {i.name: i for i in declaration_of(HEADLESS, node_id, node["class_type"]).inputs}
+    names = {i.name: i for i in find_declaration(HEADLESS_NODES, node_id, node["class_type"]).inputs}
     if input_name not in names:
         raise ValueError(f"{label}: {node_name} has no input {input_name}; it has {', '.join(names)}.")
     return node["inputs"], names[input_name]

@@ -10,16 +10,16 @@ import numpy as np
 
 from ...tpu_runtime.pipeline import QUALITIES, media, spec_for_family
 from ..declare import Folders, Value
-from ..graphs.graph import Workflow, models
-from .runner import HEADLESS, TerminalHost, run_workflow
+from ..graphs.graph import Workflow, list_models
+from .runner import HEADLESS_NODES, TerminalContext, run_workflow
 
 QUALITY = "quality"
 DEFAULT = ",".join(QUALITIES[:2])  # every model has these
-MOST_DB = 99.0
+MAX_PSNR_DB = 99.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendered:
+class QualityResult:
     """The results of one quality."""
 
     quality: str
@@ -29,7 +29,7 @@ class Rendered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class PsnrComparison:
     """The difference of one result from that of the first quality."""
 
     node_id: str
@@ -38,7 +38,7 @@ class Difference:
     least_psnr: float  # dB, of the frame with the largest difference
 
 
-def check_qualities(text: str) -> tuple[str, ...]:
+def parse_qualities(text: str) -> tuple[str, ...]:
     """Return the comma-separated qualities of a command.
 
     Raises ValueError for fewer than two, or an unknown one.
@@ -52,14 +52,16 @@ def check_qualities(text: str) -> tuple[str, ...]:
     return qualities
 
 
-def with_quality(workflow: Workflow, quality: str) -> Workflow:
+def set_quality(workflow: Workflow, quality: str) -> Workflow:
     """Return a copy of a workflow in which every sampler and loader has this quality.
 
     Raises ValueError if it has no sampler, or one does not support the quality.
     """
     changed = copy.deepcopy(workflow)
     known = {
-        node_id: HEADLESS[node["class_type"]] for node_id, node in changed.items() if node["class_type"] in HEADLESS
+        node_id: HEADLESS_NODES[node["class_type"]]
+        for node_id, node in changed.items()
+        if node["class_type"] in HEADLESS_NODES
     }
     nodes = [node_id for node_id, node in known.items() if any(i.name == QUALITY for i in node.inputs)]
     if not any(known[node_id].family for node_id in nodes):
@@ -71,24 +73,24 @@ def with_quality(workflow: Workflow, quality: str) -> Workflow:
     return changed
 
 
-def render(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> Iterator[Rendered]:
+def render_qualities(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> Iterator[QualityResult]:
     """Run the workflow in each quality; each writes its files into a subfolder.
 
     workflow: in API format.
     qualities: the first is the reference.
     folders: where models and inputs are, and where results go.
     """
-    copies = [with_quality(workflow, quality) for quality in qualities]
+    copies = [set_quality(workflow, quality) for quality in qualities]
     for quality, copied in zip(qualities, copies, strict=True):  # models of a family may have different qualities
-        for model in models(copied, folders, HEADLESS):
+        for model in list_models(copied, folders, HEADLESS_NODES):
             model.spec.check_input(QUALITY, quality)
     for quality, copied in zip(qualities, copies, strict=True):
-        host = TerminalHost(replace(folders, output=folders.output / quality))
+        host = TerminalContext(replace(folders, output=folders.output / quality))
         outputs_by_node = run_workflow(copied, host)
         first = {node_id: outputs[0] for node_id, outputs in outputs_by_node.items() if outputs}
         videos = {node_id: value for node_id, value in first.items() if isinstance(value, media.Video)}
         pictures = {node_id: value for node_id, value in first.items() if getattr(value, "ndim", 0) == 4}
-        yield Rendered(
+        yield QualityResult(
             quality=quality,
             frames={**pictures, **{node_id: video.frames for node_id, video in videos.items()}},
             rates={node_id: video.frame_rate for node_id, video in videos.items()},
@@ -96,14 +98,14 @@ def render(workflow: Workflow, qualities: Sequence[str], folders: Folders) -> It
         )
 
 
-def differences(rendered: Sequence[Rendered]) -> Iterator[Difference]:
+def compare_psnr(rendered: Sequence[QualityResult]) -> Iterator[PsnrComparison]:
     """Yield each result's difference from that of the first quality."""
     reference, *others = rendered
     for other in others:
         for node_id, expected in reference.frames.items():
             errors = [_error(*pair) for pair in zip(other.frames[node_id], expected, strict=True)]
             whole, least = _decibels(sum(errors) / len(errors)), _decibels(max(errors))
-            yield Difference(node_id=node_id, quality=other.quality, psnr=whole, least_psnr=least)
+            yield PsnrComparison(node_id=node_id, quality=other.quality, psnr=whole, least_psnr=least)
 
 
 def psnr(one: Value, other: Value) -> float:
@@ -116,10 +118,10 @@ def _error(one: Value, other: Value) -> float:
 
 
 def _decibels(error: float) -> float:
-    return min(MOST_DB, -10 * math.log10(max(error, 1e-12)))
+    return min(MAX_PSNR_DB, -10 * math.log10(max(error, 1e-12)))
 
 
-def save_side_by_side(rendered: Sequence[Rendered], folder: Path) -> list[Path]:
+def save_side_by_side(rendered: Sequence[QualityResult], folder: Path) -> list[Path]:
     """Save every result with all qualities next to each other, labelled: as a video, or as one image per frame."""
     paths, names = [], [result.quality for result in rendered]
     for node_id in rendered[0].frames:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...tpu_runtime.pipeline import media
-from ..declare import Folders, Host, Input, Node, Output, Value
+from ..declare import Folders, Input, Node, NodeContext, Output, Value
 
 _IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")
 _VIDEO = Input(name="video", type="VIDEO", tooltip="The video.")
@@ -13,7 +13,7 @@ _WEBP_EFFORT = {"default": 4, "fastest": 0, "slowest": 6}
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-class SavingHost(Host, Protocol):
+class SavingContext(NodeContext, Protocol):
     """A host that writes `metadata` into its files."""
 
     metadata: dict[str, str]
@@ -25,11 +25,11 @@ def find_image(folders: Folders, image: str) -> Path:
     return next((path for path in candidates if path.is_file()), candidates[0])
 
 
-def _load_image(host: Host, *, image: str) -> tuple:
+def _load_image(host: NodeContext, *, image: str) -> tuple:
     return media.load_image(find_image(host.folders, image))
 
 
-def _save_images(host: SavingHost, *, images: Value, filename_prefix: str) -> tuple:
+def _save_images(host: SavingContext, *, images: Value, filename_prefix: str) -> tuple:
     for image in images:
         path = media.free_path(host.folders.output, Path(filename_prefix).name, ".png")
         media.save_image(path, image, host.metadata)
@@ -38,7 +38,7 @@ def _save_images(host: SavingHost, *, images: Value, filename_prefix: str) -> tu
 
 
 def _save_animation(
-    host: SavingHost, *, images: Value, filename_prefix: str, fps: float, lossless: bool, quality: int, method: str
+    host: SavingContext, *, images: Value, filename_prefix: str, fps: float, lossless: bool, quality: int, method: str
 ) -> tuple:
     path = media.free_path(host.folders.output, Path(filename_prefix).name, ".webp")
     effort, prompt = _WEBP_EFFORT[method], host.metadata.get("prompt")
@@ -47,14 +47,14 @@ def _save_animation(
     return (images,)
 
 
-def _create_video(host: Host, *, images: Value, fps: float, bit_depth: int, audio: None) -> tuple[media.Video]:
+def _create_video(host: NodeContext, *, images: Value, fps: float, bit_depth: int, audio: None) -> tuple[media.Video]:
     if bit_depth != 8:
         raise ValueError(f"CreateVideo: bit_depth is {bit_depth}; without ComfyUI it can only be 8.")
-    return (media.Video(frames=images, frame_rate=media.frame_rate(fps)),)
+    return (media.Video(frames=images, frame_rate=media.exact_frame_rate(fps)),)
 
 
 def _save_video(
-    host: SavingHost, *, video: media.Video, filename_prefix: str, format: str, codec: str
+    host: SavingContext, *, video: media.Video, filename_prefix: str, format: str, codec: str
 ) -> tuple[media.Video]:
     path = media.free_path(host.folders.output, Path(filename_prefix).name, ".mp4")
     media.save_video(path, video, metadata=host.metadata)

@@ -19,13 +19,13 @@ KINDS = {
 EXTRA = "extra_model_paths.yaml"
 
 
-def find(comfyui: Path) -> tuple[str, ...]:
+def find_model_folders(comfyui: Path) -> tuple[str, ...]:
     """Return the existing model folders of a ComfyUI, without duplicates, in the order of KINDS."""
     paths = (path for names in KINDS.values() for path in _list_folders(comfyui, *names))
     return tuple(path for path in dict.fromkeys(paths) if Path(path).is_dir())
 
 
-def loras(comfyui: Path) -> tuple[str, ...]:
+def find_lora_folders(comfyui: Path) -> tuple[str, ...]:
     """Return the LoRA folders; the first is ComfyUI's own, the one to create if none exists."""
     return tuple(dict.fromkeys(_list_folders(comfyui, "loras")))
 

@@ -14,11 +14,11 @@ from ...tpu_runtime.pipeline import ModelRef, Preview, Settings
 from .. import DECLARATIONS
 from ..declare import Folders, Node, Value, Values, by_id
 from ..graphs import ran
-from ..graphs.graph import Table, Workflow, expand, expected, generations, is_link, node_label
+from ..graphs.graph import Table, Workflow, expand, is_link, list_generations, node_label, plan_generations
 from . import core_nodes
 from .workflow import validate_workflow
 
-HEADLESS: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
+HEADLESS_NODES: Table = by_id((*DECLARATIONS.values(), *core_nodes.NODES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class NodeTime:
     elapsed_s: float
 
 
-class TimedHost(core_nodes.SavingHost, Protocol):
+class TimedContext(core_nodes.SavingContext, Protocol):
     """A host that is notified which node of which workflow runs."""
 
     tells: bool  # whether saved files get the provenance of their results
@@ -41,12 +41,12 @@ class TimedHost(core_nodes.SavingHost, Protocol):
 
 
 # Seconds between two progress lines if the output is not a terminal.
-LINE_S = 30.0
+LINE_INTERVAL_S = 30.0
 _OF = re.compile(r"\d+ of \d+")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
-class TerminalHost:
+class TerminalContext:
     """Progress on a terminal: one line per node with its time, and a status line that is overwritten."""
 
     def __init__(self, folders: Folders, stream: TextIO | None = None, *, tells: bool = False) -> None:
@@ -60,14 +60,14 @@ class TerminalHost:
 
     def generations(self) -> list[tuple[ModelRef, Settings]]:
         """Return models and settings of the running workflow's samplers."""
-        return generations(self.workflow, self.folders, HEADLESS)
+        return list_generations(self.workflow, self.folders, HEADLESS_NODES)
 
     def text(self, message: str) -> None:
         """Print a line of status. If output is not a terminal, print at most one progress line every 30 s."""
         message = pipeline.printable(message)
         kind, now = _NUMBER.sub("", message), time.monotonic()
         is_progress = _OF.search(message) is not None
-        if not self._is_tty and is_progress and kind == self._last and now - self._written_at < LINE_S:
+        if not self._is_tty and is_progress and kind == self._last and now - self._written_at < LINE_INTERVAL_S:
             return
         self._last, self._written_at = kind, now
         self._clear()
@@ -100,7 +100,7 @@ class TerminalHost:
             self._stream.write("\r\x1b[K")
 
 
-def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -> dict[str, tuple[Value, ...]]:
+def run_workflow(workflow: Workflow, host: TimedContext, table: Table = HEADLESS_NODES) -> dict[str, tuple[Value, ...]]:
     """Run the output nodes and all nodes they need; return the outputs of the output nodes by node id.
 
     workflow: in API format.
@@ -112,17 +112,17 @@ def run_workflow(workflow: Workflow, host: TimedHost, table: Table = HEADLESS) -
         raise ValueError("\n".join(problems))
     for node in workflow.values():
         constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
-        table[node["class_type"]].check_constants(host.folders, constants, set(node["inputs"]) - set(constants))
+        table[node["class_type"]].validate_constants(host.folders, constants, set(node["inputs"]) - set(constants))
     host.workflow, graph = workflow, expand(workflow, table)
     order = execution_order(graph, table)
-    pipeline.expect(expected(workflow, host.folders, table), progress=host)
+    pipeline.announce_generations(plan_generations(workflow, host.folders, table), progress=host)
     results: dict[str, tuple[Value, ...]] = {}
     notes: dict[str, ran.Notes] = {}
     for node_id in order:
         node = _node(graph, node_id, table)
         if host.tells and node.is_output:
-            host.metadata = ran.metadata(workflow, notes, table)
-        with host.timed(_title(node, node_id, graph)), pipeline.noted() as notes[node_id]:
+            host.metadata = ran.build_metadata(workflow, notes, table)
+        with host.timed(_title(node, node_id, graph)), pipeline.record_stages() as notes[node_id]:
             results[node_id] = node.run(host, **node.values(_resolve_links(graph[node_id]["inputs"], results)))
     return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
 

@@ -18,7 +18,7 @@ _NODE = {
 _SOCKET = {"name": str, "link": int}
 
 
-def page_nodes(document: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+def read_page_nodes(document: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the nodes of a page by id, without null fields. Raises ValueError for a malformed one."""
     nodes = {}
     for number, raw in enumerate(_list(document, "nodes"), start=1):
@@ -34,7 +34,7 @@ def page_nodes(document: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     return nodes
 
 
-def page_links(document: Mapping[str, Json]) -> dict[int, tuple[str, int]]:
+def read_page_links(document: Mapping[str, Json]) -> dict[int, tuple[str, int]]:
     """Return `id -> (origin node, origin output)`, from the page's list form or its newer dict form.
 
     Raises ValueError for a malformed link.
@@ -49,7 +49,7 @@ def page_links(document: Mapping[str, Json]) -> dict[int, tuple[str, int]]:
     return origins
 
 
-def page_subgraphs(document: Mapping[str, Json]) -> dict[str, tuple[str, list[str]]]:
+def read_page_subgraphs(document: Mapping[str, Json]) -> dict[str, tuple[str, list[str]]]:
     """Return the name and the node types of each subgraph of a document, by its id, the type of its node outside."""
     definitions = document.get("definitions")
     listed = definitions.get("subgraphs") if isinstance(definitions, Mapping) else None
@@ -66,7 +66,7 @@ def _types(nodes: Json) -> list[str]:
     return [node["type"] for node in listed if isinstance(node, Mapping) and isinstance(node.get("type"), str)]
 
 
-def api_nodes(document: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+def read_api_nodes(document: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return copies of the nodes of a workflow in API format. Raises ValueError for a malformed one."""
     nodes = {}
     for name, raw in document.items():

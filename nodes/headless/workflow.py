@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ..declare import Declaration, Input, Json, Value
-from ..graphs.graph import Table, Workflow, declaration_of, is_link, node_label
-from ..graphs.upgrade import upgraded
-from .structure import api_nodes, page_links, page_nodes, page_subgraphs
+from ..graphs.graph import Table, Workflow, find_declaration, is_link, node_label
+from ..graphs.upgrade import upgrade_workflow
+from .structure import read_api_nodes, read_page_links, read_page_nodes, read_page_subgraphs
 
 log = logging.getLogger(__name__)
 
-PAGE_ONLY = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode"})
+FRONTEND_ONLY = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode"})
 _MUTED, _BYPASSED = 2, 4
 # A subgraph's type on the page.
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -27,14 +27,14 @@ def to_api(document: Json, table: Table) -> Workflow:
     Nodes of the separate packs are upgraded to today's, and the log lists the changes. Raises ValueError if the
     document is not a workflow that can run.
     """
-    document, changes = upgraded(document, table)
+    document, changes = upgrade_workflow(document, table)
     if changes:
         for change in changes:
             log.warning("%s", change)
     if isinstance(document, dict) and "nodes" in document and "links" in document:
         return _Page(document, table).to_api()
     if isinstance(document, dict) and document and all(_is_api_node(node) for node in document.values()):
-        return api_nodes(document)
+        return read_api_nodes(document)
     raise ValueError("This is not a ComfyUI workflow: it needs `nodes` and `links`, or nodes with a class_type.")
 
 
@@ -46,15 +46,15 @@ class _Page:
     """A document in the page's format."""
 
     def __init__(self, document: Mapping[str, Json], table: Table):
-        self._nodes = page_nodes(document)
-        self._links = page_links(document)
+        self._nodes = read_page_nodes(document)
+        self._links = read_page_links(document)
         self._table = table
-        self._subgraphs = page_subgraphs(document)
+        self._subgraphs = read_page_subgraphs(document)
 
     def to_api(self) -> Workflow:
         workflow = {}
         for node_id, node in self._nodes.items():
-            if node["type"] in PAGE_ONLY or node.get("mode") in (_MUTED, _BYPASSED):
+            if node["type"] in FRONTEND_ONLY or node.get("mode") in (_MUTED, _BYPASSED):
                 continue
             try:
                 inputs = self._widgets(node_id, node) | self._read_links(node)
@@ -69,7 +69,7 @@ class _Page:
         The page stores them by position; an older version of the node has fewer.
         """
         self._check_no_subgraph(node_id, node["type"])
-        declaration = declaration_of(self._table, node_id, node["type"])
+        declaration = find_declaration(self._table, node_id, node["type"])
         values = node.get("widgets_values") or []
         if isinstance(values, dict):
             return {i.name: values[i.name] for i in declaration.inputs if i.is_widget and i.name in values}
@@ -85,9 +85,9 @@ class _Page:
             return
         name, inner = self._subgraphs.get(kind, ("", []))
         for node_type in inner:
-            if node_type not in PAGE_ONLY and node_type not in self._subgraphs:
+            if node_type not in FRONTEND_ONLY and node_type not in self._subgraphs:
                 # Raises for a node that only runs in ComfyUI, in whatever format the workflow is saved.
-                declaration_of(self._table, f"{node_id} (in the subgraph {name!r})", node_type)
+                find_declaration(self._table, f"{node_id} (in the subgraph {name!r})", node_type)
         which = f"the subgraph {name!r}" if name else "a subgraph that the file does not hold"
         raise ValueError(
             f"Node {node_id} is {which}; a workflow that runs without ComfyUI's page has its nodes outside of "
@@ -138,7 +138,7 @@ class _Page:
                 raise ValueError(
                     f"The workflow's link {link_id} is of output {output} of node {origin}, which has none."
                 )
-            index = bypass_index(types, output, str(node["outputs"][output].get("type")), wanted)
+            index = find_bypass_input(types, output, str(node["outputs"][output].get("type")), wanted)
             return None if index is None else self._follow([sockets[index]], types[index])
         return [origin, output]
 
@@ -155,7 +155,7 @@ class _Page:
         return None if link is None else self._source(link, wanted)
 
 
-def bypass_index(inputs: Sequence[str], output: int, given: str, wanted: str) -> int | None:
+def find_bypass_input(inputs: Sequence[str], output: int, given: str, wanted: str) -> int | None:
     """Return the index of the input that replaces an output of a bypassed node, as ComfyUI's page chooses it; None if
     none fits.
 
@@ -192,7 +192,7 @@ def validate_workflow(workflow: Workflow, table: Table) -> list[str]:
     problems = []
     for node_id, node in workflow.items():
         try:
-            declaration = declaration_of(table, node_id, node["class_type"])
+            declaration = find_declaration(table, node_id, node["class_type"])
         except ValueError as error:
             problems.append(str(error))
             continue

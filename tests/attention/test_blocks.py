@@ -12,11 +12,11 @@ import pytest
 from comfyui_tpu.attention import tiles
 from comfyui_tpu.attention.api import joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy, Kernel
-from comfyui_tpu.attention.tiles import Nearby, Tiling
+from comfyui_tpu.attention.tiles import SlidingTileMask, Tiling
 from comfyui_tpu.kernels import attention as kernel
 from comfyui_tpu.kernels import attention_body, attention_reference
-from comfyui_tpu.kernels.attention_form import Form
-from comfyui_tpu.kernels.attention_reference import TOGETHER, Blocks, first, in_blocks
+from comfyui_tpu.kernels.attention_form import AttentionConfig
+from comfyui_tpu.kernels.attention_reference import BLOCKS_PER_TURN, BlockSparsity, keys_in_blocks, keys_of_length
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -25,7 +25,7 @@ from comfyui_tpu.tests.support.patience import mostly
 
 pytestmark = pytest.mark.slow
 
-SMALL = Form(block_q=128, step=64, online_step=64)
+SMALL = AttentionConfig(block_q=128, step=64, online_step=64)
 FORMS = {
     "bounded": replace(SMALL, maximum="zero"),
     "sampled": SMALL,
@@ -36,17 +36,19 @@ FORMS = {
 }
 
 
-def listed(count: int, size: int = 128, blocks: int = 7, keep: int = 1, seed: int = 0) -> Blocks:
+def listed(count: int, size: int = 128, blocks: int = 7, keep: int = 1, seed: int = 0) -> BlockSparsity:
     """Each block's own and others drawn, of `count`; of some blocks few rows are real, of one `keep`."""
     random = np.random.default_rng(seed)
     others = [random.permutation([n for n in range(blocks) if n != own])[: count - 1] for own in range(blocks)]
     real = random.integers(size // 2, size + 1, blocks)
     real[[2, 4]] = keep, size
     kept = np.array([[own, *each] for own, each in enumerate(others)], np.int32)
-    return Blocks(size=size, real=real.astype(np.int32), kept=kept)
+    return BlockSparsity(size=size, real=real.astype(np.int32), kept=kept)
 
 
-def drawn(blocks: Blocks, heads: int, head_dim: int, extra: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def drawn(
+    blocks: BlockSparsity, heads: int, head_dim: int, extra: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values; of padding keys and values are NaN."""
     random = np.random.default_rng(1)
     q, k, v = (random.normal(size=(1, blocks.rows + extra, heads, head_dim)).astype(np.float32) for _ in range(3))
@@ -57,11 +59,11 @@ def drawn(blocks: Blocks, heads: int, head_dim: int, extra: int = 0) -> tuple[np
     return q, k, v
 
 
-def real_rows(blocks: Blocks) -> np.ndarray:
+def real_rows(blocks: BlockSparsity) -> np.ndarray:
     return (np.arange(blocks.size) < blocks.real[:, None]).ravel()
 
 
-def softmax(q: Any, k: Any, v: Any, blocks: Blocks, text: Any = None) -> np.ndarray:
+def softmax(q: Any, k: Any, v: Any, blocks: BlockSparsity, text: Any = None) -> np.ndarray:
     """`[rows, heads, head_dim]` of each block of queries, by its own keys and all of the text's."""
     real, out = real_rows(blocks), np.zeros(q.shape[1:], np.float64)
     for number in range(-(-q.shape[1] // blocks.size)):
@@ -81,11 +83,11 @@ def flat(x: Any) -> jax.Array:
     return jnp.asarray(x.reshape(*x.shape[:2], -1))
 
 
-def attended(name: str, q: Any, k: Any, v: Any, blocks: Blocks, text: Any = None) -> jax.Array:
+def attended(name: str, q: Any, k: Any, v: Any, blocks: BlockSparsity, text: Any = None) -> jax.Array:
     """`[rows, heads, head_dim]` by the reference or by the kernel in the form of that name."""
-    keys = [in_blocks(flat(k), flat(v), blocks)]
+    keys = [keys_in_blocks(flat(k), flat(v), blocks)]
     if text is not None:
-        keys.append(first(flat(text[0]), flat(text[1]), text[0].shape[1]))
+        keys.append(keys_of_length(flat(text[0]), flat(text[1]), text[0].shape[1]))
     how = {"head_dim": q.shape[-1], "log_sums": False}
     if name == "reference":
         run = functools.partial(attention_reference.flat_attention, **how)
@@ -96,7 +98,7 @@ def attended(name: str, q: Any, k: Any, v: Any, blocks: Blocks, text: Any = None
     return jax.jit(lambda q: run(q, keys)[0])(flat(q)).reshape(q.shape[1:])
 
 
-def sparse_or_not(name: str, blocks: Blocks, q: Any, k: Any, v: Any, is_sparse: Any) -> jax.Array:
+def sparse_or_not(name: str, blocks: BlockSparsity, q: Any, k: Any, v: Any, is_sparse: Any) -> jax.Array:
     return attended(name, q, k, v, replace(blocks, is_sparse=is_sparse))
 
 
@@ -152,9 +154,9 @@ def test_a_text_beside_it_is_seen_by_all(name: str):
 @pytest.mark.parametrize("name", ["bounded", "online"])
 def test_a_list_of_all_blocks_is_the_kernel_without_one(name: str):
     """To the bit, where no key is padding and no maximum is guessed from other keys."""
-    blocks = Blocks(size=128, real=np.full(7, 128, np.int32), kept=np.tile(np.arange(7, dtype=np.int32), (7, 1)))
+    blocks = BlockSparsity(size=128, real=np.full(7, 128, np.int32), kept=np.tile(np.arange(7, dtype=np.int32), (7, 1)))
     q, k, v = drawn(blocks, 2, 128)
-    keys = [first(flat(k), flat(v), blocks.rows)]
+    keys = [keys_of_length(flat(k), flat(v), blocks.rows)]
     how = {"head_dim": 128, "form": FORMS[name], "scale": 128**-0.5, "interpret": True, "log_sums": False}
     dense = jax.jit(lambda q: kernel.flat_attention(q, keys, **how)[0])(flat(q))
     assert np.array_equal(attended(name, q, k, v, blocks).reshape(dense.shape), dense)
@@ -187,7 +189,7 @@ def test_without_the_rerun_such_a_key_would_be_seen(monkeypatch: pytest.MonkeyPa
     q[..., 0], q[..., 1:] = 8.0, 0.0
     k[..., 0] = 0.0
     k[0, 6 * 128 + 1, :, 0] = 140 * np.log(2) * 128**0.5 / 8
-    monkeypatch.setattr(attention_body.Block, "failed", lambda self: False)
+    monkeypatch.setattr(attention_body.QueryBlock, "failed", lambda self: False)
     assert not np.isfinite(attended("sampled", q, k, v, blocks)).all()
 
 
@@ -195,7 +197,7 @@ def test_without_the_rerun_such_a_key_would_be_seen(monkeypatch: pytest.MonkeyPa
 def test_log_sums_are_of_the_kept_keys(name: str):
     blocks = listed(2)
     q, k, v = drawn(blocks, 2, 128)
-    keys = [in_blocks(flat(k), flat(v), blocks)]
+    keys = [keys_in_blocks(flat(k), flat(v), blocks)]
     if name == "reference":
         _, found = attention_reference.flat_attention(flat(q), keys, head_dim=128, log_sums=True)
     else:
@@ -214,15 +216,15 @@ def test_log_sums_are_of_the_kept_keys(name: str):
 
 def test_what_the_kernel_does_not_take_is_refused():
     blocks = replace(listed(3), size=96)
-    assert str(kernel.refusal(2, 64, blocks)).endswith("blocks of 96 keys are not a multiple of 128.")
+    assert str(kernel.unsupported_reasons(2, 64, blocks)).endswith("blocks of 96 keys are not a multiple of 128.")
     with pytest.raises(ValueError) as error:
         replace(listed(7), left_out=3)
     assert str(error.value) == "left_out is 3; it must be a multiple of 4 and at most 5, so that 2 of 7 blocks remain."
     with pytest.raises(ValueError, match="left_out is 4; it must be .* at most 3"):
         replace(listed(5, blocks=5), left_out=4)
     divided = replace(SMALL, maximum="online", block_kv=128)
-    assert "must all fit in VMEM at once" in str(kernel.refusal(2, 64, listed(3), divided))
-    assert not kernel.refusal(2, 64, listed(3), SMALL)
+    assert "must all fit in VMEM at once" in str(kernel.unsupported_reasons(2, 64, listed(3), divided))
+    assert not kernel.unsupported_reasons(2, 64, listed(3), SMALL)
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
@@ -238,12 +240,12 @@ def test_every_token_has_a_row_of_a_tile_of_neighbours(sizes: tuple[int, int, in
     found, tokens, most = Tiling(sizes=sizes, tile=tile), int(np.prod(sizes)), int(np.prod(tile))
     assert found.real.sum() == tokens and found.real.max() - found.real.min() <= 1
     assert tokens <= found.count * most < tokens + most and 1 <= found.real.min() <= found.real.max() <= most
-    assert np.array_equal(found.token_of[found.row_of], np.arange(tokens))
-    assert len(found.token_of) == found.rows * found.count
-    assert np.array_equal(found.row_of // found.rows, found.tile_of)
+    assert np.array_equal(found.row_tokens[found.token_rows], np.arange(tokens))
+    assert len(found.row_tokens) == found.rows * found.count
+    assert np.array_equal(found.token_rows // found.rows, found.token_tiles)
     assert np.array_equal(found.blocks(None).kept[:, 0], np.arange(found.count))
     for number in range(found.count):
-        assert is_one_piece(found.places[found.tile_of == number])
+        assert is_one_piece(found.places[found.token_tiles == number])
 
 
 def is_one_piece(places: np.ndarray) -> bool:
@@ -262,14 +264,14 @@ def is_one_piece(places: np.ndarray) -> bool:
 def test_wans_720p_is_75_boxes_of_its_tile():
     found = Tiling(sizes=(21, 45, 80), tile=WAN)
     assert (found.count, found.rows, set(found.real)) == (75, 1024, {1008})
-    assert all(tuple(np.ptp(found.places[found.tile_of == tile], axis=0) + 1) == WAN for tile in range(75))
+    assert all(tuple(np.ptp(found.places[found.token_tiles == tile], axis=0) + 1) == WAN for tile in range(75))
 
 
 def test_hunyuanvideos_720p_is_109_tiles_with_hardly_any_padding():
     found = Tiling(sizes=(31, 45, 80), tile=(8, 8, 16))
     assert (found.count, found.rows, set(found.real), found.left_out) == (109, 1024, {1023, 1024}, 56)
     # With a bend or without, a tile is about as long as the wanted one.
-    lengths = [np.ptp(found.places[found.tile_of == tile], axis=0) + 1 for tile in range(109)]
+    lengths = [np.ptp(found.places[found.token_tiles == tile], axis=0) + 1 for tile in range(109)]
     assert all(
         abs(mean - wanted) < 0.15 * wanted for mean, wanted in zip(np.mean(lengths, axis=0), (8, 8, 16), strict=True)
     )
@@ -282,7 +284,7 @@ def test_a_tile_keeps_itself_and_the_nearest_as_many_as_any_other():
     assert np.array_equal(np.sort(blocks.kept, axis=1), np.tile(np.arange(75), (75, 1)))
     kept = blocks.kept[:, :35]
     assert np.array_equal(kept[:, 0], np.arange(75))
-    boxes = [found.places[found.tile_of == tile].min(axis=0) // WAN for tile in range(75)]
+    boxes = [found.places[found.token_tiles == tile].min(axis=0) // WAN for tile in range(75)]
     for own, row in enumerate(kept):
         away = ((np.array(boxes) - boxes[own]) ** 2).sum(axis=1)
         assert away[row].max() <= np.delete(away, row).min()
@@ -308,7 +310,7 @@ def test_about_half_are_kept_in_fours(sizes: tuple[int, int, int], count: int, k
 )
 def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkeypatch: pytest.MonkeyPatch):
     """Each chip has its heads' whole lists; a text beside has all keys, and all have it."""
-    monkeypatch.setattr(tiles, "ROWS", 128)
+    monkeypatch.setattr(tiles, "TILE_ROWS_MULTIPLE", 128)
     found = Tiling(sizes=(3, 5, 11), tile=(1, 3, 7))
     random = np.random.default_rng(4)
     rows = -(-found.rows * found.count // 64) * 64
@@ -320,7 +322,7 @@ def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkey
 
     @jax.jit
     def run(latent: Any, text: Any, is_sparse: Any) -> Any:
-        nearby = Nearby(tiles=found, is_sparse=is_sparse)
+        nearby = SlidingTileMask(tiles=found, is_sparse=is_sparse)
         where = {"lengths": (165, 7), "placements": ("sharded", "replicated"), "mesh": mesh}
         return joint_attention(latent, text, **where, policy=policy, nearby=nearby)
 
@@ -341,13 +343,13 @@ def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkey
 @pytest.mark.parametrize("how", ["reference", "pallas"])
 def test_a_mesh_rounds_the_keys_of_tiles_as_one_chip_does(how: Kernel, monkeypatch: pytest.MonkeyPatch):
     """Before chips exchange them, by the real ones alone: padding in tiles, behind them and of a text is NaN."""
-    monkeypatch.setattr(tiles, "ROWS", 128)
-    monkeypatch.setattr("comfyui_tpu.attention.policy.MANY_KEYS", 0)
-    monkeypatch.setattr("comfyui_tpu.attention.policy.TAKES_INT8", (jax.devices()[0].device_kind,))
+    monkeypatch.setattr(tiles, "TILE_ROWS_MULTIPLE", 128)
+    monkeypatch.setattr("comfyui_tpu.attention.policy.LONG_SEQUENCE_TOKENS", 0)
+    monkeypatch.setattr("comfyui_tpu.attention.policy.INT8_ATTENTION_CHIPS", (jax.devices()[0].device_kind,))
     found = Tiling(sizes=(3, 5, 11), tile=(1, 3, 7))
     random = np.random.default_rng(5)
     latent, text = (random.normal(size=(3, 2, rows, 6, 64)).astype(np.float32) for rows in (1088, 7))
-    real = np.append(found.blocks(None).is_real, np.zeros(64, bool))
+    real = np.append(found.blocks(None).valid_mask, np.zeros(64, bool))
     latent[1:, :, ~real], text[1:, 0, 3:] = np.nan, np.nan
     policy = AttentionPolicy(kernel=how, scores="int8", form=FORMS["int8"] if how == "pallas" else None)
 
@@ -355,7 +357,7 @@ def test_a_mesh_rounds_the_keys_of_tiles_as_one_chip_does(how: Kernel, monkeypat
     def run(latent: Any, text: Any, mesh: Any) -> Any:
         return joint_attention(
             tuple(latent), tuple(text), lengths=(165, jnp.array([3, 7])), placements=("sharded", "replicated"),
-            mesh=mesh, policy=policy, nearby=Nearby(tiles=found, is_sparse=jnp.array(True)),
+            mesh=mesh, policy=policy, nearby=SlidingTileMask(tiles=found, is_sparse=jnp.array(True)),
         )  # fmt: skip
 
     (out, text_out), wanted = (
@@ -369,5 +371,5 @@ def test_a_mesh_rounds_the_keys_of_tiles_as_one_chip_does(how: Kernel, monkeypat
 def test_turns_of_the_loop_divide_what_is_left_out():
     for per_block in range(1, 9):
         for unroll in range(2, 17, 2):
-            turn = attention_body.turn_of(per_block, unroll)
-            assert turn % per_block == 0 and TOGETHER * per_block % turn == 0, (per_block, unroll)
+            turn = attention_body.block_aligned_unroll(per_block, unroll)
+            assert turn % per_block == 0 and BLOCKS_PER_TURN * per_block % turn == 0, (per_block, unroll)

@@ -14,7 +14,7 @@ from comfyui_tpu.attention import policy as policy_module
 from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy, Kernel
 from comfyui_tpu.kernels import attention_body, attention_form, attention_int8, chip
-from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.attention_form import AttentionConfig
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -25,7 +25,7 @@ from .test_attention import inputs, poison, scored, softmax_attention
 
 pytestmark = pytest.mark.slow
 
-SMALL = Form(scores="int8", block_q=128, step=32, online_step=32)
+SMALL = AttentionConfig(scores="int8", block_q=128, step=32, online_step=32)
 REFERENCE = AttentionPolicy(kernel="reference", scores="int8")
 FORMS = {
     "sampled": AttentionPolicy(kernel="pallas", scores="int8", form=SMALL),
@@ -44,8 +44,10 @@ WEIGHTS = 3 * 2.0**-8
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """And on this machine's devices too, as on those that int8 makes faster."""
-    monkeypatch.setattr(policy_module, "MANY_KEYS", 0)
-    monkeypatch.setattr(policy_module, "TAKES_INT8", (*policy_module.TAKES_INT8, jax.devices()[0].device_kind))
+    monkeypatch.setattr(policy_module, "LONG_SEQUENCE_TOKENS", 0)
+    monkeypatch.setattr(
+        policy_module, "INT8_ATTENTION_CHIPS", (*policy_module.INT8_ATTENTION_CHIPS, jax.devices()[0].device_kind)
+    )
 
 
 def rounded(q: np.ndarray, k: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +108,7 @@ def test_keys_far_above_the_first_ones_take_over(name: str):
 
 
 def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_body.Block, "failed", lambda self: False)
+    monkeypatch.setattr(attention_body.QueryBlock, "failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=FORMS["sampled"]))(q, k)
     assert not np.isfinite(out).all()
@@ -178,7 +180,7 @@ def test_few_keys_are_attended_to_exactly(kernel: Kernel, monkeypatch: pytest.Mo
     run = functools.partial(attention, policy=AttentionPolicy(kernel=kernel, scores="int8"))
     wanted = softmax_attention(q, k, v, [7, 7])
     assert closeness.difference(jax.jit(run)(q, k, v), wanted) > OPERATION
-    monkeypatch.setattr(policy_module, "MANY_KEYS", 8)
+    monkeypatch.setattr(policy_module, "LONG_SEQUENCE_TOKENS", 8)
     compare("attention", jax.jit(functools.partial(run))(q, k, v), wanted, error=OPERATION)
 
 
@@ -190,7 +192,7 @@ def test_chips_that_it_would_not_make_faster_attend_exactly():
 
 def test_a_form_under_no_maximum_is_refused():
     with pytest.raises(ValueError) as error:
-        Form(scores="int8", maximum="zero")
+        AttentionConfig(scores="int8", maximum="zero")
     assert str(error.value).startswith("maximum=zero is not supported with int8 scores. Use sampled or online")
 
 
@@ -201,12 +203,14 @@ def test_a_form_under_no_maximum_is_refused():
 def test_the_form_follows_from_the_chip(kind: str, divided: bool, rows: list[int]):
     call: dict[str, Any] = {"q_seq": rows[0], "kv_rows": rows, "head_dim": 128, "itemsize": 2}
     policy = AttentionPolicy(bounded=True, scores="int8")
-    form = attention_form.fastest(kind, policy.maximum("int8"), scores="int8", heads=4, **call)
+    form = attention_form.choose_config(kind, policy.maximum("int8"), scores="int8", heads=4, **call)
     assert (form.scores, form.block_kv is not None) == ("int8", divided)
-    used = attention_form.vmem_bytes(form, *call.values())
+    used = attention_form.estimate_vmem_bytes(form, *call.values())
     assert used <= form.vmem_mib * 2**20 < chip.VMEM_MIB[kind] * 2**20
 
 
 def test_a_power_of_two_is_the_next():
     values = jnp.array([1.0, 1.5, 2.0, 0.3, 1e-30, 127.0])
-    assert np.array_equal(attention_int8.power_of_two(values), 2 ** np.ceil(np.log2(np.asarray(values, np.float64))))
+    assert np.array_equal(
+        attention_int8.round_up_to_power_of_two(values), 2 ** np.ceil(np.log2(np.asarray(values, np.float64)))
+    )

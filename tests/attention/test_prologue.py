@@ -159,8 +159,8 @@ def test_on_every_mesh_the_prologue_is_the_same(shape: MeshShape, rows: int, nam
 @pytest.mark.parametrize("scores", ["exact", "int8"])
 def test_chips_with_an_odd_number_of_heads_exchange_them_in_two_parts(scores: Any, monkeypatch: pytest.MonkeyPatch):
     """Three heads each, latents beside a text that every chip has: as on one chip."""
-    monkeypatch.setattr("comfyui_tpu.attention.policy.MANY_KEYS", 0)
-    monkeypatch.setattr("comfyui_tpu.attention.policy.TAKES_INT8", (jax.devices()[0].device_kind,))
+    monkeypatch.setattr("comfyui_tpu.attention.policy.LONG_SEQUENCE_TOKENS", 0)
+    monkeypatch.setattr("comfyui_tpu.attention.policy.INT8_ATTENTION_CHIPS", (jax.devices()[0].device_kind,))
     how = AttentionPolicy(kernel="pallas", scores=scores)
     latents, text = ([drawn(1, seq, 6, 128).numpy() + shift for shift in (0, 0.1, 0.2)] for seq in (64, 9))
     chosen = {"lengths": (57, 9), "placements": ("sharded", "replicated"), "policy": how}

@@ -218,7 +218,7 @@ def test_the_examples_are_templates_with_their_loaders_swapped():
     own = {path.stem: json.loads(path.read_text("utf-8")) for path in (PACK / "examples" / "core").glob("*.json")}
     assert own.keys() == {*TEMPLATES, *MORE}
     for name, example in own.items():
-        swapped, changes = upgrade.with_tpu_loaders(template(name), [])
+        swapped, changes = upgrade.swap_loaders(template(name), [])
         assert example == swapped or example.get("revision") != swapped.get("revision"), name
         assert not [change for change in changes if "stays" in change]
         kinds = {node["type"] for node in nodes_of(example)}

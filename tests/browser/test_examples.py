@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.browser.page import (
     COMPLAINTS,
@@ -132,11 +132,11 @@ def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any
     hidden = {node["id"]: set(node["hidden"]) for node in found["nodes"] if node["hidden"]}
     named = {node["id"] for node in found["nodes"] if "model_id" in node["widgets"]}
     assert {node_id for node_id, names in hidden.items() if {"model_id", "precision"} <= names} == linked & named
-    expected = to_api(document, HEADLESS)
+    expected = to_api(document, HEADLESS_NODES)
     assert constants(expected).items() >= constants(json.loads(examples.twin(path).read_text())).items()
     widgets = {node["id"]: node["widgets"] for node in found["nodes"]}
     for node_id, node in expected.items():
-        declared = [i.name for i in HEADLESS[node["class_type"]].inputs if i.is_widget]
+        declared = [i.name for i in HEADLESS_NODES[node["class_type"]].inputs if i.is_widget]
         wanted = {name: node["inputs"][name] for name in declared if not isinstance(node["inputs"][name], list)}
         shown = {name: widgets[node_id].get(name) for name in wanted}
         assert shown == wanted, f"{node['class_type']} (node {node_id})"
@@ -154,7 +154,7 @@ def test_a_bypassed_save_stage_gives_the_page_the_links_that_a_headless_run_has(
     queued = page.evaluate(FOUND)["queued"]
     links = {name: x for name, x in queued["3"]["inputs"].items() if isinstance(x, list)}
     assert links == {"prompt_embeds": ["1", 0], "negative_prompt_embeds": ["1", 1]}
-    assert to_api(document, HEADLESS)["3"]["inputs"].items() >= links.items()
+    assert to_api(document, HEADLESS_NODES)["3"]["inputs"].items() >= links.items()
     assert "2" not in queued
 
 

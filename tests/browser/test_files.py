@@ -31,7 +31,7 @@ VALUES = """([id, name]) => app.graph.getNodeById(id).widgets.find((widget) => w
 def server(start_comfyui: Callable[..., Server]) -> Server:
     """A ComfyUI whose folders hold a miniature's files: a denoiser in scaled fp8, an encoder with its tokenizer."""
     server = start_comfyui()
-    source, models = tiny.ensure(WAN), server.base / "models"
+    source, models = tiny.ensure_random(WAN), server.base / "models"
     write, carried = single_files.write, torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
     write(models / "diffusion_models" / DENOISER, source / "transformer", "WanTransformer3DModel", change=quantised)
     write(

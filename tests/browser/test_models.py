@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.inputs import unused
+from comfyui_tpu.nodes.inputs import list_unused_widgets
 from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 
 playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
 
 pytestmark = [needs_comfyui, needs_browser]
 
 EXAMPLE = json.loads(examples.page("wan21_t2v_720p").read_text("utf-8"))
-ONE, TWO = spec_by_name("wan2.1-t2v-14b"), spec_by_name("wan2.2-t2v-a14b")
+ONE, TWO = lookup_spec("wan2.1-t2v-14b"), lookup_spec("wan2.2-t2v-a14b")
 ENCODER, SAMPLER = "Wan21TextEncoder", "Wan21TPUSampler"
 OF_EXPERTS = {"guidance_scale_2", "high_noise_steps"}
 REPLACED = {"model_id", "precision"}
@@ -234,7 +234,7 @@ def test_prompt_boxes_are_labelled_and_the_makers_negative_prompt_is_said_to_be_
 
 def test_every_model_is_known_by_its_ids(server: Server):
     known = server.get("/tpu/models")
-    assert set(known[ONE.published.hub_id]["unused"]) == OF_EXPERTS == set(unused(ONE))
+    assert set(known[ONE.published.hub_id]["unused"]) == OF_EXPERTS == set(list_unused_widgets(ONE))
     assert known[TWO.published.hub_id]["unused"] == []
     assert known["wan2.1_t2v_14B_fp8_scaled.safetensors"]["title"] == ONE.title
     klein = known["black-forest-labs/FLUX.2-klein-4B"]["unused"]

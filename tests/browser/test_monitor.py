@@ -17,7 +17,7 @@ from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.monitor import snapshot
 from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
-from comfyui_tpu.tpu_runtime.monitor.unstarted import Unstarted
+from comfyui_tpu.tpu_runtime.monitor.unstarted import IdleStats
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
 
@@ -414,8 +414,8 @@ def test_chips_are_shown_before_the_first_run(tab: Tab, tmp_path: Path):
     for port in (contextlib.nullcontext(fake_tpu.closed()), fake_tpu.serving(8)):
         is_held = not isinstance(port, contextlib.nullcontext)
         with port as asked:
-            sampler = Sampler(unstarted=Unstarted(tmp_path, [asked], deadline_s=PATIENCE_S))
-            given = snapshot.stats() | {"platform": None, "message": snapshot.NOT_STARTED, "chips": []}
+            sampler = Sampler(unstarted=IdleStats(tmp_path, [asked], deadline_s=PATIENCE_S))
+            given = snapshot.take_snapshot() | {"platform": None, "message": snapshot.NOT_STARTED, "chips": []}
             tab.answer_with(sampler.complete(given))
         tab.page.get_by_text(f"8 x v6e, {'held by another process' if is_held else 'not started'}").wait_for()
         assert tab.section("Chips").locator("[role=progressbar]").count() == 8

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
-from comfyui_tpu.nodes.graphs.upgrade import upgraded
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.graphs.upgrade import upgrade_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.browser.page import (
     COMPLAINTS,
@@ -61,7 +61,7 @@ def fresh(page: Any) -> Any:
 @pytest.mark.parametrize("pack", slower(separate_packs.ALL, "cogvideox", "wan22_i2v"))
 def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, server: Server, pack: str):
     document = separate_packs.ALL[pack]()
-    _, changes = upgraded(document, DECLARATIONS)
+    _, changes = upgrade_workflow(document, DECLARATIONS)
     fresh.evaluate(DROP, [f"{pack}.json", document])
     fresh.wait_for_selector(NOTICE)
     fresh.wait_for_function(IS_DRAWN)
@@ -74,7 +74,7 @@ def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, serv
     (notice,) = fresh.evaluate(COMPLAINTS)
     assert notice.startswith(changes[0])
     assert [node["type"] for node in found["nodes"] if not node["known"] or node["errors"]] == []
-    expected = to_api(document, HEADLESS)
+    expected = to_api(document, HEADLESS_NODES)
     shown = {node_id: node["inputs"] for node_id, node in found["queued"].items()}
     assert sorted(shown) == sorted(expected)
     for node_id, node in expected.items():
@@ -90,7 +90,7 @@ def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, serv
 
 def test_a_file_in_api_form_opens_with_todays_nodes_and_one_notice(fresh: Any):
     workflow = in_api_form("cogvideox")
-    _, changes = upgraded(workflow, DECLARATIONS)
+    _, changes = upgrade_workflow(workflow, DECLARATIONS)
     fresh.evaluate(DROP, ["exported.json", workflow])
     fresh.wait_for_selector(NOTICE)
     fresh.wait_for_function("app.graph.links.size > 0")  # where the page puts nodes without a place is not all in sight
@@ -107,8 +107,8 @@ def test_the_notices_button_saves_the_workflow_as_it_is_now(fresh: Any, server: 
     click(fresh, "[role=dialog] button", "Confirm")
     until(saved.is_file)
     document = until(lambda: json.loads(saved.read_text() or "null"))
-    assert upgraded(document, DECLARATIONS) == (document, [])
-    assert to_api(document, HEADLESS)["2"]["inputs"]["negative_prompt_embeds"] == ["1", 1]
+    assert upgrade_workflow(document, DECLARATIONS) == (document, [])
+    assert to_api(document, HEADLESS_NODES)["2"]["inputs"]["negative_prompt_embeds"] == ["1", 1]
 
 
 def test_a_workflow_of_today_opens_without_a_notice(fresh: Any):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, upgraded, with_tpu_loaders
+from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders, upgrade_workflow
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, click, fresh, needs_browser, opened
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
@@ -266,8 +266,8 @@ def test_what_the_server_says_is_said_in_chinese_sentence_by_sentence(chinese: A
 
 
 def test_notices_and_reports_of_commands_are_in_chinese(chinese: Any):
-    old = [upgraded(made, DECLARATIONS)[1] for pack in separate_packs.ALL for made in saved_by(pack)]
-    loaders = [with_tpu_loaders(CORE_LOADERS, (), back=back)[1] for back in (False, True)]
+    old = [upgrade_workflow(made, DECLARATIONS)[1] for pack in separate_packs.ALL for made in saved_by(pack)]
+    loaders = [swap_loaders(CORE_LOADERS, (), back=back)[1] for back in (False, True)]
     said = chinese.evaluate(SAID, [line for lines in old + loaders for line in lines])
     assert len(said) > 10 and not [line for line in said if re.search("[a-z] [a-z]", line)]
     chinese.evaluate("(workflow) => app.loadGraphData(workflow)", separate_packs.cogvideox())

@@ -18,7 +18,7 @@ MARK = "__index_timestep_zero__"
 
 def denoiser(spec: ModelSpec, folder: str = "transformer") -> single_files.Tensors:
     """The tensors of a miniature's denoiser by its makers' names, without marks."""
-    source = tiny.ensure(spec) / folder
+    source = tiny.ensure_random(spec) / folder
     config = json.loads((source / "config.json").read_text())
     class_name = spec.component(folder).class_name
     tensors = single_files.makers(class_name, config, single_files.load_folder(source))

@@ -13,7 +13,7 @@ from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.engine.prompt_cache import PromptCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
 SPEC = spec_for_family("Wan21")
@@ -26,7 +26,7 @@ def model(model_id: str | Path, **options) -> ModelRef:
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """A checkpoint of our own to damage."""
-    return Path(shutil.copytree(tiny.ensure(SPEC), tmp_path / "model"))
+    return Path(shutil.copytree(tiny.ensure_random(SPEC), tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[st
     """Writes a component's weights again: a file of those that are loaded, one of the others; gives their names."""
     spec = next(spec for spec in SPECS if spec.name == spec_name)
     component = spec.component(component_name)
-    found = Path(shutil.copytree(tiny.ensure(spec), folder)) / component.folder
+    found = Path(shutil.copytree(tiny.ensure_random(spec), folder)) / component.folder
     tensors = {name: value for path in found.glob("*.safetensors") for name, value in load_file(path).items()}
-    own = {name: weight_names.own_name(name, component.aliases) for name in tensors}
-    network = modules.build(component, component.tiny)
+    own = {name: weight_names.to_module_name(name, component.aliases) for name in tensors}
+    network = modules.build_network(component, component.tiny)
     loaded = {source for weight in network.weights.values() for source in weight.sources}
     parts = {"loaded": {name for name in tensors if own[name] in loaded}}
     parts["other"] = tensors.keys() - parts["loaded"]
@@ -137,8 +137,8 @@ def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path
     (folder / files["other"]).unlink()
     ModelRef(spec_name=spec_name, model_id=str(tmp_path / "model")).check()
     component = spec.component(component_name)
-    network = modules.build(component, component.tiny)
-    matched = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+    network = modules.build_network(component, component.tiny)
+    matched = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
     assert matched.keys() == network.weights.keys()
     (folder / files["loaded"]).unlink()
     with pytest.raises(ValueError, match="expected one .safetensors file or an index, found none"):
@@ -148,11 +148,11 @@ def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path
 def test_the_files_that_are_asked_for_are_those_of_the_weights():
     """What `only` and `layers` say of names is what a built network has."""
     for spec in SPECS:
-        root = tiny.ensure(spec)
+        root = tiny.ensure_random(spec)
         for component in spec.components:
             headers = checkpoint.read_headers(root / component.folder, component)
-            network = modules.build(component, component.tiny)
-            matched = checkpoint.match(network, headers, root / component.folder)
+            network = modules.build_network(component, component.tiny)
+            matched = checkpoint.match_weights(network, headers, root / component.folder)
             needed = {file.path for files in matched.values() for file in files}
             assert needed == {file.path for file in headers.values()}, f"{spec.name} {component.name}"
 
@@ -179,7 +179,7 @@ def test_a_missing_weight(copied: Path, runner: Runner):
     del tensors["encoder.block.1.layer.0.SelfAttention.k.weight"]
     save_file(tensors, path)
     with pytest.raises(ValueError) as error:
-        runner.encode(model(copied), "cat", "", Silent())
+        runner.encode(model(copied), "cat", "", SilentProgress())
     assert str(error.value) == (
         f"{copied / 'text_encoder'}: the weight encoder.block.1.layer.0.SelfAttention.k.weight is missing; the "
         "checkpoint is incomplete. Download it again, or choose another."
@@ -192,7 +192,7 @@ def test_a_nan_weight(copied: Path, runner: Runner):
     tensors["encoder.block.1.layer.1.DenseReluDense.wo.weight"][0, 0] = float("nan")
     save_file(tensors, path)
     with pytest.raises(ValueError) as error:
-        runner.encode(model(copied), "cat", "", Silent())
+        runner.encode(model(copied), "cat", "", SilentProgress())
     assert str(error.value) == (
         f"{path}: the weight encoder.block.1.layer.1.DenseReluDense.wo.weight holds NaN or infinity; the file is "
         "damaged. Download it again."
@@ -210,12 +210,12 @@ def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copie
     path = copied / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     assert "shared.weight" in tensors
-    expected = runner.encode(model(copied), "cat", "", Silent())[0][0][0]
+    expected = runner.encode(model(copied), "cat", "", SilentProgress())[0][0][0]
     tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
     save_file(tensors, path)
     runner.free()
     runner.prompt_cache = PromptCache()
-    assert (runner.encode(model(copied), "cat", "", Silent())[0][0][0] == expected).all()
+    assert (runner.encode(model(copied), "cat", "", SilentProgress())[0][0][0] == expected).all()
 
 
 @pytest.mark.parametrize("shard", ["80KB", "1GB"], ids=["shards", "one file"])
@@ -227,7 +227,7 @@ def test_a_variant_of_diffusers_and_transformers_is_read_as_they_write_it(
     import diffusers
     import transformers
 
-    source = tiny.ensure(SPEC)
+    source = tiny.ensure_random(SPEC)
     for kind, name in ((diffusers.AutoencoderKLWan, "vae"), (transformers.UMT5EncoderModel, "text_encoder")):
         network = kind.from_pretrained(source / name)
         component = next(part for part in SPEC.components if part.folder == name)
@@ -248,7 +248,7 @@ def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Ru
     class Cancelled(Exception):
         pass
 
-    class CancelWhileLoading(Silent):
+    class CancelWhileLoading(SilentProgress):
         def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
             if unit == "MiB":
                 raise Cancelled
@@ -256,7 +256,7 @@ def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Ru
     with pytest.raises(Cancelled):
         runner.encode(model(copied), "cat", "", CancelWhileLoading())
     assert runner.device_cache.list() == ()
-    assert runner.encode(model(copied), "cat", "", Silent())
+    assert runner.encode(model(copied), "cat", "", SilentProgress())
 
 
 def test_a_stage_folder_of_another_model(tmp_path: Path):

@@ -11,11 +11,11 @@ import jax
 import pytest
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import compatibility
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
-from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec, Need
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
+from comfyui_tpu.tpu_runtime.model_spec import Component, ConfigRequirement, ModelSpec
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
 from comfyui_tpu.tpu_runtime.programs import modules
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 WAN21, WAN22, FLUX2, COGVIDEOX = "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "flux2-dev", "cogvideox1.5-5b"
 TI2V = "wan2.2-ti2v-5b"
@@ -193,7 +193,7 @@ def write(spec: ModelSpec, folder: Path, index: Mapping[str, Any], changes: Mapp
 
 def problem(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: Mapping[str, Any]) -> str:
     """What a check says of the real model with changes to its index and its configs."""
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     write(spec, folder, {**PUBLISHED[name][0], **index}, changes)
     with pytest.raises(ValueError) as error:
         ModelRef(spec_name=name, model_id=str(folder)).check()
@@ -204,7 +204,7 @@ def problem(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: M
     ("name", "index"), [pytest.param(name, index, id=name) for name, found in PUBLISHED.items() for index in found]
 )
 def test_a_published_pipeline_is_accepted(name: str, index: dict[str, Any]):
-    assert compatibility.index_problem(spec_by_name(name), "owner/model", index) is None
+    assert compatibility.index_problem(lookup_spec(name), "owner/model", index) is None
 
 
 def test_a_published_checkpoint_passes_up_to_its_weights(tmp_path: Path):
@@ -245,7 +245,7 @@ def test_a_published_checkpoint_passes_up_to_its_weights(tmp_path: Path):
 )
 def test_what_a_pipeline_has_beside_is_refused_by_name(tmp_path: Path, name: str, index: dict, found: str):
     """Its first expert alone, or a picture half looked at, would be another model."""
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     assert problem(name, tmp_path, index) == (
         f"{spec.title}: the model_index.json of FOLDER has {found}, which this model does not know; without that the "
         f"result would be wrong. Use one such as {spec.published.hub_id}."
@@ -260,7 +260,7 @@ def test_what_a_pipeline_has_beside_is_refused_by_name(tmp_path: Path, name: str
     ],
 )
 def test_what_a_pipeline_lacks_is_named(tmp_path: Path, name: str, index: dict, missing: str):
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     assert problem(name, tmp_path, index) == (
         f"{spec.title}: the model_index.json of FOLDER has no {missing}, which this model needs. Use one that has, "
         f"such as {spec.published.hub_id}."
@@ -296,7 +296,7 @@ def test_what_a_pipeline_lacks_is_named(tmp_path: Path, name: str, index: dict, 
     ids=str,
 )
 def test_a_number_that_cannot_be_served_is_named(tmp_path: Path, name: str, changes: dict, sentence: str):
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     found = problem(name, tmp_path, **changes)
     assert found.startswith(f"{spec.title}: {sentence}")
     assert " of FOLDER; supported is " in found
@@ -305,7 +305,7 @@ def test_a_number_that_cannot_be_served_is_named(tmp_path: Path, name: str, chan
 
 def test_a_key_that_must_be_there_is_missed(tmp_path: Path):
     """CogVideoX 1.0's config may not know the key at all."""
-    spec = spec_by_name(COGVIDEOX)
+    spec = lookup_spec(COGVIDEOX)
     config = {key: value for key, value in spec.component("transformer").config.items() if key != "patch_size_t"}
     config["_class_name"] = "CogVideoXTransformer3DModel"
     assert compatibility.config_problem(spec, spec.component("transformer"), "owner/model", config) == (
@@ -345,15 +345,15 @@ def test_a_key_that_must_be_there_is_missed(tmp_path: Path):
     ids=lambda value: value if isinstance(value, str) and "-" in value else "",
 )
 def test_parts_that_do_not_belong_together_are_named(tmp_path: Path, name: str, changes: dict, sentence: str):
-    title = spec_by_name(name).title
+    title = lookup_spec(name).title
     assert problem(name, tmp_path, **changes) == f"{title}: {sentence} Its parts do not belong together."
 
 
 @pytest.mark.parametrize("name", [WAN21, "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"])
 def test_a_model_of_another_size_is_known_by_its_configs(tmp_path: Path, name: str):
     """Wan 2.1's two sizes have one index, and each would run as the other."""
-    write(spec_by_name(name), tmp_path, PUBLISHED[name][0], {})
-    assert variant(spec_by_name(WAN21), str(tmp_path)).name == name
+    write(lookup_spec(name), tmp_path, PUBLISHED[name][0], {})
+    assert resolve_variant(lookup_spec(WAN21), str(tmp_path)).name == name
 
 
 def test_experts_of_two_architectures_are_refused(tmp_path: Path):
@@ -365,12 +365,12 @@ def test_experts_of_two_architectures_are_refused(tmp_path: Path):
 
 def test_a_run_says_so_before_it_builds_anything(tmp_path: Path):
     """Without a check before, as from another pack's node: not a TypeError in a traced product."""
-    spec = spec_by_name(HUNYUAN)
+    spec = lookup_spec(HUNYUAN)
     write(spec, tmp_path, PUBLISHED[HUNYUAN][0], {"transformer": {"in_channels": 17}})
     model = ModelRef(spec_name=HUNYUAN, model_id=str(tmp_path), precision="float32")
     runner = Runner(jax.devices()[:1])
     with pytest.raises(ValueError, match="in_channels is 17 in transformer/config.json of .*; supported is 65"):
-        runner.encode(model, "a cat", "", Silent())
+        runner.encode(model, "a cat", "", SilentProgress())
     assert not any(runner.counts.values())
 
 
@@ -394,7 +394,7 @@ def test_needs_are_upstreams_keys_and_hold_for_its_defaults(spec: ModelSpec, com
         known = json.loads(upstream.config_class().to_json_string(use_diff=False))
     for key in component.needs:
         assert compatibility._value(known, key) is not compatibility._MISSING, f"{key} is not upstream's"
-    required = [key for key, need in component.needs.items() if isinstance(need, Need) and need.required]
+    required = [key for key, need in component.needs.items() if isinstance(need, ConfigRequirement) and need.required]
     defaults = {**known, **{key: component.config[key] for key in required}}
     for architecture in (defaults, component.config, component.tiny):
         config = {**architecture, "_class_name": component.class_name}

@@ -6,16 +6,16 @@ from pathlib import Path
 import jax
 import pytest
 from comfyui_tpu.cli.doctor import machine as doctor
-from comfyui_tpu.cli.download import BarHost, bar
+from comfyui_tpu.cli.download import BarContext, format_bar
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tests.support.host import Runner, new_prompt
 from comfyui_tpu.tpu_runtime.checkpoints import hub, tiny, weight_files
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-SPEC, TI2V = spec_by_name("wan2.1-t2v-14b"), spec_by_name("wan2.2-ti2v-5b")
+SPEC, TI2V = lookup_spec("wan2.1-t2v-14b"), lookup_spec("wan2.2-ti2v-5b")
 ENCODER, DENOISER = "model.safetensors", "diffusion_pytorch_model-00002-of-00004.safetensors"
 # Weights in another format, documents, and a shard of the VAE's encoder, which makes no video from text.
 UNUSED = {
@@ -29,7 +29,7 @@ TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"
 def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     """A hub with the built-in checkpoint as a model by its own id, beside what is never loaded."""
     folder = tmp_path / "published"
-    shutil.copytree(tiny.ensure(SPEC), folder)
+    shutil.copytree(tiny.ensure_random(SPEC), folder)
     for path in (folder / name for name in UNUSED):
         path.parent.mkdir(exist_ok=True)
         path.exists() or path.write_text("x")
@@ -47,7 +47,7 @@ def named(folder: Path) -> set[str]:
 def encoded(prompt: str, model_id: str) -> list[float]:
     model = ModelRef(spec_name=SPEC.name, model_id=model_id, precision="float32")
     model.check()
-    return Runner(jax.devices()[:1]).encode(model, prompt, "", Silent())[0][0][0].flatten().tolist()
+    return Runner(jax.devices()[:1]).encode(model, prompt, "", SilentProgress())[0][0][0].flatten().tolist()
 
 
 def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
@@ -78,7 +78,7 @@ def test_doctor_asks_how_much_is_missing_and_downloads_no_weights(fake: FakeHub)
 
 def test_without_a_folder_the_nodes_find_it(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     """By a name, and by the id of somebody's copy, whose family its index says."""
-    fake.repositories["owner/ti2v"] = tiny.ensure(TI2V)
+    fake.repositories["owner/ti2v"] = tiny.ensure_random(TI2V)
     for model in (SPEC.name, "owner/ti2v"):
         assert main(["download", model]) == 0
     gets = [line for line in fake.asked if line.startswith("GET") and "/resolve/" in line]
@@ -86,7 +86,7 @@ def test_without_a_folder_the_nodes_find_it(fake: FakeHub, monkeypatch: pytest.M
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for spec, model_id in ((SPEC, SPEC.published.hub_id), (TI2V, "owner/ti2v")):
         found = ModelRef(spec_name=spec.name, model_id=model_id).locate()
-        assert all(found.weights_here(component) for component in spec.components), model_id
+        assert all(found.local_weight_files(component) for component in spec.components), model_id
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["cache", "folder"])
@@ -97,7 +97,7 @@ def test_a_cut_download_goes_on_where_it_stopped(
     to = tmp_path / "wan"
     command = ["download", SPEC.name, *(["--to", str(to)] if own else [])]
     fake.cuts[ENCODER] = [1000]
-    fake.cuts[DENOISER] = [2000] + [0] * weight_files.TRIES
+    fake.cuts[DENOISER] = [2000] + [0] * weight_files.MAX_RETRIES
     assert main(command) == 2
     assert (
         "transformer of Wan-AI/Wan2.1-T2V-14B-Diffusers is not on this machine, or not all" in capsys.readouterr().err
@@ -114,12 +114,12 @@ def test_a_cut_download_goes_on_where_it_stopped(
 def test_a_cancelled_download_keeps_what_came(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ctrl-C while the bytes come; after the next call they are the Hub's."""
 
-    def interrupt(self: BarHost, *_: object) -> None:
+    def interrupt(self: BarContext, *_: object) -> None:
         raise KeyboardInterrupt
 
     to = tmp_path / "wan"
     with monkeypatch.context() as patched:
-        patched.setattr(BarHost, "step", interrupt)
+        patched.setattr(BarContext, "step", interrupt)
         assert main(["download", SPEC.name, "--to", str(to)]) == 130
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
     for name in named(to):
@@ -128,7 +128,7 @@ def test_a_cancelled_download_keeps_what_came(fake: FakeHub, tmp_path: Path, mon
 
 def test_a_damaged_part_is_found_and_thrown_away(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     to = tmp_path / "wan"
-    fake.cuts[DENOISER] = [2000] + [0] * weight_files.TRIES
+    fake.cuts[DENOISER] = [2000] + [0] * weight_files.MAX_RETRIES
     main(["download", SPEC.name, "--to", str(to)])
     part = to / "transformer" / f"{DENOISER}.part"
     part.write_bytes(bytes(2000))
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused_before_any_weight(
     # The nodes look first too.
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.published.hub_id)
     with pytest.raises(ValueError, match=r"^The disk is too full: transformer of Wan-AI/\S+ needs .* and /\S+/hf has"):
-        model.locate().fetch_weights(SPEC.component("transformer"), Silent())
+        model.locate().fetch_weights(SPEC.component("transformer"), SilentProgress())
     assert not fake.weights()
 
 
@@ -199,15 +199,15 @@ def test_a_folder_of_something_else_is_left_alone(fake: FakeHub, tmp_path: Path,
 
 
 def test_the_bar():
-    assert bar(512, 2048, 256, 2.0) == "[######..................] 0.5 GiB of 2.0 GiB, 128 MiB/s, 0:12 left"
-    assert bar(0, 2048, 0, 0.0) == "[........................] 0.0 MiB of 2.0 GiB"
+    assert format_bar(512, 2048, 256, 2.0) == "[######..................] 0.5 GiB of 2.0 GiB, 128 MiB/s, 0:12 left"
+    assert format_bar(0, 2048, 0, 0.0) == "[........................] 0.0 MiB of 2.0 GiB"
 
 
 def test_a_download_shows_its_bytes_and_can_be_cancelled():
     class Cancelled(Exception):
         pass
 
-    class Host(Silent):
+    class Host(SilentProgress):
         cancelled = False
         shown: list = []
 

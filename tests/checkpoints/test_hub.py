@@ -24,11 +24,11 @@ from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.prompt_cache import PromptCache
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("Wan21")
-HUNYUAN, HUNYUAN_I2V = spec_for_family("HunyuanVideo15"), spec_by_name("hunyuanvideo1.5-i2v-720p")
+HUNYUAN, HUNYUAN_I2V = spec_for_family("HunyuanVideo15"), lookup_spec("hunyuanvideo1.5-i2v-720p")
 WAN22, COGVIDEOX = spec_for_family("Wan22I2V"), spec_for_family("CogVideoX")
 ID = "owner/model"
 MODEL = ModelRef(spec_name=SPEC.name, model_id=ID, precision="float32")
@@ -40,13 +40,13 @@ ODD_TOKEN = "my-own-gateway-key"
 @pytest.fixture
 def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     """A hub with the built-in checkpoint as `owner/model`, and a cache of the test's own."""
-    server.use(monkeypatch, tmp_path / "hf", {ID: tiny.ensure(SPEC)})
+    server.use(monkeypatch, tmp_path / "hf", {ID: tiny.ensure_random(SPEC)})
     return server
 
 
 def changed(folder: Path, spec=SPEC, **index: object) -> Path:
     """A copy of a built-in checkpoint whose index says something else."""
-    shutil.copytree(tiny.ensure(spec), folder)
+    shutil.copytree(tiny.ensure_random(spec), folder)
     said = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**said, **index}))
     return folder
@@ -65,7 +65,7 @@ def test_the_index_comes_first_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: 
     """Wan 2.2 T2V-A14B in the Wan 2.1 nodes: nothing but its index is fetched, and its second expert is named."""
     second = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
     fake.repositories[ID] = changed(tmp_path / "experts", **second)
-    sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
+    sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", SilentProgress()))
     assert "has transformer_2 (WanTransformer3DModel) and boundary_ratio 0.875" in sentence
     assert fake.served() == ["model_index.json"]
     # From now on it is known without a network, before anything runs.
@@ -78,7 +78,7 @@ def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_
     fake.repositories[ID] = changed(tmp_path / "other")
     config = tmp_path / "other" / "vae" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "z_dim": 48}))
-    sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", Silent()))
+    sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", SilentProgress()))
     assert "z_dim is 48 in vae/config.json of owner/model; supported is 16" in sentence
     assert "vae/config.json" in fake.served() and not fake.weights()
     assert error_of(lambda: MODEL.check()) == sentence
@@ -88,8 +88,8 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     runner = Runner(jax.devices()[:1])
     local = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
     prompt = new_prompt()
-    expected = runner.encode(local, prompt, "", Silent())[0][0][0]
-    assert (runner.encode(MODEL, prompt, "", Silent())[0][0][0] == expected).all()
+    expected = runner.encode(local, prompt, "", SilentProgress())[0][0][0]
+    assert (runner.encode(MODEL, prompt, "", SilentProgress())[0][0][0] == expected).all()
     assert fake.served()[0] == "model_index.json"
     assert {name.split("/")[0] for name in fake.weights()} == {"text_encoder"}
     fetched = fake.served()
@@ -98,13 +98,15 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     runner.prompt_cache = PromptCache()
     runner.free()
     fake.asked.clear()
-    runner.encode(MODEL, prompt, "", Silent())
+    runner.encode(MODEL, prompt, "", SilentProgress())
     assert not fake.served()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     runner.free()
-    assert (runner.encode(MODEL, "a dog", "", Silent())[0][0][0] != expected).any()
+    assert (runner.encode(MODEL, "a dog", "", SilentProgress())[0][0][0] != expected).any()
     # A stage whose weights are not here says so.
-    assert error_of(lambda: runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, Silent())) == (
+    assert error_of(
+        lambda: runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, SilentProgress())
+    ) == (
         "vae of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached "
         "(HF_HUB_OFFLINE is set: unset it). With a network `comfyui-tpu download owner/model` goes on where it "
         "stopped; or set model_id to a local folder."
@@ -113,22 +115,22 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
 
 def test_a_hub_models_denoiser_is_there_before_its_program_is_chosen(fake: FakeHub):
     """Which kernel runs depends on the weights: a Hub model's have to be fetched for that."""
-    fake.repositories[ID] = tiny.ensure(COGVIDEOX)
+    fake.repositories[ID] = tiny.ensure_random(COGVIDEOX)
     model = ModelRef(spec_name=COGVIDEOX.name, model_id=ID, precision="float32")
     settings = COGVIDEOX.settings(height=64, width=64, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
     prompt = [[torch.ones(1, 226, 40), {"tpu_family": COGVIDEOX.family}]]
-    found = Runner(jax.devices()[:1]).denoise(model, settings, prompt, None, Silent())["samples"]
+    found = Runner(jax.devices()[:1]).denoise(model, settings, prompt, None, SilentProgress())["samples"]
     assert {name.split("/")[0] for name in fake.weights()} == {"transformer"}
     assert found.shape == (1, 16, 1, 8, 8)
 
 
 def test_known_prompts_need_no_text_encoder(fake: FakeHub):
     """Their key is the commit's, not that of files which may not be here yet."""
-    runner, progress = Runner(jax.devices()[:1]), Silent()
+    runner, progress = Runner(jax.devices()[:1]), SilentProgress()
     before = MODEL.locate().identity("text_encoder", progress)
     runner.encode(MODEL, "a bird", "", progress)
     assert MODEL.locate().identity("text_encoder", progress) == before
-    (Path(hub.cached(ID) or "") / "text_encoder" / "model.safetensors").unlink()
+    (Path(hub.find_cached(ID) or "") / "text_encoder" / "model.safetensors").unlink()
     fake.asked.clear()
     assert runner.encode(MODEL, "a bird", "", progress) and runner.counts["encode"] == 1
     assert not fake.weights()
@@ -136,19 +138,19 @@ def test_known_prompts_need_no_text_encoder(fake: FakeHub):
 
 def test_a_new_commit_is_another_model(fake: FakeHub, tmp_path: Path):
     fake.repositories[ID] = changed(tmp_path / "first")
-    before = MODEL.locate().identity("vae", Silent())
+    before = MODEL.locate().identity("vae", SilentProgress())
     (tmp_path / "first" / "README.md").write_text("new")
-    assert MODEL.locate().identity("vae", Silent()) != before
+    assert MODEL.locate().identity("vae", SilentProgress()) != before
 
 
 def test_only_files_with_a_tensor_that_is_loaded_are_fetched(fake: FakeHub):
     """The decoder of a VAE of three files, then its encoder: each file once, none for nothing."""
-    fake.repositories[ID] = tiny.ensure(WAN22)
+    fake.repositories[ID] = tiny.ensure_random(WAN22)
     found = checkpoint.locate(WAN22, ID)
-    found.fetch_weights(WAN22.component("vae_decoder"), Silent())
+    found.fetch_weights(WAN22.component("vae_decoder"), SilentProgress())
     decoder = sorted(fake.weights())
     assert decoder == [f"vae/diffusion_pytorch_model-0000{number}-of-00003.safetensors" for number in (2, 3)]
-    found.fetch_weights(WAN22.component("vae_encoder"), Silent())
+    found.fetch_weights(WAN22.component("vae_encoder"), SilentProgress())
     assert len(fake.weights()) == 3 == len(set(fake.weights()))
 
 
@@ -164,7 +166,7 @@ def test_code_and_pickles_are_left_where_they_are(fake: FakeHub, tmp_path: Path)
     fake.repositories[ID] = folder
     found = MODEL.locate()
     for component in SPEC.components:
-        found.fetch_weights(component, Silent())
+        found.fetch_weights(component, SilentProgress())
     assert {Path(name).suffix for name in fake.served()} == {".json", ".safetensors"}
     assert "flux2-dev.safetensors" not in fake.served()
 
@@ -175,7 +177,7 @@ def test_code_and_pickles_are_left_where_they_are(fake: FakeHub, tmp_path: Path)
         ("owner/480p_i2v", HUNYUAN_I2V, "i2v"),
         ("owner/720p_i2v_distilled", HUNYUAN_I2V, "t2v"),
         ("owner/480p_t2v", HUNYUAN, "i2v"),
-        ("owner/720p", spec_by_name("hunyuanvideo1.5-i2v-480p-step-distilled"), "t2v"),
+        ("owner/720p", lookup_spec("hunyuanvideo1.5-i2v-480p-step-distilled"), "t2v"),
     ],
 )
 def test_the_variant_is_what_the_index_and_the_configs_say(fake: FakeHub, tmp_path: Path, name: str, spec, task: str):
@@ -186,17 +188,17 @@ def test_the_variant_is_what_the_index_and_the_configs_say(fake: FakeHub, tmp_pa
     fake.repositories[name] = folder
     for asking in (HUNYUAN, HUNYUAN_I2V):
         # Not known yet, and nobody asks while a workflow is only looked at.
-        assert model_ref.variant(asking, name) is asking
+        assert model_ref.resolve_variant(asking, name) is asking
     assert not fake.asked
     for asking in (HUNYUAN, HUNYUAN_I2V):
-        assert model_ref.variant(asking, name, progress=Silent()) is spec
+        assert model_ref.resolve_variant(asking, name, progress=SilentProgress()) is spec
     assert "model_index.json" in fake.served() and not fake.weights()
     fake.asked.clear()
-    assert model_ref.variant(HUNYUAN, name) is spec and not fake.asked
+    assert model_ref.resolve_variant(HUNYUAN, name) is spec and not fake.asked
 
 
 def test_the_command_takes_the_variant_too(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    fake.repositories["owner/480p"] = tiny.ensure(HUNYUAN_I2V)
+    fake.repositories["owner/480p"] = tiny.ensure_random(HUNYUAN_I2V)
     arguments = ["encode", "--folder", str(tmp_path), "--family", HUNYUAN.family, "--model", "owner/480p"]
     assert cli.main(arguments) == 2
     assert "HunyuanVideo 1.5 I2V: it starts from one picture, and none was given." in capsys.readouterr().err
@@ -205,7 +207,7 @@ def test_the_command_takes_the_variant_too(fake: FakeHub, tmp_path: Path, capsys
 def test_a_workflow_is_checked_without_a_network(fake: FakeHub):
     """A model that is not here may be on the Hub: that shows when it runs."""
     fake.repositories.clear()
-    SAMPLER.check_constants(Folders(), {"model_id": "owner/unknown"})
+    SAMPLER.validate_constants(Folders(), {"model_id": "owner/unknown"})
     assert not fake.asked
 
 
@@ -214,7 +216,7 @@ def test_a_workflow_is_checked_without_a_network(fake: FakeHub):
 
 def test_a_repository_that_does_not_exist(fake: FakeHub):
     fake.repositories.clear()
-    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         "owner/model was not found on the Hugging Face Hub, or it is private. Check the spelling; for a private model "
         "run: hf auth login (or set HF_TOKEN)."
     )
@@ -226,7 +228,7 @@ def test_a_repository_that_does_not_exist(fake: FakeHub):
 def test_a_gated_repository(fake: FakeHub, status: int, why: str):
     """Its listing is public, its files are not."""
     fake.answers["/resolve/"] = Answer(status=status, headers={"X-Error-Code": "GatedRepo"})
-    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         f"owner/model is gated on the Hugging Face Hub{why}. Sign in and accept its terms at "
         "https://huggingface.co/owner/model, make a token that may read at https://huggingface.co/settings/tokens, "
         "then run: hf auth login (or set HF_TOKEN)."
@@ -237,7 +239,7 @@ def test_a_repository_in_another_layout(fake: FakeHub, tmp_path: Path):
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "model.pt").write_text("x")
     fake.repositories[ID] = tmp_path / "original"
-    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         "owner/model has no model_index.json on the Hugging Face Hub; it is not a model in diffusers layout. Choose "
         "one that is: the names of many end in -Diffusers."
     )
@@ -248,16 +250,16 @@ def test_a_repository_without_safetensors(fake: FakeHub, tmp_path: Path):
     (folder / "text_encoder" / "model.safetensors").rename(folder / "text_encoder" / "pytorch_model.bin")
     fake.repositories[ID] = folder
     found = MODEL.locate()
-    assert error_of(lambda: found.fetch_weights(SPEC.component("text_encoder"), Silent())) == (
+    assert error_of(lambda: found.fetch_weights(SPEC.component("text_encoder"), SilentProgress())) == (
         "owner/model has no text_encoder/model.safetensors on the Hugging Face Hub. Weights are read from safetensors "
         "files alone. Choose another repository, or set model_id to a local folder."
     )
 
 
 def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
-    model_ref.variant(HUNYUAN, ID, progress=Silent())
+    model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         "configuration of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be "
         "reached (HF_HUB_OFFLINE is set: unset it). With a network `comfyui-tpu download owner/model` goes on where it "
         "stopped; or set model_id to a local folder."
@@ -266,9 +268,9 @@ def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pyte
 
 def test_what_the_hub_answers_after_the_index(fake: FakeHub):
     """Its client takes what is here, though that is the index alone."""
-    model_ref.variant(HUNYUAN, ID, progress=Silent())
+    model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     fake.answers["/api/"] = Answer(status=429, headers={"Retry-After": "42"})
-    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         "The Hugging Face Hub takes no more requests for now (429): configuration of owner/model was not downloaded. "
         "Try again in 42 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN)."
     )
@@ -276,7 +278,7 @@ def test_what_the_hub_answers_after_the_index(fake: FakeHub):
 
 def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert error_of(lambda: MODEL.locate().home(Silent())) == (
+    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         "owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached "
         f"([Errno {errno.ECONNREFUSED}] Connection refused). With a network `comfyui-tpu download owner/model` goes on "
         "where it stopped; or set model_id to a local folder."
@@ -322,14 +324,14 @@ def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
 )
 def test_what_the_hub_answers(fake: FakeHub, answer: Answer, sentence: str):
     fake.answers["/api/"] = answer
-    assert error_of(lambda: MODEL.locate().home(Silent())) == sentence
+    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == sentence
     assert len(fake.asked) == 1, "it was asked again and again"
 
 
 def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
-    MODEL.locate().home(Silent())
+    MODEL.locate().home(SilentProgress())
     fake.answers["/"] = Answer(status=429, headers={"Retry-After": "1000"})
-    assert MODEL.locate().config(SPEC.component("vae_decoder"), Silent())
+    assert MODEL.locate().config(SPEC.component("vae_decoder"), SilentProgress())
 
 
 @pytest.mark.parametrize(
@@ -367,19 +369,19 @@ def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
 )
 def test_what_the_disk_says(fake: FakeHub, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str):
     found = MODEL.locate()
-    found.home(Silent())
+    found.home(SilentProgress())
 
     def snapshot_download(*arguments: object, **options: object) -> str:
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ValueError, match=f"^{sentence}$"):
-        found.fetch_weights(SPEC.component("text_encoder"), Silent())
+        found.fetch_weights(SPEC.component("text_encoder"), SilentProgress())
 
 
 def test_a_file_in_the_way_of_the_cache_is_named(fake: FakeHub, tmp_path: Path):
     (tmp_path / "hf").write_text("in the way")
-    sentence = error_of(lambda: MODEL.locate().home(Silent()))
+    sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
     assert sentence.startswith(f"{tmp_path / 'hf'}")
     assert "model_index.json of owner/model was not downloaded. Give this user the right to write there" in sentence
 
@@ -399,7 +401,7 @@ def test_a_hub_that_repeats_the_token_tells_nobody(
     fake.answers["/api/"] = Answer(status=500, headers={"X-Error-Message": said}, body=said.encode())
     caplog.set_level(logging.DEBUG)
     with pytest.raises(ValueError) as error:
-        MODEL.locate().home(Silent())
+        MODEL.locate().home(SilentProgress())
     trace = "".join(traceback.format_exception(error.value))
     assert token in str(fake.authorization) or "Basic" in str(fake.authorization), "no token was sent"
     assert "_RedactedCause: HfHubHTTPError" in trace and "HTTP Request" in caplog.text

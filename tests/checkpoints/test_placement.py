@@ -136,7 +136,7 @@ def test_what_was_deleted_meanwhile_is_not_waited_for():
 def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
     """A disk that is faster than the chips: nothing arrives until it is waited for."""
     held, most = [0], [0]
-    monkeypatch.setattr(load, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(load, "READ_AHEAD_BYTES", 100)
 
     class Piece:
         size_bytes = piece_bytes
@@ -182,7 +182,7 @@ def test_a_model_is_loaded_with_each_replicated_byte_put_once(put_bytes: list[in
     progress: Any = type(
         "Silent", (), {"text": lambda *a: None, "step": lambda *a: None, "check_cancelled": lambda s: 0}
     )()
-    (placed,) = load.load(network, {"weight": (file,)}, {"weight": want}, "one", progress).values()
+    (placed,) = load.load_weights(network, {"weight": (file,)}, {"weight": want}, "one", progress).values()
     assert sum(put_bytes) == values.nbytes
     for shard in placed.addressable_shards:
         assert np.asarray(shard.data).tobytes() == values.view(torch.int16).numpy().tobytes()

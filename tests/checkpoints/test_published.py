@@ -15,9 +15,9 @@ from comfyui_tpu.tests.support.published import Rename, moved, rewrite
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny, weight_names
 from comfyui_tpu.tpu_runtime.files import read_json
 from comfyui_tpu.tpu_runtime.model_spec import Component
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
 from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from packaging.version import Version
 
 # Families share components: each once, by the names of a spec and of a component. A folder of a whole model that has
@@ -63,13 +63,13 @@ KNOWN_SINCE = {"transformers 5.10": Version("5.9"), "transformers 5.10, reverted
 
 
 def component_of(spec: str, name: str) -> Component:
-    return spec_by_name(spec).component(name)
+    return lookup_spec(spec).component(name)
 
 
 @functools.cache
 def written(spec: str, name: str) -> Path:
     """The folder of a component as the installed versions write it."""
-    return tiny.ensure(spec_by_name(spec)) / component_of(spec, name).folder
+    return tiny.ensure_random(lookup_spec(spec)) / component_of(spec, name).folder
 
 
 Loaded = tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]
@@ -77,10 +77,10 @@ Loaded = tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]
 
 def load_component(component: Component, folder: Path) -> Loaded:
     """A component's weights, and the buffers that its module computes from its config."""
-    network = modules.build(component, read_json(folder / "config.json"))
-    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    wanted = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
-    loaded = load.load(network, files, wanted, component.name, Silent())
+    network = modules.build_network(component, read_json(folder / "config.json"))
+    files = checkpoint.match_weights(network, checkpoint.read_headers(folder, network.component), folder)
+    wanted = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
+    loaded = load.load_weights(network, files, wanted, component.name, SilentProgress())
     buffers = {name: x for name, x in network.module.named_buffers() if x.device.type != "meta"}
     return jax.tree.map(np.asarray, loaded), buffers
 
@@ -160,7 +160,7 @@ def test_what_transformers_keeps_in_float32_strictly_is_kept(monkeypatch: pytest
 
 def formats(spec: str, name: str) -> dict[str, torch.dtype]:
     """The format of each weight of a component in bfloat16."""
-    network = modules.build(component_of(spec, name), read_json(written(spec, name) / "config.json"))
+    network = modules.build_network(component_of(spec, name), read_json(written(spec, name) / "config.json"))
     float32 = {key for key in network.weights if weights.weight_dtype(network, key, "bfloat16") == np.float32}
     return {
         source: torch.float32 if key in float32 else torch.bfloat16
@@ -173,5 +173,5 @@ def formats_upstream(spec: str, name: str) -> dict[str, torch.dtype]:
     """The same as upstream has it."""
     component = component_of(spec, name)
     theirs = upstream(component, written(spec, name), torch.bfloat16)
-    named = {weight_names.own_name(key, component.aliases): tensor.dtype for key, tensor in theirs.items()}
+    named = {weight_names.to_module_name(key, component.aliases): tensor.dtype for key, tensor in theirs.items()}
     return {key: named[key] for key in formats(spec, name)}

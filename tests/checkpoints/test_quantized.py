@@ -79,7 +79,7 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Tensors], str]
 
 def quantize(folder: Path, make: Callable[[torch.Tensor], Tensors] | None, config: dict[str, Any] | None) -> Path:
     """A copy of the tiny checkpoint whose transformer has one layer as `make` writes it, and `config` beside it."""
-    shutil.copytree(tiny.ensure(SPEC), folder, copy_function=os.link)
+    shutil.copytree(tiny.ensure_random(SPEC), folder, copy_function=os.link)
     part = folder / "transformer"
     tensors: Tensors = {}
     for path in part.glob("*.safetensors*"):
@@ -134,20 +134,20 @@ def test_codes_that_are_pickled_are_not_called_an_incomplete_download(part: str,
 
 
 def test_quantization_of_a_model_of_several_parts_is_found():
-    assert quantized.method_of_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
-    assert quantized.method_of_config({"compression_config": {"format": "pack-quantized"}}) == "pack-quantized"
+    assert quantized.detect_in_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
+    assert quantized.detect_in_config({"compression_config": {"format": "pack-quantized"}}) == "pack-quantized"
     for nameless in (["what"], {"bits": 4}, {"quant_method": 4}):
-        found = quantized.method_of_config({"quantization_config": nameless})
+        found = quantized.detect_in_config({"quantization_config": nameless})
         assert found == "a method that its config does not name"
     for key in ("quant_method", "quant_algo", "quant_type", "format"):
-        assert quantized.method_of_config({"quantization_config": {key: "x", "bits": 4}}) == "x"
+        assert quantized.detect_in_config({"quantization_config": {key: "x", "bits": 4}}) == "x"
     of_a_part = {"quantization_config": {"quant_method": "fp8"}}
-    assert quantized.method_of_config({"text_config": 3, "task": of_a_part}) is None
+    assert quantized.detect_in_config({"text_config": 3, "task": of_a_part}) is None
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_no_published_config_is_taken_for_a_quantized_one(spec):
-    assert not any(quantized.method_of_config(component.config) for component in spec.components)
+    assert not any(quantized.detect_in_config(component.config) for component in spec.components)
 
 
 def test_plain_fp8_is_a_cast_although_names_hold_scale(tmp_path: Path):
@@ -170,11 +170,11 @@ def test_a_layer_of_plain_fp8_is_read_as_the_numbers_it_holds(kind: torch.dtype,
     cast = {name: x.to(kind) for name, x in load_file(path).items()}
     save_file(cast, path)
     component = SPEC.component("transformer")
-    network = modules.build(component, component.tiny)
-    files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+    network = modules.build_network(component, component.tiny)
+    files = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
     name = next(name for name, weight in network.weights.items() if f"{LAYER}.weight" in weight.sources)
     with contextlib.ExitStack() as stack:
-        reader = load.Reader(stack, lambda: None)
+        reader = load.TensorReader(stack, lambda: None)
         alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         layer = load.read_layer(reader, files[name][0], network.weights[name], alone)
     assert np.array_equal(np.asarray(layer, np.float32), cast[f"{LAYER}.weight"].float().numpy())
@@ -185,13 +185,13 @@ def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
     component = SPEC.component("transformer")
     headers = checkpoint.read_headers(folder / "transformer", component)
     with pytest.raises(CheckpointError, match=f"{LAYER}.weight holds I8, and weights are floating point numbers"):
-        checkpoint.match(modules.build(component, component.tiny), headers, folder)
+        checkpoint.match_weights(modules.build_network(component, component.tiny), headers, folder)
 
 
 def test_positions_beside_weights_are_left_aside():
     """CLIP's published files have them."""
     names = {"embeddings.position_ids": "I64", "embeddings.position_embedding.weight": "F16", "logit_scale": "F32"}
-    assert quantized.method_of_tensors(names) is None
+    assert quantized.detect_in_tensors(names) is None
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,6 @@ def test_positions_beside_weights_are_left_aside():
     ],
 )
 def test_codes_are_known_by_what_stands_in_their_layer(names: dict[str, str], found: tuple[str, str] | None):
-    assert quantized.method_of_tensors(names) == found
+    assert quantized.detect_in_tensors(names) == found
     turned = dict(reversed(names.items()))
-    assert quantized.method_of_tensors(turned) == found
+    assert quantized.detect_in_tensors(turned) == found

@@ -22,7 +22,7 @@ def write(folder: Path, **changed: np.ndarray) -> None:
 
 
 def bound(folder: Path) -> float:
-    return score_bound.score_bound(checkpoint.read_headers(folder, SPECS[0].component("transformer")), NORMS)
+    return score_bound.compute_score_bound(checkpoint.read_headers(folder, SPECS[0].component("transformer")), NORMS)
 
 
 def largest_score(gain: np.ndarray, bias: np.ndarray, k_gain: np.ndarray) -> float:
@@ -68,10 +68,10 @@ def test_no_query_and_key_pass_the_bound_and_some_come_near(tmp_path: Path):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_built_in_checkpoints_norms_have_the_names_of_their_specs(spec: ModelSpec):
     component = spec.component(spec.denoiser.experts[0])
-    folder = tiny.ensure(spec) / component.folder
-    names = weight_names.by_own_names(checkpoint.read_headers(folder, component), component.aliases)
+    folder = tiny.ensure_random(spec) / component.folder
+    names = weight_names.key_by_module_name(checkpoint.read_headers(folder, component), component.aliases)
     for norms in spec.denoiser.head_norms:
-        assert 0 < score_bound.score_bound(names, norms) < np.inf
+        assert 0 < score_bound.compute_score_bound(names, norms) < np.inf
     norms_per_head = {name for name in names if ".norm_q.weight" in name and names[name].shape[0] < 100}
     assert bool(spec.denoiser.head_norms) == bool(norms_per_head)
     assert score_bound.is_bounded(spec, component, folder) == bool(spec.denoiser.head_norms)

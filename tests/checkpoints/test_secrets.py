@@ -13,7 +13,7 @@ from comfyui_tpu.tpu_runtime import pipeline, redact, tokens
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("Wan21")
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"
@@ -68,7 +68,7 @@ def test_every_load_says_that_no_foreign_code_is_run():
 
 
 def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path):
-    folder = Path(shutil.copytree(tiny.ensure(SPEC), tmp_path / "model"))
+    folder = Path(shutil.copytree(tiny.ensure_random(SPEC), tmp_path / "model"))
     (folder / "tokenizer" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     path = folder / "tokenizer" / "tokenizer_config.json"
     config = {
@@ -81,7 +81,7 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path):
     # What a tokenizer.json says is all that is needed.
     assert tokens.load_tokenizer(folder / "tokenizer")
     (folder / "tokenizer" / "tokenizer.json").unlink()
-    assert error_of(lambda: Runner(jax.devices()[:1]).encode(model, "a cat", "", Silent())) == (
+    assert error_of(lambda: Runner(jax.devices()[:1]).encode(model, "a cat", "", SilentProgress())) == (
         f"{folder / 'tokenizer'} comes with code of its own, which is never run here. Use a checkpoint whose tokenizer "
         "is one of transformers' own."
     )

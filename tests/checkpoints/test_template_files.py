@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, with_tpu_loaders
-from comfyui_tpu.nodes.model import catalogue
+from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
+from comfyui_tpu.nodes.model import build_catalogue
 from comfyui_tpu.tests.checkpoints.template_files import FAMILY, NOT_OURS, OURS
 from comfyui_tpu.tpu_runtime.models.layouts import published
 
@@ -16,7 +16,7 @@ STRANGERS = {name: why for why, names in NOT_OURS.items() for name in names}
 
 
 def test_every_name_of_the_record_is_known_as_its_model_and_nothing_else():
-    found = {name: published.models().get(f"{name}.safetensors") for name in (*OURS, *STRANGERS)}
+    found = {name: published.list_models().get(f"{name}.safetensors") for name in (*OURS, *STRANGERS)}
     assert found == {**OURS, **dict.fromkeys(STRANGERS)}
 
 
@@ -24,7 +24,7 @@ def test_no_name_is_known_that_is_not_on_record():
     """But for text encoders, whose loaders go by their type."""
     encoders = {file.name for formats in published.SETS.values() for files in formats.values() for file in files}
     encoders = {file for file in encoders if any(word in file for word in ("xxl", "qwen_", "mistral", "byt5"))}
-    others = {name.removesuffix(".safetensors") for name in published.models()}
+    others = {name.removesuffix(".safetensors") for name in published.list_models()}
     others -= {name.removesuffix(".safetensors") for name in encoders if "image" not in name}
     assert others - OURS.keys() == {"mistral_3_small_flux2_bf16", "qwen_3_4b_fp8_mixed", "qwen_3_8b"}
 
@@ -33,13 +33,13 @@ def test_no_name_is_known_that_is_not_on_record():
 @pytest.mark.parametrize("folder", ["", "Qwen/", "a\\b\\"])
 def test_a_fresh_template_is_swapped_by_the_name_alone(name: str, folder: str):
     api = {"1": {"class_type": "UNETLoader", "inputs": {"unet_name": f"{folder}{name}.safetensors"}}}
-    found, (said,) = with_tpu_loaders(api, [])
+    found, (said,) = swap_loaders(api, [])
     wanted = "TPUUNETLoader" if name in OURS and "\\" not in folder else "UNETLoader"
     assert found["1"]["class_type"] == wanted and ("is now" in said) == (wanted != "UNETLoader")
 
 
 def test_the_page_knows_what_such_a_file_has_no_use_for():
-    known = catalogue()
+    known = build_catalogue()
     assert known["qwen_image_fp8_e4m3fn.safetensors"]["name"] == "qwen-image-2512"
     assert (
         known["Wan2_1-I2V-14B-480p_fp8_e4m3fn_scaled_KJ.safetensors"]["unused"]
@@ -69,9 +69,9 @@ def test_a_graph_of_which_a_part_stays_says_first_that_it_takes_too_long_and_why
         str(number): {"class_type": kind, "inputs": {LOADERS[kind][1][0]: f"{name}.safetensors"}}
         for number, (kind, name) in enumerate(files)
     }
-    changes = with_tpu_loaders(api, [])[1]
+    changes = swap_loaders(api, [])[1]
     assert (changes[0].startswith(LATE.format(slow)), len(changes)) == (bool(slow), len(files) + bool(slow))
-    assert with_tpu_loaders(api, [], back=True)[1] == []
+    assert swap_loaders(api, [], back=True)[1] == []
 
 
 def templates() -> Path | None:

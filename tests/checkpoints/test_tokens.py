@@ -46,7 +46,9 @@ def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
 def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_path: Path):
     text = spec_for_family(family).text_encoders[0]
-    folder = Path(shutil.copytree(tiny.ensure(spec_for_family(family)) / text.tokenizer_folder, tmp_path / "tokenizer"))
+    folder = Path(
+        shutil.copytree(tiny.ensure_random(spec_for_family(family)) / text.tokenizer_folder, tmp_path / "tokenizer")
+    )
     before = text.tokenize(tokens.load_tokenizer(folder), ["a cat"])
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
@@ -62,7 +64,7 @@ def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_pa
 
 def test_a_template_of_the_tokenizers_own_comes_before_the_processors(tmp_path: Path):
     spec = spec_for_family("Flux2")
-    folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
+    folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
     assert tokens.load_tokenizer(folder).chat_template == (folder / "chat_template.jinja").read_text()
 
@@ -70,7 +72,7 @@ def test_a_template_of_the_tokenizers_own_comes_before_the_processors(tmp_path: 
 @pytest.mark.parametrize("family", ["Flux2", "HunyuanVideo15"])
 def test_a_folder_without_a_template_is_named(family: str, tmp_path: Path):
     spec = spec_for_family(family)
-    folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
+    folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError) as error:
         spec.text_encoders[0].tokenize(tokens.load_tokenizer(folder), ["a cat"])

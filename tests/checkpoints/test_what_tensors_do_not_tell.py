@@ -12,22 +12,22 @@ import torch
 from comfyui_tpu.tests.checkpoints.raw_files import MARK, denoiser, write_gguf, write_safetensors
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import assumed, choose_part
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_partial_model, describe_ambiguity
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
 
-EDIT = spec_by_name("qwen-image-edit-2511")
+EDIT = lookup_spec("qwen-image-edit-2511")
 EDITS = "neither its tensors nor its name tell whether it is 2511 of Qwen-Image Edit"
 
 
 @cache
 def tensors_of(name: str, folder: str = "transformer") -> dict[str, torch.Tensor]:
-    return denoiser(spec_by_name(name), folder)
+    return denoiser(lookup_spec(name), folder)
 
 
-def resolved(model_id: str, name: str, **options: bool) -> parts.Parts:
+def resolved(model_id: str, name: str, **options: bool) -> parts.ResolvedFiles:
     """The model of the family of `name` that an id is."""
-    family = [one for one in SPECS if one.family == spec_by_name(name).family]
+    family = [one for one in SPECS if one.family == lookup_spec(name).family]
     return parts.resolve(model_id, family, **options)
 
 
@@ -100,7 +100,7 @@ def test_text_to_image_is_told_nothing_of_what_edit_leaves_open(
 ):
     path = write_safetensors(tmp_path / name, tensors_of(EDIT.name))
     with caplog.at_level(logging.WARNING):
-        assert choose_part(SPECS, path).spec.name == "qwen-image-2512"
+        assert choose_partial_model(SPECS, path).spec.name == "qwen-image-2512"
         assert resolved(f"{path} + {tmp_path / 'folder'}", EDIT.name).spec.name == "qwen-image-2512"
     assert "zero_cond_t" not in caplog.text and EDITS not in caplog.text
 
@@ -121,7 +121,7 @@ def test_numbers_of_a_language_model_are_those_that_a_gguf_says(
     model: str, architecture: str, more: dict, tmp_path: Path
 ):
     """Qwen3 of 2507 has another base of its rotary embedding than the one before, and the same tensors."""
-    spec = spec_by_name(model)
+    spec = lookup_spec(model)
     tensors = {name: torch.zeros(shape) for name, shape in (LANGUAGE | more).items()}
     own = {f"{architecture}.rope.freq_base": 5e6, f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5}
     path = write_gguf(tmp_path / "encoder.gguf", tensors, architecture, **own)
@@ -168,7 +168,7 @@ MODELS = [
 def test_a_model_that_runs_otherwise_is_told_by_its_name_or_asked_for(
     model: str, name: str, wanted: str | None, tmp_path: Path
 ):
-    spec = spec_by_name(model)
+    spec = lookup_spec(model)
     write = write_gguf if name.endswith(".gguf") else write_safetensors
     path = write(tmp_path / name, tensors_of(model), *(["any"] if write is write_gguf else []))
     others = tmp_path / "folder"  # of a model that says nothing of itself
@@ -182,7 +182,7 @@ def test_a_model_that_runs_otherwise_is_told_by_its_name_or_asked_for(
     assert resolved(f"{path} + {spec.name} + {others}", model).spec is spec
     assert resolved(f"{path} + {spec.published.hub_id}", model).spec is spec
     # ComfyUI's own samplers are told shift and guidance by the graph.
-    choose_part(SPECS, path)
+    choose_partial_model(SPECS, path)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +214,13 @@ def test_a_model_that_differs_in_defaults_alone_is_assumed_and_said(tmp_path: Pa
     others = {"wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p"} - {found.spec.name}
     said = f"neither tensors nor names tell it from another: add + {others.pop()} to model_id if it is that"
     assert found.assumed == said and said in caplog.text
-    assert assumed(found.spec, model_id) == said
+    assert describe_ambiguity(found.spec, model_id) == said
     assert resolved(f"{path} + wan2.1-i2v-14b-720p + {tmp_path}", "wan2.1-i2v-14b-480p").spec.name.endswith("720p")
 
 
 def test_a_part_that_is_looked_for_is_the_one_that_is_published_with_the_model(tmp_path: Path):
     """Qwen-Image's VAE has the tensors of Wan 2.1's, and other numbers."""
-    wan, source = spec_by_name("wan2.1-t2v-14b"), tiny.ensure(spec_by_name("wan2.1-t2v-14b"))
+    wan, source = lookup_spec("wan2.1-t2v-14b"), tiny.ensure_random(lookup_spec("wan2.1-t2v-14b"))
     vae, encoder = tmp_path / "vae", tmp_path / "text_encoders"
     for name in ("qwen_image_vae", "wan_2.1_vae", "zz_vae"):
         single_files.write(vae / f"{name}.safetensors", source / "vae", "AutoencoderKLWan")
@@ -298,7 +298,7 @@ def test_a_relative_of_the_same_tensors_is_refused_by_its_name(model: str, name:
     assert what in str(error.value) and "to model_id" in str(error.value)
     # Who names the model runs it as that; behind ComfyUI's own nodes the graph says the rest.
     assert resolved(f"{model_id} + {model} + {tmp_path}", model).spec.name == model
-    assert choose_part(SPECS, paths[0]).spec.family == spec_by_name(model).family
+    assert choose_partial_model(SPECS, paths[0]).spec.family == lookup_spec(model).family
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_titles_that_are_no_text_say_nothing(tmp_path: Path):
 
 
 def test_numbers_in_the_metadata_of_another_format_say_nothing(tmp_path: Path):
-    spec = spec_by_name("qwen-image-2512")
+    spec = lookup_spec("qwen-image-2512")
     layers = {"model.layers.0.self_attn.q_proj.weight": (64, 32), "model.layers.0.self_attn.k_proj.weight": (32, 32)}
     layers |= {"model.layers.0.self_attn.k_proj.bias": (32,), "model.layers.0.mlp.gate_proj.weight": (48, 32)}
     tensors = {name: torch.zeros(shape) for name, shape in {**layers, "model.embed_tokens.weight": (50, 32)}.items()}
@@ -408,4 +408,4 @@ def test_what_comfyuis_metadata_says_of_another_wan_counts(said: dict, tmp_path:
     metadata = {"config": json.dumps({"transformer": said})}
     path = write_safetensors(tmp_path / "file.safetensors", tensors_of("wan2.1-t2v-14b"), metadata)
     with pytest.raises(CheckpointError, match="which is not supported here"):
-        choose_part(SPECS, path)
+        choose_partial_model(SPECS, path)

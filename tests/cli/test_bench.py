@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from comfyui_tpu.cli import bench, stand_ins
 from comfyui_tpu.cli.main import main
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs import generation
 from comfyui_tpu.tpu_runtime.units import GIB
 
@@ -23,12 +23,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def read(record: Path) -> bench.Measured:
+def read(record: Path) -> bench.BenchResult:
     values = json.loads(record.read_text())
     programs = tuple(bench.MeasuredProgram(**program) for program in values["programs"])
-    own = {field.name for field in fields(bench.Measured)}
+    own = {field.name for field in fields(bench.BenchResult)}
     assert set(values) - own == {"schema", "label", "total_s"}
-    return bench.Measured(**{**{name: values[name] for name in own}, "programs": programs})
+    return bench.BenchResult(**{**{name: values[name] for name in own}, "programs": programs})
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_every_program_of_the_miniature_is_timed_and_recorded(record: Path):
 @pytest.mark.slow
 def test_the_report_says_what_was_measured_and_on_what(record: Path):
     found = read(record)
-    text = bench.text(found)
+    text = bench.format_report(found)
     assert text.startswith(f"the miniature of FLUX.2 klein 4B on {found.num_devices} x ")
     assert ", float32, int8. " in text
     assert "on no TPU: they say nothing of speed" in text
@@ -59,11 +59,13 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
     assert "Fullest device: does not report its memory." in text
     full = replace(real, hbm_peak_bytes=3 * GIB, hbm_reserved_peak_bytes=27 * GIB, hbm_limit_bytes=31 * GIB)
-    assert "Fullest device: at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB." in bench.text(full)
-    assert "miniature" not in bench.text(real)
-    assert "predicted is by the compiler" in bench.text(real) and " 200 %" in bench.text(real)
+    assert "Fullest device: at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB." in bench.format_report(full)
+    assert "miniature" not in bench.format_report(real)
+    assert "predicted is by the compiler" in bench.format_report(real) and " 200 %" in bench.format_report(real)
     sparse = replace(real, settings={**real.settings, "quality": "int8+sparse"})
-    assert "step that leaves nothing out" in bench.text(sparse) and "nothing out" not in bench.text(real)
+    assert "step that leaves nothing out" in bench.format_report(sparse) and "nothing out" not in bench.format_report(
+        real
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,8 @@ def test_texts_are_taken_as_whole_ones():
     """A text's length decides how much attention there is."""
     import jax
 
-    spec = stand_ins.miniature(spec_by_name("wan2.1-t2v-14b"))
+    spec = stand_ins.tiny_spec(lookup_spec("wan2.1-t2v-14b"))
     settings = spec.settings(**{**spec.miniature.inputs, "num_frames": 5})
-    (step,) = generation.for_spec(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
-    inputs = stand_ins.arguments(step)[step.args._fields.index("inputs")]
+    (step,) = generation.list_programs(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
+    inputs = stand_ins.random_arguments(step)[step.args._fields.index("inputs")]
     assert inputs["text_length"].tolist() == [512, 512]

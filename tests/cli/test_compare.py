@@ -10,7 +10,7 @@ from comfyui_tpu.attention import policy
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Node
 from comfyui_tpu.nodes.headless import compare
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import media
@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 leaves a miniature's tokens alone: it would save nothing."""
-    monkeypatch.setattr(policy, "MANY_KEYS", 0)
+    monkeypatch.setattr(policy, "LONG_SEQUENCE_TOKENS", 0)
 
 
 @pytest.mark.usefixtures("few_are_many")
@@ -38,9 +38,9 @@ def test_a_workflow_is_rendered_in_each_quality(name: str, tmp_path: Path, capsy
     assert "int8 against exact, node " in said and "dB" in said and f"written: {tmp_path / 'compared.mp4'}" in said
     with av.open(str(tmp_path / "compared.mp4")) as video:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
-    assert frames.shape == (5, 80 + media.NAME_HEIGHT, 2 * 112, 3)
-    left, right = frames[:, media.NAME_HEIGHT :, :112], frames[:, media.NAME_HEIGHT :, 112:]
-    assert 20 < compare.psnr(left / 255, right / 255) < compare.MOST_DB
+    assert frames.shape == (5, 80 + media.LABEL_HEIGHT, 2 * 112, 3)
+    left, right = frames[:, media.LABEL_HEIGHT :, :112], frames[:, media.LABEL_HEIGHT :, 112:]
+    assert 20 < compare.psnr(left / 255, right / 255) < compare.MAX_PSNR_DB
     assert {path.parent.name for path in tmp_path.rglob("wan21*.mp4")} == {"exact", "int8"}
 
 
@@ -60,7 +60,7 @@ def test_qualities_are_checked_before_anything_runs(text: str, message: str, cap
 def test_a_workflow_without_a_sampler_is_refused():
     workflow: dict[str, Any] = {"1": {"class_type": "LoadImage", "inputs": {"image": "x.png"}}}
     with pytest.raises(ValueError, match="no TPU sampler or pipeline, whose quality could be compared"):
-        compare.with_quality(workflow, "int8")
+        compare.set_quality(workflow, "int8")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def video(frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
 
 
 def compared(**given: Any) -> torch.Tensor:
-    node = HEADLESS["TPUCompare"]
+    node = HEADLESS_NODES["TPUCompare"]
     assert isinstance(node, Node)
     (found,) = node.run(Host(), **node.values(given))
     return found
@@ -94,8 +94,8 @@ def test_the_node_puts_results_side_by_side_below_their_labels():
     """A shorter one stays on its last frame; one of another shape is seen whole, between bars."""
     first, second = video(5), torch.full((3, 64, 48, 3), 0.5)
     found = compared(frames=first, frames_2=second, layout="side by side", labels="exact, int8")
-    assert found.shape == (5, 32 + media.NAME_HEIGHT, 2 * 48, 3)
-    labels, below = found[:, : media.NAME_HEIGHT], found[:, media.NAME_HEIGHT :]
+    assert found.shape == (5, 32 + media.LABEL_HEIGHT, 2 * 48, 3)
+    labels, below = found[:, : media.LABEL_HEIGHT], found[:, media.LABEL_HEIGHT :]
     assert torch.equal(below[:, :, :48], first)
     assert below[4, 16, 48 + 24].tolist() == pytest.approx([0.5] * 3, rel=1e-5) and not below[4, :, 48:54].any()
     assert (
@@ -104,20 +104,20 @@ def test_the_node_puts_results_side_by_side_below_their_labels():
         and not torch.equal(labels[..., :48, :], labels[..., 48:, :])
     )
     unnamed = compared(frames=first, frames_2=second, layout="side by side", labels="")
-    assert torch.equal(unnamed[:, media.NAME_HEIGHT :], below) and not torch.equal(unnamed, found)
+    assert torch.equal(unnamed[:, media.LABEL_HEIGHT :], below) and not torch.equal(unnamed, found)
 
 
 def test_a_contact_sheet_holds_frames_from_the_first_to_the_last():
     frames = video(81)
     found = compared(frames=frames, layout="contact sheet", pictures=5, columns=3)
-    tall = 32 + media.NAME_HEIGHT
+    tall = 32 + media.LABEL_HEIGHT
     assert found.shape == (1, 2 * tall, 3 * 48, 3)
-    middles = found[0, media.NAME_HEIGHT + 16 :: tall, 24::48, 0].flatten().tolist()
+    middles = found[0, media.LABEL_HEIGHT + 16 :: tall, 24::48, 0].flatten().tolist()
     assert middles == pytest.approx([*(frames[at, 0, 0, 0].item() for at in (0, 20, 40, 60, 80)), 0.0])
     # A video and a picture: rows of their own, as wide as each other.
     both = compared(frames=frames, frames_2=video(1), layout="contact sheet", pictures=5, columns=3)
     assert both.shape == (1, 3 * tall, 3 * 48, 3)
-    assert torch.equal(both[:, media.NAME_HEIGHT : tall], found[:, media.NAME_HEIGHT : tall])
+    assert torch.equal(both[:, media.LABEL_HEIGHT : tall], found[:, media.LABEL_HEIGHT : tall])
 
 
 @pytest.mark.parametrize(

@@ -266,114 +266,114 @@ def aborting(machine: HostMachine) -> HostMachine:
 
 
 CASES: dict[str, tuple[Callable, Harm, str, str]] = {
-    "GPU build": (packages.builds, installed(torch="2.15.0+cu132"), "2.15.0+cu132, a GPU build", "cpu torch==2.15.0"),
+    "GPU build": (packages.check_torch_build, installed(torch="2.15.0+cu132"), "2.15.0+cu132, a GPU build", "cpu torch==2.15.0"),
     "GPU build by its packages": (
-        packages.builds, installed(torch="2.13.0", nvidia_cublas="13.1", nvidia_ml_py="1"),
+        packages.check_torch_build, installed(torch="2.13.0", nvidia_cublas="13.1", nvidia_ml_py="1"),
         "2.13.0, a GPU build with 1 nvidia packages", "pip uninstall -y nvidia-cublas; pip install --force-reinstall",
     ),
     "two libtpus": (
-        host.twice, installed(libtpu_nightly="0.1", libtpu="0.0.42.1"),
+        host.check_conflicting_packages, installed(libtpu_nightly="0.1", libtpu="0.0.42.1"),
         "0.1, in the folder of libtpu", "-y libtpu-nightly && pip install --force-reinstall --no-deps libtpu==0.0.42.1",
     ),
     "SIGABRT": (
-        host.tokenizer, aborting, "fails with protobuf 7.36.2: signal 6",
+        host.check_tokenizer, aborting, "fails with protobuf 7.36.2: signal 6",
         "constraints.txt sentencepiece protobuf",
     ),
     "container without chips": (
-        chips.plugged_in, bare, "8 x v6e on the bus, but no device files", "again with --version=v2-alpha-tpuv6e"
+        chips.check_chips, bare, "8 x v6e on the bus, but no device files", "again with --version=v2-alpha-tpuv6e"
     ),
-    "chips of an unknown kind": (chips.plugged_in, unmapped, "8 device files (0, ...)", "pip install 'tpu-info"),
-    "no rights": (chips.rights, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
-    "another user's lock": (chips.rights, locked, "libtpu cannot lock it", "sudo rm /tmp/libtpu_lockfile"),
-    "TPU held": (chips.holders, held, "by python3 train.py, process 42", "kill 42"),
+    "chips of an unknown kind": (chips.check_chips, unmapped, "8 device files (0, ...)", "pip install 'tpu-info"),
+    "no rights": (chips.check_device_permissions, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
+    "another user's lock": (chips.check_device_permissions, locked, "libtpu cannot lock it", "sudo rm /tmp/libtpu_lockfile"),
+    "TPU held": (chips.check_holders, held, "by python3 train.py, process 42", "kill 42"),
     "TPU held by another user": (
-        chips.holders, held_by_another, "by python3 train.py, process 42, of another user", "Wait until it has ended"
+        chips.check_holders, held_by_another, "by python3 train.py, process 42, of another user", "Wait until it has ended"
     ),
     "little may be locked": (
-        chips.pinning, lambda machine: dataclasses.replace(machine, memlock_bytes=lambda: 8 * 2**20),
+        chips.check_locked_memory, lambda machine: dataclasses.replace(machine, memlock_bytes=lambda: 8 * 2**20),
         "8.0 MiB may be locked", "ulimit -l unlimited",
     ),
-    "few mappings": (chips.pinning, few_mappings, "65535 mappings for each chip", "dma_entry_limit=1000000"),
+    "few mappings": (chips.check_locked_memory, few_mappings, "65535 mappings for each chip", "dma_entry_limit=1000000"),
     "a release candidate": (
-        host.python, lambda machine: dataclasses.replace(machine, python="3.11.0rc1"),
+        host.check_python, lambda machine: dataclasses.replace(machine, python="3.11.0rc1"),
         "3.11.0rc1 on Linux, which was never released", "--only-upgrade python3.11",
     ),
-    "hugepages": (chips.hugepages, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
-    "JAX on the CPU": (chips.variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used", "unset JAX_PLATFORMS"),
+    "hugepages": (chips.check_hugepages, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
+    "JAX on the CPU": (chips.check_variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used", "unset JAX_PLATFORMS"),
     "another libtpu": (
-        chips.variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, instead of", "unset TPU_LIBRARY_PATH"
+        chips.check_variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, instead of", "unset TPU_LIBRARY_PATH"
     ),
     "no slice": (
-        chips.variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY"
+        chips.check_variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY"
     ),
     "flags that abort": (
-        chips.flags, env(XLA_FLAGS="--xla_a=1 --xla_tpu_b=2", LIBTPU_INIT_ARGS="--c=3"),
+        chips.check_flags, env(XLA_FLAGS="--xla_a=1 --xla_tpu_b=2", LIBTPU_INIT_ARGS="--c=3"),
         "--xla_tpu_b=2: only libtpu knows these", "export XLA_FLAGS=--xla_a=1 LIBTPU_INIT_ARGS='--c=3 --xla_tpu_b=2'",
     ),
-    "64 bits": (chips.variables, env(JAX_ENABLE_X64="true"), "true: never tested", "unset JAX_ENABLE_X64"),
+    "64 bits": (chips.check_variables, env(JAX_ENABLE_X64="true"), "true: never tested", "unset JAX_ENABLE_X64"),
     "no broadcasting": (
-        chips.variables, env(JAX_NUMPY_RANK_PROMOTION="raise"), "raise: JAX refuses", "unset JAX_NUMPY_RANK_PROMOTION"
+        chips.check_variables, env(JAX_NUMPY_RANK_PROMOTION="raise"), "raise: JAX refuses", "unset JAX_NUMPY_RANK_PROMOTION"
     ),
     "no mixed types": (
-        chips.variables, env(JAX_NUMPY_DTYPE_PROMOTION="strict"), "strict: JAX refuses",
+        chips.check_variables, env(JAX_NUMPY_DTYPE_PROMOTION="strict"), "strict: JAX refuses",
         "unset JAX_NUMPY_DTYPE_PROMOTION",
     ),
     "another precision": (
-        chips.variables, env(JAX_DEFAULT_MATMUL_PRECISION="highest"), "highest: changes products of bfloat16 programs",
+        chips.check_variables, env(JAX_DEFAULT_MATMUL_PRECISION="highest"), "highest: changes products of bfloat16 programs",
         "unset JAX_DEFAULT_MATMUL_PRECISION",
     ),
     "budget too high": (
-        chips.budget, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
+        chips.check_memory_limit, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
         "unset COMFYUI_TPU_HBM_GIB",
     ),
-    "no budget": (chips.budget, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is not a number", "unset COMFYUI_TPU_HBM_GIB"),
+    "no budget": (chips.check_memory_limit, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is not a number", "unset COMFYUI_TPU_HBM_GIB"),
     "kernel switched off": (
-        chips.ladder, env(COMFYUI_TPU_KERNELS="-attention"), "attention: results are unchanged",
+        chips.check_fallbacks, env(COMFYUI_TPU_KERNELS="-attention"), "attention: results are unchanged",
         "unset COMFYUI_TPU_KERNELS",
     ),
-    "no switch": (chips.ladder, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' must be one of", "unset COMFYUI_TPU_OPTIONS"),
-    "a halt": (chips.ladder, halted, "8 x TPU v6 lite: decode halted the chips", "rm "),
-    "cache not writable": (host.caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
+    "no switch": (chips.check_fallbacks, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' must be one of", "unset COMFYUI_TPU_OPTIONS"),
+    "a halt": (chips.check_fallbacks, halted, "8 x TPU v6 lite: decode halted the chips", "rm "),
+    "cache not writable": (host.check_caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
     "programs not writable": (
-        host.caches, env(JAX_COMPILATION_CACHE_DIR="/dev/null/xla"), "/dev/null/xla cannot be written",
+        host.check_caches, env(JAX_COMPILATION_CACHE_DIR="/dev/null/xla"), "/dev/null/xla cannot be written",
         "unset JAX_COMPILATION_CACHE_DIR",
     ),
-    "models in memory": (host.caches, in_memory, "/dev/shm/hub is memory of the host", "unset HF_HOME"),
-    "disk full": (disk.room, full, "1.0 GiB free in", "export HF_HOME=FOLDER"),
-    "disk too small": (disk.room, too_small, "the smallest model needs 16.0 GiB", "export HF_HOME=FOLDER"),
-    "a slow disk": (disk.rate, slow_disk, "0.10 GB/s, read from", "on a faster disk"),
-    "offline": (host.models, offline, "no model of this pack is downloaded", "unset HF_HUB_OFFLINE"),
-    "no token": (host.token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
-    "little memory": (host.memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),
-    "pip.conf": (host.pip, pip_conf, "pip.conf lets pip write", "pip config --user unset global.break-system"),
-    "no ComfyUI": (comfyui.version, no_comfyui, "/ComfyUI; the command line needs none", "setup.py install --comfyui"),
-    "old ComfyUI": (comfyui.version, version("0.3.9"), "0.3.9; the pack needs 0.3.76", "checkout master && git -C"),
-    "old ComfyUI of ours": (comfyui.version, version("0.3.9", ours=True), "0.3.9; the pack", "setup.py update"),
-    "very old ComfyUI": (comfyui.version, version(""), "too old to have a version", "pull"),
-    "demanding ComfyUI": (packages.requirements, demanding, "transformers>=6; tested with", "Take a ComfyUI that"),
-    "not linked": (comfyui.this_pack, unlinked, "not in", "ln -s "),
-    "linked twice": (comfyui.this_pack, linked_twice, "as comfyui-tpu: ComfyUI loads both", "rm "),
-    "linked and copied": (comfyui.this_pack, copied_too, "as Copy: ComfyUI loads both", "Copy.disabled"),
-    "another copy": (comfyui.this_pack, another, "Copy, this command's is", "pip install --no-deps -e"),
-    "a link to nowhere": (comfyui.this_pack, dangling, "Gone leads to /nowhere/at/all", "/custom_nodes/Gone"),
+    "models in memory": (host.check_caches, in_memory, "/dev/shm/hub is memory of the host", "unset HF_HOME"),
+    "disk full": (disk.check_free_space, full, "1.0 GiB free in", "export HF_HOME=FOLDER"),
+    "disk too small": (disk.check_free_space, too_small, "the smallest model needs 16.0 GiB", "export HF_HOME=FOLDER"),
+    "a slow disk": (disk.check_read_rate, slow_disk, "0.10 GB/s, read from", "on a faster disk"),
+    "offline": (host.check_downloaded_models, offline, "no model of this pack is downloaded", "unset HF_HUB_OFFLINE"),
+    "no token": (host.check_token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
+    "little memory": (host.check_memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),
+    "pip.conf": (host.check_pip, pip_conf, "pip.conf lets pip write", "pip config --user unset global.break-system"),
+    "no ComfyUI": (comfyui.check_version, no_comfyui, "/ComfyUI; the command line needs none", "setup.py install --comfyui"),
+    "old ComfyUI": (comfyui.check_version, version("0.3.9"), "0.3.9; the pack needs 0.3.76", "checkout master && git -C"),
+    "old ComfyUI of ours": (comfyui.check_version, version("0.3.9", ours=True), "0.3.9; the pack", "setup.py update"),
+    "very old ComfyUI": (comfyui.check_version, version(""), "too old to have a version", "pull"),
+    "demanding ComfyUI": (packages.check_requirements, demanding, "transformers>=6; tested with", "Take a ComfyUI that"),
+    "not linked": (comfyui.check_this_pack, unlinked, "not in", "ln -s "),
+    "linked twice": (comfyui.check_this_pack, linked_twice, "as comfyui-tpu: ComfyUI loads both", "rm "),
+    "linked and copied": (comfyui.check_this_pack, copied_too, "as Copy: ComfyUI loads both", "Copy.disabled"),
+    "another copy": (comfyui.check_this_pack, another, "Copy, this command's is", "pip install --no-deps -e"),
+    "a link to nowhere": (comfyui.check_this_pack, dangling, "Gone leads to /nowhere/at/all", "/custom_nodes/Gone"),
     "separate packs": (
-        comfyui.other_packs, old_pack,
+        comfyui.check_other_packs, old_pack,
         "ComfyUI-FLUX.2-TPU has nodes of the same names (Flux2TPUSampler, Flux2TextEncoder)", "FLUX.2-TPU.disabled",
     ),
-    "the same node of another": (comfyui.other_packs, new_style, "wan.py has nodes of the same", "wan.py.disabled"),
+    "the same node of another": (comfyui.check_other_packs, new_style, "wan.py has nodes of the same", "wan.py.disabled"),
     "a monitor that starts the TPU": (
-        comfyui.other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts", "Crystools.disabled"
+        comfyui.check_other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts", "Crystools.disabled"
     ),
-    "no Manager": (comfyui.manager, unmanaged, "not installed", "/ComfyUI/manager_requirements.txt, then start"),
-    "broken environment": (packages.environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
-    "our broken environment": (packages.environment, broken(".comfyui-tpu/venv"), "broken: ", "setup.py install"),
+    "no Manager": (comfyui.check_manager, unmanaged, "not installed", "/ComfyUI/manager_requirements.txt, then start"),
+    "broken environment": (packages.check_environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
+    "our broken environment": (packages.check_environment, broken(".comfyui-tpu/venv"), "broken: ", "setup.py install"),
     "Python 3.10": (
-        packages.environment, old_python, "Python 3.10; the pack needs 3.11",
+        packages.check_environment, old_python, "Python 3.10; the pack needs 3.11",
         "setup.py install",
     ),
-    "unconstrained": (comfyui.running, unconstrained, "process 77 runs without PIP_CONSTRAINT", "kill 77; python3 "),
-    "port in use": (comfyui.running, taken, "in use by jupyter lab, process 88", "--port 8189"),
-    "port in use by another user": (comfyui.running, listening, "in use by a program of another user", "--port 8189"),
+    "unconstrained": (comfyui.check_running, unconstrained, "process 77 runs without PIP_CONSTRAINT", "kill 77; python3 "),
+    "port in use": (comfyui.check_running, taken, "in use by jupyter lab, process 88", "--port 8189"),
+    "port in use by another user": (comfyui.check_running, listening, "in use by a program of another user", "--port 8189"),
 }  # fmt: skip
 
 
@@ -388,14 +388,14 @@ def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well
 
 def test_every_check_is_shown_to_find_something():
     # tests/cli/test_versions.py, below, and what is no fault
-    elsewhere = {packages.versions_here, packages.companions, host.pack}
+    elsewhere = {packages.check_versions, packages.check_companions, host.check_pack}
     assert {check for check, *_ in CASES.values()} | elsewhere == {*packages.CHECKS, *CHECKS}
 
 
 def test_a_torchvision_for_another_torch_is_named(well: HostMachine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packages, "_requires", lambda name: ["numpy", "torch==2.13.0"])
-    assert list(packages.companions(well)) == []
-    (finding,) = packages.companions(installed(torch="2.12.1+cpu")(well))
+    assert list(packages.check_companions(well)) == []
+    (finding,) = packages.check_companions(installed(torch="2.12.1+cpu")(well))
     assert finding.found == "0.28.0+cpu, built for torch==2.13.0; torch is 2.12.1+cpu"
     assert finding.remedy.endswith("torch==2.12.1 torchvision")
 
@@ -423,16 +423,16 @@ def test_json_has_every_finding_and_advice_is_no_fault(
 
 @contextlib.contextmanager
 def metrics(kind: str) -> Iterator[Harm]:
-    usage = chips.metrics_service.usage
+    usage = chips.metrics_service.read_usage
     with fake_tpu.serving(8) if kind == "serving" else fake_tpu.silent() as port, pytest.MonkeyPatch.context() as patch:
         if kind == "serving":  # which a busy machine may take longer for than a second
-            patch.setattr(chips.metrics_service, "usage", lambda ports: usage(ports, PATIENCE_S))
+            patch.setattr(chips.metrics_service, "read_usage", lambda ports: usage(ports, PATIENCE_S))
         yield env(TPU_RUNTIME_METRICS_PORTS=str(port))
 
 
 def test_the_metrics_service_tells_of_a_process_that_cannot_be_seen(well: HostMachine):
     with metrics("serving") as harm:
-        (finding,) = chips.holders(harm(well))
+        (finding,) = chips.check_holders(harm(well))
     assert finding.found == "by a process of another user, 36.0 GiB of 248.0 GiB used"
     assert finding.remedy.startswith("sudo lsof /dev/accel* /dev/vfio/*")
 
@@ -440,7 +440,7 @@ def test_the_metrics_service_tells_of_a_process_that_cannot_be_seen(well: HostMa
 def test_what_a_first_run_measured_is_told(well: HostMachine):
     found = {"reserve_share": 0.08, "compilers_behind": 1, "keeps_programs": False, "rates": {"to_chips": 12.34}}
     write(well.home / ".cache/comfyui-tpu/machine.json", json.dumps({"8 x TPU v6 lite": found}))
-    (finding,) = chips.ladder(well)
+    (finding,) = chips.check_fallbacks(well)
     assert finding.remedy == "" and finding.found == (
         "8 x TPU v6 lite: 8 % of a chip's memory is left free, 1 compile in the background, "
         "compiled programs are not loaded from the disk, 12.3 GB/s to the chips"
@@ -450,30 +450,30 @@ def test_what_a_first_run_measured_is_told(well: HostMachine):
 def test_comfyui_may_hold_the_chips(well: HostMachine):
     server(well, 77, "/dev/vfio/0", environ={"PIP_CONSTRAINT": "/constraints.txt"})
     with metrics("serving") as harm:
-        (finding,) = chips.holders(harm(well))
+        (finding,) = chips.check_holders(harm(well))
     assert finding.found.startswith("by ComfyUI (python main.py, process 77, 36.0 GiB of 248.0 GiB used)")
-    assert not finding.remedy and list(comfyui.running(well)) == []
+    assert not finding.remedy and list(comfyui.check_running(well)) == []
 
 
 def test_a_silent_metrics_service_is_said_within_its_deadline(well: HostMachine):
     with metrics("silent") as harm:
-        (finding,) = chips.holders(harm(well))
+        (finding,) = chips.check_holders(harm(well))
     assert "does not answer: the process that holds the chips hangs" in finding.found
 
 
 def test_comfyui_at_its_port_is_no_fault(well: HostMachine):
     server(well, 77, "socket:[5555]", environ={"PIP_CONSTRAINT": "/constraints.txt"})
     listening(well)
-    (finding,) = comfyui.running(well)
+    (finding,) = comfyui.check_running(well)
     assert (finding.topic, finding.found, finding.remedy) == ("port 8188", "ComfyUI, process 77", "")
 
 
 def test_the_environment_beside_comfyui_is_compared_too(well: HostMachine):
     versions = {name: package.version for name, package in _tested().items()}
     environment(well, **versions)
-    assert list(packages.environment(well)) == []
+    assert list(packages.check_environment(well)) == []
     environment(well, ".comfyui-tpu/venv", **{**versions, "diffusers": "0.30.0", "jax": "0.5.0"})
-    found = {finding.found.partition(";")[0]: finding.remedy for finding in packages.environment(well)}
+    found = {finding.found.partition(";")[0]: finding.remedy for finding in packages.check_environment(well)}
     assert set(found) == {"jax 0.5.0", "diffusers 0.30.0"}
     assert found["diffusers 0.30.0"].endswith(".comfyui-tpu/venv/bin/python -m pip install 'diffusers<0.43,>=0.42.1'")
 
@@ -481,19 +481,19 @@ def test_the_environment_beside_comfyui_is_compared_too(well: HostMachine):
 def _tested() -> Mapping[str, SimpleNamespace]:
     from comfyui_tpu.tpu_runtime import versions
 
-    return {package.name: SimpleNamespace(version=package.installed) for package in versions.packages()}
+    return {package.name: SimpleNamespace(version=package.installed) for package in versions.list_packages()}
 
 
 def test_without_chips_programs_run_on_the_cpu(well: HostMachine):
     shutil.rmtree(well.root)
-    found = [one.found for one in chips.plugged_in(env(XLA_FLAGS="--xla_force_host_platform_device_count=3")(well))]
+    found = [one.found for one in chips.check_chips(env(XLA_FLAGS="--xla_force_host_platform_device_count=3")(well))]
     assert found[0] == "no TPU; programs run on the CPU, as 3 simulated chips"
     assert found[1] == "dp=1 sp=3 tp=1"
 
 
 def test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding(well: HostMachine):
     environ = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    (finding,) = chips.start(dataclasses.replace(well, environ=environ))
+    (finding,) = chips.check_jax_start(dataclasses.replace(well, environ=environ))
     assert (finding.found, "unset JAX_PLATFORMS" in finding.remedy) == ("starts: 1 x cpu (cpu)", True)
-    (finding,) = chips.start(dataclasses.replace(well, environ={**environ, "XLA_FLAGS": "--xla_tpu_b=2"}))
+    (finding,) = chips.check_jax_start(dataclasses.replace(well, environ={**environ, "XLA_FLAGS": "--xla_tpu_b=2"}))
     assert "Unknown flag in XLA_FLAGS: --xla_tpu_b=2" in finding.found and finding.remedy

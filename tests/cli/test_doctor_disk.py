@@ -38,7 +38,7 @@ def machine(home: Path, free_gib: float, missing_gib: float, *, model: str = MOD
 def test_the_chosen_model_has_room_or_not(
     tmp_path: Path, free_gib: float, missing_gib: float, said: str, is_fault: bool
 ):
-    (finding,) = disk.room(machine(tmp_path / "home", free_gib, missing_gib))
+    (finding,) = disk.check_free_space(machine(tmp_path / "home", free_gib, missing_gib))
     assert said in finding.found and finding.is_fault == is_fault
     assert ("not here yet" in finding.found) == bool(missing_gib)
 
@@ -47,23 +47,23 @@ def test_without_a_network_the_free_disk_is_still_told(tmp_path: Path):
     def fails(name: str) -> tuple[int, int]:
         raise ValueError("The Hub does not answer.")
 
-    (finding,) = disk.room(dataclasses.replace(machine(tmp_path / "home", 5, 0), download_bytes=fails))
+    (finding,) = disk.check_free_space(dataclasses.replace(machine(tmp_path / "home", 5, 0), download_bytes=fails))
     assert "5.0 GiB free" in finding.found and "not known: The Hub does not answer." in finding.found
     assert not finding.remedy
 
 
 def test_the_largest_file_of_a_model_is_read_and_says_how_long_the_chosen_one_takes(tmp_path: Path):
     found = machine(tmp_path / "home", 100, 0)
-    assert list(disk.rate(found)) == []
+    assert list(disk.check_read_rate(found)) == []
     for name, size in {"small": 1, "large": 300, "larger/than": 200}.items():
         file = found.comfyui / f"models/diffusion_models/{name}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         os.truncate(file, size * 2**20)
-    (finding,) = disk.rate(found)
+    (finding,) = disk.check_read_rate(found)
     assert finding.found.startswith("1.50 GB/s, read from") and "large.safetensors" in finding.found
     assert finding.found.endswith(f"; {MODEL} takes {60 * GIB / GB / 1.5:.0f} s to read") and not finding.remedy
-    (finding,) = disk.rate(dataclasses.replace(found, model=""))
+    (finding,) = disk.check_read_rate(dataclasses.replace(found, model=""))
     assert finding.found.endswith("large.safetensors")
 
 

@@ -40,5 +40,5 @@ def test_without_setup_comfyui_is_started_by_itself(fault: str, command: str, we
 
 def test_setup_is_named_by_the_clone_in_custom_nodes(well: HostMachine, tmp_path: Path):
     """Where the command itself comes from a wheel."""
-    command = comfyui.setup(dataclasses.replace(well, pack=tmp_path), "update")
+    command = comfyui.setup_command(dataclasses.replace(well, pack=tmp_path), "update")
     assert command == f"python3 {well.pack / 'setup.py'} update --comfyui {well.comfyui}"

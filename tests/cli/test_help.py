@@ -11,7 +11,7 @@ import pytest
 from comfyui_tpu.cli.main import _parser, main
 from comfyui_tpu.cli.verbs import DOWNLOADS
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.pipeline import TOLD
+from comfyui_tpu.tpu_runtime.pipeline import SHOWN_TO_USER
 
 (VERBS,) = (action.choices for action in _parser()._actions if action.choices)
 
@@ -79,5 +79,5 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_word(words: str):
 def test_a_terminal_has_once_what_is_told_and_logged():
     assert main(["plan", "nothing"]) == 2
     assert logging.lastResort
-    records = [logging.makeLogRecord(given) for given in ({}, {TOLD: True})]
+    records = [logging.makeLogRecord(given) for given in ({}, {SHOWN_TO_USER: True})]
     assert [bool(logging.lastResort.filter(record)) for record in records] == [True, False]

@@ -12,7 +12,7 @@ from comfyui_tpu.cli import monitor
 from comfyui_tpu.tests.support.chips import GIB, chip, tpu
 from comfyui_tpu.tpu_runtime.engine import current
 from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
-from comfyui_tpu.tpu_runtime.monitor.unstarted import Unstarted
+from comfyui_tpu.tpu_runtime.monitor.unstarted import IdleStats
 from rich.console import Console
 
 
@@ -119,7 +119,7 @@ NOBODY = "http://127.0.0.1:9"
 
 def looked(root: Path, port: int, url: str = NOBODY, **options: Any) -> str:
     """What one look shows on a machine with the chips below `root`."""
-    sampler = Sampler(unstarted=Unstarted(root, [port], deadline_s=10.0))
+    sampler = Sampler(unstarted=IdleStats(root, [port], deadline_s=10.0))
     console = Console(width=100, record=True, file=open("/dev/null", "w"))
     monitor.run(SimpleNamespace(url=url, once=True, interval=1.0, **options), console, sampler)
     return console.export_text()
@@ -163,7 +163,7 @@ def test_a_server_that_starts_later_takes_over(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(monitor, "fetch", fetch)
     monkeypatch.setattr(monitor.time, "sleep", lambda seconds: None)
     console = Console(width=100, record=True, file=open("/dev/null", "w"), force_terminal=True)
-    sampler = Sampler(unstarted=Unstarted(fake.plug(tmp_path, "v5e", 4), [fake.closed()]))
+    sampler = Sampler(unstarted=IdleStats(fake.plug(tmp_path, "v5e", 4), [fake.closed()]))
     with pytest.raises(KeyboardInterrupt):
         monitor.run(SimpleNamespace(url=NOBODY, once=False, interval=1.0), console, sampler)
     text = console.export_text()

@@ -13,7 +13,7 @@ from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.cost_model import chips, flops
 from comfyui_tpu.tpu_runtime.machine import fallbacks
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks
-from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, lookup_spec
 from comfyui_tpu.tpu_runtime.plan import compile, report
 from comfyui_tpu.tpu_runtime.programs.program import Program
 
@@ -44,12 +44,14 @@ def test_forms_of_the_miniature_agree_and_are_recorded(tmp_path: Path, capsys: p
     assert "All forms agree." in said and "on no TPU: they say nothing of speed" in said
 
 
-def part_forms(precision: str = "float32") -> dict[str, verify.Verified]:
+def part_forms(precision: str = "float32") -> dict[str, verify.FormResult]:
     """Those of a part of the tokens, on one device."""
-    spec = spec_by_name(MODEL)
-    settings = verify.part_of(spec, spec.settings(**spec.miniature.inputs))
-    check = verify.StepForms(stand_ins.miniature(spec), jax.devices()[:1], precision, runs=1)
-    wanted = verify.variations(check.program(settings, verify.Variation(name="", without=Fallbacks())), is_tiny=True)
+    spec = lookup_spec(MODEL)
+    settings = verify.take_first_frames(spec, spec.settings(**spec.miniature.inputs))
+    check = verify.StepVariants(stand_ins.tiny_spec(spec), jax.devices()[:1], precision, runs=1)
+    wanted = verify.list_variants(
+        check.program(settings, verify.StepVariant(name="", without=Fallbacks())), is_tiny=True
+    )
     parts = (one for one in wanted if one.is_part)
     return {row.name: row for row in check.measured(parts, {True: settings})}
 
@@ -64,7 +66,7 @@ def test_a_kernel_that_computes_something_else_is_found(precision: str, monkeypa
     sound = part_forms(precision)[WITHOUT_ATTENTION]
     assert sound.difference is not None and not sound.problem
     assert 0 < sound.difference <= verify.BOUNDS[precision] / 4
-    assert set(sound.factors) == set(verify.PULLS)
+    assert set(sound.factors) == set(verify.ERROR_DIRECTIONS)
     bounds = verify.FACTORS[precision]
     assert all(abs(factor) <= bounds[name] / 4 for name, factor in sound.factors.items()), sound.factors
     right = attention.flat_attention
@@ -101,19 +103,19 @@ def test_a_form_that_does_not_run_leaves_the_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_of_forms_that_are_predicted_one_that_does_not_compile_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
-    def refused(program: Program, topology: chips.Topology) -> compile.Compiled:
+    def refused(program: Program, topology: chips.Topology) -> compile.CompiledProgram:
         if not program.compiler_options:
             raise RuntimeError("the TPU's compiler failed: INTERNAL: no such luck\nand a trace")
         memory = report.Memory(arguments=1, weights=1, temporaries=None, output=None, alias=0, peak=3)
-        return compile.Compiled(
+        return compile.CompiledProgram(
             program=program, memory=memory, text=None, refusal="no room", compile_s=1.0, flops=flops.Flops()
         )
 
     monkeypatch.setattr(compile, "compile_program", refused)
-    spec, target = spec_by_name(MODEL), chips.topology("v6e:2x4")
-    check = verify.StepForms(spec, chips.compile_devices(target), "bfloat16", runs=1)
-    off = Fallbacks(options=fallbacks.prefixes(fallbacks.OPTIONS))
-    forms = [verify.Variation(name="off", without=off), verify.Variation(name="on", without=Fallbacks())]
+    spec, target = lookup_spec(MODEL), chips.topology("v6e:2x4")
+    check = verify.StepVariants(spec, chips.compile_devices(target), "bfloat16", runs=1)
+    off = Fallbacks(options=fallbacks.option_prefixes(fallbacks.OPTIONS))
+    forms = [verify.StepVariant(name="off", without=off), verify.StepVariant(name="on", without=Fallbacks())]
     found = list(check.predicted(iter(forms), {False: spec.settings()}, target))
     assert [(row.name, row.problem, row.peak_bytes) for row in found] == [
         ("off", "does not compile: the TPU's compiler failed: INTERNAL: no such luck", None), ("on", "no room", 3)
@@ -125,9 +127,9 @@ def test_every_group_of_options_and_every_kernel_is_left_out_once(spec: Any):
     """Of the real size, whose blocks are as wide as the model's and run in a loop, as in a step."""
     settings = spec.settings()
     devices = chips.compile_devices(chips.topology("v6e:2x4"))
-    check = verify.StepForms(spec, devices, "bfloat16", runs=1)
-    chosen = check.program(settings, verify.Variation(name="as chosen", without=Fallbacks()))
-    found = {one.name: one for one in verify.variations(chosen, is_tiny=False)}
+    check = verify.StepVariants(spec, devices, "bfloat16", runs=1)
+    chosen = check.program(settings, verify.StepVariant(name="as chosen", without=Fallbacks()))
+    found = {one.name: one for one in verify.list_variants(chosen, is_tiny=False)}
     kernels = "attention, prologue, residual_norm"
     assert list(found) == [
         "as chosen", "without sparsecore", "without async", "without vmem", "without sparsecore, async, vmem",
@@ -137,7 +139,7 @@ def test_every_group_of_options_and_every_kernel_is_left_out_once(spec: Any):
     bare = check.program(settings, found["without sparsecore, async, vmem"])
     assert chosen.compiler_options and not bare.compiler_options
     assert 0 < sum(map(_size, (chosen.weights or {}).values())) < 6e9
-    part = verify.part_of(spec, settings)
+    part = verify.take_first_frames(spec, settings)
     of_part = check.program(part, found["as chosen (part)"])
     lengths = {name: (weight.shape[0], (of_part.weights or {})[name].shape[0])
                for name, weight in (chosen.weights or {}).items() if ".*." in name}  # fmt: skip
@@ -174,9 +176,9 @@ def test_what_is_apart_is_said_as_a_share():
     import numpy as np
 
     ones = np.ones((4, 4))
-    assert verify.apart(ones * 1.5, ones) == pytest.approx(0.5)
-    assert verify.apart(ones, ones) == 0.0
-    assert not np.isfinite(verify.apart(ones * np.nan, ones))
+    assert verify.relative_rms(ones * 1.5, ones) == pytest.approx(0.5)
+    assert verify.relative_rms(ones, ones) == 0.0
+    assert not np.isfinite(verify.relative_rms(ones * np.nan, ones))
 
 
 def test_a_pull_is_found_below_rounding_that_is_larger():
@@ -186,19 +188,19 @@ def test_a_pull_is_found_below_rounding_that_is_larger():
     random = np.random.default_rng(0)
     first, second, noise = random.normal(size=(3, 100, 100))
     pulls = {"first": 0.2 * first, "second": 0.2 * (first + second)}
-    found = verify.pulled(0.01 * pulls["first"] + 0.006 * noise, pulls)
+    found = verify.attribute_error(0.01 * pulls["first"] + 0.006 * noise, pulls)
     assert found["first"] == pytest.approx(0.01, rel=0.2) and abs(found["second"]) < 0.2 * found["first"]
-    assert verify.pulled(noise, {}) == {}
-    assert np.isnan(verify.pulled(noise * np.nan, pulls)["first"])
+    assert verify.attribute_error(noise, {}) == {}
+    assert np.isnan(verify.attribute_error(noise * np.nan, pulls)["first"])
 
 
 def test_the_report_is_read_in_one_go():
     rows = (
-        verify.Verified(
+        verify.FormResult(
             name="as chosen", compile_s=3.0, median_s=0.5, predicted_s=None, peak_bytes=2**30, difference=None,
             problem="",
         ),
-        verify.Verified(
+        verify.FormResult(
             name="without async", compile_s=3.0, median_s=1.0, predicted_s=None, peak_bytes=2**30, difference=0.5,
             problem="differs by 5.0e-01, where 3.1e-02 may be rounding",
         ),
@@ -208,7 +210,7 @@ def test_the_report_is_read_in_one_go():
         "loop": {"steps": 5, "median_s": 0.5, "was_compiled": False},
         "memory": {"peak_reserved_bytes": 2**31, "peak_in_use_bytes": 2**30},
     }  # fmt: skip
-    lines = verify.text(spec_by_name(MODEL), record, rows).splitlines()
+    lines = verify.format_verification(lookup_spec(MODEL), record, rows).splitlines()
     assert lines[0] == "3 blocks of CogVideoX 1.5 5B on 8 x TPU v6 lite, bfloat16; seconds are measured."
     assert "200 %" in next(line for line in lines if line.startswith("without async"))
     assert "from the cache." in lines[-3]

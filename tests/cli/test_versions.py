@@ -38,16 +38,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 def forget() -> None:
     versions.warn_once.cache_clear()
-    versions.refusals.cache_clear()
+    versions.find_refusals.cache_clear()
 
 
 def findings(topic: str) -> list[tuple[str, str]]:
-    return [(each.found, each.remedy) for each in packages.versions_here(HostMachine()) if each.topic == topic]
+    return [(each.found, each.remedy) for each in packages.check_versions(HostMachine()) if each.topic == topic]
 
 
 def pins(file: str) -> dict[str, Version]:
     found = {}
-    for pin in versions.requirements(versions.ROOT / file):
+    for pin in versions.read_requirements(versions.ROOT / file):
         (only,) = pin.specifier
         if "*" not in only.version:
             found[pin.name] = Version(only.version)
@@ -57,7 +57,7 @@ def pins(file: str) -> dict[str, Version]:
 @pytest.mark.parametrize("name", BOUNDED)
 def test_the_range_ends_with_the_newest_version_that_was_run(name: str):
     """A later minor version was not run, so it is not claimed."""
-    ranges = {package.name: package.range for package in versions.packages()}
+    ranges = {package.name: package.range for package in versions.list_packages()}
     run = [pins(file)[name] for file in SETS]
     assert all(ranges[name].contains(version) for version in run)
     newest = max(run)
@@ -68,7 +68,11 @@ def test_the_range_ends_with_the_newest_version_that_was_run(name: str):
 
 @pytest.mark.parametrize("file", SETS)
 def test_each_set_of_versions_is_in_range(file: str):
-    ranges = {package.name: package.range for package in versions.packages() if package.name not in versions.OF_JAX}
+    ranges = {
+        package.name: package.range
+        for package in versions.list_packages()
+        if package.name not in versions.JAX_COMPANIONS
+    }
     outside = {
         name: str(version) for name, version in pins(file).items() if name in ranges and version not in ranges[name]
     }
@@ -80,8 +84,8 @@ def test_each_set_names_what_results_depend_on():
 
 
 def test_every_version_of_this_environment_was_run():
-    installed = {package: package.installed for package in versions.packages()}
-    assert [package.name for package, version in installed.items() if version and package.doubt(version)] == []
+    installed = {package: package.installed for package in versions.list_packages()}
+    assert [package.name for package, version in installed.items() if version and package.describe_doubt(version)] == []
 
 
 @pytest.mark.parametrize(
@@ -106,9 +110,9 @@ def test_a_newer_version_of_what_comfyui_brings_is_no_fault(installed: dict[str,
     """ComfyUI's requirements bring the newest there is: an installation by the book must end well."""
     for name, newer in {"diffusers": "0.43.0", "av": "20.0.1", "tpu-info": "0.15.0"}.items():
         installed[name] = newer
-        assert [each.is_fault for each in packages.versions_here(HostMachine()) if each.topic == name] == [False]
+        assert [each.is_fault for each in packages.check_versions(HostMachine()) if each.topic == name] == [False]
     installed["transformers"] = "5.25.1"
-    (found,) = [each for each in packages.versions_here(HostMachine()) if each.topic == "transformers"]
+    (found,) = [each for each in packages.check_versions(HostMachine()) if each.topic == "transformers"]
     assert not found.is_fault and found.remedy == "pip install 'transformers<5.25,>=5.6.0'"
     assert found.found.startswith("5.25.1; newer than the tested versions, <5.25,>=5.6.0")
 
@@ -125,7 +129,7 @@ def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
     ("version", "wanted"), [("2.15.0+cu132", "torch==2.15.0"), ("2.16.0+cu132", "'torch<2.16,>=2.13'")]
 )
 def test_a_gpu_build_is_replaced_by_the_same_version_where_that_runs(version: str, wanted: str):
-    (finding,) = packages.builds(HostMachine(packages={"torch": version}))
+    (finding,) = packages.check_torch_build(HostMachine(packages={"torch": version}))
     assert finding.remedy == f"pip install --force-reinstall --no-deps --index-url {versions.TORCH_INDEX} {wanted}"
 
 
@@ -133,9 +137,9 @@ def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
     file = tmp_path / "requirements.txt"
     machine = HostMachine(environ={"COMFYUI_PATH": str(tmp_path)})
     file.write_text("transformers>=4.50.3\nsafetensors>=0.4.2\ntorch\ntqdm\nav>=16.0.0\nnumpy>=1.25.0\nother==1\n")
-    assert list(packages.requirements(machine)) == []
+    assert list(packages.check_requirements(machine)) == []
     file.write_text("transformers>=6  # newer\ntqdm\n")
-    (finding,) = packages.requirements(machine)
+    (finding,) = packages.check_requirements(machine)
     assert (finding.topic, finding.found) == ("ComfyUI needs", "transformers>=6; tested with <5.25,>=5.6.0")
 
 

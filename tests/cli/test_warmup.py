@@ -12,9 +12,9 @@ import jax
 import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graphs.graph import generations
+from comfyui_tpu.nodes.graphs.graph import list_generations
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.patience import slower
@@ -22,7 +22,7 @@ from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.model_spec import MagCache, ModelSpec, Settings, StepCache
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
 
@@ -34,7 +34,7 @@ FILES = sorted(set(EXAMPLES.rglob("*.json")) - set(CORE))
 # Pipelines of a network that another has too.
 ALIKE = ("flux2_turbo", "hunyuan15_t2v_720p", "qwen_image_2512", "wan21_1.3b", "wan22_i2v_4step", "wan22_t2v_4step")
 SIBLINGS = [path for path in examples.PIPELINES if path.stem in ALIKE]
-HUNYUAN = spec_by_name("hunyuanvideo1.5-t2v-720p")
+HUNYUAN = lookup_spec("hunyuanvideo1.5-t2v-720p")
 # Only the example of Wan 2.2 has its size in another node than the sampler, where it is 0.
 SIZE = ("height", "width", "num_frames")
 WAN22 = examples.page("wan22_i2v_720p")
@@ -51,7 +51,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         found.append((model, settings))
         return 0
 
-    monkeypatch.setattr(pipeline, "warmup", warmup)
+    monkeypatch.setattr(pipeline, "warm_up", warmup)
     monkeypatch.setattr(ModelRef, "check", lambda model: None)
     return found
 
@@ -66,8 +66,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
         return executables.Executable(program=program, compiled=None), True
 
     fresh = engines.Engine(jax.devices())
-    monkeypatch.setattr(pipeline, "engine", lambda progress: fresh)
-    monkeypatch.setattr(executables, "obtain", obtain)
+    monkeypatch.setattr(pipeline, "get_engine", lambda progress: fresh)
+    monkeypatch.setattr(executables, "compile_or_load", obtain)
     yield found
 
 
@@ -77,7 +77,7 @@ def name(path: Path) -> str:
 
 def workflow_of(path: Path, **changes: Any) -> dict[str, Any]:
     """The workflow in API format, with each node's input of these names changed."""
-    workflow = to_api(json.loads(path.read_text()), HEADLESS)
+    workflow = to_api(json.loads(path.read_text()), HEADLESS_NODES)
     for node in workflow.values():
         own = {key for key, value in node["inputs"].items() if value or key not in SIZE}
         node["inputs"] |= {key: value for key, value in changes.items() if key in own}
@@ -137,7 +137,7 @@ def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: 
 def generations_of_tiny(path: Path) -> Asked:
     workflow = workflow_of(path)
     make_tiny(workflow)
-    return generations(workflow, Folders(), HEADLESS)
+    return list_generations(workflow, Folders(), HEADLESS_NODES)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -157,9 +157,9 @@ def test_a_named_model_is_warmed_at_its_tiny_or_given_sizes(spec: ModelSpec, ask
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
-    node, model = HEADLESS["TPUWarmup"], ModelRef(spec_name=spec.name, model_id=spec.miniature.id)
+    node, model = HEADLESS_NODES["TPUWarmup"], ModelRef(spec_name=spec.name, model_id=spec.miniature.id)
     sizes = {"height": 96, "width": 0, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 0.0}
-    (report,) = node.run(TerminalHost(Folders(), stream=io.StringIO()), **node.values({"model": model, **sizes}))
+    (report,) = node.run(TerminalContext(Folders(), stream=io.StringIO()), **node.values({"model": model, **sizes}))
     shown = spec.settings()
     num_frames = shown.num_frames if spec.is_image else 17
     assert asked[0][1] == spec.settings(height=96, num_frames=num_frames, num_inference_steps=3)
@@ -167,9 +167,9 @@ def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
 
 
 def test_the_node_warms_in_the_quality_that_the_loader_chose(asked: Asked):
-    node, spec = HEADLESS["TPUWarmup"], spec_by_name("wan2.1-t2v-14b")
+    node, spec = HEADLESS_NODES["TPUWarmup"], lookup_spec("wan2.1-t2v-14b")
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, quality="int8")
-    node.run(TerminalHost(Folders(), stream=io.StringIO()), **node.values({"model": model}))
+    node.run(TerminalContext(Folders(), stream=io.StringIO()), **node.values({"model": model}))
     assert [settings.quality for _, settings in asked] == ["int8"]
 
 
@@ -177,7 +177,7 @@ def test_the_node_without_a_model_warms_what_the_samplers_of_its_workflow_run(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ):
     """One with a step cache and another solver, one whose model is on another machine."""
-    model_id, address = spec_by_name("wan2.1-t2v-14b").published.hub_id, "10.0.0.7:8190"
+    model_id, address = lookup_spec("wan2.1-t2v-14b").published.hub_id, "10.0.0.7:8190"
     euler = "FlowMatchEulerDiscreteScheduler"
     workflow = workflow_of(examples.page("wan21_t2v_720p"), step_cache=True, scheduler=euler)
     (sampler,) = (node for node in workflow.values() if node["class_type"].endswith("TPUSampler"))
@@ -185,10 +185,10 @@ def test_the_node_without_a_model_warms_what_the_samplers_of_its_workflow_run(
     workflow["away"] = {**sampler, "inputs": sampler["inputs"] | {"model": ["remote", 0], "step_cache": False}}
     remote = {"address": address, "model_id": model_id, "family": "Wan21"}
     workflow |= {"remote": {"class_type": "TPURemote", "inputs": remote}}
-    wanted = generations(workflow, Folders(), HEADLESS)
-    workflow = {key: node for key, node in workflow.items() if not HEADLESS[node["class_type"]].is_output}
+    wanted = list_generations(workflow, Folders(), HEADLESS_NODES)
+    workflow = {key: node for key, node in workflow.items() if not HEADLESS_NODES[node["class_type"]].is_output}
     workflow |= {"warmup": {"class_type": "TPUWarmup", "inputs": {}}}
-    ((report,),) = run_workflow(workflow, TerminalHost(Folders(), stream=io.StringIO())).values()
+    ((report,),) = run_workflow(workflow, TerminalContext(Folders(), stream=io.StringIO())).values()
     assert asked == wanted and len(asked) == 2
     found = [(model.address, settings.step_cache is not None, settings.scheduler) for model, settings in asked]
     assert found == [("", True, euler), (address, False, euler)]

@@ -14,13 +14,13 @@ def main(comfyui: str, job: str) -> None:
     import comfy.options
 
     comfy.options.enable_args_parsing()
-    from comfyui_tpu.nodes.comfyui.core_text_and_vae import checked, is_seeing_type
+    from comfyui_tpu.nodes.comfyui.core_text_and_vae import can_take_images, check_tokens_before
     from comfyui_tpu.tpu_runtime.pipeline import ModelRef
 
     said = {}
     for name, file in json.loads(job).items():
         model = ModelRef(spec_name=name, model_id=file)
-        process = checked(lambda tokens, device: tokens, model, is_seeing_type(model))
+        process = check_tokens_before(lambda tokens, device: tokens, model, can_take_images(model))
         try:
             process([[1, {"type": "image"}]], None)
         except ValueError as error:

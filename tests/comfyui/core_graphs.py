@@ -56,10 +56,10 @@ def ours(job: Mapping[str, Any]) -> Any:
     from comfyui_tpu.tpu_runtime import pipeline
 
     if "folder" not in job:
-        return core_model.model(job["path"], "float32", pipeline.Silent)
+        return core_model.load_model(job["path"], "float32", pipeline.SilentProgress)
     family, path, expert = job["folder"]
     model = pipeline.choose_model(pipeline.spec_for_family(family), path, precision="float32")
-    found = core_model.later(model, expert, pipeline.Silent)
+    found = core_model.defer_model(model, expert, pipeline.SilentProgress)
     core_parts.check_later(found, comfy.model_patcher.ModelPatcher)
     return found
 
@@ -77,13 +77,13 @@ class Ahead:
 
         path = Path(graphs.job["path"])
         folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
-        obtain, self.obtained = executables.obtain, []
-        executables.obtain = lambda program: (self.obtained.append(program), obtain(program))[1]
-        calls = list(announce.calls(self.prompt(graphs.job, path.name)))
+        obtain, self.obtained = executables.compile_or_load, []
+        executables.compile_or_load = lambda program: (self.obtained.append(program), obtain(program))[1]
+        calls = list(announce.predict_calls(self.prompt(graphs.job, path.name)))
         calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
         assert [list(arguments) for _, arguments in calls] == [["prediction"]], calls
-        pipeline.prepare(calls, progress=pipeline.Silent())
-        engine = pipeline.current()
+        pipeline.precompile_calls(calls, progress=pipeline.SilentProgress())
+        engine = pipeline.current_engine()
         while not self.obtained or engine.program_cache.behind():
             time.sleep(0.05)
         (self.program,) = self.obtained

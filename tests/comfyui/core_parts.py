@@ -59,17 +59,17 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     # Core recognises encoders by their published sizes, so a miniature's class is said here.
     for name, sizes in job.get("sizes", {}).items():
         make_smaller(name, sizes)
-    target, files = core_text_and_vae.CoreTarget(), [comfy.utils.load_torch_file(path) for path in job["paths"]]
+    target, files = core_text_and_vae.ClipTarget(), [comfy.utils.load_torch_file(path) for path in job["paths"]]
     target.clip, target.tokenizer = named(job["te"])(), named(job["tokenizer"])
     carried = {name: files[0][name] for name in ("spiece_model", "tekken_model") if name in files[0]}
     options = {**job["options"], "dtype": torch.float32}
     theirs = comfy.sd.CLIP(target, tokenizer_data=carried, model_options=options, state_dict=files)
     if "folder" in job:
-        ours = core_text_and_vae.later_clip(of_folder(job), pipeline.Silent)
+        ours = core_text_and_vae.defer_clip(of_folder(job), pipeline.SilentProgress)
         check_later(ours, comfy.sd.CLIP)
         check_tokens(ours, Path(job["folder"][1], "tokenizer"))
     else:
-        ours = core_text_and_vae.clip(job["paths"], job["type"], "float32", pipeline.Silent)
+        ours = core_text_and_vae.load_clip(job["paths"], job["type"], "float32", pipeline.SilentProgress)
     check_refused(ours)
     errors = beside_pictures(ours, theirs, job["pictures"]) if "pictures" in job else {}
     # Of an encoder that sees pictures another file without its eyes shows the other prompts.
@@ -154,7 +154,7 @@ def check_later(found: Any, kind: type) -> None:
     from comfy.model_patcher import PromptModelTracker, is_model_patcher_output
 
     PromptModelTracker().add([found])
-    assert is_model_patcher_output(found) and isinstance(found, kind) and not found.is_made
+    assert is_model_patcher_output(found) and isinstance(found, kind) and not found.is_resolved
 
 
 def check_tokens(clip: Any, folder: Path) -> None:
@@ -188,10 +188,10 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
         make_smaller(name, sizes)
     theirs = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path), device=torch.device("cpu"), dtype=torch.float32)
     if "folder" in job:
-        ours = core_text_and_vae.later_vae(of_folder(job), pipeline.Silent)
+        ours = core_text_and_vae.defer_vae(of_folder(job), pipeline.SilentProgress)
         check_later(ours, comfy.sd.VAE)
     else:
-        ours = core_text_and_vae.vae(path, "float32", pipeline.Silent)
+        ours = core_text_and_vae.load_vae(path, "float32", pipeline.SilentProgress)
     torch.manual_seed(5)
     latents, pixels = torch.randn(job["latents"]), torch.rand(job["frames"] or (1, 64, 64, 3))
     assert ours.spacial_compression_decode() == theirs.spacial_compression_decode()
@@ -220,9 +220,9 @@ def check_listed(path: Path) -> None:
 
     path.with_name("taesd_decoder.safetensors").touch()
     folder_paths.add_model_folder_path("vae_approx", str(path.parent))
-    listed = host.weights("vae")
+    listed = host.list_weight_files("vae")
     assert path.name in listed and not [name for name in listed if name.startswith("taesd")], listed
-    assert host.path_of("vae", path.name) == str(path) and str(path.parent) in host.folders().models
+    assert host.resolve_path("vae", path.name) == str(path) and str(path.parent) in host.comfyui_folders().models
 
 
 def check_shown() -> None:
@@ -256,7 +256,7 @@ def looks(job: Mapping[str, Any]) -> dict[str, float]:
     import nodes
 
     (path,) = job["paths"]
-    ours = core_text_and_vae.clip_vision(path, "float32", pipeline.Silent)
+    ours = core_text_and_vae.load_clip_vision(path, "float32", pipeline.SilentProgress)
     comfy.model_management.args.fp32_text_enc = True  # else its weights are float16 here too
     theirs = comfy.clip_vision.ClipVisionModel({**ours.config, **job["options"]})
     missing, _ = theirs.load_sd(comfy.utils.load_torch_file(path))
@@ -267,11 +267,11 @@ def looks(job: Mapping[str, Any]) -> dict[str, float]:
         picture = torch.rand(shape)
         for crop in ("center", "none"):
             found, wanted = (nodes.CLIPVisionEncode().encode(one, picture, crop)[0] for one in (ours, theirs))
-            errors[f"{shape}, {crop}"] = relative(found[ours.gives], wanted[ours.gives])
+            errors[f"{shape}, {crop}"] = relative(found[ours.states_name], wanted[ours.states_name])
     try:
         found.image_embeds  # noqa: B018 - it must not be there
     except AttributeError as error:
-        assert f"gives {ours.gives}" in str(error), error
+        assert f"gives {ours.states_name}" in str(error), error
     else:
         raise AssertionError("it gives what it has not")
     return errors

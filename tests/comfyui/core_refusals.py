@@ -109,11 +109,11 @@ class Models:
         from comfyui_tpu.nodes.comfyui import core_model
         from comfyui_tpu.tpu_runtime import pipeline
 
-        class Watched(pipeline.Silent):
+        class Watched(pipeline.SilentProgress):
             check_cancelled = staticmethod(comfy.model_management.throw_exception_if_processing_interrupted)
 
         self.asked: list[str] = []
-        self.cancel_at, ask = 0, core_model.ask
+        self.cancel_at, ask = 0, core_model.run_stage
 
         def noted(stage: str, *args: Any, **more: Any) -> Any:
             self.asked.append(stage)
@@ -121,12 +121,12 @@ class Models:
                 comfy.model_management.interrupt_current_processing()
             return ask(stage, *args, **more)
 
-        core_model.ask = noted
+        core_model.run_stage = noted
         torch.manual_seed(2)
         self.prompts = [[[0.4 * torch.randn(1, 512, 4096), {}]] for _ in range(2)]
         self.latent = {"samples": torch.zeros(1, 16, 3, 8, 6)}
         self.theirs = comfy.sd.load_diffusion_model(path, {"dtype": torch.float32})
-        self.ours = core_model.model(path, "float32", Watched)
+        self.ours = core_model.load_model(path, "float32", Watched)
 
     def sample(self, model: Any, positive: Any = None, steps: int = 3) -> Any:
         import nodes

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.nodes import DECLARATIONS
-from comfyui_tpu.nodes.graphs.upgrade import upgraded
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.graphs.upgrade import upgrade_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes import separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import HEADLINE, WRONG, in_api_form
@@ -190,7 +190,7 @@ def test_a_save_stage_that_cannot_be_is_rejected_when_queued(server: Server, cha
 
 # Also what the separate packs saved, as ComfyUI queues it.
 EXAMPLES = {path.stem: json.loads(path.read_text()) for path in sorted((PACK / "examples" / "api").glob("*.json"))}
-EXAMPLES |= {f"separate {pack}": to_api(make(), HEADLESS) for pack, make in separate_packs.ALL.items()}
+EXAMPLES |= {f"separate {pack}": to_api(make(), HEADLESS_NODES) for pack, make in separate_packs.ALL.items()}
 # What is a list is a link to ComfyUI.
 VALUES = [value for value in WRONG if not isinstance(value, list)]
 
@@ -235,7 +235,7 @@ def test_what_a_script_queues_has_todays_nodes(server: Server, pack: str):
     answer = server.queue(workflow)
     assert "prompt_id" in answer and not answer["node_errors"], answer
     entry = server.finish(answer["prompt_id"])
-    assert entry["prompt"][2] == upgraded(workflow, DECLARATIONS)[0] != workflow
+    assert entry["prompt"][2] == upgrade_workflow(workflow, DECLARATIONS)[0] != workflow
     assert server.log.read_text().count(HEADLINE) == before + 1
     (failure,) = (data for kind, data in entry["status"]["messages"] if kind == "execution_error")
     assert failure["exception_type"] == "ComfyUI-TPU.HubError", failure

@@ -16,12 +16,12 @@ from comfyui_tpu.tests.files.test_comfyui_encoders import UMT5
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from safetensors.torch import load_file, save_file
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
 
-SPEC = spec_by_name("wan2.2-t2v-a14b")
+SPEC = lookup_spec("wan2.2-t2v-a14b")
 ONE = DENOISERS_BY_NAME["wan t2v"]
 TEXT_SIZES = {**UMT5.sizes, "num_layers": 2, "d_ff": 64, "d_model": 4096, "num_heads": 1, "vocab_size": 320}
 
@@ -53,7 +53,7 @@ def test_each_denoiser_is_a_model_of_its_own(folder: Path, tmp_path: Path, exper
 
 
 def test_texts_are_those_of_cores_clip_of_the_same_weights(folder: Path, tmp_path: Path):
-    carried = tokenizer_files.of_folder(folder / "tokenizer")
+    carried = tokenizer_files.read_folder_tokenizer(folder / "tokenizer")
     assert list(carried) == ["spiece_model"]
     tokenizer = torch.frombuffer(bytearray(carried["spiece_model"]), dtype=torch.uint8)
     path = single_files.write(
@@ -81,4 +81,4 @@ def test_frames_and_latents_are_those_of_cores_vae_of_the_same_weights(folder: P
 def test_a_tokenizer_in_a_folder_is_taken_as_it_is_there(tmp_path: Path):
     content = test_comfyui_encoders.sentencepiece_model()
     (tmp_path / "spiece.model").write_bytes(content)
-    assert tokenizer_files.of_folder(tmp_path) == {"spiece_model": content}
+    assert tokenizer_files.read_folder_tokenizer(tmp_path) == {"spiece_model": content}

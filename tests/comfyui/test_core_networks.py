@@ -16,7 +16,7 @@ from comfyui_tpu.tests.files.test_comfyui_encoders import BYT5, LANGUAGE, MISTRA
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.autoencoders.taehv import TAEHV
 from safetensors.torch import save_file
 
@@ -258,8 +258,8 @@ def check_refused(name: str, refused: Mapping[str, str]) -> None:
 
 def test_prompts_about_pictures_are_encoded_as_core_encodes_them(tmp_path: Path):
     """Qwen-Image Edit's, with pictures of other shapes, by core's own node."""
-    spec = spec_by_name("qwen-image-edit-2511")
-    whole = tiny.networks(spec)["text_encoder"]
+    spec = lookup_spec("qwen-image-edit-2511")
+    whole = tiny.list_networks(spec)["text_encoder"]
     text = {**spec.component("text_encoder").tiny, **_QWEN25}
     # Core has all layers but those of these numbers look at windows.
     seeing = {**spec.component("image_encoder").tiny, "depth": 8, "fullatt_block_indexes": (7,), "window_size": 112}
@@ -278,7 +278,7 @@ def test_prompts_about_pictures_are_encoded_as_core_encodes_them(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["wan2.1-i2v-14b-480p", "hunyuanvideo1.5-i2v-720p"])
 def test_pictures_are_looked_at_as_cores_clip_vision_looks(name: str, tmp_path: Path):
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     component = spec.component("image_encoder")
     tiny.write_weights(component, tmp_path / "image_encoder", 0)
     path = single_files.write(tmp_path / "vision.safetensors", tmp_path / "image_encoder", component.class_name)
@@ -355,7 +355,7 @@ VAES = {
         (1, 64, 96, 3), (2, 128, 3, 5), {},
     ),
     "z-image": (
-        "AutoencoderKL", dict(spec_by_name("z-image").component("vae_decoder").config), (1, 64, 96, 3),
+        "AutoencoderKL", dict(lookup_spec("z-image").component("vae_decoder").config), (1, 64, 96, 3),
         (2, 16, 6, 5), {},
     ),
     "hunyuanvideo 1.5": (

@@ -130,11 +130,11 @@ def compiled(server: Server) -> list[list[str]]:
 def right(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     """The frames of a machine without faults: the same workflow, without ComfyUI."""
     from comfyui_tpu.nodes.declare import Folders
-    from comfyui_tpu.nodes.headless.runner import TerminalHost, run_workflow
+    from comfyui_tpu.nodes.headless.runner import TerminalContext, run_workflow
 
     output = tmp_path_factory.mktemp("right")
     folders = Folders(models=(), loras=(), input=output, output=output, workflow=output)
-    run_workflow(workflow("right"), TerminalHost(folders))
+    run_workflow(workflow("right"), TerminalContext(folders))
     return frames(output, "right")
 
 

@@ -59,7 +59,7 @@ class Pipeline:
         def run(given: Mapping[str, Any]) -> tuple[Any, ...]:
             results: dict[str, tuple[Any, ...]] = {}
             values = declaration.values(given)
-            for stage in declaration.stages_for(values):
+            for stage in declaration.active_stages(values):
                 inputs = {
                     name: results[value.stage][value.output]
                     if isinstance(value, Link)

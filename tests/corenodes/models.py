@@ -44,7 +44,7 @@ class Models:
 
         self.job = job
         self.graphs = core_graphs.Graphs(nodes, job)
-        self.load = lambda path: core_model.model(path, "float32", pipeline.Silent)
+        self.load = lambda path: core_model.load_model(path, "float32", pipeline.SilentProgress)
         self.theirs = comfy.sd.load_diffusion_model(job["path"], {"dtype": torch.float32})
         self.ours = self.load(job["path"])
 
@@ -148,8 +148,8 @@ class Models:
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
         from comfyui_tpu.tpu_runtime import pipeline
 
-        clip = core_text_and_vae.clip(self.job["clip"], "wan", "float32", pipeline.Silent)
-        vae = core_text_and_vae.vae(self.job["vae"], "float32", pipeline.Silent)
+        clip = core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", pipeline.SilentProgress)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress)
         found = self.saved("CheckpointSave", self.ours, clip, vae)
         files = {"model.diffusion_model.": self.job["path"], "vae.": self.job["vae"]}
         files["text_encoders.umt5xxl.transformer."] = self.job["clip"][0]
@@ -167,7 +167,7 @@ class Models:
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
         from comfyui_tpu.tpu_runtime import pipeline
 
-        vae = core_text_and_vae.vae(self.job["vae"], "float32", pipeline.Silent)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress)
         check_equal(self.saved("VAESave", vae), load_torch_file(self.job["vae"]))
 
     def check_asked(self) -> None:
@@ -178,9 +178,9 @@ class Models:
 
         objects = {
             "MODEL": self.ours,
-            "CLIP": core_text_and_vae.clip(self.job["clip"], "wan", "float32", pipeline.Silent),
-            "VAE": core_text_and_vae.vae(self.job["vae"], "float32", pipeline.Silent),
-            "CLIP_VISION": core_text_and_vae.clip_vision(self.job["vision"], "float32", pipeline.Silent),
+            "CLIP": core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", pipeline.SilentProgress),
+            "VAE": core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress),
+            "CLIP_VISION": core_text_and_vae.load_clip_vision(self.job["vision"], "float32", pipeline.SilentProgress),
         }
         for kind, found in objects.items():
             for name in calls.WORKS[kind].split():
@@ -203,7 +203,7 @@ class Models:
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
         from comfyui_tpu.tpu_runtime import pipeline
 
-        vae = core_text_and_vae.vae(self.job["vae"], "float32", pipeline.Silent)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress)
         vae.patcher.add_patches({next(iter(vae.get_sd())): (torch.ones(1),)})
         folder = Path.cwd()
         uses: dict[str, Callable[[], Any]] = {

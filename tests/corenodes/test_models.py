@@ -11,7 +11,7 @@ from comfyui_tpu.tests.files.comfyui_oracle import saved
 from comfyui_tpu.tests.files.test_comfyui_encoders import UMT5, carrying
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
 
@@ -25,7 +25,7 @@ def test_models_are_merged_and_saved_as_core_does_it(tmp_path: Path):
     clip = replace(UMT5, sizes={**UMT5.sizes, "num_layers": 2, "d_ff": 64}).write(
         tmp_path, "clip", carrying("spiece_model")
     )
-    component = spec_by_name("wan2.1-i2v-14b-480p").component("image_encoder")
+    component = lookup_spec("wan2.1-i2v-14b-480p").component("image_encoder")
     tiny.write_weights(component, tmp_path / "image_encoder", 0)
     vision = single_files.write(tmp_path / "vision.safetensors", tmp_path / "image_encoder", component.class_name)
     job = {

@@ -42,8 +42,8 @@ START_S = 4e-6  # a round number of this file's
 
 
 def timing_of(text: str, start_s: float = START_S) -> step_time.Timing:
-    machine = step_time.Machine(chip=TARGET.chip, devices=chips.compile_devices(TARGET), start_s=start_s)
-    return step_time.timing(hlo.parse(text), machine)
+    machine = step_time.TimingTarget(chip=TARGET.chip, devices=chips.compile_devices(TARGET), start_s=start_s)
+    return step_time.predict_timing(hlo.parse_module(text), machine)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,8 @@ def test_computation_covers_the_start_of_a_transfer_too(beside_us: float, expose
 
 def test_the_devices_of_one_chip_start_an_exchange_too():
     target = chips.topology("tpu7x:2x2x1")
-    machine = step_time.Machine(chip=target.chip, devices=chips.compile_devices(target), start_s=START_S)
+    machine = step_time.TimingTarget(chip=target.chip, devices=chips.compile_devices(target), start_s=START_S)
     text = DEPENDENT.format(array="u8[1048576]", kind="collective-permute", groups=NEXT)
-    assert step_time.timing(hlo.parse(text), machine).waiting == pytest.approx(3 * START_S * target.chip.clock_hz)
+    assert step_time.predict_timing(hlo.parse_module(text), machine).waiting == pytest.approx(
+        3 * START_S * target.chip.clock_hz
+    )

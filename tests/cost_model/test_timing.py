@@ -46,8 +46,8 @@ def text_of(mesh: Mesh, fn: Callable, *args: Any, **options: Any) -> str:
 
 
 def timing_of(text: str, mesh: Mesh, at_best: bool = False) -> step_time.Timing:
-    machine = step_time.Machine(chip=V6E, devices=tuple(mesh.devices.flat), at_best=at_best)
-    return step_time.timing(hlo.parse(text), machine)
+    machine = step_time.TimingTarget(chip=V6E, devices=tuple(mesh.devices.flat), at_best=at_best)
+    return step_time.predict_timing(hlo.parse_module(text), machine)
 
 
 # --- XLA's own operations ---------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def skipping_kernel(x: jax.Array, first: jax.Array) -> jax.Array:
             out_specs=pl.BlockSpec((512, 256), lambda i, _: (i, 0)),
         ),
         out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        metadata={names.SKIPPED: "6"},
+        metadata={names.SKIPPED_TURNS: "6"},
         name="skipping",
     )(first, x)
 
@@ -216,7 +216,7 @@ def skipping_kernel(x: jax.Array, first: jax.Array) -> jax.Array:
 def costs() -> Mapping[str, bundles.Cost]:
     """Of a matmul in 8 and in 32 steps, and of the kernels with parts; measured side by side, for it takes seconds."""
     found = {
-        name: kernels.find(hlo.parse(text_of(ONE(), fn, *arrays)))[0]
+        name: kernels.find_kernels(hlo.parse_module(text_of(ONE(), fn, *arrays)))[0]
         for name, fn, *arrays in (
             ("8 steps", matmul_kernel, shaped(ONE(), (1024, 2048)), shaped(ONE(), (2048, 2048))),
             ("32 steps", matmul_kernel, shaped(ONE(), (4096, 2048)), shaped(ONE(), (2048, 2048))),
@@ -226,7 +226,7 @@ def costs() -> Mapping[str, bundles.Cost]:
             ("skips", skipping_kernel, shaped(ONE(), (8192, 256)), shaped(ONE(), (1,), dtype=jnp.int32)),
         )
     }
-    measured = kernels.measure(found.values(), chips.topology("v6e-1"))
+    measured = kernels.measure_kernels(found.values(), chips.topology("v6e-1"))
     return {name: measured[kernel.key] for name, kernel in found.items()}
 
 
@@ -267,12 +267,12 @@ def test_a_kernel_in_a_program_costs_what_was_measured_and_at_best_its_shortest_
     def twice(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (branching_kernel(x).astype(x.dtype), None), x, None, length=5)[0]
 
-    module = hlo.parse(text_of(ONE(), twice, shaped(ONE(), (8192, 256))))
-    (kernel,) = kernels.find(module)
+    module = hlo.parse_module(text_of(ONE(), twice, shaped(ONE(), (8192, 256))))
+    (kernel,) = kernels.find_kernels(module)
     known = {kernel.key: replace(costs["parts"], estimated=None)}
     for at_best, cycles in ((False, costs["parts"].longest), (True, costs["parts"].shortest)):
-        machine = step_time.Machine(chip=V6E, devices=tuple(ONE().devices.flat), kernels=known, at_best=at_best)
-        assert step_time.timing(module, machine).kernels == 5 * cycles
+        machine = step_time.TimingTarget(chip=V6E, devices=tuple(ONE().devices.flat), kernels=known, at_best=at_best)
+        assert step_time.predict_timing(module, machine).kernels == 5 * cycles
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_collectives_are_found_with_their_bytes_and_waited_for():
     (exchange,) = (each for each in found.collectives if each.kind == "all-to-all")
     assert exchange.bytes == 8192 // 4 * 2048 * 2 * 2 / 4
     assert found.waiting / V6E.clock_hz == pytest.approx(sum(each.seconds for each in found.collectives), rel=1e-3)
-    assert any("all_gather" in sentence for sentence in findings.exposed_collectives(found))
+    assert any("all_gather" in sentence for sentence in findings.find_exposed_collectives(found))
 
 
 def test_a_collective_behind_computation_is_not_waited_for():
@@ -373,7 +373,7 @@ def test_groups_of_devices_are_read_in_every_form(written: str, groups: tuple):
     found = hlo.Instruction(
         name="x", shape="f32[8]", opcode="all-gather", operands=(), operand_text="", attributes=written
     )
-    assert collectives.groups_of(found) == groups
+    assert collectives.parse_groups(found) == groups
 
 
 # --- FLOPs ------------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_flops_are_counted_over_loops_shards_and_kernels():
         return shards(x, w)
 
     arrays = shaped(mesh, (1, 4096, 512), None, "sp"), shaped(mesh, (512, 512))
-    counted = flops.count(flops.traced(program(mesh, run, *arrays)), mxu_width=256)
+    counted = flops.count_flops(flops.trace_program(program(mesh, run, *arrays)), mxu_width=256)
     # All of `dp` do the same, so `sp` counts and `dp` does not.
     assert counted.total == 4 * 2 * 4096 * 512 * 512
     assert counted.kernels == 2 * 4096 * 512 * 512
@@ -405,7 +405,7 @@ def test_shallow_products_are_charged_for_the_whole_matrix_unit():
         return (q @ k.T) @ k
 
     arrays = shaped(ONE(), (1024, 128)), shaped(ONE(), (1024, 128))
-    counted = flops.count(flops.traced(program(ONE(), attend, *arrays)), mxu_width=256)
+    counted = flops.count_flops(flops.trace_program(program(ONE(), attend, *arrays)), mxu_width=256)
     assert counted.total / counted.charged == pytest.approx(2 / 3)
 
 
@@ -413,11 +413,11 @@ def test_products_of_int8_are_charged_half_in_a_kernel_too():
     """Or no kernel of theirs would be predicted faster than bfloat16's peak."""
 
     def run(x: jax.Array, w: jax.Array) -> list[jax.Array]:
-        weight = linear_int8.Rounded(w, jnp.ones(w.shape[0]))
-        return linear_int8.by_kernel([x], [weight], block=256, activation=None, turned=False)
+        weight = linear_int8.Int8Weight(w, jnp.ones(w.shape[0]))
+        return linear_int8.linear_int8_kernel([x], [weight], block=256, activation=None, turned=False)
 
     arrays = shaped(ONE(), (1, 1024, 512)), shaped(ONE(), (1024, 512), dtype=jnp.int8)
-    counted = flops.count(flops.traced(program(ONE(), run, *arrays)), mxu_width=256)
+    counted = flops.count_flops(flops.trace_program(program(ONE(), run, *arrays)), mxu_width=256)
     assert counted.total == 2 * 1024 * 512 * 1024
     # A quarter of the work, that of rotating tokens 256 deep for 1024 results, is in bfloat16.
     assert counted.kernels == counted.charged == pytest.approx(counted.total * (0.5 + 0.25) / 1.25)
@@ -428,7 +428,9 @@ def test_products_of_int8_are_charged_half_in_a_kernel_too():
 
 def test_a_replicated_weight_is_named():
     arrays = {"ffn": {"weight": shaped(EIGHT(), (8192, 8192))}, "fine": shaped(EIGHT(), (8192, 8192), "sp")}
-    found = findings.replicated_weights(program(EIGHT(), lambda weights: weights, arrays, components=("transformer",)))
+    found = findings.find_replicated_weights(
+        program(EIGHT(), lambda weights: weights, arrays, components=("transformer",))
+    )
     assert len(found) == 1
     assert "['ffn']['weight'] bfloat16[8192, 8192] of 128 MiB is replicated on all 8 devices" in found[0]
 
@@ -455,11 +457,11 @@ def test_attention_scores_in_float32_are_named():
 
     heads = shaped(ONE(), (4, 4096, 128))
     text = text_of(ONE(), attend, heads, heads, heads)
-    found = findings.float32_scores(text, limit=128 * 2**20)
+    found = findings.find_float32_scores(text, limit=128 * 2**20)
     assert len(found) == 1
     assert "hqd,hkd->hqk/dot_general; " in found[0] and "256 MiB in float32, f32[4,4096,4096]" in found[0]
-    assert findings.float32_scores(text, limit=2**30) == []
-    dearest = step_time.dearest(timing_of(text, ONE()), 3)
+    assert findings.find_float32_scores(text, limit=2**30) == []
+    dearest = step_time.most_expensive(timing_of(text, ONE()), 3)
     assert any("dot_general" in operation.op_name for operation in dearest)
     assert all("test_timing.py:" in operation.source for operation in dearest)
 
@@ -469,7 +471,7 @@ def test_scores_that_no_chip_can_hold_are_named_before_the_compiler_refuses_them
         return jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32).max()
 
     heads = shaped(EIGHT(), (8, 65536, 128), None, "sp")
-    found = findings.huge_products(program(EIGHT(), attend, heads, heads))
+    found = findings.find_huge_matmuls(program(EIGHT(), attend, heads, heads))
     assert len(found) == 1 and "float32 matrix product of 16.0 GiB per device" in found[0]
     assert "hqd,hkd->hqk/dot_general at " in found[0] and "test_timing.py" in found[0]
 
@@ -479,5 +481,5 @@ def test_copies_around_a_kernel_are_named():
         return matmul_kernel(a.reshape(4, 512, 512).swapaxes(0, 1).reshape(2048, 512), b).T
 
     text = text_of(ONE(), run, shaped(ONE(), (2048, 512)), shaped(ONE(), (512, 512)))
-    found = findings.layout_copies(text, timing_of(text, ONE()))
+    found = findings.find_layout_copies(text, timing_of(text, ONE()))
     assert any("before a kernel" in sentence and "test_timing.py" in sentence for sentence in found), text

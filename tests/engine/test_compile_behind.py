@@ -18,14 +18,14 @@ from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.cache import store, xla_cache
 from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, Lora, ModelRef
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from comfyui_tpu.tpu_runtime.engine import program_cache, run, telemetry
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
-from comfyui_tpu.tpu_runtime.engine.program_cache import ProgramCache, Wanted
+from comfyui_tpu.tpu_runtime.engine.program_cache import ProgramCache, ProgramRequest
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import executables
-from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.refusal import DoesNotFit, Refusal
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
+from comfyui_tpu.tpu_runtime.refusal import CompileOutOfMemory, MemoryRefusal
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,11 @@ ROOT = Path(__file__).parents[2]
 SPEC = spec_for_family("Wan21")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 5, "num_inference_steps": 2})
-GENERATION = Expected(model=MODEL, stages=("denoise", "decode"), settings=SETTINGS)
+GENERATION = PlannedGeneration(model=MODEL, stages=("denoise", "decode"), settings=SETTINGS)
 ACTIVITY = telemetry.Activity(stage="denoise", model="m")
-TOO_LARGE = DoesNotFit(Refusal(memory="HBM", needed_bytes=1, sentence="the compiler says it is too large"))
+TOO_LARGE = CompileOutOfMemory(
+    MemoryRefusal(memory="HBM", needed_bytes=1, sentence="the compiler says it is too large")
+)
 
 
 class Compiler:
@@ -50,7 +52,7 @@ class Compiler:
         self.device_cache = DeviceCache(jax.devices()[0])
         self.cache = ProgramCache(self.device_cache, self.counts)
         self.host = Host()
-        monkeypatch.setattr(executables, "obtain", self._obtain)
+        monkeypatch.setattr(executables, "compile_or_load", self._obtain)
 
     def event(self, name: str) -> threading.Event:
         return self._allowed.setdefault(name, threading.Event())
@@ -73,11 +75,11 @@ class Compiler:
             self.cache.note(self.wanted(name))
 
     def get(self, name: str) -> Any:
-        watched = telemetry.Watched(host=self.host, activity=telemetry.Activity(stage="denoise", model="m"))
+        watched = telemetry.TrackedProgress(host=self.host, activity=telemetry.Activity(stage="denoise", model="m"))
         return self.cache.get(self.wanted(name), watched)
 
-    def wanted(self, name: str) -> Wanted:
-        return Wanted(title=f"the {name}", key=(name,), build=lambda: name)  # type: ignore[arg-type, return-value]
+    def wanted(self, name: str) -> ProgramRequest:
+        return ProgramRequest(title=f"the {name}", key=(name,), build=lambda: name)  # type: ignore[arg-type, return-value]
 
     def behind(self) -> list[str]:
         return [str(one["title"]) for one in self.cache.behind()]
@@ -147,8 +149,10 @@ def test_a_stage_waits_for_what_is_compiled_behind_it_and_can_be_cancelled(compi
 
 
 def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compiler: Compiler):
-    def wanted(size: str) -> Wanted:
-        return Wanted(title=f"the denoiser for {size}", key=("denoise", "m", size[:1] == "8"), build=lambda: size)  # type: ignore
+    def wanted(size: str) -> ProgramRequest:
+        return ProgramRequest(
+            title=f"the denoiser for {size}", key=("denoise", "m", size[:1] == "8"), build=lambda: size
+        )  # type: ignore
 
     class Bar(Host):
         steps: ClassVar[list[tuple[int, int, str]]] = []
@@ -156,13 +160,13 @@ def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compi
         def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
             self.steps.append((done, total, unit))
 
-    watched = telemetry.Watched(host=Bar(), activity=ACTIVITY)
+    watched = telemetry.TrackedProgress(host=Bar(), activity=ACTIVITY)
     first = in_thread(lambda: compiler.cache.get(wanted("832x480"), watched))
     until(lambda: watched.host.said[1:] == ["Compiling the denoiser for 832x480 (once for this size)"])
     compiler.allow("832x480")
     assert first() == "832x480"
-    assert float(program_cache.SECONDS.get(wanted("832x480").kind) or "") >= 0  # what it took is kept
-    program_cache.SECONDS.put(wanted("1280x720").kind, b"90")
+    assert float(program_cache.COMPILE_TIMES.get(wanted("832x480").kind) or "") >= 0  # what it took is kept
+    program_cache.COMPILE_TIMES.put(wanted("1280x720").kind, b"90")
     waiting = in_thread(lambda: compiler.cache.get(wanted("1280x720"), watched))
     until(lambda: Bar.steps)
     compiler.allow("1280x720")
@@ -174,16 +178,16 @@ def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compi
     assert ACTIVITY.compiling_s > 0 and ACTIVITY.summary().startswith("Took ")
     # What is in a cache's file may be anything.
     for content in (b"nan", b"-1", b"1e9", b"soon"):
-        program_cache.SECONDS.put(wanted("1280x720").kind, content)
+        program_cache.COMPILE_TIMES.put(wanted("1280x720").kind, content)
         assert program_cache._expected_s(wanted("832x480")) == 0
 
 
 def test_what_is_cached_is_not_said_to_be_compiled(compiler: Compiler):
     compiler.cached = {"decoder"}
     activity = telemetry.Activity(stage="decode", model="m")
-    watched = telemetry.Watched(host=compiler.host, activity=activity)
+    watched = telemetry.TrackedProgress(host=compiler.host, activity=activity)
     waiting = in_thread(lambda: compiler.cache.get(compiler.wanted("decoder"), watched))
-    time.sleep(2 * program_cache.LOOK_AGAIN_S)
+    time.sleep(2 * program_cache.POLL_S)
     assert not activity.compiling
     compiler.allow("decoder")
     assert waiting() == "decoder" and activity.compiling_s == 0 < activity.preparing_s
@@ -244,7 +248,7 @@ def test_a_refusal_is_kept_for_the_stage_that_asks(compiler: Compiler, caplog: p
     compiler.note("decoder")
     compiler.allow("decoder")
     until(lambda: compiler.begun and not compiler.behind())
-    with pytest.raises(DoesNotFit, match="too large"):
+    with pytest.raises(CompileOutOfMemory, match="too large"):
         compiler.get("decoder")
     assert compiler.begun == ["decoder"] and not caplog.records
     assert compiler.get("decoder") == "decoder"  # with other sizes loaded, say: it may be asked again
@@ -273,9 +277,9 @@ def test_unloading_waits_for_no_compiler(compiler: Compiler):
 
 
 def generate(engine: Runner) -> list[torch.Tensor]:
-    embeds = engine.encode(MODEL, "a cat", "", Silent())
-    latents = engine.denoise(MODEL, SETTINGS, *embeds, Silent())
-    return [embeds[0][0][0], latents["samples"], engine.decode(MODEL, latents, Silent())]
+    embeds = engine.encode(MODEL, "a cat", "", SilentProgress())
+    latents = engine.denoise(MODEL, SETTINGS, *embeds, SilentProgress())
+    return [embeds[0][0][0], latents["samples"], engine.decode(MODEL, latents, SilentProgress())]
 
 
 def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -298,11 +302,11 @@ def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path:
 
 
 def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "note", lambda *_: pytest.fail("nobody said that this would run"))
+    monkeypatch.setattr(run, "precompile_stages", lambda *_: pytest.fail("nobody said that this would run"))
     engine = Runner(jax.devices()[:2])
-    embeds = engine.encode(MODEL, "a cat", "", Silent())
-    engine.expect([Expected(model=MODEL, stages=("denoise",))])
-    engine.denoise(MODEL, SETTINGS, *embeds, Silent())
+    embeds = engine.encode(MODEL, "a cat", "", SilentProgress())
+    engine.expect([PlannedGeneration(model=MODEL, stages=("denoise",))])
+    engine.denoise(MODEL, SETTINGS, *embeds, SilentProgress())
 
 
 def test_a_model_with_a_lora_is_the_one_that_was_expected(monkeypatch: pytest.MonkeyPatch):
@@ -314,15 +318,15 @@ def test_a_model_with_a_lora_is_the_one_that_was_expected(monkeypatch: pytest.Mo
         noted.append((stage.model, stages))
         done.release()
 
-    monkeypatch.setattr(run, "note", note)
+    monkeypatch.setattr(run, "precompile_stages", note)
     engine = Runner(jax.devices()[:2])
     changed = replace(MODEL, loras=(Lora(path="style.safetensors", strength=0.8),))
     for model in (MODEL, changed):
         engine.expect([replace(GENERATION, model=model)])
-        engine.encode(changed, "a cat", "", Silent())
+        engine.encode(changed, "a cat", "", SilentProgress())
     assert done.acquire(timeout=PATIENCE_S)
     engine.expect([replace(GENERATION, stages=("decode",))])
-    engine.encode(changed, "a cat", "", Silent())
+    engine.encode(changed, "a cat", "", SilentProgress())
     assert done.acquire(timeout=PATIENCE_S)
     assert noted == [(changed, ["denoise", "decode"]), (changed, ["decode"])]
 
@@ -332,16 +336,16 @@ def test_a_cancelled_stage_drops_what_was_noted(monkeypatch: pytest.MonkeyPatch)
 
     def note(stage: Any, *_: Any) -> None:
         noting.set()
-        until(lambda: stage.progress.host.is_dropped)
+        until(lambda: stage.progress.host.is_cancelled)
         dropped.set()
         stage.progress.check_cancelled()
 
-    class Stops(Silent):
+    class Stops(SilentProgress):
         def text(self, message: str) -> None:
             until(noting.is_set)
             raise Cancelled
 
-    monkeypatch.setattr(run, "note", note)
+    monkeypatch.setattr(run, "precompile_stages", note)
     engine = Runner(jax.devices()[:2])
     engine.expect([GENERATION])
     with pytest.raises(Cancelled):
@@ -354,20 +358,20 @@ def test_weights_are_read_ahead_as_far_as_memory_goes(tmp_path: Path, monkeypatc
     for path in files:
         path.write_bytes(bytes(3000))
     assert (read_ahead.available_bytes() or 0) > 0
-    assert read_ahead.read_ahead(files, lambda: None) == 6000
+    assert read_ahead.prefetch_files(files, lambda: None) == 6000
     monkeypatch.setattr(read_ahead, "available_bytes", lambda: 8000)
-    assert read_ahead.read_ahead(files, lambda: None) == 3000
+    assert read_ahead.prefetch_files(files, lambda: None) == 3000
     with pytest.raises(Cancelled):
         host = Host()
         host.is_cancelled = True
-        read_ahead.read_ahead(files, host.check_cancelled)
+        read_ahead.prefetch_files(files, host.check_cancelled)
 
 
 ENDING = """
 import sys, threading
 import jax, jax.numpy as jnp
 from comfyui_tpu.tpu_runtime.engine import current, program_cache
-from comfyui_tpu.tpu_runtime.progress import in_daemon
+from comfyui_tpu.tpu_runtime.progress import run_in_daemon_thread
 
 def slow(x):
     for index in range(400):
@@ -379,11 +383,11 @@ def compile():
     begun.set()
     lowered.compile()
     print("compiled")
-in_daemon(compile, program_cache.COMPILER)
+run_in_daemon_thread(compile, program_cache.COMPILE_THREAD)
 begun.wait()
 print("ends")
 if "leave" in sys.argv:
-    current.leave(3)
+    current.exit_process(3)
 sys.exit(3)
 """
 

@@ -22,13 +22,13 @@ from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.engine import stage_files
-from comfyui_tpu.tpu_runtime.engine.payloads import CARRIED
+from comfyui_tpu.tpu_runtime.engine.payloads import SOLVER_KEY
 from comfyui_tpu.tpu_runtime.model_spec import FLOW_SCHEDULERS, Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.programs.generation import Denoising
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ each_case = pytest.mark.parametrize("case", CASES)
 
 @functools.cache
 def pipeline() -> Any:
-    folder = tiny.ensure(SPEC)
+    folder = tiny.ensure_random(SPEC)
     return parity.upstream("WanPipeline", folder, tokenizer=umt5_tokenizer(folder))
 
 
@@ -74,11 +74,11 @@ def oracle(case: str) -> np.ndarray:
 
 @functools.cache
 def embeds() -> tuple:
-    return engine(CHIPS).encode(MODEL, "cat", "", Silent())
+    return engine(CHIPS).encode(MODEL, "cat", "", SilentProgress())
 
 
 def run(settings: Settings, latents: Any = None, progress: Any = None) -> Any:
-    return engine(CHIPS).denoise(MODEL, settings, *embeds(), progress or Silent(), latents=latents)
+    return engine(CHIPS).denoise(MODEL, settings, *embeds(), progress or SilentProgress(), latents=latents)
 
 
 @functools.cache
@@ -162,8 +162,8 @@ def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
     found = run(second, changed, progress)["samples"]
     assert "Going on from the latents alone: another node changed them" in progress.said
     assert not torch.equal(found, whole("UniPC"))
-    for generator in (torch.zeros(3, dtype=torch.uint8), left[CARRIED]["generator"].float()):
-        damaged, progress = {**left, CARRIED: {**left[CARRIED], "generator": generator}}, Host()
+    for generator in (torch.zeros(3, dtype=torch.uint8), left[SOLVER_KEY]["generator"].float()):
+        damaged, progress = {**left, SOLVER_KEY: {**left[SOLVER_KEY], "generator": generator}}, Host()
         run(second, damaged, progress)
         assert "Going on from the latents alone: what they carry is damaged" in progress.said
 
@@ -171,7 +171,7 @@ def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
 @pytest.mark.parametrize("shape", [(1, 16, 0, 8, 6), (0, 16, 2, 8, 6), (1, 16, 2, 0, 6)])
 def test_an_empty_latent_is_refused(shape: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"the LATENT has shape \(.*\), which is empty\. Sample it again\."):
-        engine(CHIPS).decode(MODEL, {"samples": torch.zeros(shape)}, Silent())
+        engine(CHIPS).decode(MODEL, {"samples": torch.zeros(shape)}, SilentProgress())
 
 
 def test_leftover_latents_are_in_comfyuis_scale(compare: Callable):
@@ -179,7 +179,7 @@ def test_leftover_latents_are_in_comfyuis_scale(compare: Callable):
     first, second = halves("Euler, given sigmas")
     left = run(first)
     sigma = 5 * 0.5 / (1 + 4 * 0.5)
-    state = left[CARRIED]["state"][:1]
+    state = left[SOLVER_KEY]["state"][:1]
     compare("leftover", normalised(left["samples"]).numpy(), (state / (1 - sigma)).numpy(), error=OPERATION)
     found = run(second, {"samples": left["samples"]})["samples"]
     compare("going on from it", found.numpy(), whole("Euler, given sigmas").numpy())
@@ -196,12 +196,12 @@ def test_without_leftover_noise_an_early_end_is_the_estimate(compare: Callable):
 def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Callable):
     """And the solver begins there as new, as in upstream's image to image."""
     settings = replace(SETTINGS, scheduler=name, start_step=2)
-    plan = Denoising.published(SPEC, settings)
+    plan = DenoisingPlan.published(SPEC, settings)
     samples = torch.randn(SPEC.geometry.latent_shape(settings), generator=torch.Generator().manual_seed(3))
     latents = {"samples": plan.finish(samples)}
-    found = denoising.begin(plan, {}, latents, lambda text: None)
+    found = denoising.initial_state(plan, {}, latents, lambda text: None)
     changes = {**SPEC.recipe.scheduler, **FLOW_SCHEDULERS[name], "flow_shift": 5.0, "shift": 5.0}
-    upstream = solver_table.scheduler_from(changes)
+    upstream = solver_table.build_scheduler(changes)
     upstream.set_timesteps(4)
     upstream.set_begin_index(2)
     noise = SPEC.recipe.noise(plan.latent_shape, torch.Generator().manual_seed(settings.seed))
@@ -212,9 +212,9 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
     state, sample = found.state, expected
     outputs = torch.randn(2, *samples.shape, generator=torch.Generator().manual_seed(4))
     ours, theirs = (torch.Generator().manual_seed(5) for _ in range(2))
-    drawn = found.table.noises(lambda: torch.randn(samples.shape, generator=ours).numpy(), range(2, 4))
+    drawn = found.table.draw_noises(lambda: torch.randn(samples.shape, generator=ours).numpy(), range(2, 4))
     for index, noise, output in zip((2, 3), drawn, outputs, strict=True):
-        state = solver_table.with_noise(tuple(state), noise)
+        state = solver_table.insert_noise(tuple(state), noise)
         *state, _ = solver_table.advance(state, output.numpy(), found.table.table[index])
         more = {"generator": theirs} if name == LCM else {}
         sample = upstream.step(output, upstream.timesteps[index], sample, return_dict=False, **more)[0]

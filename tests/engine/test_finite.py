@@ -19,7 +19,7 @@ from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import frames
 from comfyui_tpu.tpu_runtime.programs import finite, solver_table
-from comfyui_tpu.tpu_runtime.progress import Preview, Silent
+from comfyui_tpu.tpu_runtime.progress import Preview, SilentProgress
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -36,24 +36,24 @@ def engine() -> Runner:
 
 
 def encode(model: ModelRef = MODEL) -> Any:
-    return engine().encode(model, "cat", "", Silent())
+    return engine().encode(model, "cat", "", SilentProgress())
 
 
 def encode_image(model: ModelRef) -> Any:
-    return engine().encode_image(model, torch.zeros(1, 64, 96, 3), SETTINGS, Silent())
+    return engine().encode_image(model, torch.zeros(1, 64, 96, 3), SETTINGS, SilentProgress())
 
 
-def denoise(model: ModelRef = MODEL, progress: Silent | None = None) -> Any:
-    return engine().denoise(model, SETTINGS, *encode(), progress or Silent())
+def denoise(model: ModelRef = MODEL, progress: SilentProgress | None = None) -> Any:
+    return engine().denoise(model, SETTINGS, *encode(), progress or SilentProgress())
 
 
 def decode(model: ModelRef) -> Any:
-    return engine().decode(model, LATENT, Silent())
+    return engine().decode(model, LATENT, SilentProgress())
 
 
 def damaged(folder: Path, part: str, weight: str) -> ModelRef:
     """The built-in checkpoint with one weight so large that what follows overflows; it is finite itself."""
-    shutil.copytree(tiny.ensure(SPEC), folder)
+    shutil.copytree(tiny.ensure_random(SPEC), folder)
     (path,) = (path for path in (folder / part).glob("*.safetensors") if _named(load_file(path), weight))
     weights = load_file(path)
     _named(weights, weight)[0].fill_(3e38)
@@ -87,7 +87,7 @@ def test_a_stage_that_computes_nonsense_stops(tmp_path: Path, stage: Callable, p
         )
 
 
-class Steps(Silent):
+class Steps(SilentProgress):
     def __init__(self) -> None:
         self.done: list[int] = []
 
@@ -112,7 +112,7 @@ def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytes
 
 def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
     """Every number in the file is finite, and so is its alpha; what they make of a weight is not."""
-    files = (tiny.ensure(SPEC) / "transformer").glob("*.safetensors")
+    files = (tiny.ensure_random(SPEC) / "transformer").glob("*.safetensors")
     ((out, inner),) = (weight.shape for file in files for weight in _named(load_file(file), "proj_out.weight"))
     tensors = {
         "proj_out.lora_A.weight": torch.full((1, inner), 1e30),
@@ -134,11 +134,11 @@ def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
 
 
 def test_in_bfloat16_that_is_the_likely_cause():
-    assert str(finite.failure("Some model", "its values", "bfloat16")) == (
+    assert str(finite.not_finite_error("Some model", "its values", "bfloat16")) == (
         "Some model: its values are not finite (NaN or infinite), in bfloat16. Set precision to float32: bfloat16 is "
         "probably too coarse for it. If that does not help, the checkpoint is damaged."
     )
-    assert str(finite.failure("Some model", "its values", "bfloat16", ["a.safetensors", "b.safetensors"])) == (
+    assert str(finite.not_finite_error("Some model", "its values", "bfloat16", ["a.safetensors", "b.safetensors"])) == (
         "Some model: its values are not finite (NaN or infinite), in bfloat16. It is probably caused by "
         "a.safetensors and b.safetensors, merged into the weights: lower the strength, or leave it out."
     )
@@ -149,23 +149,23 @@ def test_what_comes_in_from_elsewhere_is_named():
     runner = Runner(jax.devices()[:2])
     bad = torch.full((1, 512, 120), torch.inf)
     with pytest.raises(ValueError, match="FLUX.2 dev: prompt_embeds holds values that are not finite"):
-        runner.denoise(MODEL, SETTINGS, [[bad, {}]], None, Silent())
+        runner.denoise(MODEL, SETTINGS, [[bad, {}]], None, SilentProgress())
     condition = {"tpu_family": SPEC.family, "tensors": {"reference_0": torch.full((1, 128, 4, 4), torch.nan)}}
     with pytest.raises(ValueError, match="FLUX.2 dev: condition holds values that are not finite"):
-        runner.denoise(MODEL, SETTINGS, [[torch.zeros_like(bad), {}]], None, Silent(), condition)
+        runner.denoise(MODEL, SETTINGS, [[torch.zeros_like(bad), {}]], None, SilentProgress(), condition)
     with pytest.raises(ValueError, match="FLUX.2 dev: the LATENT holds values that are not finite"):
-        runner.decode(MODEL, {"samples": LATENT["samples"] - torch.inf}, Silent())
+        runner.decode(MODEL, {"samples": LATENT["samples"] - torch.inf}, SilentProgress())
     assert runner.counts["load"] == runner.counts["compile"] == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_number_among_many_is_seen(value: float):
     good, whole = jnp.ones((3, 5)), jnp.arange(4)
-    assert bool(jax.jit(finite.flag)({"a": good, "b": [whole]})) and bool(finite.flag([whole]))
-    assert not bool(jax.jit(finite.flag)({"a": good, "b": [good.at[2, 4].set(value).astype(jnp.bfloat16)]}))
+    assert bool(jax.jit(finite.all_finite)({"a": good, "b": [whole]})) and bool(finite.all_finite([whole]))
+    assert not bool(jax.jit(finite.all_finite)({"a": good, "b": [good.at[2, 4].set(value).astype(jnp.bfloat16)]}))
 
 
 def test_infinite_pixels_are_not_clamped_to_black_and_white():
-    found = frames.pixels(torch.tensor([-1.5, -1.0, 0.0, 1.0, 1.5, torch.inf, -torch.inf, torch.nan]))
+    found = frames.to_pixels(torch.tensor([-1.5, -1.0, 0.0, 1.0, 1.5, torch.inf, -torch.inf, torch.nan]))
     assert found.isnan().tolist() == [False] * 5 + [True] * 3
     assert found[:5].tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.engine.frame_buffer import FrameBuffer, PendingFrames, one_behind
+from comfyui_tpu.tpu_runtime.engine.frame_buffer import FrameBuffer, PendingFrames, consume_with_lookahead
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -62,7 +62,7 @@ def test_each_chunk_is_fetched_after_the_next_was_launched():
             events.append(f"launch {index}")
             yield index
 
-    assert one_behind(chunks(), lambda index: events.append(f"fetch {index}")) == 3
+    assert consume_with_lookahead(chunks(), lambda index: events.append(f"fetch {index}")) == 3
     assert events == ["launch 0", "launch 1", "fetch 0", "launch 2", "fetch 1", "fetch 2"]
 
 

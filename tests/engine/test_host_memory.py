@@ -16,8 +16,8 @@ from comfyui_tpu.tpu_runtime import host_memory
 from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.refusal import HostFull
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
+from comfyui_tpu.tpu_runtime.refusal import HostMemoryError
 from comfyui_tpu.tpu_runtime.units import GIB, MIB
 
 MEMINFO = "MemTotal: 24000000 kB\nMemFree: 100 kB\nMemAvailable: 8388608 kB\nSwapFree: 0 kB\n"
@@ -113,7 +113,9 @@ def system_maps() -> None:
 
 @pytest.mark.parametrize("allocate", [torch_allocates, numpy_allocates, no_pages, rust_maps, system_maps])
 def test_what_the_kernel_refuses_is_a_sentence(allocate: Callable[[], None]):
-    with pytest.raises(HostFull, match=r"Decoding got no more of the host's memory, of which .* are free. End other"):
+    with pytest.raises(
+        HostMemoryError, match=r"Decoding got no more of the host's memory, of which .* are free. End other"
+    ):
         with host_memory.explained("Decoding"):
             allocate()
 
@@ -122,7 +124,7 @@ def test_what_the_kernel_refuses_is_a_sentence(allocate: Callable[[], None]):
     "error",
     [
         ValueError("no"), OSError(errno.ENOSPC, "No space left"), RuntimeError("no"),
-        RuntimeError("RESOURCE_EXHAUSTED: ioctl: Cannot allocate memory"), HostFull("said"), KeyboardInterrupt(),
+        RuntimeError("RESOURCE_EXHAUSTED: ioctl: Cannot allocate memory"), HostMemoryError("said"), KeyboardInterrupt(),
     ],
 )  # fmt: skip
 def test_other_errors_stay(error: BaseException):
@@ -151,26 +153,26 @@ def test_the_largest_model_that_fits_loads_and_the_next_is_a_sentence(
 ):
     """The kernel would have ended the server. Afterwards what fits runs again."""
     runner = Runner(jax.devices()[:2])
-    first = runner.encode(MODEL, "a cat", "", Silent())
+    first = runner.encode(MODEL, "a cat", "", SilentProgress())
     (size,) = sizes
     assert size > 2 * 2**18, "weights on devices of the host count"
     runner.free()
     fits = size + host_memory.RESERVE_BYTES
     opened: list[Any] = []
-    read = load.Reader.slice
-    monkeypatch.setattr(load.Reader, "slice", lambda *args: (opened.append(args), read(*args))[1])
+    read = load.TensorReader.slice
+    monkeypatch.setattr(load.TensorReader, "slice", lambda *args: (opened.append(args), read(*args))[1])
     monkeypatch.setattr(host_memory, "available_bytes", lambda: fits - 1)
     with pytest.raises(
-        HostFull, match="Loading text_encoder of .* needs .* of the host's memory, and .* are free"
+        HostMemoryError, match="Loading text_encoder of .* needs .* of the host's memory, and .* are free"
     ) as said:
-        runner.encode(MODEL, "a dog", "", Silent())
+        runner.encode(MODEL, "a dog", "", SilentProgress())
     assert not opened and "End other programs" in str(said.value)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: fits)
-    second = runner.encode(MODEL, "a dog", "", Silent())
+    second = runner.encode(MODEL, "a dog", "", SilentProgress())
     assert opened and len(first) == len(second)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
     runner.free()
-    runner.encode(MODEL, "a bird", "", Silent())
+    runner.encode(MODEL, "a bird", "", SilentProgress())
 
 
 def test_other_models_leave_a_host_that_is_full(monkeypatch: pytest.MonkeyPatch):
@@ -178,11 +180,14 @@ def test_other_models_leave_a_host_that_is_full(monkeypatch: pytest.MonkeyPatch)
     other = spec_for_family("ZImage")
     runner = Runner(jax.devices()[:2])
     runner.encode(
-        ModelRef(spec_name=other.name, model_id=other.miniature.random_id, precision="float32"), "a cat", "", Silent()
+        ModelRef(spec_name=other.name, model_id=other.miniature.random_id, precision="float32"),
+        "a cat",
+        "",
+        SilentProgress(),
     )
     cache = runner.device_cache
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 0 if cache.list() else None)
-    assert runner.encode(MODEL, "a fish", "", Silent())
+    assert runner.encode(MODEL, "a fish", "", SilentProgress())
     assert [one.model for one in cache.list()] == [MODEL.model_id]
 
 
@@ -192,8 +197,8 @@ def test_a_process_with_a_limit_of_its_own_gets_a_sentence():
     held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
     resource.setrlimit(resource.RLIMIT_AS, (int(held.split()[1]) * 1024 + host_memory.RESERVE_BYTES, hard))
     try:
-        with pytest.raises(HostFull, match="of the host's memory"):
-            runner.encode(MODEL, "a horse", "", Silent())
+        with pytest.raises(HostMemoryError, match="of the host's memory"):
+            runner.encode(MODEL, "a horse", "", SilentProgress())
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    runner.encode(MODEL, "a horse", "", Silent())
+    runner.encode(MODEL, "a horse", "", SilentProgress())

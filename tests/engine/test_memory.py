@@ -14,13 +14,13 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.engine import device_cache
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
-from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE, OutOfMemory
+from comfyui_tpu.tpu_runtime.engine.memory_advice import HBM_VARIABLE, OutOfMemory
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.plan import compile
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
-from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.refusal import DoesNotFit
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
+from comfyui_tpu.tpu_runtime.refusal import CompileOutOfMemory
 from comfyui_tpu.tpu_runtime.units import MIB
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -70,8 +70,8 @@ def for_a_tpu(function: Any, shape: tuple[int, ...]) -> Program:
 )
 def test_libtpus_refusal_says_which_memory(function: Any, shape: tuple[int, ...], memory: str, sentence: str):
     program = for_a_tpu(function, shape)
-    with pytest.raises(DoesNotFit) as refused:
-        executables.obtain(program)
+    with pytest.raises(CompileOutOfMemory) as refused:
+        executables.compile_or_load(program)
     assert refused.value.refused.memory == memory
     assert str(refused.value).startswith(sentence)
 
@@ -116,7 +116,7 @@ def test_what_the_compiler_refuses_is_not_tried_again(
     monkeypatch.setattr(Program, "compile", compile_)
     runner = Runner(jax.devices())
     with pytest.raises(OutOfMemory) as refused:
-        runner.warmup(MODEL, SPEC.settings(**SPEC.miniature.inputs), Silent())
+        runner.warmup(MODEL, SPEC.settings(**SPEC.miniature.inputs), SilentProgress())
     assert len(tried) == tries, tried
     assert all(sentence in str(refused.value) for sentence in sentences), refused.value
     assert ("not tried again" in str(refused.value)) == (tries == 1)
@@ -124,10 +124,12 @@ def test_what_the_compiler_refuses_is_not_tried_again(
 
 def test_older_texts_and_other_complaints():
     nameless = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.75M of 16.00M vmem."
-    assert refusal.parse(nameless).sentence.startswith("a kernel needs 16.75M of the 16.00M on-chip memory (VMEM)")
+    assert refusal.parse_compile_error(nameless).sentence.startswith(
+        "a kernel needs 16.75M of the 16.00M on-chip memory (VMEM)"
+    )
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 54.12G of 31.25G hbm. Exceeded by 22.87G."
-    assert refusal.parse(used).needed_bytes == int(54.12 * 2**30)
-    assert refusal.parse("INTERNAL: something used (1.0G)") is None
+    assert refusal.parse_compile_error(used).needed_bytes == int(54.12 * 2**30)
+    assert refusal.parse_compile_error("INTERNAL: something used (1.0G)") is None
 
 
 # --- what leaves ------------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class Chip:
     """A `DeviceCache` with a budget of 100 MiB, in which components and programs have names of one letter."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(VARIABLE, str(100 / 1024))
+        monkeypatch.setenv(HBM_VARIABLE, str(100 / 1024))
         self.device_cache = DeviceCache(jax.devices()[0])
         self.loads: list[str] = []
 
@@ -215,7 +217,7 @@ def test_the_running_programs_own_code_stays_and_must_fit(chip: Chip):
 
 
 def test_programs_of_many_sizes_do_not_stay_for_ever(chip: Chip, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(HBM_VARIABLE)
     monkeypatch.setattr(device_cache, "MAX_PROGRAMS", 2)
     for name in "abc":
         chip.device_cache.add_program(name, Loaded(code=1))
@@ -233,7 +235,7 @@ class Array:
         self.is_deleted = True
 
 
-def resident(cache: DeviceCache, name: str, **more: Any) -> device_cache.Resident:
+def resident(cache: DeviceCache, name: str, **more: Any) -> device_cache.ResidentWeights:
     """A component of one mebibyte, loaded if it is not there."""
     options = {"component": name, "model": "m", "size_bytes": MIB, "running": Loaded(code=0), **more}
     return cache.get((name,), **{"load": lambda held: ({name: Array()}, frozenset()), **options})
@@ -264,7 +266,7 @@ def test_clearing_drops_programs_and_what_the_last_one_needed(chip: Chip):
 
 
 def test_there_is_room_for_everything_where_nobody_says_how_much(chip: Chip, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(HBM_VARIABLE)
     assert chip.device_cache.has_room(Loaded(code=10**9))
     chip.run("a", 10**6, Loaded(code=10**6))
     chip.run("b", 10**6, Loaded(code=10**6))
@@ -274,7 +276,7 @@ def test_there_is_room_for_everything_where_nobody_says_how_much(chip: Chip, mon
 def test_another_variant_gets_what_is_there_and_takes_its_place(chip: Chip):
     cache, given = chip.device_cache, []
 
-    def load(held: device_cache.Resident | None) -> tuple[dict[str, Any], frozenset[str]]:
+    def load(held: device_cache.ResidentWeights | None) -> tuple[dict[str, Any], frozenset[str]]:
         given.append(held)
         return {"w": Array()}, frozenset({"w"})
 
@@ -326,14 +328,14 @@ def test_the_budget_is_the_chips_less_a_reserve_or_what_is_set(monkeypatch: pyte
             return self.stats
 
     device: Any = Device()
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(HBM_VARIABLE, raising=False)
     assert device_cache.budget_bytes(device) == 960
-    monkeypatch.setenv(VARIABLE, "1.5")
+    monkeypatch.setenv(HBM_VARIABLE, "1.5")
     assert device_cache.budget_bytes(device) == 1536 * MIB
-    monkeypatch.setenv(VARIABLE, "much")
-    with pytest.raises(ValueError, match=f"^{VARIABLE} is 'much'; it must be a number of GiB such as 24.$"):
+    monkeypatch.setenv(HBM_VARIABLE, "much")
+    with pytest.raises(ValueError, match=f"^{HBM_VARIABLE} is 'much'; it must be a number of GiB such as 24.$"):
         device_cache.budget_bytes(device)
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(HBM_VARIABLE)
     for device.stats in ({}, None):
         assert device_cache.budget_bytes(device) is None
     device.stats, device.platform = {"bytes_limit": 1000}, "cpu"
@@ -365,8 +367,8 @@ def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
         program = Program(
             name="doubled", fn=doubled, weights=weights, args=(shaped(512, 64),), mesh=mesh, precision="float32"
         )
-        compiled, loaded = (executables.obtain(program)[0] for _ in range(2))
-        planned = compile.memory_of(program, compiled.compiled).without_weights
+        compiled, loaded = (executables.compile_or_load(program)[0] for _ in range(2))
+        planned = compile.measure_memory(program, compiled.compiled).without_weights
         return {compiled.workspace_bytes, loaded.workspace_bytes, planned}
 
     (alone,) = workspace(used=shaped(64, 32))
@@ -376,7 +378,7 @@ def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
 
 def test_out_of_memory_unloads_programs_then_other_models_then_everything(monkeypatch: pytest.MonkeyPatch):
     """Programs reload in a second, other models' weights may not be needed again, and the own ones certainly are."""
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(HBM_VARIABLE, "1")
     cache = DeviceCache(jax.devices()[0])
     for component, model in [("a", "old"), ("b", "mine"), ("c", "older"), ("d", "old")]:
         cache.get(
@@ -386,7 +388,7 @@ def test_out_of_memory_unloads_programs_then_other_models_then_everything(monkey
     cache.add_program("p", Loaded(code=1))
     held = [
         (unloaded, "".join(resident.component for resident in cache.list()), len(cache.programs()))
-        for unloaded in cache.release_in_stages("mine")
+        for unloaded in cache.unload_in_stages("mine")
     ]
     assert held == [
         ("compiled programs", "abcd", 0), ("a of old", "bcd", 0), ("c of older", "bd", 0), ("d of old", "b", 0),

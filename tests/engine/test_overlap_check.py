@@ -14,10 +14,10 @@ import pytest
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.engine.overlap_check import OverlapChecks, have_same_bits
-from comfyui_tpu.tpu_runtime.engine.program_cache import Compilation, Wanted
+from comfyui_tpu.tpu_runtime.engine.program_cache import PendingCompilation, ProgramRequest
 from comfyui_tpu.tpu_runtime.machine import record
-from comfyui_tpu.tpu_runtime.machine.fallbacks import OVERLAP, WITHOUT_OVERLAP, prefixes
-from comfyui_tpu.tpu_runtime.machine.ladder import Ladder
+from comfyui_tpu.tpu_runtime.machine.fallbacks import OVERLAP, WITHOUT_OVERLAP, option_prefixes
+from comfyui_tpu.tpu_runtime.machine.ladder import FallbackPolicy
 from comfyui_tpu.tpu_runtime.programs.executables import Executable
 from comfyui_tpu.tpu_runtime.programs.program import Program
 
@@ -45,19 +45,19 @@ def wrong(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.bitcast_convert_type(flipped, jnp.float32), jnp.isfinite(x).all()
 
 
-def wanted(overlaps: bool) -> Wanted:
-    return Wanted(title="the denoiser", key=("step", overlaps), build=lambda: pytest.fail("built here"))
+def wanted(overlaps: bool) -> ProgramRequest:
+    return ProgramRequest(title="the denoiser", key=("step", overlaps), build=lambda: pytest.fail("built here"))
 
 
 class Programs:
     """A compiler that is done when it is told to be."""
 
     def __init__(self, other: Executable | None) -> None:
-        self.other, self.noted = other, list[Wanted]()
+        self.other, self.noted = other, list[ProgramRequest]()
 
-    def note(self, wanted: Wanted) -> Compilation:
+    def note(self, wanted: ProgramRequest) -> PendingCompilation:
         self.noted.append(wanted)
-        coming = Compilation(wanted=wanted, digest=wanted.digest, found=self.other)
+        coming = PendingCompilation(wanted=wanted, digest=wanted.digest, found=self.other)
         coming.done.set()
         return coming
 
@@ -74,13 +74,13 @@ class Chips:
 
 
 @pytest.fixture
-def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
+def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FallbackPolicy:
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
-    return Ladder(jax.devices()[:1])
+    return FallbackPolicy(jax.devices()[:1])
 
 
 def compared(
-    ladder: Ladder, ours: Callable[..., Any], other: Callable[..., Any] | None, *, room: bool = True,
+    ladder: FallbackPolicy, ours: Callable[..., Any], other: Callable[..., Any] | None, *, room: bool = True,
     delete: bool = False,
 ) -> tuple[Programs, Chips]:  # fmt: skip
     """What the fakes saw after a step of `ours`, once the comparison has ended."""
@@ -102,22 +102,22 @@ def compared(
     return programs, chips
 
 
-def test_equal_bits_are_recorded_once_for_the_machine(ladder: Ladder):
+def test_equal_bits_are_recorded_once_for_the_machine(ladder: FallbackPolicy):
     programs, chips = compared(ladder, right, right)
     digest = wanted(True).digest
     assert ladder.record.overlap == {digest: True} and not ladder.fallbacks
     assert [one.digest for one in programs.noted] == chips.dropped == [wanted(False).digest]
-    again = Ladder(jax.devices()[:1])  # the next process
+    again = FallbackPolicy(jax.devices()[:1])  # the next process
     checks = OverlapChecks(programs=programs, chips=chips, verdicts=again, lock=threading.RLock())
     assert checks.first_step(executable(right, OPTIONS), (X,), wanted) is None
 
 
 @pytest.mark.parametrize(("ours", "other"), [(wrong, right), (right, wrong)])
-def test_one_other_bit_switches_overlap_off_on_this_machine(ladder: Ladder, ours: Any, other: Any):
+def test_one_other_bit_switches_overlap_off_on_this_machine(ladder: FallbackPolicy, ours: Any, other: Any):
     compared(ladder, ours, other)
-    again = Ladder(jax.devices()[:1])
+    again = FallbackPolicy(jax.devices()[:1])
     for one in (ladder, again):
-        assert one.fallbacks == WITHOUT_OVERLAP and one.fallbacks.options == prefixes(OVERLAP)
+        assert one.fallbacks == WITHOUT_OVERLAP and one.fallbacks.options == option_prefixes(OVERLAP)
         assert one.record.overlap == {wanted(True).digest: False}
         (sentence,) = one.sentences
         assert "had other bits than without" in sentence and "generate them again" in sentence
@@ -128,13 +128,13 @@ def test_one_other_bit_switches_overlap_off_on_this_machine(ladder: Ladder, ours
     "case", [{"other": None}, {"other": right, "room": False}, {"other": right, "delete": True}],
     ids=["refused by the compiler", "no room", "weights are gone"],
 )  # fmt: skip
-def test_without_a_comparison_there_is_no_verdict(ladder: Ladder, case: dict[str, Any]):
+def test_without_a_comparison_there_is_no_verdict(ladder: FallbackPolicy, case: dict[str, Any]):
     compared(ladder, right, **case)
     assert ladder.record.overlap == {} and not ladder.fallbacks
 
 
 @pytest.mark.parametrize("options", [{}, {"xla_tpu_scoped_vmem_limit_kib": "65536"}])
-def test_a_program_without_overlap_is_not_compared(ladder: Ladder, options: dict[str, str]):
+def test_a_program_without_overlap_is_not_compared(ladder: FallbackPolicy, options: dict[str, str]):
     checks = OverlapChecks(programs=Programs(None), chips=Chips(), verdicts=ladder, lock=threading.RLock())
     assert checks.first_step(executable(right, options), (X,), wanted) is None
     assert checks.first_step(object(), (X,), wanted) is None  # a step cache's two programs
@@ -150,6 +150,6 @@ def test_bits_are_compared_not_values():
 
 def test_a_record_keeps_the_newest_verdicts():
     many = record.MachineRecord(overlap={f"{number:016x}": True for number in range(200)})
-    kept = record.parsed(many.to_json()).overlap
+    kept = record.parse_record(many.to_json()).overlap
     assert len(kept) == record.MAX_VERDICTS and list(kept)[-1] == f"{199:016x}"
-    assert len(record.parsed({"overlap": dict(many.overlap)}).overlap) == record.MAX_VERDICTS
+    assert len(record.parse_record({"overlap": dict(many.overlap)}).overlap) == record.MAX_VERDICTS

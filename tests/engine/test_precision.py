@@ -14,7 +14,7 @@ from comfyui_tpu.tpu_runtime import precision
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import generation
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +39,17 @@ def test_a_choice_says_the_format_of_networks_and_of_encoders_of_pictures(
     choice: str, platform: str, networks: Any, pictures: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(precision.VARIABLE, raising=False)
-    assert (precision.resolve(choice, platform), precision.of_pictures(choice, platform)) == (networks, pictures)
-    assert precision.title(networks, pictures) == ("mixed" if networks != pictures else networks)
+    assert (precision.resolve_precision(choice, platform), precision.resolve_image_precision(choice, platform)) == (
+        networks,
+        pictures,
+    )
+    assert precision.precision_label(networks, pictures) == ("mixed" if networks != pictures else networks)
     if choice != "auto":  # the environment says what auto is
         monkeypatch.setenv(precision.VARIABLE, choice)
-        assert (precision.resolve("auto", "tpu"), precision.of_pictures("auto", "tpu")) == (networks, pictures)
+        assert (precision.resolve_precision("auto", "tpu"), precision.resolve_image_precision("auto", "tpu")) == (
+            networks,
+            pictures,
+        )
 
 
 @pytest.mark.parametrize(
@@ -53,13 +59,13 @@ def test_encoders_of_pictures_alone_are_in_another_format(spec: Any):
     """The programs of the stage `image`, and not the decoder's."""
     tiny = replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
     settings = tiny.settings(**tiny.miniature.inputs)
-    found = generation.for_spec(
+    found = generation.list_programs(
         tiny, settings, jax.devices()[:1], precision="bfloat16", pictures="float32", stages=("image", "decode")
     )
     formats: dict[str, set[str]] = {"float32": set(), "bfloat16": set()}
     for program in found:
         formats[program.precision].update(program.components)
-    assert formats["float32"] and formats["float32"] <= spec.picture_encoders
+    assert formats["float32"] and formats["float32"] <= spec.image_encoders
     assert formats["bfloat16"] == {spec.vae.component}
 
 
@@ -69,7 +75,7 @@ def test_a_mixed_condition_is_float32s_to_the_bit():
 
     def condition(choice: str) -> np.ndarray:
         model = ModelRef(spec_name=I2V.name, model_id=I2V.miniature.random_id, precision=choice)
-        return runner.encode_image(model, image, settings, Silent())["tensors"]["condition"].numpy()
+        return runner.encode_image(model, image, settings, SilentProgress())["tensors"]["condition"].numpy()
 
     exact, mixed, coarse = (condition(choice) for choice in ("float32", "mixed", "bfloat16"))
     np.testing.assert_array_equal(mixed, exact)

@@ -15,11 +15,11 @@ from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, Curve, MagCache, StepCache
+from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, MagCache, MagCacheCurve, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import denoise_step, generation, weights
-from comfyui_tpu.tpu_runtime.programs.program import Target
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
@@ -64,16 +64,16 @@ FAMILIES = ("Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImag
 @pytest.mark.parametrize("family", slower(FAMILIES, "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage"))
 def test_int8_gives_nearly_the_same_and_leaves_exact_alone(family: str, monkeypatch: pytest.MonkeyPatch):
     """One engine, programs of both at once: neither takes the other's."""
-    monkeypatch.setattr(policy, "MANY_KEYS", 0)
-    monkeypatch.setattr(weights, "FEWEST_LANES", 0)
+    monkeypatch.setattr(policy, "LONG_SEQUENCE_TOKENS", 0)
+    monkeypatch.setattr(weights, "MIN_INT8_LANES", 0)
     spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id)
     shorter = {"num_frames": 9} if family == "Wan21" else {}
     settings = spec.settings(**{**spec.miniature.inputs, **shorter, "num_inference_steps": 1})
-    embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
+    embeds = runner.encode(model, "a red circle moves right on blue", "", SilentProgress())
 
     def denoised(quality: str) -> Any:
-        return runner.denoise(model, replace(settings, quality=quality), *embeds, Silent())["samples"].numpy()
+        return runner.denoise(model, replace(settings, quality=quality), *embeds, SilentProgress())["samples"].numpy()
 
     before, rough, after = (denoised(quality) for quality in ("exact", "int8", "exact"))
     assert np.array_equal(before, after)
@@ -87,7 +87,7 @@ def test_few_tokens_are_attended_to_exactly(caplog: pytest.LogCaptureFixture):
     texts = [
         next(
             program
-            for program in generation.for_spec(
+            for program in generation.list_programs(
                 tiny, replace(settings, quality=quality), jax.devices()[:1], precision="float32", stages=("denoise",)
             )
         )
@@ -103,9 +103,9 @@ def test_few_tokens_are_attended_to_exactly(caplog: pytest.LogCaptureFixture):
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A miniature's tokens, such as 5 x 5 x 7, in tiles of at most 15."""
-    monkeypatch.setattr(tiles, "ROWS", 16)
+    monkeypatch.setattr(tiles, "TILE_ROWS_MULTIPLE", 16)
     monkeypatch.setattr(denoise_step, "Tiling", lambda sizes, tile: Tiling(sizes=sizes, tile=(3, 1, 5)))
-    monkeypatch.setattr(policy, "MANY_KEYS", 0)
+    monkeypatch.setattr(policy, "LONG_SEQUENCE_TOKENS", 0)
     monkeypatch.setattr(policy.AttentionPolicy, "scores_of", lambda *_: "exact")
 
 
@@ -116,12 +116,12 @@ def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(family: str,
     spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")
     settings = spec.settings(**{**spec.miniature.inputs, "num_frames": 17, "flow_shift": 2.0})
-    embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
+    embeds = runner.encode(model, "a red circle moves right on blue", "", SilentProgress())
 
     def apart(steps: int) -> float:
         sparse, int8 = (
             runner.denoise(
-                model, replace(settings, quality=quality, num_inference_steps=steps), *embeds, Silent()
+                model, replace(settings, quality=quality, num_inference_steps=steps), *embeds, SilentProgress()
             )["samples"].numpy()
             for quality in ("int8+sparse", "int8")
         )  # fmt: skip
@@ -137,7 +137,7 @@ def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(family: str,
 @pytest.mark.parametrize(
     ("family", "cache"),
     [
-        ("Wan21", MagCache(threshold=0.1, curve=Curve(ratios=((1.0,) * 6,), retained=(0.3,), most_skipped=1))),
+        ("Wan21", MagCache(threshold=0.1, curve=MagCacheCurve(ratios=((1.0,) * 6,), retained=(0.3,), most_skipped=1))),
         # The same blocks on the same tokens, with another start.
         pytest.param("HunyuanVideo15", StepCache(start=1, end=5, interval=2), marks=pytest.mark.recorded),
     ],
@@ -146,16 +146,16 @@ def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(
     family: str, cache: MagCache | StepCache, monkeypatch: pytest.MonkeyPatch
 ):
     """What is kept, and used again, is in the order of tiles. Of six steps two start from it."""
-    monkeypatch.setattr(denoise_step, "SPARSE_NOISE", (2.0, 2.0))
+    monkeypatch.setattr(denoise_step, "SPARSE_NOISE_RANGE", (2.0, 2.0))
     spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")
     settings = spec.settings(**{**spec.miniature.inputs, "num_inference_steps": 6, "guidance_scale": 1.0})
     settings = replace(settings, step_cache=cache)
-    embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
-    assert generation.Denoising.published(spec, settings).is_full.count(False) == 2
+    embeds = runner.encode(model, "a red circle moves right on blue", "", SilentProgress())
+    assert generation.DenoisingPlan.published(spec, settings).is_full.count(False) == 2
 
     def denoised(quality: str) -> Any:
-        return runner.denoise(model, replace(settings, quality=quality), *embeds, Silent())["samples"].numpy()
+        return runner.denoise(model, replace(settings, quality=quality), *embeds, SilentProgress())["samples"].numpy()
 
     assert difference(denoised("int8+sparse"), denoised("int8")) < 1e-4
 
@@ -165,10 +165,10 @@ def test_a_curve_is_measured_of_steps_that_leave_nothing_out():
     """Between tiles is padding, which is no part of it."""
     runner = Runner(jax.devices()[:1])
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
-    embeds = runner.encode(model, "a red circle moves right on blue", "", Silent())
+    embeds = runner.encode(model, "a red circle moves right on blue", "", SilentProgress())
     settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 4})
     found = [
-        runner.run("calibrate", model, Silent(), settings=replace(settings, quality=quality),
+        runner.run("calibrate", model, SilentProgress(), settings=replace(settings, quality=quality),
                    prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1])
         for quality in ("int8", "int8+sparse")
     ]  # fmt: skip
@@ -178,10 +178,10 @@ def test_a_curve_is_measured_of_steps_that_leave_nothing_out():
 def why_not(caplog: pytest.LogCaptureFixture, spec: Any, shape: MeshShape, **inputs: Any) -> str:
     caplog.clear()
     config = spec.component(spec.denoiser.experts[0]).config
-    target = Target(devices=tuple(jax.devices()[: shape.num_devices]), precision="bfloat16")
+    target = CompileTarget(devices=tuple(jax.devices()[: shape.num_devices]), precision="bfloat16")
     mesh = target.mesh(shape)
     latent_shape = spec.geometry.latent_shape(spec.settings(**inputs))
-    if denoise_step.tiles_of(spec, config, latent_shape, mesh, policy.AttentionPolicy(), target) is not None:
+    if denoise_step.choose_tiling(spec, config, latent_shape, mesh, policy.AttentionPolicy(), target) is not None:
         return ""
     (record,) = caplog.records
     return record.message.removeprefix(f"{spec.title}: quality int8+sparse is int8 here: ")
@@ -199,21 +199,24 @@ def test_where_blocks_cannot_be_left_out_int8_is_taken_and_the_log_says_why(capl
 @pytest.mark.parametrize(("kind", "fit"), [("TPU v6 lite", True), ("TPU v5 lite", True), ("TPU v4", False)])
 def test_blocks_are_left_out_where_all_keys_fit_the_chip(kind: str, fit: bool):
     size = {"heads": 10, "head_dim": 128, "itemsize": 2}
-    assert local.keys_fit(policy.AttentionPolicy(scores="int8"), kind, 76800, **size) == fit
+    assert local.all_keys_fit_vmem(policy.AttentionPolicy(scores="int8"), kind, 76800, **size) == fit
 
 
-@pytest.mark.parametrize("rungs", [choice.Rungs(off=("attention_int8",)), choice.Rungs(small=("attention_int8",))])
-def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: choice.Rungs):
+@pytest.mark.parametrize(
+    "rungs", [choice.KernelFallbacks(off=("attention_int8",)), choice.KernelFallbacks(small=("attention_int8",))]
+)
+def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: choice.KernelFallbacks):
     """Without int8's kernel keys take more of the memory, and with small tiles there is half of it."""
 
     def most() -> int:
         size = {"heads": 10, "head_dim": 128, "itemsize": 2}
         fits = (
-            local.keys_fit(policy.AttentionPolicy(scores="int8"), "TPU v6 lite", n << 13, **size) for n in range(99)
+            local.all_keys_fit_vmem(policy.AttentionPolicy(scores="int8"), "TPU v6 lite", n << 13, **size)
+            for n in range(99)
         )
         return sum(fits)
 
-    with choice.on(rungs):
+    with choice.use_fallbacks(rungs):
         found = most()
     assert 0 < found < most() < 99
 
@@ -225,9 +228,14 @@ def test_first_and_last_steps_attend_to_all():
         times = np.linspace(1, 0, steps + 1)
         times = 1000 * 5 * times / (1 + 4 * times)
         pairs = zip(times[:-1, None], times[1:, None], strict=True)
-        return [bool(denoise_step.is_sparse(t, {"next_timestep": then})) for t, then in pairs]
+        return [bool(denoise_step.is_sparse_step(t, {"next_timestep": then})) for t, then in pairs]
 
     assert [n for n, each in enumerate(sparse(50)) if each] == list(range(21, 44))
     assert sparse(4) == [False, False, True, False]
     # A sampler that does not say where a step ends.
-    assert [bool(denoise_step.is_sparse(np.array([t]), {})) for t in (881, 880, 360, 359)] == [False, True, True, False]
+    assert [bool(denoise_step.is_sparse_step(np.array([t]), {})) for t in (881, 880, 360, 359)] == [
+        False,
+        True,
+        True,
+        False,
+    ]

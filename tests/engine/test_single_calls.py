@@ -6,26 +6,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 from comfyui_tpu.tests.files.test_comfyui_encoders import QWEN3
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_part
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
-from comfyui_tpu.tpu_runtime.engine.run import CALLS
-from comfyui_tpu.tpu_runtime.hosts.together import Together
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.engine.run import CALL_FUNCTIONS
+from comfyui_tpu.tpu_runtime.hosts.together import HostGroup
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
 
-class NeverTold(Together):
+class NeverTold(HostGroup):
     def stage(self, *args: object) -> object:
         raise AssertionError("the other hosts were told")
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALL_FUNCTIONS)
 def test_several_hosts_are_told_before_anything_is_sent(call: str):
     model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
     with pytest.raises(ValueError, match="This TPU has several hosts, .* Use this pack's own nodes"):
-        Engine(hosts=NeverTold()).run(call, model, Silent())
+        Engine(hosts=NeverTold()).run(call, model, SilentProgress())
 
 
 def test_models_that_share_a_file_take_what_each_needs_of_it(tmp_path: Path):
@@ -35,8 +35,8 @@ def test_models_that_share_a_file_take_what_each_needs_of_it(tmp_path: Path):
     engine, ids = Engine(), np.arange(512, dtype=np.int32)[None] % 64
 
     def states(name: str) -> np.ndarray:
-        model = choose_part([spec_by_name(name)], str(file))
-        return engine.run("states", model, Silent(), encoder=0, ids=ids, mask=np.ones_like(ids))[0].numpy()
+        model = choose_partial_model([lookup_spec(name)], str(file))
+        return engine.run("states", model, SilentProgress(), encoder=0, ids=ids, mask=np.ones_like(ids))[0].numpy()
 
     names = "flux2-klein-4b", "z-image-turbo"
     first = {name: states(name) for name in names}

@@ -57,11 +57,11 @@ def test_latents_are_there_again_with_what_the_solver_remembers(tmp_path: Path):
     assert stage_files.read_config(tmp_path) == {"model_name": MODEL.spec_name, "model_id": MODEL.model_id}
     found = stage_files.load_latents(tmp_path, MODEL)
     assert set(found) == {"samples"} and torch.equal(found["samples"], given["samples"])
-    stage_files.save_latents(tmp_path, {**given, payloads.CARRIED: CARRIED_STATE}, MODEL)
+    stage_files.save_latents(tmp_path, {**given, payloads.SOLVER_KEY: CARRIED_STATE}, MODEL)
     found = stage_files.load_latents(tmp_path, MODEL)
-    assert torch.equal(found["samples"], given["samples"]) and set(found) == {"samples", payloads.CARRIED}
+    assert torch.equal(found["samples"], given["samples"]) and set(found) == {"samples", payloads.SOLVER_KEY}
     for name, value in CARRIED_STATE.items():
-        other = found[payloads.CARRIED][name]
+        other = found[payloads.SOLVER_KEY][name]
         assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
     with safe_open(tmp_path / stage_files.LATENTS, framework="pt") as file:
         assert {name.partition(".")[0] for name in file.keys()} == {"latents", "solver"}  # noqa: SIM118 - no dict
@@ -75,10 +75,10 @@ def test_settings_are_added_to_and_written_as_people_read_them(tmp_path: Path):
 
 
 def test_when_files_were_written_is_known(tmp_path: Path):
-    assert stage_files.present(tmp_path) == {}
+    assert stage_files.list_stage_files(tmp_path) == {}
     stage_files.save_latents(tmp_path, latents(), MODEL)
     os.utime(tmp_path / stage_files.LATENTS, ns=(5_000_000_007, 5_000_000_007))
-    assert stage_files.present(tmp_path) == {stage_files.LATENTS: 5_000_000_007}
+    assert stage_files.list_stage_files(tmp_path) == {stage_files.LATENTS: 5_000_000_007}
 
 
 def test_of_another_models_files_it_is_said_whose_they_are(tmp_path: Path):

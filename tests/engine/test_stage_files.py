@@ -12,18 +12,18 @@ import pytest
 import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning, payloads, stage_files
 from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.programs.generation import Denoising
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
 from safetensors.torch import save, save_file
 
 MODEL = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
 PICTURE_MODEL = ModelRef(spec_name="wan2.2-i2v-a14b", model_id="tiny/wan22i2v")
-SAVE, LOAD = HEADLESS["TPUSaveStage"], HEADLESS["TPULoadStage"]
+SAVE, LOAD = HEADLESS_NODES["TPUSaveStage"], HEADLESS_NODES["TPULoadStage"]
 NAMES = (stage_files.EMBEDDINGS, stage_files.LATENTS, stage_files.CONFIG)
 
 
@@ -35,12 +35,12 @@ def latents() -> dict[str, Any]:
     return {"samples": torch.rand(1, 16, 2, 8, 8)}
 
 
-def host(output: Path, *, confined: bool = False) -> TerminalHost:
-    return TerminalHost(Folders(output=output, confined=confined), stream=io.StringIO())
+def host(output: Path, *, confined: bool = False) -> TerminalContext:
+    return TerminalContext(Folders(output=output, confined=confined), stream=io.StringIO())
 
 
-def save_node(runner: TerminalHost, folder: str, **given: Any) -> tuple:
-    SAVE.check_constants(runner.folders, {"folder": folder})
+def save_node(runner: TerminalContext, folder: str, **given: Any) -> tuple:
+    SAVE.validate_constants(runner.folders, {"folder": folder})
     return SAVE.run(runner, **SAVE.values({"folder": folder, "model": MODEL, "prompt_embeds": prompt(), **given}))
 
 
@@ -72,7 +72,7 @@ def test_in_comfyui_stage_files_stay_in_the_output_folder(tmp_path: Path, way: s
     before = sorted(tmp_path.rglob("*"))
     for node in (SAVE, LOAD):
         with pytest.raises(ValueError, match="folder is "):
-            node.check_constants(runner.folders, {"folder": folder})  # when queued
+            node.validate_constants(runner.folders, {"folder": folder})  # when queued
     given = {"folder": folder, "model": MODEL}
     for node in (SAVE, LOAD):
         with pytest.raises(ValueError, match="folder is "):
@@ -139,7 +139,7 @@ def test_a_strangers_file_is_not_overwritten(tmp_path: Path, name: str):
     before = (tmp_path / "x" / name).read_bytes()
     sentence = f"{tmp_path / 'x'} has a {name} that this pack did not write; it is not overwritten. Choose another"
     for action in (
-        lambda: SAVE.check_constants(host(tmp_path).folders, {"folder": "x"}),
+        lambda: SAVE.validate_constants(host(tmp_path).folders, {"folder": "x"}),
         lambda: SAVE.run(host(tmp_path), **SAVE.values({"folder": "x", "model": MODEL, "prompt_embeds": prompt()})),
         lambda: stage_files.save_embeddings(tmp_path / "x", prompt(), None, MODEL),
         lambda: stage_files.save_latents(tmp_path / "x", latents(), MODEL),
@@ -268,7 +268,7 @@ def test_settings_that_are_no_utf8_end_in_a_sentence(tmp_path: Path):
         stage_files.read_config(tmp_path)
 
 
-SPEC = spec_by_name(MODEL.spec_name)
+SPEC = lookup_spec(MODEL.spec_name)
 TEXT = {"prompt_embeds": torch.rand(1, 512, 60), "negative_prompt_embeds": torch.rand(1, 512, 60)}
 LENGTH = {"prompt_embeds.text_length": "3", "prompt_embeds.length": "3"}
 
@@ -278,16 +278,16 @@ def use(folder: Path, model: ModelRef = MODEL) -> None:
     spec = model.spec
     embeds = stage_files.load_embeddings(folder, model)
     condition, samples = stage_files.load_condition(folder, model), stage_files.load_latents(folder, model)
-    conditioning.denoiser_inputs(plan_of(spec.name), *embeds, condition)
-    conditioning.latent_samples(spec, samples)
+    conditioning.build_denoiser_inputs(plan_of(spec.name), *embeds, condition)
+    conditioning.get_latent_samples(spec, samples)
 
 
 @functools.cache
-def plan_of(name: str) -> Denoising:
+def plan_of(name: str) -> DenoisingPlan:
     """Nothing of it is in a folder."""
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     configs = {part.name: part.tiny for part in spec.components}
-    return Denoising.of(spec, spec.settings(), configs, spec.recipe.scheduler)
+    return DenoisingPlan.of(spec, spec.settings(), configs, spec.recipe.scheduler)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_files_of_another_content_end_in_a_sentence(tmp_path: Path, tensors: dic
 )
 @pytest.mark.parametrize("name", ["wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p", "flux2-dev"])
 def test_pictures_of_another_content_end_in_a_sentence(tmp_path: Path, name: str, condition: dict):
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     config = spec.component(spec.denoiser.experts[0]).tiny
     first, *others = spec.text_encoders
     embeds = {"prompt_embeds": torch.rand(1, first.max_length, config[first.width_key])}

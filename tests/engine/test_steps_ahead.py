@@ -14,8 +14,8 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
-from comfyui_tpu.tpu_runtime.model_spec import Curve, MagCache, Settings, StepCache
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, Settings, StepCache
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs.executables import Executable
 from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
 from comfyui_tpu.tpu_runtime.progress import Preview
@@ -64,7 +64,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def denoised(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
     """The latents of a run."""
-    monkeypatch.setattr(denoising, "AHEAD_S", math.inf)
+    monkeypatch.setattr(denoising, "DISPATCH_LEAD_S", math.inf)
 
     def run(model: Any = MODEL, settings: Settings = SETTINGS, **options: Any) -> np.ndarray:
         runner, host = engine(1), Watching(events, **options)
@@ -80,7 +80,7 @@ def test_the_next_step_is_given_while_one_runs(
 ):
     ahead = denoised()
     assert events == AHEAD
-    monkeypatch.setattr(denoising, "_goes_ahead", lambda *_: False)
+    monkeypatch.setattr(denoising, "_can_dispatch_ahead", lambda *_: False)
     assert np.array_equal(denoised(), ahead)
     assert events == IN_ORDER
 
@@ -99,7 +99,7 @@ def test_a_long_step_has_the_devices_to_itself_until_it_should_end(
     monkeypatch.setattr(denoising, "time", clock)
     stage = SimpleNamespace(progress=SimpleNamespace(activity=SimpleNamespace(seconds_per_unit=seconds)))
     is_finite = SimpleNamespace(is_ready=lambda: now[0] >= 100.0 + ends_after)
-    denoising._near_end(stage, denoising.Launched(index=0, denoised=None, is_finite=is_finite))  # type: ignore[arg-type]
+    denoising._sleep_until_near_end(stage, denoising.InFlightStep(index=0, denoised=None, is_finite=is_finite))  # type: ignore[arg-type]
     assert slept <= now[0] - 100.0 < slept + 0.05
 
 
@@ -110,7 +110,7 @@ def test_a_cancel_leaves_at_most_one_step_running(denoised: Callable[..., np.nda
     assert denoised().shape == (1, 16, 2, 8, 6)
 
 
-CURVE = Curve(ratios=((1.0,) * 5,), retained=(0.2,))
+CURVE = MagCacheCurve(ratios=((1.0,) * 5,), retained=(0.2,))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_no_step_goes_ahead_to_another_expert(
         return result
 
     monkeypatch.setattr(Executable, "__call__", launch)
-    denoised(model=parity.tiny_model(spec_by_name("wan2.2-t2v-a14b")))
+    denoised(model=parity.tiny_model(lookup_spec("wan2.2-t2v-a14b")))
     at = [index for index, event in enumerate(events) if event == "launch"][found.index(found[-1])]
     assert 0 < events[:at].count("launch") == events[:at].count("done") < 5
     assert "launch launch" in " ".join(events)
@@ -155,13 +155,13 @@ def test_no_step_goes_ahead_to_another_expert(
 
 def test_the_step_that_is_not_finite_is_named(denoised: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch):
     """Not the one that runs behind it."""
-    asked, settle = [], denoising._settle
+    asked, settle = [], denoising._await_step
 
-    def spoiled(stage: Any, plan: Any, launched: denoising.Launched) -> None:
+    def spoiled(stage: Any, plan: Any, launched: denoising.InFlightStep) -> None:
         asked.append(launched.index)
         settle(stage, plan, replace(launched, is_finite=np.array(launched.index != 2)))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(denoising, "_settle", spoiled)
+    monkeypatch.setattr(denoising, "_await_step", spoiled)
     with pytest.raises(NotFinite, match=r"from step 3 of 5 on, the latents"):
         denoised()
     assert asked == [0, 1, 2]

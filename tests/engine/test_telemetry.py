@@ -39,7 +39,7 @@ class Device:
 
 def of(stats: Any) -> DeviceMemory:
     device: Any = Device(stats)
-    return device_memory.of(device)
+    return device_memory.memory_stats(device)
 
 
 @pytest.mark.parametrize("missing", [(), *((name,) for name in BUSY), tuple(BUSY)], ids=str)
@@ -61,25 +61,25 @@ def test_the_peaks_are_said_in_words():
 
 def test_the_fullest_of_several_devices_has_the_most_of_each():
     devices: list[Any] = [Device(BUSY), Device(None), Device({"bytes_in_use": 5 * GIB, "bytes_reserved": 1})]
-    found = device_memory.fullest(devices)
+    found = device_memory.max_memory_stats(devices)
     assert (found.in_use_bytes, found.reserved_bytes, found.largest_free_bytes) == (5 * GIB, int(27.3 * GIB), None)
 
 
 def test_bytes_in_use_are_the_devices_own_if_all_say_them():
     said: list[Any] = [Device(BUSY), Device({"bytes_in_use": 7})]
-    assert telemetry.held_bytes(said) == [int(2.6 * GIB), 7]
+    assert telemetry.bytes_in_use(said) == [int(2.6 * GIB), 7]
     last = jax.devices()[-1]  # which few tests use
     gc.collect()
-    held = telemetry.held_bytes([last])[0]
+    held = telemetry.bytes_in_use([last])[0]
     array = jax.device_put(np.ones((256, 1024), np.float32), last)
-    assert telemetry.held_bytes([last]) == [held + shard_bytes(array)]
+    assert telemetry.bytes_in_use([last]) == [held + shard_bytes(array)]
 
 
 def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypatch: pytest.MonkeyPatch):
     runner = Runner(jax.devices()[:2])
     busy = of(BUSY)
-    monkeypatch.setattr(device_memory, "fullest", lambda devices: busy)
-    monkeypatch.setattr(telemetry, "LEAST_SAID_S", 0)
+    monkeypatch.setattr(device_memory, "max_memory_stats", lambda devices: busy)
+    monkeypatch.setattr(telemetry, "MIN_REPORTED_S", 0)
     runner.encode(MODEL, new_prompt(), "", host := Host())
     run = runner.last_run
     assert run is not None
@@ -96,7 +96,7 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     assert said["loaded_bytes"] == weights
     assert "the fullest chip reports at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB" in str(run)
     assert f"{weights / 1e6:.1f} MB loaded" in str(run) and "GB/s" not in str(run)
-    assert units.loaded(28.6e9, 33.6) == "28.6 GB loaded at 0.85 GB/s"
+    assert units.format_load_rate(28.6e9, 33.6) == "28.6 GB loaded at 0.85 GB/s"
     # Again: nothing is loaded.
     runner.encode(MODEL, new_prompt(), "", Host())
     assert runner.last_run is not run and runner.last_run is not None and runner.last_run.loaded_bytes == 0
@@ -110,11 +110,11 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
         (0.74, "Took 0.7 s: compiling 0.2 s, loading 0.2 s, running 0.2 s, other work on the host 0.1 s"),
     ],
 )
-@pytest.mark.parametrize("least", [0, telemetry.LEAST_SAID_S])
+@pytest.mark.parametrize("least", [0, telemetry.MIN_REPORTED_S])
 def test_no_part_of_a_run_is_less_than_nothing(
     monkeypatch: pytest.MonkeyPatch, elapsed: float, said: str, least: float
 ):
-    monkeypatch.setattr(telemetry, "LEAST_SAID_S", least)
+    monkeypatch.setattr(telemetry, "MIN_REPORTED_S", least)
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: 100 + elapsed)
     activity = Activity(stage="denoise", model="a model", started=100)
     activity.compiling_s = activity.loading_s = activity.running_s = 0.16
@@ -126,11 +126,11 @@ def test_no_part_of_a_run_is_less_than_nothing(
 
 def test_the_monitor_shows_what_is_in_use_and_what_is_reserved(monkeypatch: pytest.MonkeyPatch):
     runner = Runner(jax.devices()[:2])
-    monkeypatch.setattr(snapshot, "current", lambda: runner)
-    for chip in snapshot.stats()["chips"]:
+    monkeypatch.setattr(snapshot, "current_engine", lambda: runner)
+    for chip in snapshot.take_snapshot()["chips"]:
         assert chip["hbm_reserved"] is chip["hbm_reserved_peak"] is None
         assert chip["hbm_used"] is not None and chip["hbm_peak"] >= chip["hbm_used"]
     busy, names = of(BUSY), ("hbm_used", "hbm_reserved", "hbm_peak", "hbm_reserved_peak", "hbm_limit")
-    monkeypatch.setattr(device_memory, "of", lambda device: busy)
-    for chip in snapshot.stats()["chips"]:
+    monkeypatch.setattr(device_memory, "memory_stats", lambda device: busy)
+    for chip in snapshot.take_snapshot()["chips"]:
         assert [round(chip[name] / GIB, 1) for name in names] == [2.6, 27.3, 3.0, 28.0, 31.2]

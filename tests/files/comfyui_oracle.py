@@ -97,9 +97,9 @@ def run_comfyui(tmp_path: Path, *jobs: Mapping[str, Any]) -> list[Any]:
 
 
 def read_by_us(path: Path) -> Tensors:
-    (held,) = contents.networks(path, LAYOUTS)
+    (held,) = contents.find_networks(path, LAYOUTS)
     with contextlib.ExitStack() as stack:
-        reader = load.Reader(stack, lambda: None)
+        reader = load.TensorReader(stack, lambda: None)
         return {name: reader.slice(tensor, ()).float() for name, tensor in held.tensors.items()}
 
 

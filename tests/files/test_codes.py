@@ -34,7 +34,7 @@ def mark(**said: object) -> torch.Tensor:
 
 def read(tmp_path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> dict[str, TensorFile]:
     save_file(tensors, tmp_path / "file.safetensors", metadata)
-    return codes.decoded(*contents.header(tmp_path / "file.safetensors"))
+    return codes.decode_tensors(*contents.read_safetensors_header(tmp_path / "file.safetensors"))
 
 
 def is_close(one: torch.Tensor, other: torch.Tensor, bound: float) -> bool:
@@ -46,7 +46,7 @@ def value(file: TensorFile, *index: slice) -> torch.Tensor:
     import contextlib
 
     with contextlib.ExitStack() as stack:
-        return load.Reader(stack, lambda: None).slice(file, index)
+        return load.TensorReader(stack, lambda: None).slice(file, index)
 
 
 PIECES = [
@@ -308,10 +308,10 @@ QUANTIZED = ("BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
 def test_ggufs_formats_are_its_own(kind: str, tmp_path: Path):
     array = weight().numpy()
     write_gguf(tmp_path / "file.gguf", {"a.weight": (array, kind)})
-    tensors, fields = gguf_file.read_header(tmp_path / "file.gguf")
+    tensors, fields = gguf_file.read_gguf(tmp_path / "file.gguf")
     stored = gguf.GGUFReader(tmp_path / "file.gguf").tensors[0]
     wanted = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float32))
-    assert gguf_file.text_of(fields, "general.architecture") == "wan"
+    assert gguf_file.get_text(fields, "general.architecture") == "wan"
     holds_in_pieces(tensors["a.weight"], wanted.reshape(ROWS, COLUMNS))
 
 
@@ -331,7 +331,7 @@ def test_ggufs_formats_that_only_llama_cpp_writes_are_its_own(kind: str, tmp_pat
     writer.write_tensors_to_file()
     writer.close()
     wanted = torch.from_numpy(gguf.quants.dequantize(data.reshape(ROWS, -1), dtype).astype(np.float32))
-    tensors, _ = gguf_file.read_header(tmp_path / "file.gguf")
+    tensors, _ = gguf_file.read_gguf(tmp_path / "file.gguf")
     holds_in_pieces(tensors["a.weight"], wanted)
 
 
@@ -344,7 +344,7 @@ def test_a_shape_of_more_dimensions_is_the_one_that_gguf_notes(tmp_path: Path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    tensor = gguf_file.read_header(tmp_path / "file.gguf")[0]["a.weight"]
+    tensor = gguf_file.read_gguf(tmp_path / "file.gguf")[0]["a.weight"]
     assert torch.equal(value(tensor), torch.from_numpy(array))
     assert torch.equal(value(tensor, slice(2, 5), *[slice(None)] * 4), torch.from_numpy(array[2:5]))
 
@@ -360,7 +360,7 @@ def test_fewer_bits_are_refused_by_name(kind: str, tmp_path: Path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(CheckpointError, match=f"a.weight is {kind}, which is not supported"):
-        gguf_file.read_header(tmp_path / "file.gguf")
+        gguf_file.read_gguf(tmp_path / "file.gguf")
 
 
 def refused(tensors: Tensors, tmp_path: Path) -> str:
@@ -427,5 +427,5 @@ def test_what_does_not_fit_is_a_sentence(case: str, tmp_path: Path):
 
 def test_the_rotation_is_its_own_inverse():
     for size in (4, 16, 256):
-        matrix = decode.hadamard(size)
+        matrix = decode.hadamard_matrix(size)
         assert difference(matrix @ matrix.T, torch.eye(size)) <= 4e-6

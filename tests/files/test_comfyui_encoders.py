@@ -29,7 +29,7 @@ from comfyui_tpu.tests.files.test_gguf_and_tokenizers import PROMPTS, carried_by
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs import modules
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
@@ -49,7 +49,7 @@ class Encoder:
 
     def write(self, home: Path, name: str, change: Callable[[Tensors], Tensors] = single_files.same) -> Path:
         """The file of an encoder with random weights."""
-        component = spec_by_name(self.model).component(self.component)
+        component = lookup_spec(self.model).component(self.component)
         text = component.tiny.get("text_config", component.tiny)
         sizes = {**text, **self.sizes, **({"head_dim": 128} if "head_dim" in text else {})}
         config = {**component.tiny, "text_config": sizes} if "text_config" in component.tiny else sizes
@@ -57,7 +57,7 @@ class Encoder:
         if not folder.is_dir():
             with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
                 torch.manual_seed(0)
-                modules.construct(component, config).save_pretrained(folder)
+                modules.construct_upstream(component, config).save_pretrained(folder)
         return single_files.write(home / f"{name}.safetensors", folder, component.class_name, change=change)
 
     def job(self, *paths: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_every_encoder_is_what_comfyui_reads(tmp_path: Path):
         found = theirs[(UMT5, T5, MISTRAL).index(encoder)]
         tensor = carried_by(tmp_path / f"{encoder.module}_file.safetensors")
         assert tensor is not None
-        tokenizer_files.write(tensor, tmp_path / name)
+        tokenizer_files.write_tokenizer(tensor, tmp_path / name)
         tokenizer = tokens.load_tokenizer(tmp_path / name)
         for number, text in enumerate(PROMPTS):
             assert tokenizer(text)["input_ids"] == found[f"tokens.{number}"].tolist(), text

@@ -17,14 +17,14 @@ from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, hub, load, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_header
 from comfyui_tpu.tpu_runtime.formats import contents, tokenizer_files
-from comfyui_tpu.tpu_runtime.formats.layout import Shapes
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.formats.layout import TensorShapes
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 from comfyui_tpu.tpu_runtime.programs import modules
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
-SOURCE = tiny.ensure(WAN)
+SOURCE = tiny.ensure_random(WAN)
 
 
 def write_gguf(path: Path, tensors: single_files.Tensors, architecture: str) -> str:
@@ -51,26 +51,26 @@ def test_a_gguf_of_wan_and_of_its_encoder_hold_the_folders_tensors(tmp_path: Pat
         ("transformer", write_gguf(tmp_path / "wan.gguf", denoiser, "wan")),
         ("text_encoder", write_gguf(tmp_path / "umt5.gguf", encoder, "t5encoder")),
     ):
-        (held,) = contents.networks(Path(path), LAYOUTS)
+        (held,) = contents.find_networks(Path(path), LAYOUTS)
         theirs = single_files.load_folder(SOURCE / folder)
         with contextlib.ExitStack() as stack:
-            reader = load.Reader(stack, lambda: None)
-            ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.own_tensors(held).items()}
+            reader = load.TensorReader(stack, lambda: None)
+            ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.translate_tensors(held).items()}
         assert ours.keys() == theirs.keys()
         assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
     path = str(tmp_path / "umt5.gguf")
-    assert checkpoint.locate(WAN, rest(WAN, path)).configs(Silent())["text_encoder"]["num_heads"] == 5
+    assert checkpoint.locate(WAN, rest(WAN, path)).configs(SilentProgress())["text_encoder"]["num_heads"] == 5
 
 
 def test_a_gguf_of_z_image_holds_the_folders_tensors(tmp_path: Path):
     """Its projections are one matrix there."""
-    folder = tiny.ensure(spec_by_name("z-image-turbo")) / "transformer"
+    folder = tiny.ensure_random(lookup_spec("z-image-turbo")) / "transformer"
     theirs = single_files.load_folder(folder)
     path = write_gguf(tmp_path / "z_image.gguf", single_files.z_image(theirs), "lumina2")
-    (held,) = contents.networks(Path(path), LAYOUTS)
+    (held,) = contents.find_networks(Path(path), LAYOUTS)
     with contextlib.ExitStack() as stack:
-        reader = load.Reader(stack, lambda: None)
-        ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.own_tensors(held).items()}
+        reader = load.TensorReader(stack, lambda: None)
+        ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.translate_tensors(held).items()}
     assert held.layout.class_name == "ZImageTransformer2DModel" and ours.keys() == theirs.keys()
     assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
 
@@ -109,26 +109,26 @@ OF_STABLE_DIFFUSION_CPP = [
 
 @pytest.mark.parametrize(("model", "name"), OF_STABLE_DIFFUSION_CPP)
 def test_a_gguf_without_leading_dimensions_holds_the_folders_tensors(model: str, name: str, tmp_path: Path):
-    spec = spec_by_name(model)
+    spec = lookup_spec(model)
     component = spec.component(name)
-    folder = tiny.ensure(spec) / component.folder
+    folder = tiny.ensure_random(spec) / component.folder
     config = json.loads((folder / "config.json").read_text())
     theirs = single_files.load_folder(folder)
     path = write_as_stable_diffusion_cpp(
         tmp_path / "file.gguf", single_files.makers(component.class_name, config, theirs)
     )
-    (held,) = contents.networks(path, LAYOUTS)
-    network = modules.build(component, config)
-    files = checkpoint.match(network, assembled.own_tensors(held), folder)
+    (held,) = contents.find_networks(path, LAYOUTS)
+    network = modules.build_network(component, config)
+    files = checkpoint.match_weights(network, assembled.translate_tensors(held), folder)
     with contextlib.ExitStack() as stack:
-        reader = load.Reader(stack, lambda: None)
+        reader = load.TensorReader(stack, lambda: None)
         for own, weight in network.weights.items():
             for source, file in zip(weight.sources, files[own], strict=True):
                 wanted = theirs[source]
                 assert torch.equal(reader.slice(file, ()), wanted), source
                 part = tuple(slice(0, -(-size // 2)) for size in wanted.shape)
                 assert torch.equal(reader.slice(file, part), wanted[part]), source
-    own = held.layout.config(Shapes(assembled.own_tensors(held)), {**component.config, **config})
+    own = held.layout.config(TensorShapes(assembled.translate_tensors(held)), {**component.config, **config})
     for key in own.keys() & {"in_channels", "patch_size", "pos_embed_seq_len"}:
         assert own[key] == (tuple(config[key]) if isinstance(config[key], list) else config[key]), key
 
@@ -151,7 +151,7 @@ def sentencepiece_model() -> bytes:
 
 
 def carried_by(path: Path) -> tokenizer_files.TokenizerFile | None:
-    return tokenizer_files.embedded(path, contents.read(path).tensors)
+    return tokenizer_files.find_tokenizer(path, contents.read_contents(path).tensors)
 
 
 PROMPTS = ["a cat and a dog", "hello  world", "  Zebra über 过曝 x", " a", "a\nb", "", "ﬁ x２", "x "]
@@ -166,8 +166,8 @@ def test_an_embedded_sentencepiece_model_is_the_tokenizer(tmp_path: Path):
     carried = torch.frombuffer(bytearray(model), dtype=torch.uint8)
     save_file({**load_file(path), "spiece_model": carried}, path, metadata)
     found = checkpoint.locate(WAN, rest(WAN, str(path)))
-    assert found.folder("tokenizer", Silent()) != SOURCE / "tokenizer"
-    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", Silent()))
+    assert found.folder("tokenizer", SilentProgress()) != SOURCE / "tokenizer"
+    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", SilentProgress()))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
     for prompt in PROMPTS:
         assert tokenizer(prompt)["input_ids"] == oracle.encode(prompt)
@@ -186,14 +186,14 @@ def test_the_tokenizer_in_a_checkpoint_of_all_networks_is_the_encoders(place: st
     other = torch.zeros(9, dtype=torch.uint8)
     path = tmp_path / "all.safetensors"
     save_file({**tensors, f"{place}spiece_model": carried, "text_encoders.mistral.tekken_model": other}, path)
-    (held,) = contents.networks(path, LAYOUTS)
+    (held,) = contents.find_networks(path, LAYOUTS)
     assert held.layout.class_name == "UMT5EncoderModel"
     found = checkpoint.locate(WAN, rest(WAN, str(path)))
-    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", Silent()))
+    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", SilentProgress()))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
     assert [tokenizer(prompt)["input_ids"] for prompt in PROMPTS] == [oracle.encode(prompt) for prompt in PROMPTS]
     # As a loader of ComfyUI's kind takes it.
-    assert tokenizer_files.carried(path, held.contents.tensors, held.prefix) == {"spiece_model": model}
+    assert tokenizer_files.read_tokenizers(path, held.contents.tensors, held.prefix) == {"spiece_model": model}
 
 
 def umt5(folder: Path) -> Path:
@@ -208,7 +208,7 @@ def test_a_missing_tokenizer_is_said_to_take_no_download_of_the_model(tmp_path: 
         files.append(str(single_files.write(tmp_path / f"{folder}.safetensors", SOURCE / folder, kind)))
     found = checkpoint.locate(WAN, " + ".join(files))
     with pytest.raises(hub.HubError) as error:
-        found.folder("tokenizer", Silent())
+        found.folder("tokenizer", SilentProgress())
     assert "none of its files carries the tokenizer along" in str(error.value)
     assert "fetches the tokenizer, a few MB and no weights" in str(error.value)
     assert "comfyui-tpu download" not in str(error.value)
@@ -258,7 +258,7 @@ def test_an_embedded_tekken_is_the_tokenizer(tmp_path: Path):
     save_file({"tekken_model": content}, tmp_path / "mistral.safetensors")
     tensor = carried_by(tmp_path / "mistral.safetensors")
     assert tensor is not None
-    tokenizer_files.write(tensor, tmp_path / "tokenizer", "{{ bos_token }}")
+    tokenizer_files.write_tokenizer(tensor, tmp_path / "tokenizer", "{{ bos_token }}")
     tokenizer = tokens.load_tokenizer(tmp_path / "tokenizer")
     for prompt in ("a cat and a dog", "hello  world", " Zebra über 过曝 12", "cats\n\nx!", "baking"):
         assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == by_rank(prompt), prompt
@@ -273,4 +273,4 @@ def test_bytes_that_are_no_tokenizer_are_a_sentence(name: str, tmp_path: Path):
         tensor = carried_by(tmp_path / "f.safetensors")
         assert tensor is not None
         with pytest.raises(CheckpointError, match="is not a readable tokenizer"):
-            tokenizer_files.write(tensor, tmp_path / "tokenizer")
+            tokenizer_files.write_tokenizer(tensor, tmp_path / "tokenizer")

@@ -20,9 +20,9 @@ from comfyui_tpu.tpu_runtime import tokens
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from sentencepiece import sentencepiece_model_pb2
 
 pytestmark = pytest.mark.slow
@@ -84,20 +84,20 @@ def written(path: Path, chat_template: str | None = None) -> Any:
     """The tokenizer of a file."""
     carried = carried_by(path)
     assert carried is not None
-    tokenizer_files.write(carried, path.with_suffix(""), chat_template)
+    tokenizer_files.write_tokenizer(carried, path.with_suffix(""), chat_template)
     return tokens.load_tokenizer(path.with_suffix(""))
 
 
 def test_a_gguf_of_umt5_has_its_tokenizer(tmp_path: Path):
-    model, source = sentencepiece_model(), tiny.ensure(WAN)
+    model, source = sentencepiece_model(), tiny.ensure_random(WAN)
     path = tmp_path / "umt5.gguf"
     with gguf_file(path, "t5encoder") as writer:
         for name, tensor in single_files.t5_llama(single_files.load_folder(source / "text_encoder")).items():
             writer.add_tensor(name, tensor.numpy())
         add_sentencepiece(writer, model, 200)
     found = checkpoint.locate(WAN, rest(WAN, str(path)))
-    assert found.folder("tokenizer", Silent()) != source / "tokenizer"
-    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", Silent()))
+    assert found.folder("tokenizer", SilentProgress()) != source / "tokenizer"
+    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", SilentProgress()))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
     for prompt in PROMPTS:
         assert tokenizer(prompt)["input_ids"] == oracle.encode(prompt), prompt
@@ -120,9 +120,9 @@ def qwen_of(folder: Path, path: Path) -> transformers.Qwen2Tokenizer:
 
 @pytest.mark.parametrize("name", ["flux2-klein-4b", "hunyuanvideo1.5-t2v-720p"])
 def test_a_gguf_of_qwen_has_its_tokenizer_and_the_models_template(name: str, tmp_path: Path):
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     text, kind = spec.text_encoders[0], spec.component("text_encoder").class_name
-    folder = tiny.ensure(spec) / "tokenizer"
+    folder = tiny.ensure_random(spec) / "tokenizer"
     oracle = qwen_of(folder, tmp_path / "qwen.gguf")
     template = next(layout.chat_template for layout in LAYOUTS if layout.class_name == kind)
     tokenizer = written(tmp_path / "qwen.gguf", template)
@@ -209,7 +209,9 @@ def test_a_tokenizer_with_more_tokens_than_the_encoder_is_another_models(tmp_pat
     model.ParseFromString(sentencepiece_model())
     model.normalizer_spec.precompiled_charsmap = b""  # what its text becomes is not asked, and it is long to read
     with gguf_file(path, "t5encoder") as writer:
-        for name, tensor in single_files.t5_llama(single_files.load_folder(tiny.ensure(WAN) / "text_encoder")).items():
+        for name, tensor in single_files.t5_llama(
+            single_files.load_folder(tiny.ensure_random(WAN) / "text_encoder")
+        ).items():
             writer.add_tensor(name, tensor.numpy())
         add_sentencepiece(writer, model.SerializeToString(), 201)
     with pytest.raises(CheckpointError, match="carries a tokenizer of 201 tokens along, and has embeddings of 200"):

@@ -27,13 +27,13 @@ from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, load, tin
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import contents, gguf_file
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from hypothesis import given, settings
 
-WAN = spec_by_name("wan2.1-t2v-14b")
+WAN = lookup_spec("wan2.1-t2v-14b")
 KIND = "WanTransformer3DModel"
 LAYER = "blocks.0.self_attn.q"
 TINY = WAN.component("transformer").tiny
@@ -57,18 +57,18 @@ def gguf_of_two() -> bytes:
 
 def write(path: Path, change: Callable[[Tensors], Tensors] = single_files.same) -> str:
     """A denoiser's file after a change, as a model whose other parts are the miniature's."""
-    single_files.write(path, tiny.ensure(WAN) / "transformer", KIND, change=change)
+    single_files.write(path, tiny.ensure_random(WAN) / "transformer", KIND, change=change)
     return f"{path} + {WAN.miniature.random_id}"
 
 
 def load_denoiser(model_id: str) -> None:
     """All that happens to a denoiser's file before a program sees its numbers."""
     found, component = choose_model(WAN, model_id).locate(), WAN.component("transformer")
-    network = modules.build(component, found.config(component, Silent()))
-    folder = found.fetch_weights(component, Silent())
-    files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
-    wanted = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
-    load.load(network, files, wanted, "test", Silent())
+    network = modules.build_network(component, found.config(component, SilentProgress()))
+    folder = found.fetch_weights(component, SilentProgress())
+    files = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
+    wanted = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
+    load.load_weights(network, files, wanted, "test", SilentProgress())
 
 
 def quantised(tensors: Tensors, scale: float = 0.01) -> Tensors:
@@ -217,7 +217,7 @@ def test_a_gguf_that_is_none_is_a_sentence(content: bytes, tmp_path: Path):
 
 
 def makers_tensors() -> Tensors:
-    return single_files.wan(single_files.load_folder(tiny.ensure(WAN) / "transformer"))
+    return single_files.wan(single_files.load_folder(tiny.ensure_random(WAN) / "transformer"))
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_a_gguf_that_is_cut_off_while_it_is_read(wan_gguf: bytes, tmp_path: Path
     """Its header was read when it was whole."""
     path = tmp_path / "wan.gguf"
     path.write_bytes(wan_gguf)
-    tensors, _ = gguf_file.read_header(path)
+    tensors, _ = gguf_file.read_gguf(path)
     last = max((tensor.made for tensor in tensors.values()), key=lambda made: made.offset)
     path.write_bytes(wan_gguf[: last.offset + 1])
     with pytest.raises(CheckpointError, match="ends early"):
@@ -263,12 +263,12 @@ def test_damage_in_a_gguf_is_a_sentence(case: str, tmp_path: Path):
     change, sentence = GGUF_DAMAGE[case]
     path = write_gguf(tmp_path / "wan.gguf", change(makers_tensors()), "wan")
     # What heads it has a GGUF does not say: the folder's config stands in for the published one.
-    component, network = WAN.component("transformer"), modules.build(WAN.component("transformer"), TINY)
-    (held,) = contents.networks(Path(path), LAYOUTS)
+    component, network = WAN.component("transformer"), modules.build_network(WAN.component("transformer"), TINY)
+    (held,) = contents.find_networks(Path(path), LAYOUTS)
     with pytest.raises(CheckpointError) as error:
-        files = checkpoint.match(network, assembled.own_tensors(held), Path(path))
-        wanted = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
-        load.load(network, files, wanted, component.name, Silent())
+        files = checkpoint.match_weights(network, assembled.translate_tensors(held), Path(path))
+        wanted = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
+        load.load_weights(network, files, wanted, component.name, SilentProgress())
     assert sentence in str(error.value)
 
 
@@ -286,7 +286,7 @@ HEADER = {
 def test_any_header_of_a_single_file(tmp_path_factory: pytest.TempPathFactory, content: bytes):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     path.write_bytes(content)
-    ends_well(lambda: contents.networks(path, LAYOUTS), len(content))
+    ends_well(lambda: contents.find_networks(path, LAYOUTS), len(content))
 
 
 @settings(max_examples=60, deadline=None)
@@ -294,13 +294,13 @@ def test_any_header_of_a_single_file(tmp_path_factory: pytest.TempPathFactory, c
 def test_any_bytes_of_a_gguf(tmp_path_factory: pytest.TempPathFactory, content: bytes):
     path = tmp_path_factory.getbasetemp() / "any.gguf"
     path.write_bytes(content)
-    ends_well(lambda: contents.networks(path, LAYOUTS), len(content))
+    ends_well(lambda: contents.find_networks(path, LAYOUTS), len(content))
 
 
 def test_a_file_of_another_family_is_named(tmp_path: Path):
-    spec = spec_by_name("flux2-klein-4b")
+    spec = lookup_spec("flux2-klein-4b")
     path = single_files.write(
-        tmp_path / "flux.safetensors", tiny.ensure(spec) / "transformer", "Flux2Transformer2DModel"
+        tmp_path / "flux.safetensors", tiny.ensure_random(spec) / "transformer", "Flux2Transformer2DModel"
     )
     with pytest.raises(CheckpointError, match="is a Flux2Transformer2DModel, and Wan 2.1 T2V .* has none"):
         choose_model(WAN, str(path))
@@ -310,9 +310,9 @@ def test_weights_that_are_cut_off_while_they_are_mapped_end_in_a_sentence(tmp_pa
     """The kernel ends a process that reads behind the end of a file that it has mapped."""
     path = tmp_path / "x.safetensors"
     single_files.save_file({"a": torch.zeros(2**18), "b": torch.ones(2**18)}, path)
-    tensors, _ = contents.header(path)
+    tensors, _ = contents.read_safetensors_header(path)
     with contextlib.ExitStack() as stack:
-        reader = load.Reader(stack, lambda: None)
+        reader = load.TensorReader(stack, lambda: None)
         assert reader.slice(tensors["a"], ()).sum() == 0
         with path.open("r+b") as file:
             file.truncate(2**12)

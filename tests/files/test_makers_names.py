@@ -8,9 +8,9 @@ import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, parts
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_part
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from safetensors.torch import load_file
 
 NAMES = (
@@ -23,7 +23,7 @@ UNUSED = {"z-image": {"norm_final.weight"}}
 
 def held(model: ModelRef, name: str) -> Mapping[str, torch.Tensor]:
     """A component's tensors, read through what they are made of."""
-    found = checkpoint.network(model.locate(), name, Host())
+    found = checkpoint.export_network(model.locate(), name, Host())
     tensors = {}
     for own, tensor in found.tensors.items():
         value = torch.zeros(0) if tensor.shape == (0,) else parts.read_tensor(found.tensors[own])
@@ -34,7 +34,7 @@ def held(model: ModelRef, name: str) -> Mapping[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folders_networks_are_those_of_its_single_files(name: str, tmp_path: Path):
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     model = ModelRef(spec_name=name, model_id=spec.miniature.ids[-1], precision="float32")
     home = model.locate().home(Host())
     for component in map(spec.component, (spec.denoiser.experts[0], spec.vae.component)):
@@ -47,9 +47,9 @@ def test_a_folders_networks_are_those_of_its_single_files(name: str, tmp_path: P
 
 
 def test_a_file_without_the_network_is_refused(tmp_path: Path):
-    spec = spec_by_name("wan2.1-t2v-14b")
+    spec = lookup_spec("wan2.1-t2v-14b")
     home = ModelRef(spec_name=spec.name, model_id=spec.miniature.ids[-1]).locate().home(Host())
     path = single_files.write(tmp_path / "vae.safetensors", home / "vae", "AutoencoderKLWan")
-    model = choose_part([spec], str(path))
+    model = choose_partial_model([spec], str(path))
     with pytest.raises(CheckpointError, match="holds no WanTransformer3DModel. Choose another file"):
-        checkpoint.network(model.locate(), "transformer", Host())
+        checkpoint.export_network(model.locate(), "transformer", Host())

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli import main
-from comfyui_tpu.cli.verbs import given_folders
+from comfyui_tpu.cli.verbs import workflow_folders
 from comfyui_tpu.nodes import lora
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graphs.graph import generations
+from comfyui_tpu.nodes.graphs.graph import list_generations
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless import model_folders
-from comfyui_tpu.nodes.headless.runner import HEADLESS
-from comfyui_tpu.nodes.model import LOADER, chosen_id
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
+from comfyui_tpu.nodes.model import LOADER, join_model_id
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.test_single_files import write_all
 from comfyui_tpu.tests.support import fake_hub
@@ -22,11 +22,11 @@ from comfyui_tpu.tests.support.fake_hub import FakeHub
 from comfyui_tpu.tpu_runtime.checkpoints import content, parts, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
 from comfyui_tpu.tpu_runtime.models.layouts import published
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-WAN = spec_by_name("wan2.1-t2v-14b")
+WAN = lookup_spec("wan2.1-t2v-14b")
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,7 +39,7 @@ def server() -> Iterator[FakeHub]:
 @pytest.fixture
 def comfyui(tmp_path: Path) -> Path:
     """A ComfyUI whose folders hold a miniature's files, one of them in an extra path."""
-    source, home = tiny.ensure(WAN), tmp_path / "ComfyUI"
+    source, home = tiny.ensure_random(WAN), tmp_path / "ComfyUI"
     write, models = single_files.write, home / "models"
     write(models / "diffusion_models" / "wan_t2v_14B.safetensors", source / "transformer", "WanTransformer3DModel")
     write(models / "clip" / "umt5.safetensors", source / "text_encoder", "UMT5EncoderModel")
@@ -56,14 +56,14 @@ def workflow(**inputs: str) -> dict:
 
 
 def test_a_file_alone_takes_its_other_parts_from_comfyuis_folders(comfyui: Path):
-    folders = model_folders.find(comfyui)
+    folders = model_folders.find_model_folders(comfyui)
     assert [Path(folder).name for folder in folders] == ["diffusion_models", "clip", "vae"]
     model = choose_model(WAN, "wan_t2v_14B.safetensors", folders=folders)
     found = parts.resolve(model.model_id, [WAN], folders)
     assert {name: held.path.name for name, held in found.parts.items()} == {
         "transformer": "wan_t2v_14B.safetensors", "text_encoder": "umt5.safetensors", "vae": "wan_vae.safetensors",
     }  # fmt: skip
-    digests = {content.of_model(model.model_id, folders, Silent()) for _ in range(2)}
+    digests = {content.hash_model(model.model_id, folders, SilentProgress()) for _ in range(2)}
     assert len(digests) == 1
 
 
@@ -75,39 +75,39 @@ def test_a_lora_is_found_by_its_name_in_comfyuis_folders(
     extra = "a111:\n  base_path: ../disk\n  loras: |\n    styles\n    more\n"
     (comfyui / "extra_model_paths.yaml").write_text(extra)
     options = argparse.Namespace(input=tmp_path, workflow=tmp_path / "workflow.json")
-    folders = given_folders(options, tmp_path)
+    folders = workflow_folders(options, tmp_path)
     own, *others = map(Path, folders.loras)
     assert own == comfyui / "models" / "loras" and [path.name for path in others] == ["styles", "more"]
     for folder, name in ((own, "a.safetensors"), (others[1], "b.safetensors")):
         folder.mkdir(parents=True)
         (folder / name).touch()
-        assert lora.find(folders, lora_name=name).resolve() == (folder / name).resolve()
+        assert lora.find_lora(folders, lora_name=name).resolve() == (folder / name).resolve()
     with pytest.raises(ValueError, match="no such file exists in .*loras or .*styles or .*more"):
-        lora.find(folders, lora_name="c.safetensors")
+        lora.find_lora(folders, lora_name="c.safetensors")
 
 
 def test_parts_that_are_chosen_join_the_model_id(comfyui: Path):
-    folders = Folders(models=model_folders.find(comfyui))
+    folders = Folders(models=model_folders.find_model_folders(comfyui))
     given = {"model_id": "wan_t2v_14B.safetensors", "vae": "wan_vae.safetensors", "text_encoder": "auto"}
-    assert chosen_id(given) == "wan_t2v_14B.safetensors + wan_vae.safetensors"
-    (model, _), *_ = generations(workflow(**given), folders, HEADLESS)
-    assert (model.spec_name, model.model_id) == (WAN.name, chosen_id(given))
-    LOADER.check_constants(folders, {"family": "Wan21", **given})
+    assert join_model_id(given) == "wan_t2v_14B.safetensors + wan_vae.safetensors"
+    (model, _), *_ = list_generations(workflow(**given), folders, HEADLESS_NODES)
+    assert (model.spec_name, model.model_id) == (WAN.name, join_model_id(given))
+    LOADER.validate_constants(folders, {"family": "Wan21", **given})
     with pytest.raises(CheckpointError, match="There is no file other.safetensors .* Did you mean"):
-        LOADER.check_constants(folders, {"family": "Wan21", **given, "vae": "other.safetensors"})
+        LOADER.validate_constants(folders, {"family": "Wan21", **given, "vae": "other.safetensors"})
 
 
 def test_a_workflow_saved_before_there_were_files_is_taken_as_it_is():
     old = {"model_id": "tiny/wan21", "family": "Wan21", "precision": "auto"}
     assert LOADER.values(old)["vae"] == "auto"
-    LOADER.check_constants(Folders(), old)
-    LOADER.check_constants(Folders(), {"model_id": "someone/another", "family": "Wan21"})
+    LOADER.validate_constants(Folders(), old)
+    LOADER.validate_constants(Folders(), {"model_id": "someone/another", "family": "Wan21"})
 
 
 def test_the_miniature_takes_the_place_of_files():
     found = workflow(model_id="wan2.1_t2v_14B_fp8_scaled.safetensors", vae="wan_2.1_vae.safetensors")
     make_tiny(found)
-    assert chosen_id(found["1"]["inputs"]) == "tiny/wan21"
+    assert join_model_id(found["1"]["inputs"]) == "tiny/wan21"
 
 
 def test_what_is_missing_is_named_with_the_file_to_get(tmp_path: Path):
@@ -133,7 +133,7 @@ def test_a_run_from_the_command_line_takes_files(comfyui: Path, tmp_path: Path, 
 def test_files_are_downloaded_into_comfyuis_folders(
     server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    wanted = published.files(WAN.name, "fp8")
+    wanted = published.list_files(WAN.name, "fp8")
     repositories = {file.repository: tmp_path / file.repository for file in wanted}
     for file in wanted:
         path = repositories[file.repository] / file.path
@@ -161,7 +161,7 @@ def test_files_are_downloaded_into_comfyuis_folders(
 
 def test_every_set_of_files_is_of_a_model_that_there_is():
     for name, formats in published.SETS.items():
-        spec = spec_by_name(name)
+        spec = lookup_spec(name)
         for files in formats.values():
             assert sum(file.folder == "diffusion_models" for file in files) == len(spec.denoiser.experts)
             folders = {"text_encoders" if "text" in part.folder else part.folder for part in spec.components}
@@ -173,10 +173,10 @@ def test_every_set_of_files_is_of_a_model_that_there_is():
 @pytest.mark.parametrize("name", published.SETS)
 def test_a_set_of_files_is_its_model_by_their_names(name: str, tmp_path: Path):
     """Also where only the names tell it: 480p or 720p, base or distilled, text or picture to video."""
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     family = [one for one in SPECS if one.family == spec.family]
     written = {
-        folder: single_files.write_folder(tmp_path / folder, tiny.ensure(spec), spec, folder)
+        folder: single_files.write_folder(tmp_path / folder, tiny.ensure_random(spec), spec, folder)
         for folder in dict.fromkeys(part.folder for part in spec.components)
     }
     for kind, files in published.SETS[name].items():
@@ -201,10 +201,12 @@ def test_sizes_of_files_in_the_readme_are_those_of_the_sets():
     for page in ("README.md", "README.zh-CN.md"):
         rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
         for name in published.SETS:
-            hub_id = spec_by_name(name).published.hub_id
+            hub_id = lookup_spec(name).published.hub_id
             # A row names a model in full, or its ending after that of another.
             row = next(row for row in rows if f"`{ending(hub_id)}`" in row or f"{hub_id.rpartition('/')[2]}`" in row)
-            missing = [size for size in published.sizes(name).split(", ") if size.removesuffix(" GB") not in row]
+            missing = [
+                size for size in published.describe_sizes(name).split(", ") if size.removesuffix(" GB") not in row
+            ]
             assert not missing, (page, name, missing)
 
 

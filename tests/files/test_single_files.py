@@ -13,14 +13,14 @@ from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, variant
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, resolve_variant
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, SPECS, lookup_spec
 from comfyui_tpu.tpu_runtime.programs import modules
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-WAN = spec_by_name("wan2.1-t2v-14b")
+WAN = lookup_spec("wan2.1-t2v-14b")
 # A file of two networks is in `tests/models/test_qwen_image_edit.py`.
 EACH = [
     spec
@@ -38,7 +38,9 @@ def file_name(spec: ModelSpec, folder: str) -> str:
 def write_all(spec: ModelSpec, home: Path, **options: object) -> list[str]:
     """The paths of a miniature's networks, each in a file of its own."""
     return [
-        str(single_files.write_folder(home / file_name(spec, folder), tiny.ensure(spec), spec, folder, **options))
+        str(
+            single_files.write_folder(home / file_name(spec, folder), tiny.ensure_random(spec), spec, folder, **options)
+        )
         for folder in dict.fromkeys(component.folder for component in spec.components)
     ]
 
@@ -52,13 +54,13 @@ def own_tensors(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -
     """Every tensor that the model's networks read, by component and name."""
     found, values = checkpoint.locate(spec, model_id, folders), {}
     found.check()
-    configs = found.configs(Silent())
+    configs = found.configs(SilentProgress())
     with contextlib.ExitStack() as stack:
-        reader = load.Reader(stack, lambda: None)
+        reader = load.TensorReader(stack, lambda: None)
         for component in spec.components:
-            network = modules.build(component, configs[component.name])
-            folder = found.fetch_weights(component, Silent())
-            files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
+            network = modules.build_network(component, configs[component.name])
+            folder = found.fetch_weights(component, SilentProgress())
+            files = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
             for name, weight in network.weights.items():
                 for source, file in zip(weight.sources, files[name], strict=True):
                     values[f"{component.name}.{source}"] = reader.slice(file, ())
@@ -70,7 +72,7 @@ def own_tensors(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -
 def test_files_of_every_model_hold_its_folders_tensors(spec: ModelSpec, tmp_path: Path):
     files = write_all(spec, tmp_path)
     family = next(one for one in FLAGSHIPS if one.family == spec.family)
-    assert variant(family, rest(spec, *files)).name == spec.name
+    assert resolve_variant(family, rest(spec, *files)).name == spec.name
     ours, theirs = own_tensors(spec, rest(spec, *files)), own_tensors(spec, spec.miniature.random_id)
     # FLUX.2's repackaged Mistral has the layers that are read, and no more.
     assert ours.keys() == theirs.keys()
@@ -81,19 +83,19 @@ def test_files_of_every_model_hold_its_folders_tensors(spec: ModelSpec, tmp_path
 def test_configs_are_those_of_the_folder(spec: ModelSpec, tmp_path: Path):
     """Also where the file does not carry one along, but for what tensors do not tell."""
     found = checkpoint.locate(spec, rest(spec, *write_all(spec, tmp_path)))
-    folder = checkpoint.locate(spec, spec.miniature.random_id).configs(Silent())
-    for name, config in found.configs(Silent()).items():
+    folder = checkpoint.locate(spec, spec.miniature.random_id).configs(SilentProgress())
+    for name, config in found.configs(SilentProgress()).items():
         component = spec.component(name)
         if component.class_name == "Mistral3ForConditionalGeneration":
             continue  # of fewer layers, see above
         kept = {key: value for key, value in folder[name].items() if not key.startswith("_")}
         assert {key: config.get(key) for key in kept} == kept
-    assert dict(found.index(Silent()))["_class_name"] == spec.published.pipeline_classes[0]
+    assert dict(found.index(SilentProgress()))["_class_name"] == spec.published.pipeline_classes[0]
 
 
 @pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model.", "net.", "model.model."])
 def test_prefixes_of_tools_are_left_aside(prefix: str, tmp_path: Path):
-    source = tiny.ensure(WAN)
+    source = tiny.ensure_random(WAN)
     path = single_files.write(
         tmp_path / "wan.safetensors", source / "transformer", "WanTransformer3DModel", prefix=prefix
     )
@@ -103,7 +105,7 @@ def test_prefixes_of_tools_are_left_aside(prefix: str, tmp_path: Path):
 
 def test_a_checkpoint_of_all_networks_is_taken_apart(tmp_path: Path):
     """As ComfyUI's `checkpoints` folder has them."""
-    source, tensors, configs = tiny.ensure(WAN), {}, {}
+    source, tensors, configs = tiny.ensure_random(WAN), {}, {}
     for folder, kind, prefix in (
         ("transformer", "WanTransformer3DModel", "model.diffusion_model."),
         ("text_encoder", "UMT5EncoderModel", "text_encoders.umt5xxl.transformer."),
@@ -134,7 +136,7 @@ def test_formats_without_a_scale_are_a_cast(dtype: torch.dtype, tmp_path: Path):
 
 
 def test_what_is_missing_is_found_in_comfyuis_folders_the_most_exact_one(tmp_path: Path):
-    source = tiny.ensure(WAN)
+    source = tiny.ensure_random(WAN)
     models = {name: tmp_path / name for name in ("diffusion_models", "text_encoders", "vae", "clip_vision")}
     write = single_files.write
     write(models["diffusion_models"] / "wan.safetensors", source / "transformer", "WanTransformer3DModel")
@@ -166,19 +168,19 @@ def generate(spec: ModelSpec, model_id: str) -> np.ndarray:
     frames = 5 if spec.is_image or spec.inputs["num_frames"].problem(5) is None else 9
     sizes = {**spec.miniature.inputs, **({} if spec.is_image else {"num_frames": frames}), "num_inference_steps": 2}
     settings = spec.settings(**{name: value for name, value in sizes.items() if name in spec.inputs})
-    embeds = runner.encode(model, "cat", "dog", Silent())
+    embeds = runner.encode(model, "cat", "dog", SilentProgress())
     condition = None
     if spec.needs_condition:
         generator = torch.Generator().manual_seed(3)
         picture = torch.rand(1, settings.height, settings.width, 3, generator=generator)
-        condition = runner.encode_image(model, picture, settings, Silent())
-    latents = runner.denoise(model, settings, *embeds, Silent(), condition)
-    return np.asarray(runner.decode(model, latents, Silent()))
+        condition = runner.encode_image(model, picture, settings, SilentProgress())
+    latents = runner.denoise(model, settings, *embeds, SilentProgress(), condition)
+    return np.asarray(runner.decode(model, latents, SilentProgress()))
 
 
 def test_two_experts_come_in_their_order(tmp_path: Path):
-    spec = spec_by_name("wan2.2-i2v-a14b")
-    source = tiny.ensure(spec)
+    spec = lookup_spec("wan2.2-i2v-a14b")
+    source = tiny.ensure_random(spec)
     write = single_files.write
     high, low = (
         str(write(tmp_path / f"wan2.2_i2v_{name}_noise_14B.safetensors", source / folder, "WanTransformer3DModel"))

@@ -10,8 +10,8 @@ import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, parts, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
 WAN, BOTH, EDIT, FLUX2, Z_IMAGE, FIVE_B = (
@@ -26,9 +26,9 @@ class Home:
         self.folder = folder
 
     def file(self, model: str, part: str, name: str = "") -> Path:
-        spec = spec_by_name(model)
+        spec = lookup_spec(model)
         path = self.folder / (name or f"{model}-{part}.safetensors")
-        return single_files.write_folder(path, tiny.ensure(spec), spec, part)
+        return single_files.write_folder(path, tiny.ensure_random(spec), spec, part)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor]) -> Path:
         save_file({key: x.clone().contiguous() for key, x in tensors.items()}, self.folder / name)
@@ -36,17 +36,17 @@ class Home:
 
     def said(self, model: str, *entries: Path | str) -> str:
         """Of a model of these files, whose other parts are the miniature's; empty where it is one."""
-        spec = spec_by_name(model)
+        spec = lookup_spec(model)
         try:
             found = checkpoint.locate(spec, " + ".join(map(str, entries)))
             found.check()
-            found.configs(Silent())
+            found.configs(SilentProgress())
         except CheckpointError as error:
             return str(error)
         return ""
 
     def with_rest(self, model: str, *entries: Path | str) -> str:
-        return self.said(model, *entries, spec_by_name(model).miniature.random_id)
+        return self.said(model, *entries, lookup_spec(model).miniature.random_id)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_an_encoder_that_cannot_see_is_not_found_for_pictures(home: Home):
     tensors = load_file(home.file(EDIT, "text_encoder"))
     save_file({name: x for name, x in tensors.items() if "visual." not in name}, folder / "blind.safetensors")
     entries = [str(home.file(EDIT, "transformer")), str(home.file(EDIT, "vae"))]
-    spec = spec_by_name(EDIT)
+    spec = lookup_spec(EDIT)
     with pytest.raises(CheckpointError, match="its text_encoder .* is in none of the files"):
         parts.resolve(" + ".join(entries), [spec], (str(folder),))
     home.file(EDIT, "text_encoder", "text_encoders/sees.safetensors")
@@ -238,7 +238,7 @@ def test_one_denoiser_for_two_is_named_twice(make: Callable[[Home], Path], home:
         "Wan 2.2 I2V A14B has two denoisers, for high noise and for low noise, and there is one file. Name both, the "
         "one for high noise first; a file in which the two are merged is named twice."
     )
-    spec = spec_by_name(BOTH)
+    spec = lookup_spec(BOTH)
     found = parts.resolve(" + ".join(map(str, [merged, *entries])), [spec])
     assert {held.path for name, held in found.parts.items() if name.startswith("transformer")} == {merged}
     assert found.parts.keys() == {"transformer", "transformer_2", "text_encoder", "vae"}

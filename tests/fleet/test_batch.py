@@ -18,9 +18,9 @@ from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import cluster, driver
 from comfyui_tpu.fleet.cluster import Slice
-from comfyui_tpu.fleet.driver import MOST_IN_A_ROW, BatchNumbers, Doing
-from comfyui_tpu.fleet.messages import JOBS_FAULT, JobFailed, Lost, Request, Status
-from comfyui_tpu.fleet.queue import MOST, Group, Job, Queue
+from comfyui_tpu.fleet.driver import MAX_CONSECUTIVE_FAILURES, BatchNumbers, WorkerState
+from comfyui_tpu.fleet.messages import JOB_FAULT, JobFailed, JobRequest, WorkerLost, WorkerStatus
+from comfyui_tpu.fleet.queue import MAX_CANDIDATES, Job, JobKey, Queue
 from comfyui_tpu.fleet.store import BatchStore
 from comfyui_tpu.tests.support.fake_ray import machine
 from comfyui_tpu.tests.support.fleet import PACK, SMALLEST, WORKFLOW, Inline, keep, prompts
@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`comfyui-tpu batch` of `count` jobs with other workers in place of a child process; its exit code."""
 
     def call(workers: Inline, count: int = 4, *options: str, **sets: Any) -> int:
-        monkeypatch.setattr(driver, "FIRST_REST_S", 0.001)
+        monkeypatch.setattr(driver, "FIRST_BACKOFF_S", 0.001)
         monkeypatch.setattr(batch, "_workers", lambda *_: workers)
         lines = prompts(tmp_path / "prompts.jsonl", count, **sets)
         return cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), *options, "--out", out(tmp_path)])
@@ -84,7 +84,7 @@ def test_results_have_names_for_people(tmp_path: Path, text: dict, files: list[s
 
 
 def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp_path: Path, capsys):
-    def body(worker: str, request: Request) -> dict[str, Any] | JobFailed:
+    def body(worker: str, request: JobRequest) -> dict[str, Any] | JobFailed:
         return keep(worker, request) if request.line != 2 else JobFailed(error="no such")
 
     workers = Inline(["a", "b"], body)
@@ -103,14 +103,14 @@ def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp
 def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     times: Counter[int] = Counter()
 
-    def body(worker: str, request: Request) -> dict[str, Any]:
+    def body(worker: str, request: JobRequest) -> dict[str, Any]:
         times[request.line] += 1
         # The second time its results are there already.
         if request.line == 1 and times[1] <= 5:
-            raise Lost("preempted")
+            raise WorkerLost("preempted")
         if request.line == 2 and times[2] == 1:
             keep(worker, request)
-            raise Lost("preempted")
+            raise WorkerLost("preempted")
         return keep(worker, request)
 
     workers = Inline(["a", "b"], body)
@@ -118,8 +118,8 @@ def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
     assert workers.runs == {1: 6, 2: 1, 3: 1} and sorted(line["line"] for line in journal(tmp_path)) == [1, 2, 3]
 
 
-def goes_away(worker: str, request: Request) -> dict[str, Any]:
-    raise Lost("killed by SIGKILL")
+def goes_away(worker: str, request: JobRequest) -> dict[str, Any]:
+    raise WorkerLost("killed by SIGKILL")
 
 
 def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
@@ -129,23 +129,23 @@ def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
 
 
 def test_failures_are_counted_over_calls(run, tmp_path: Path):
-    def interrupted(worker: str, request: Request) -> JobFailed:
+    def interrupted(worker: str, request: JobRequest) -> JobFailed:
         if workers.runs[1] == 2:
             workers.ctrl_c()
-        return JobFailed(error="bad", fault=JOBS_FAULT)
+        return JobFailed(error="bad", fault=JOB_FAULT)
 
     workers = Inline(["a"], interrupted)
     assert run(workers, 1) == 130 and workers.runs == {1: 2}
-    last = Inline(["a"], lambda worker, request: JobFailed(error="bad", fault=JOBS_FAULT))
+    last = Inline(["a"], lambda worker, request: JobFailed(error="bad", fault=JOB_FAULT))
     assert run(last, 1) == 1 and last.runs == {1: 1}
 
 
 def test_losses_are_counted_over_calls(run, tmp_path: Path):
-    def interrupted(worker: str, request: Request) -> dict[str, Any]:
+    def interrupted(worker: str, request: JobRequest) -> dict[str, Any]:
         if workers.runs[1] == 5:
             workers.ctrl_c()
             return JobFailed(error="cancelled", cancelled=True)
-        raise Lost("preempted")
+        raise WorkerLost("preempted")
 
     workers = Inline(["a"], interrupted)
     assert run(workers, 1) == 130
@@ -155,13 +155,16 @@ def test_losses_are_counted_over_calls(run, tmp_path: Path):
 def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, capsys):
     workers = Inline(["a"], lambda worker, request: JobFailed(error="the chips are taken"))
     assert run(workers, 30) == 2
-    assert f"{MOST_IN_A_ROW} jobs in a row" in (said := capsys.readouterr().err) and "the chips are taken" in said
-    assert workers.restarted and workers.runs.total() == MOST_IN_A_ROW
+    assert (
+        f"{MAX_CONSECUTIVE_FAILURES} jobs in a row" in (said := capsys.readouterr().err)
+        and "the chips are taken" in said
+    )
+    assert workers.restarted and workers.runs.total() == MAX_CONSECUTIVE_FAILURES
     assert run(again := Inline(["a"]), 30) == 0 and len(again.runs) == 30
 
 
 def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
-    def body(worker: str, request: Request) -> dict[str, Any]:
+    def body(worker: str, request: JobRequest) -> dict[str, Any]:
         if request.line == 2:
             workers.ctrl_c()
         return keep(worker, request)
@@ -212,7 +215,7 @@ def test_a_file_of_lines_in_another_encoding_is_a_sentence(tmp_path: Path, capsy
 
 
 def test_workers_keep_to_the_model_and_size_that_they_hold():
-    mixed = [Job(id=f"{n}", line=n, text="", group=Group("m", f"size {n % 2}")) for n in range(20)]
+    mixed = [Job(id=f"{n}", line=n, text="", group=JobKey("m", f"size {n % 2}")) for n in range(20)]
     queue, held = Queue(mixed), {"a": [], "b": []}
     while queue:
         for worker, sizes in held.items():
@@ -223,7 +226,7 @@ def test_workers_keep_to_the_model_and_size_that_they_hold():
 
 
 def test_an_idle_worker_helps_with_another_model_and_avoids_what_it_failed_on():
-    jobs = [Job(id=f"{n}", line=n, text="", group=Group("ab"[n == 0], "s")) for n in range(MOST + 5)]
+    jobs = [Job(id=f"{n}", line=n, text="", group=JobKey("ab"[n == 0], "s")) for n in range(MAX_CANDIDATES + 5)]
     queue = Queue(jobs)
     assert queue.take("one").group.model == "a" and queue.take("two").group.model == "a"
     jobs[3].avoid = "one"
@@ -231,7 +234,7 @@ def test_an_idle_worker_helps_with_another_model_and_avoids_what_it_failed_on():
     left = []
     while job := queue.take("one"):
         left.append(job.id)
-    assert len(left) == MOST + 2 and {"0", "3"} <= set(left) and not queue
+    assert len(left) == MAX_CANDIDATES + 2 and {"0", "3"} <= set(left) and not queue
 
 
 def test_a_store_of_objects_keeps_the_same_state(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -314,9 +317,11 @@ def test_killed_workers_and_drivers_lose_nothing(tmp_path: Path):
 
 
 def test_the_view_says_what_each_worker_does():
-    job = Job(id="1", line=7, text="", group=Group("m", "s"))
-    busy = Doing(job=job, since=time.monotonic(), status=Status(node="Sampler", done=3, total=50, unit="step"))
-    workers = {"a": busy, "b": Doing(), "c": Doing(is_here=False)}
+    job = Job(id="1", line=7, text="", group=JobKey("m", "s"))
+    busy = WorkerState(
+        job=job, since=time.monotonic(), status=WorkerStatus(node="Sampler", done=3, total=50, unit="step")
+    )
+    workers = {"a": busy, "b": WorkerState(), "c": WorkerState(is_here=False)}
     numbers = BatchNumbers(total=20, done=9, failed=1, before=0, waiting=9, per_hour=120.0, workers=workers)
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     console.print(batch.render(numbers))
@@ -331,4 +336,4 @@ def test_a_slice_of_several_machines_counts_once_and_only_whole():
     four = [machine(4, "y", "4x4", "v6e-16") for _ in range(4)]
     others = [machine(0), machine(4), machine(4, alive=False), *(machine(4, "z", "4x4", "v6e-16") for _ in range(3))]
     whole = Slice(chips=4, hosts=4, name="y", topology="4x4", generation="v6e")
-    assert cluster.found([one, *four, *others]) == [Slice(chips=8), Slice(chips=4), whole]
+    assert cluster.find_slices([one, *four, *others]) == [Slice(chips=8), Slice(chips=4), whole]

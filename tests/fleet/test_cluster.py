@@ -12,13 +12,13 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import cluster, driver
 from comfyui_tpu.fleet.cluster import RayWorker, RayWorkers
-from comfyui_tpu.fleet.messages import Lost, Request
+from comfyui_tpu.fleet.messages import JobRequest, WorkerLost
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.tests.support.fake_ray import FakeRay, RayError, RayTaskError, machine
 from comfyui_tpu.tests.support.fleet import WORKFLOW, prompts
 from comfyui_tpu.tests.support.patience import until
 
-REQUEST = Request(job="1", line=1, workflow={}, folders=Folders(), out="", token="")
+REQUEST = JobRequest(job="1", line=1, workflow={}, folders=Folders(), out="", token="")
 ONE, PARTS = machine(4), [machine(4, "y", "2x4", "v6e-8") for _ in range(2)]
 
 
@@ -26,7 +26,7 @@ ONE, PARTS = machine(4), [machine(4, "y", "2x4", "v6e-8") for _ in range(2)]
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay([ONE, ONE])
     monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr(cluster, "start", fake.start)
+    monkeypatch.setattr(cluster, "start_actor", fake.start)
     for module, name in ((cluster, "_LOOK_S"), (driver, "_TICK_S")):
         monkeypatch.setattr(module, name, 0.005)
     return fake
@@ -76,7 +76,7 @@ def test_a_worker_that_is_gone_with_a_job_says_so_and_can_be_asked_again(ray: Fa
     assert answers(worker)
     handle = ray.handles["slice-0"]
     threading.Thread(target=lambda: until(lambda: handle.open("run")) and handle.lose()).start()
-    with pytest.raises(Lost, match="The node died"):
+    with pytest.raises(WorkerLost, match="The node died"):
         run(worker)
     handle.is_alive = True
     assert answers(worker)
@@ -117,7 +117,7 @@ def test_a_worker_whose_job_cannot_even_be_read_is_lost_with_it_and_there_again(
         until(lambda: handle.open("run"))[0].fails(RayTaskError("no module named so"))
 
     threading.Thread(target=fail).start()
-    with pytest.raises(Lost, match="no module named so"):
+    with pytest.raises(WorkerLost, match="no module named so"):
         run(worker)
     assert answers(worker)
 

@@ -15,18 +15,18 @@ import pytest
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import driver, worker
-from comfyui_tpu.fleet.messages import JOBS_FAULT, PLACES_FAULT, JobFailed, Lost, Request
-from comfyui_tpu.fleet.worker import Actor
+from comfyui_tpu.fleet.messages import JOB_FAULT, MACHINE_FAULT, JobFailed, JobRequest, WorkerLost
+from comfyui_tpu.fleet.worker import WorkerActor
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, came, keep, prompts
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.refusal import HostFull
+from comfyui_tpu.tpu_runtime.refusal import HostMemoryError
 
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "FIRST_REST_S", 0.001)
+    monkeypatch.setattr(driver, "FIRST_BACKOFF_S", 0.001)
 
 
 @pytest.fixture
@@ -49,24 +49,24 @@ def fails(error: Exception) -> None:
     raise error
 
 
-def broken(request: Request, fault: str = "") -> JobFailed:
+def broken(request: JobRequest, fault: str = "") -> JobFailed:
     return JobFailed(error="the chips are taken", fault=fault)
 
 
-@pytest.mark.parametrize("fault", ["", PLACES_FAULT])
+@pytest.mark.parametrize("fault", ["", MACHINE_FAULT])
 def test_three_good_machines_and_a_bad_one_do_all(
     run: Any, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Failures were counted over all machines: the batch stopped with nothing done."""
-    monkeypatch.setattr(driver, "FIRST_REST_S", 0.0)  # so that it fails as often as the others do a job each
+    monkeypatch.setattr(driver, "FIRST_BACKOFF_S", 0.0)  # so that it fails as often as the others do a job each
 
-    def body(name: str, request: Request) -> dict[str, Any] | JobFailed:
+    def body(name: str, request: JobRequest) -> dict[str, Any] | JobFailed:
         return broken(request, fault) if name == "bad" else keep(name, request)
 
     workers = Inline(["bad", "a", "b", "c"], body)
     assert run(workers, 40, "--tiny") == 0
     assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed")
-    assert len(workers.ran["bad"]) > driver.MOST_IN_A_ROW
+    assert len(workers.ran["bad"]) > driver.MAX_CONSECUTIVE_FAILURES
 
 
 def test_a_machine_that_fails_rests_for_longer_and_longer(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
@@ -76,14 +76,14 @@ def test_a_machine_that_fails_rests_for_longer_and_longer(run: Any, monkeypatch:
         driver.Driver, "_blame_worker", lambda *given: rests.append(rest := blame_worker(*given)) or rest
     )
     assert run(Inline(["a"], lambda name, request: broken(request)), 30, "--tiny") == 2
-    assert rests == [0.001 * 2**count for count in range(driver.MOST_IN_A_ROW)]
+    assert rests == [0.001 * 2**count for count in range(driver.MAX_CONSECUTIVE_FAILURES)]
     said = capsys.readouterr()
     assert "the chips are taken" in said.err and "run the same command again" in said.err
 
 
 def test_a_machine_that_fails_for_days_still_rests():
     """After 1 024 failures in a row, some 17 hours, the next rest was no float, and the error stopped the batch."""
-    assert driver._rest_s(100_000) == driver.LONGEST_REST_S
+    assert driver._rest_s(100_000) == driver.MAX_BACKOFF_S
 
 
 def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
@@ -91,19 +91,19 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
 ):
     """The worker's own classification, of the sentence that a missing folder is. 38 of 40 were set aside in 2 s."""
     folder, away = tmp_path / "model", tmp_path / "away"
-    shutil.copytree(tiny.ensure(spec_for_family("Wan21")), folder)
-    real, runs = Actor("a"), []
+    shutil.copytree(tiny.ensure_random(spec_for_family("Wan21")), folder)
+    real, runs = WorkerActor("a"), []
 
     def pretend(workflow: Any, host: Any) -> None:
         if not folder.is_dir():
             raise ValueError(f"Wan 2.1 T2V 14B: model_id is {folder}; there is no such folder")
         (host.folders.output / "prompt.txt").write_text(workflow["1"]["inputs"]["prompt"])
 
-    def body(name: str, request: Request) -> dict[str, Any] | JobFailed:
+    def body(name: str, request: JobRequest) -> dict[str, Any] | JobFailed:
         runs.append(request.line)
         if len(runs) == 3:
             folder.rename(away)
-        if len(runs) == 3 + driver.MOST_IN_A_ROW - 2:  # before all rest
+        if len(runs) == 3 + driver.MAX_CONSECUTIVE_FAILURES - 2:  # before all rest
             away.rename(folder)
         return real.run(request)
 
@@ -112,7 +112,7 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     assert run(Inline(["a"], body), 40, *model) == 0
     assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed") and not kept(tmp_path, "tries")
 
-    def gone(name: str, request: Request) -> dict[str, Any] | JobFailed:
+    def gone(name: str, request: JobRequest) -> dict[str, Any] | JobFailed:
         if folder.is_dir():
             folder.rename(away)
         return real.run(request)
@@ -125,11 +125,11 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
 
 
 def test_an_error_with_all_files_as_they_were_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    request = Request(job="1", line=1, workflow={}, folders=None, out=str(tmp_path), token="")  # pyright: ignore
-    runner = Actor("a")
-    errors = (ValueError(), RuntimeError(), OSError(), MemoryError(), HostFull())
+    request = JobRequest(job="1", line=1, workflow={}, folders=None, out=str(tmp_path), token="")  # pyright: ignore
+    runner = WorkerActor("a")
+    errors = (ValueError(), RuntimeError(), OSError(), MemoryError(), HostMemoryError())
     found = [runner._fault(request, error) for error in errors]
-    assert found == [JOBS_FAULT, "", PLACES_FAULT, PLACES_FAULT, PLACES_FAULT]
+    assert found == [JOB_FAULT, "", MACHINE_FAULT, MACHINE_FAULT, MACHINE_FAULT]
 
 
 def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_path: Path):
@@ -146,14 +146,14 @@ def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_
 
 def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    body = "import time; from comfyui_tpu.fleet.worker import scratch\nwith scratch(): time.sleep(600)"
+    body = "import time; from comfyui_tpu.fleet.worker import scratch_folder\nwith scratch_folder(): time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "TMPDIR": str(tmp_path)})
     (left,) = until(lambda: list(tmp_path.glob(f"{worker._PREFIX}*")))
-    with worker.scratch():
+    with worker.scratch_folder():
         assert left.is_dir()  # it is alive
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with worker.scratch() as own:
+    with worker.scratch_folder() as own:
         assert list(tmp_path.iterdir()) == [own]
     assert not list(tmp_path.iterdir())
 
@@ -161,11 +161,11 @@ def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Pa
 def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A worker beside took a folder that was just made for one that was left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    locked, found = worker.locked, []
+    locked, found = worker.lock_path, []
     monkeypatch.setattr(
-        worker, "locked", lambda file: found.extend(tmp_path.glob(f"{worker._PREFIX}*")) or locked(file)
+        worker, "lock_path", lambda file: found.extend(tmp_path.glob(f"{worker._PREFIX}*")) or locked(file)
     )
-    with worker.scratch() as own:
+    with worker.scratch_folder() as own:
         assert own.is_dir() and not found
     assert not list(tmp_path.iterdir())
 
@@ -175,7 +175,7 @@ def test_a_worker_that_never_starts_ends_the_batch_with_its_sentence(run: Any, t
 
     def vain(method: str) -> Future:
         starts.append(1)
-        return came(lambda: fails(Lost("the worker on this machine does not start: exit code 3")))
+        return came(lambda: fails(WorkerLost("the worker on this machine does not start: exit code 3")))
 
     workers.all[0].call = vain
     assert run(workers, 3, "--tiny") == 2 and len(starts) == driver._VAIN_STARTS and not workers.runs

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.fleet import jobs
-from comfyui_tpu.fleet.jobs import MOST_PROBLEMS, JobTemplate, Prepared, read_jobs
-from comfyui_tpu.fleet.messages import Mark
+from comfyui_tpu.fleet.jobs import MAX_PROBLEMS, JobTemplate, StagedJob, read_jobs
+from comfyui_tpu.fleet.messages import ContentHash
 from comfyui_tpu.nodes.declare import Folders, Node
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.support.fleet import WORKFLOW
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import save_file
 
 SMALL = {"2.num_frames": 5, "2.num_inference_steps": 1}
@@ -23,14 +23,14 @@ SMALL = {"2.num_frames": 5, "2.num_inference_steps": 1}
 
 @pytest.fixture(scope="module")
 def workflow() -> dict[str, Any]:
-    found = to_api(json.loads(WORKFLOW.read_text()), HEADLESS)
+    found = to_api(json.loads(WORKFLOW.read_text()), HEADLESS_NODES)
     make_tiny(found)
     return found
 
 
 @pytest.fixture
 def recipe(workflow: dict[str, Any]) -> JobTemplate:
-    return JobTemplate(workflow, Folders(), Silent())
+    return JobTemplate(workflow, Folders(), SilentProgress())
 
 
 def line(**more: Any) -> str:
@@ -39,14 +39,14 @@ def line(**more: Any) -> str:
 
 def test_an_id_is_of_what_a_job_holds_in_whatever_order():
     """Written down, so that a batch begun by one version is known by the next."""
-    marks = (Mark(kind="model", name="m", content="1"), Mark(kind="LoRA", name="l", content="2"))
+    marks = (ContentHash(kind="model", name="m", content="1"), ContentHash(kind="LoRA", name="l", content="2"))
     nodes = {"1": {"class_type": "A", "inputs": {"x": "é", "y": ["2", 0]}}, "2": {"class_type": "B", "inputs": {}}}
     turned = {"2": nodes["2"], "1": {"inputs": {"y": ["2", 0], "x": "é"}, "class_type": "A"}}
-    one = Prepared(workflow=nodes, files={}, marks=marks).id
+    one = StagedJob(workflow=nodes, files={}, marks=marks).id
     assert one == "18b1d5401acfaaabeea0"
-    assert Prepared(workflow=turned, files={"a": Path("b")}, marks=marks[::-1]).id == one
+    assert StagedJob(workflow=turned, files={"a": Path("b")}, marks=marks[::-1]).id == one
     titled = {**nodes, "2": {**nodes["2"], "_meta": {"title": "other"}}}
-    assert Prepared(workflow=titled, files={}, marks=marks).id == one
+    assert StagedJob(workflow=titled, files={}, marks=marks).id == one
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_an_id_is_of_what_a_job_holds_in_whatever_order():
     ],
 )
 def test_whatever_differs_is_another_job(nodes: dict):
-    mark = Mark(kind="model", name="m", content="1")
-    own = Prepared(workflow={"1": {"class_type": "A", "inputs": {"x": 1}}}, files={}, marks=(mark,))
-    assert Prepared(workflow=nodes, files={}, marks=(mark,)).id != own.id
-    for other in (Mark(kind="LoRA", name="m", content="1"), Mark(kind="model", name="n", content="1"),
-                  Mark(kind="model", name="m", content="2")):  # fmt: skip
-        assert Prepared(workflow=own.workflow, files={}, marks=(other,)).id != own.id
+    mark = ContentHash(kind="model", name="m", content="1")
+    own = StagedJob(workflow={"1": {"class_type": "A", "inputs": {"x": 1}}}, files={}, marks=(mark,))
+    assert StagedJob(workflow=nodes, files={}, marks=(mark,)).id != own.id
+    for other in (ContentHash(kind="LoRA", name="m", content="1"), ContentHash(kind="model", name="n", content="1"),
+                  ContentHash(kind="model", name="m", content="2")):  # fmt: skip
+        assert StagedJob(workflow=own.workflow, files={}, marks=(other,)).id != own.id
 
 
 def test_lines_that_say_the_same_are_one_job(recipe: JobTemplate):
@@ -101,7 +101,9 @@ def test_another_model_is_another_group(recipe: JobTemplate):
 def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(
-        jobs, "mark", lambda kind, name, *_: asked.append((kind, name)) or Mark(kind=kind, name=name, content="")
+        jobs,
+        "hash_content",
+        lambda kind, name, *_: asked.append((kind, name)) or ContentHash(kind=kind, name=name, content=""),
     )
     for seed in range(3):
         recipe.job(seed, line(**{"2_seed": seed}))
@@ -128,7 +130,7 @@ def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: JobTemplate):
     with pytest.raises(ValueError) as error:
         read_jobs(recipe, lines, "the file")
     said = str(error.value).splitlines()
-    assert len(said) == MOST_PROBLEMS == 10
+    assert len(said) == MAX_PROBLEMS == 10
     assert said[0].startswith("the file, line 1: it is not JSON (")
     assert said[1] == 'the file, line 3: it is a JSON list; it must be an object such as {"2.seed": 7}.'
     assert said[2].startswith("the file, line 4: ") and said[3].startswith("the file, line 5: 9.x: no node called '9'")
@@ -143,11 +145,11 @@ def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: JobTemplate):
 
 @pytest.fixture
 def pictured(tmp_path: Path) -> JobTemplate:
-    found = to_api(json.loads((WORKFLOW.parent / "wan22_i2v_720p.json").read_text()), HEADLESS)
+    found = to_api(json.loads((WORKFLOW.parent / "wan22_i2v_720p.json").read_text()), HEADLESS_NODES)
     make_tiny(found)
     for name in ("one.png", "two.png", "other.png"):
         (tmp_path / name).write_bytes(b"other" if name == "other.png" else b"same")
-    return JobTemplate(found, Folders(input=tmp_path), Silent())
+    return JobTemplate(found, Folders(input=tmp_path), SilentProgress())
 
 
 def of_picture(recipe: JobTemplate, name: str) -> str:
@@ -195,7 +197,7 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
     graph = with_nodes(workflow, n7=loader)
     for node_id in ("1", "2", "3"):
         graph[node_id]["inputs"]["model"] = ["7", 0]
-    recipe = JobTemplate(graph, folders, Silent())
+    recipe = JobTemplate(graph, folders, SilentProgress())
     marks = {name: recipe.prepared(line(**{"7_lora_name": f"{name}.safetensors"})).marks for name in "abc"}
     loras = {name: [mark for mark in found if mark.kind == "LoRA"] for name, found in marks.items()}
     assert [mark.name for found in loras.values() for mark in found] == [f"{name}.safetensors" for name in "abc"]
@@ -215,14 +217,14 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
 def test_a_model_on_another_machine_is_known_there_alone(workflow: dict, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_TPU_REMOTES", "127.0.0.1")
     remote = {"class_type": "TPURemote", "inputs": {**workflow["6"]["inputs"], "address": "127.0.0.1:8190"}}
-    prepared = JobTemplate(with_nodes(workflow, n6=remote), Folders(), Silent()).prepared(line())
-    assert prepared.marks == (Mark(kind="remote model", name="tiny/wan21", content=""),)
+    prepared = JobTemplate(with_nodes(workflow, n6=remote), Folders(), SilentProgress()).prepared(line())
+    assert prepared.marks == (ContentHash(kind="remote model", name="tiny/wan21", content=""),)
 
 
 def test_a_model_that_is_not_named_is_the_nodes_default(workflow: dict):
     graph = with_nodes(workflow)
     graph["6"]["inputs"]["model_id"] = "tiny/random-wan21"
-    own = JobTemplate(graph, Folders(), Silent()).prepared(line()).marks
+    own = JobTemplate(graph, Folders(), SilentProgress()).prepared(line()).marks
     assert [mark.name for mark in own] == ["tiny/random-wan21"]
 
 
@@ -234,10 +236,10 @@ def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path
     stage_files.save_latents(tmp_path, {"samples": torch.zeros(1, 16, 2, 8, 8)}, model)
     load = {"class_type": "TPULoadStage", "inputs": {"folder": "relative", "model": ["6", 0]}}
     graph = with_nodes(workflow, n8=load)
-    graph["3"]["inputs"]["latents"] = ["8", HEADLESS["TPULoadStage"].outputs.index(
-        next(one for one in HEADLESS["TPULoadStage"].outputs if one.type == "LATENT")
+    graph["3"]["inputs"]["latents"] = ["8", HEADLESS_NODES["TPULoadStage"].outputs.index(
+        next(one for one in HEADLESS_NODES["TPULoadStage"].outputs if one.type == "LATENT")
     )]  # fmt: skip
-    recipe = JobTemplate(graph, Folders(), Silent())
+    recipe = JobTemplate(graph, Folders(), SilentProgress())
     with pytest.raises(ValueError) as error:
         recipe.prepared(line())
     problem = "in a batch, folder must be an absolute path, such as /data/stages."
@@ -259,7 +261,7 @@ def test_each_choice_is_checked_whatever_was_checked_before(recipe: JobTemplate,
     seen = []
     declaration = Node(
         id="A", title="A", description="", inputs=(), run=lambda host: (), checks=("model_id",),
-        checked_links=("model",), check=lambda folders, model_id, model: seen.append((model_id, model)),
+        validated_links=("model",), check=lambda folders, model_id, model: seen.append((model_id, model)),
     )  # fmt: skip
     for inputs in (
         {"model_id": "a"}, {"model_id": "a", "seed": 1}, {"model_id": "a", "model": ["6", 0]}, {"model_id": "b"},
@@ -272,15 +274,15 @@ def test_each_choice_is_checked_whatever_was_checked_before(recipe: JobTemplate,
 def test_what_the_check_of_a_node_sees(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
     """Constants, and which inputs are linked; once for each choice."""
     seen = []
-    declaration = HEADLESS["Wan21TPUSampler"]
-    check = type(declaration).check_constants
+    declaration = HEADLESS_NODES["Wan21TPUSampler"]
+    check = type(declaration).validate_constants
 
     def spy(self, folders, given, linked=frozenset()):
         if self is declaration:
             seen.append((dict(given), set(linked)))
         return check(self, folders, given, linked)
 
-    monkeypatch.setattr(type(declaration), "check_constants", spy)
+    monkeypatch.setattr(type(declaration), "validate_constants", spy)
     recipe.job(1, line(**{"2_seed": 1}))
     recipe.job(2, line(**{"2_seed": 2}))
     assert len(seen) == 1

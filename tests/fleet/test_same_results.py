@@ -21,17 +21,17 @@ import pytest
 import torch
 from comfyui_tpu.cli import batch
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.fleet.serve import Server, Stages
-from comfyui_tpu.fleet.worker import Actor
+from comfyui_tpu.fleet.serve import Server, StageService
+from comfyui_tpu.fleet.worker import WorkerActor
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graphs.graph import expected, generations
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.nodes.graphs.graph import list_generations, plan_generations
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import Inline, packets, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import pipeline
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, PlannedGeneration
 from comfyui_tpu.tpu_runtime.line import trust
 from comfyui_tpu.tpu_runtime.progress import Preview
 from comfyui_tpu.tpu_runtime.remote import client
@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.slow
 
 
-class Watching(TerminalHost):
+class Watching(TerminalContext):
     """Notes what is shown; cancels once `stop_at` steps are done."""
 
     def __init__(self, folders: Folders, stop_at: int | None = None) -> None:
@@ -66,7 +66,7 @@ class Watching(TerminalHost):
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Stages at an address of this machine."""
-    with Server("127.0.0.1", 0, Stages()) as server:
+    with Server("127.0.0.1", 0, StageService()) as server:
         yield server
 
 
@@ -74,7 +74,7 @@ def server() -> Iterator[Server]:
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner has listed every address, and none rests because of another test."""
     monkeypatch.setattr(trust, "check_listed", lambda address: None)
-    monkeypatch.setattr(client, "RESTS", client._Rests())
+    monkeypatch.setattr(client, "BACKOFFS", client._Backoffs())
 
 
 def address(server: Server) -> str:
@@ -102,19 +102,19 @@ def with_values(graph: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]
     return graph
 
 
-def frames(graph: dict[str, Any], host: TerminalHost) -> torch.Tensor:
+def frames(graph: dict[str, Any], host: TerminalContext) -> torch.Tensor:
     ((video,),) = run_workflow(graph, host).values()
     return video.frames
 
 
-def run_node(node: dict[str, Any], host: TerminalHost, **links: Any) -> tuple:
+def run_node(node: dict[str, Any], host: TerminalContext, **links: Any) -> tuple:
     declaration = DECLARATIONS[node["class_type"]]
     return declaration.run(host, **declaration.values(node["inputs"] | links))
 
 
 def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The real worker, in this process: the same video, byte for byte."""
-    real, out = Actor("a"), tmp_path / "out"
+    real, out = WorkerActor("a"), tmp_path / "out"
     workers = Inline(["a"], lambda worker, request: real.run(request))
     monkeypatch.setattr(batch, "_workers", lambda *_: workers)
     lines, graph = prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "workflow.json"
@@ -139,7 +139,7 @@ def test_stages_elsewhere_give_the_frames_of_stages_here(server: Server, tmp_pat
     # Of no other test: that it is being encoded is said only while it is not known.
     prompt = {"1.prompt": "said by the machine that encodes it"}
     elsewhere, here = (with_values(graph, prompt) for graph in (workflow(server), workflow()))
-    assert torch.equal(frames(elsewhere, there), frames(here, TerminalHost(folders, io.StringIO())))
+    assert torch.equal(frames(elsewhere, there), frames(here, TerminalContext(folders, io.StringIO())))
     assert (1, 2, "step") in there.steps and (2, 2, "step") in there.steps
     assert there.previews[0].latent_format == "Wan21" and there.previews[0].sample().shape == (1, 16, 2, 10, 14)
     assert any("prompt" in text for text in there.texts)
@@ -149,7 +149,7 @@ def test_of_several_machines_one_that_is_there_and_free_is_asked(server: Server,
     folders = Folders(output=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone = f"127.0.0.1:{listener.getsockname()[1]}"
-    with Server("127.0.0.1", 0, busy := Stages()) as other:
+    with Server("127.0.0.1", 0, busy := StageService()) as other:
         other.asking = 1
         graph = workflow(server)
         graph["6"]["inputs"]["address"] = f"{gone}, {address(other)}, {address(server)}"
@@ -240,14 +240,16 @@ def encode(asked: client.Client, model: ModelRef) -> None:
 
 
 def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[list[Expected]] = []
-    here = pipeline.expect_here
+    said: list[list[PlannedGeneration]] = []
+    here = pipeline.announce_local_generations
     monkeypatch.setattr(
-        pipeline, "expect_here", lambda found, progress: said.append(list(found)) or here(found, progress=progress)
+        pipeline,
+        "announce_local_generations",
+        lambda found, progress: said.append(list(found)) or here(found, progress=progress),
     )
     graph = workflow(server, num_inference_steps=3)
     frames(graph, Watching(Folders(output=tmp_path)))
-    (there,) = expected(graph, Folders(), HEADLESS)
+    (there,) = plan_generations(graph, Folders(), HEADLESS_NODES)
     assert there.model.address == address(server) and there.stages == ("denoise", "decode")
     # Here nothing, and then with each stage.
     assert said == [[], *[[replace(there, model=replace(there.model, address=""))]] * 3]
@@ -269,8 +271,8 @@ def test_what_runs_there_is_compiled_there_ahead_of_time(server: Server, monkeyp
 
     monkeypatch.setattr(client.Client, "run", noted)
     graph = workflow(server)
-    ((_, settings),) = generations(graph, Folders(), HEADLESS)
-    graph = {key: node for key, node in graph.items() if not HEADLESS[node["class_type"]].is_output}
+    ((_, settings),) = list_generations(graph, Folders(), HEADLESS_NODES)
+    graph = {key: node for key, node in graph.items() if not HEADLESS_NODES[node["class_type"]].is_output}
     graph["8"] = {"class_type": "TPUWarmup", "inputs": {}}
     for count in (r"\d+ programs?", "0 programs"):
         ((report,),) = run_workflow(graph, Watching(Folders())).values()
@@ -281,9 +283,9 @@ def test_what_runs_there_is_compiled_there_ahead_of_time(server: Server, monkeyp
 @pytest.mark.parametrize("text", ["", "host:port", "https://host:1", "host:0", "a b", "host:70000"])
 def test_an_address_that_cannot_be_is_refused_before_anything_runs(text: str):
     with pytest.raises(ValueError, match="it must be HOST or HOST:PORT"):
-        trust.parse(text)
-    assert str(trust.parse("http://gpu-1/")) == f"gpu-1:{trust.DEFAULT_PORT}"
-    assert str(trust.parse("[::1]:99")) == "[::1]:99"
+        trust.parse_address(text)
+    assert str(trust.parse_address("http://gpu-1/")) == f"gpu-1:{trust.DEFAULT_PORT}"
+    assert str(trust.parse_address("[::1]:99")) == "[::1]:99"
 
 
 def ask(to: str) -> str:
@@ -291,7 +293,7 @@ def ask(to: str) -> str:
 
 
 def test_who_has_no_token_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(trust.VARIABLE, "guess")
+    monkeypatch.setenv(trust.TOKEN_VARIABLE, "guess")
     with pytest.raises(client.RemoteError, match="rejected the connection: the token is wrong or missing"):
         ask(address(server))
     monkeypatch.undo()

@@ -14,31 +14,31 @@ from urllib.request import Request, urlopen
 import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.fleet import serve
-from comfyui_tpu.fleet.serve import Server, Stages
+from comfyui_tpu.fleet.serve import Server, StageService
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import TerminalHost, run_workflow
+from comfyui_tpu.nodes.headless.runner import TerminalContext, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import pipeline, versions
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.line import link, trust
-from comfyui_tpu.tpu_runtime.line.records import Ask, Failed, Load, Result, Text
+from comfyui_tpu.tpu_runtime.line.records import Invoke, ServerLoad, StageFailed, StageResult, StatusText
 from comfyui_tpu.tpu_runtime.remote import client
 from comfyui_tpu.tpu_runtime.remote.client import Client
 
 
-class Pretended(Stages):
+class Pretended(StageService):
     """Stages that end when a test says so; `fails` is what they raise."""
 
     def __init__(self, fails: Exception | None = None) -> None:
         super().__init__()
         self.begun: list[Any] = []
-        self.fails, self.goes_on = fails, threading.Event()
+        self.fails, self.continue_on_failure = fails, threading.Event()
 
     def run(self, verb: str, given: Any, asker: Any) -> Any:
         self.begun.append(given.get("number", verb))
-        while not self.goes_on.wait(0.01):
+        while not self.continue_on_failure.wait(0.01):
             asker.check_cancelled()
         if self.fails:
             raise self.fails
@@ -48,10 +48,10 @@ class Pretended(Stages):
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     monkeypatch.setattr(trust, "check_listed", lambda address: None)
-    monkeypatch.setattr(client, "RESTS", client._Rests())
+    monkeypatch.setattr(client, "BACKOFFS", client._Backoffs())
     started: list[Server] = []
 
-    def begin(stages: Stages) -> Server:
+    def begin(stages: StageService) -> Server:
         started.append(Server("127.0.0.1", 0, stages).__enter__())
         return started[-1]
 
@@ -60,9 +60,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
         server.__exit__()
 
 
-def connect(server: Server) -> link.MachineLink:
+def connect(server: Server) -> link.Connection:
     found = link.connect(trust.Address(host="127.0.0.1", port=server.port), {"source": versions.source_digest()})
-    found.receive((Load,))
+    found.receive((ServerLoad,))
     return found
 
 
@@ -78,17 +78,17 @@ def test_who_asks_first_is_served_first_and_who_leaves_loses_its_turn(start: Cal
     links = []
     for number in range(10):
         links.append(connect(server))
-        links[-1].send(Ask("x", {"number": number}))
+        links[-1].send(Invoke("x", {"number": number}))
         until(lambda number=number: server.asking == number + 1)
     assert stages.begun == [0]
     links[5].close()
     links[0].close()  # whose stage runs: it ends
     until(lambda: server.asking == 8)
-    stages.goes_on.set()
+    stages.continue_on_failure.set()
     for number in (1, 2, 3, 4, 6, 7, 8, 9):
-        while isinstance(said := links[number].receive((Text, Result, Failed)), Text):
+        while isinstance(said := links[number].receive((StatusText, StageResult, StageFailed)), StatusText):
             pass
-        assert said == Result("x")
+        assert said == StageResult("x")
         links[number].close()
     assert stages.begun == [0, 1, 2, 3, 4, 6, 7, 8, 9]
     until(lambda: not server.clients)
@@ -99,21 +99,21 @@ def test_who_leaves_while_it_is_told_to_wait_is_no_longer_counted(
 ):
     """It would count as a request for ever, and other machines' clients would be sent elsewhere."""
 
-    def is_gone(text: str) -> Text:
+    def is_gone(text: str) -> StatusText:
         raise ConnectionResetError(text)
 
     stages = Pretended()
     server = start(stages)
     first = connect(server)
-    first.send(Ask("x", {"number": 0}))
+    first.send(Invoke("x", {"number": 0}))
     until(lambda: stages.begun == [0])
-    monkeypatch.setattr(serve.records, "Text", is_gone)
+    monkeypatch.setattr(serve.records, "StatusText", is_gone)
     second = connect(server)
-    second.send(Ask("x", {"number": 1}))
+    second.send(Invoke("x", {"number": 1}))
     until(lambda: server.clients == 1)
     assert server.asking == 1
-    stages.goes_on.set()
-    assert first.receive((Result,)) == Result("x")
+    stages.continue_on_failure.set()
+    assert first.receive((StageResult,)) == StageResult("x")
     first.close()
     second.close()
     until(lambda: not server.asking)
@@ -121,14 +121,14 @@ def test_who_leaves_while_it_is_told_to_wait_is_no_longer_counted(
 
 
 def test_clients_are_few_and_of_the_same_version(start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serve, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(serve, "MAX_CLIENTS", 2)
     server = start(Pretended())
     held = [connect(server), connect(server)]
-    with pytest.raises(link.Refused, match="it has 2 clients already"):
+    with pytest.raises(link.HandshakeRejected, match="it has 2 clients already"):
         connect(server)
     held[0].close()
     until(lambda: server.clients == 1)
-    with pytest.raises(link.Refused, match="another version of the pack. Update"):
+    with pytest.raises(link.HandshakeRejected, match="another version of the pack. Update"):
         link.connect(trust.Address(host="127.0.0.1", port=server.port), {"source": "older"})
 
 
@@ -136,7 +136,7 @@ def test_its_health_is_anyones_and_its_numbers_are_not(start: Callable[..., Serv
     server = start(Pretended())
     at = f"http://127.0.0.1:{server.port}"
     assert urlopen(f"{at}/health").read() == b"ok\n"
-    numbers = urlopen(Request(f"{at}/metrics", headers={"Authorization": f"Bearer {trust.token()}"})).read()
+    numbers = urlopen(Request(f"{at}/metrics", headers={"Authorization": f"Bearer {trust.read_token()}"})).read()
     assert b"comfyui_tpu_serve_requests 0\n" in numbers
     with pytest.raises(OSError, match="401"):
         urlopen(f"{at}/metrics")
@@ -148,8 +148,8 @@ def test_of_several_machines_the_next_is_asked_after_an_error_and_the_sick_one_r
 ):
     """It got every prompt, as it had least to do: 0 of 10 were done."""
     sick, well = Pretended(error), Pretended()
-    sick.goes_on.set()
-    well.goes_on.set()
+    sick.continue_on_failure.set()
+    well.continue_on_failure.set()
     machines = start(sick), start(well)
     assert [choose(*machines) for _ in range(10)] == ["choose"] * 10
     assert len(sick.begun) == 1
@@ -159,7 +159,7 @@ def test_of_several_machines_the_next_is_asked_after_an_error_and_the_sick_one_r
 
 def test_a_wrong_request_is_not_the_machines_fault(start: Callable[..., Server]):
     wrong, other = Pretended(ValueError("no such model")), Pretended()
-    wrong.goes_on.set()
+    wrong.continue_on_failure.set()
     machines = start(wrong), start(other)
     with pytest.raises(ValueError, match="no such model"):
         choose(*machines)
@@ -173,10 +173,10 @@ def test_a_workflow_takes_nothing_to_an_address_that_the_owner_has_not_listed(tm
         graph = tiny_workflow("wan21")
         graph["6"] = {"class_type": "TPURemote", "inputs": {**graph["6"]["inputs"], "address": address}}
         with pytest.raises(ValueError, match=f"{address} is not listed by the owner .* add the line {address} to "):
-            run_workflow(graph, TerminalHost(Folders(output=tmp_path)))
+            run_workflow(graph, TerminalContext(Folders(output=tmp_path)))
         model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", address=address)
-        with pytest.raises(trust.TrustError, match="is not listed by the owner"):
-            pipeline.run("encode", model, Host(), prompt="a cat", negative_prompt="")
+        with pytest.raises(trust.AuthError, match="is not listed by the owner"):
+            pipeline.run_stage("encode", model, Host(), prompt="a cat", negative_prompt="")
         listening.setblocking(False)
         with pytest.raises(BlockingIOError):  # nobody came
             listening.accept()
@@ -198,9 +198,9 @@ def test_loras_are_sent_once_and_the_least_recently_used_leaves(
     start: Callable[..., Server], loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The folder only grew."""
-    monkeypatch.setattr(serve, "MOST_LORAS", 2500)
+    monkeypatch.setattr(serve, "MAX_LORA_CACHE_BYTES", 2500)
     stages = Pretended()
-    stages.goes_on.set()
+    stages.continue_on_failure.set()
     server = start(stages)
     digests = []
     for number in range(3):
@@ -211,7 +211,7 @@ def test_loras_are_sent_once_and_the_least_recently_used_leaves(
             send(server, path, host := Host())
         assert not any("Sending" in text for text in host.said)
     assert sorted(path.stem for path in loras.iterdir()) == sorted(digests[1:])
-    monkeypatch.setattr(serve, "MOST_LORA", 999)
+    monkeypatch.setattr(serve, "MAX_LORA_BYTES", 999)
     path.write_bytes(b"x" * 1000)
     with pytest.raises(Exception, match=r"it may have 999|was lost"):
         send(server, path, Host())
@@ -241,16 +241,16 @@ def test_settings_that_no_widget_makes_are_refused(verb: str):
     model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
     given = {"model": model, "expected": None, "settings": replace(model.spec.settings(), height=88)}
     with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: height is 88; it must be a multiple of 16"):
-        Stages().run(verb, given, Host())
+        StageService().run(verb, given, Host())
 
 
 def test_no_request_names_a_file_of_the_machine_that_serves(start: Callable[..., Server]):
     """A LoRA is named by its digest, in the place of its path."""
-    asked = connect(start(Stages()))
+    asked = connect(start(StageService()))
     model = ModelRef(spec_name="x", model_id="x", loras=(Lora(path="/etc/passwd", strength=1.0),))
-    asked.send(Ask("decode", {"model": model, "expected": None}))
+    asked.send(Invoke("decode", {"model": model, "expected": None}))
     problem = "the LoRA cannot be kept ('/etc/passwd' is not a SHA-256.)."
-    assert asked.receive((Failed,)) == Failed("ValueError", problem)
+    assert asked.receive((StageFailed,)) == StageFailed("ValueError", problem)
     asked.close()
 
 
@@ -267,4 +267,4 @@ def test_an_address_of_ipv6_is_printed_as_the_node_takes_it(capsys: pytest.Captu
         context.setattr(Server, "__exit__", lambda self, *_: None)
         assert cli.main(["serve", "--host", "::1", "--port", "8190"]) == 0
     assert "Stages are served at [::1]:8190," in capsys.readouterr().out
-    assert trust.parse("[::1]:8190").host == "::1" and PATIENCE_S
+    assert trust.parse_address("[::1]:8190").host == "::1" and PATIENCE_S

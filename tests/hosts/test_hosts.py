@@ -13,7 +13,7 @@ from comfyui_tpu.tests.support import hosts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.hosts import place, terms
-from comfyui_tpu.tpu_runtime.hosts.together import RESTART
+from comfyui_tpu.tpu_runtime.hosts.together import RESTART_EXIT_CODE
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 
 SPEC = spec_for_family("Wan21")
@@ -68,27 +68,27 @@ def test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_go
     ids=["gke", "gke with ports", "compute engine"],
 )
 def test_a_tpus_machines_say_which_host_this_is(environment, metadata, found):
-    assert str(place.of_tpu.__wrapped__(environment, metadata.__getitem__)) == found
+    assert str(place.detect_rank.__wrapped__(environment, metadata.__getitem__)) == found
 
 
 @pytest.mark.parametrize(("host", "own"), [("10.0.0.2", "10.0.0.2"), ("[::1]", "::1")])
 def test_a_place_is_written_as_it_is_read_and_jax_listens_at_the_port_behind(host: str, own: str):
     """An IPv6 address without brackets is none that JAX's coordinator can be reached at."""
-    found = place.parse(f"1/2@{host}:8476")
+    found = place.parse_rank(f"1/2@{host}:8476")
     assert found.address.host == own and str(found) == f"1/2@{host}:8476" and found.jax_address == f"{host}:8477"
 
 
 @pytest.mark.parametrize("text", ["2/2@host:1", "host:1", "0/2@host", "0/2@host:70000"])
 def test_a_place_that_is_none_is_a_sentence(text):
     with pytest.raises(ValueError, match=rf"^COMFYUI_TPU_HOSTS is '{text}'; "):
-        place.parse(text)
+        place.parse_rank(text)
 
 
 def test_hosts_must_have_the_same_versions_and_source():
-    mine = terms.terms()
+    mine = terms.host_versions()
     assert mine["jax"] == jax.__version__ and len(mine["the pack's source"]) == 12
-    assert terms.difference(mine, mine) is None
-    assert terms.difference({"jax": "1", "numpy": np.__version__}, {"jax": "2", "numpy": np.__version__}) == (
+    assert terms.describe_difference(mine, mine) is None
+    assert terms.describe_difference({"jax": "1", "numpy": np.__version__}, {"jax": "2", "numpy": np.__version__}) == (
         "jax: 2 there, 1 here"
     )
 
@@ -111,7 +111,7 @@ number = len(starts.read_text()) if starts.exists() else 0
 starts.write_text("x" * (number + 1))
 assert os.environ["COMFYUI_TPU_SUPERVISED"] == "1" and os.environ["COMFYUI_TPU_HOSTS"] == "here"
 if number == 0:
-    os._exit({RESTART})
+    os._exit({RESTART_EXIT_CODE})
 if number == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 os._exit(3)
@@ -143,7 +143,7 @@ sys.exit(supervisor.keep(sys.argv[1:], {}))
 def test_what_is_kept_running_ends_with_its_keeper_even_by_kill_9(tmp_path: Path):
     said = tmp_path / "pid"
     child = f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid()) + ' '); time.sleep({PATIENCE_S})"
-    keeper = "import sys; from comfyui_tpu.tpu_runtime.hosts import supervisor; supervisor.keep(sys.argv[1:], {})"
+    keeper = "import sys; from comfyui_tpu.tpu_runtime.hosts import supervisor; supervisor.supervise(sys.argv[1:], {})"
     process = subprocess.Popen([sys.executable, "-c", keeper, sys.executable, "-S", "-c", child])
     until(lambda: said.exists() and said.read_text().endswith(" "))
     kept = psutil.Process(int(said.read_text()))

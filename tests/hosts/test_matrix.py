@@ -20,7 +20,7 @@ from comfyui_tpu.tests.support.citizen import Listener
 from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, tiny_workflow
 from comfyui_tpu.tests.support.hosts import Hosts
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules
 from safetensors.torch import save_file
 
@@ -67,7 +67,7 @@ def test_every_familys_frames_are_those_of_one_process(tmp_path: Path, cache: Pa
 def lora(folder: Path) -> str:
     """A file that changes two weights of the miniature."""
     random, path = torch.Generator().manual_seed(3), folder / "lora.safetensors"
-    config = spec_by_name(WAN).component("transformer").tiny
+    config = lookup_spec(WAN).component("transformer").tiny
     width = config["num_attention_heads"] * config["attention_head_dim"]
     tensors = {}
     for name in ("blocks.0.attn1.to_q", "blocks.1.attn2.to_out.0"):
@@ -153,13 +153,13 @@ def test_a_process_holds_its_shards_of_a_large_checkpoint_and_no_more(tmp_path: 
     # What is free goes back to the kernel at once: glibc would keep some hundred MB that loading and compiling freed.
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         monkeypatch.setenv(name, str(2**20))
-    spec = spec_by_name(WAN)
+    spec = lookup_spec(WAN)
     component = spec.component("transformer")
     folder = tmp_path / "large"
-    shutil.copytree(tiny.ensure(spec), folder)
+    shutil.copytree(tiny.ensure_random(spec), folder)
     shutil.rmtree(folder / component.folder)
     large = {**component.tiny, "num_attention_heads": 16, "attention_head_dim": 128, "ffn_dim": 8192, "num_layers": 8}
-    module = modules.construct(component, large)
+    module = modules.construct_upstream(component, large)
     size = sum(x.numel() * x.element_size() for x in module.state_dict().values())
     module.save_pretrained(folder / component.folder, max_shard_size="500MB")
     del module

@@ -51,12 +51,12 @@ def test_the_sources_digest_is_the_same_wherever_the_pack_is(source: Path):
 
 
 def test_terms_are_the_versions_and_the_source():
-    assert terms.terms() == {**versions.of_results(), SOURCE: versions.source_digest()[:12]}
+    assert terms.host_versions() == {**versions.list_result_versions(), SOURCE: versions.source_digest()[:12]}
 
 
 def test_what_differs_is_named_from_both_sides():
-    assert terms.difference({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) is None
-    assert terms.difference({"a": "1", "b": "2"}, {"a": "3", "c": "4"}) == (
+    assert terms.describe_difference({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) is None
+    assert terms.describe_difference({"a": "1", "b": "2"}, {"a": "3", "c": "4"}) == (
         "a: 3 there, 1 here; b: none there, 2 here; c: 4 there, none here"
     )
 
@@ -66,11 +66,13 @@ def test_the_leaders_environment_holds_and_nothing_else(monkeypatch: pytest.Monk
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     monkeypatch.setenv("COMFYUI_TPU_HBM_GIB", "8")
     monkeypatch.setenv("PATH", os.environ["PATH"])
-    found = terms.environment()
+    found = terms.shared_environment()
     assert {fallbacks.KERNELS_VARIABLE, fallbacks.OPTIONS_VARIABLE} < set(found) == set(terms.VARIABLES)
     assert found["XLA_FLAGS"] == "mine" and found["LIBTPU_INIT_ARGS"] is None
     path = os.environ["PATH"]
-    terms.take_over({"XLA_FLAGS": "theirs", "LIBTPU_INIT_ARGS": "x", "COMFYUI_TPU_HBM_GIB": None, "PATH": "nowhere"})
+    terms.apply_environment(
+        {"XLA_FLAGS": "theirs", "LIBTPU_INIT_ARGS": "x", "COMFYUI_TPU_HBM_GIB": None, "PATH": "nowhere"}
+    )
     assert os.environ["XLA_FLAGS"] == "theirs" and os.environ["LIBTPU_INIT_ARGS"] == "x"
     assert "COMFYUI_TPU_HBM_GIB" not in os.environ and os.environ["PATH"] == path
     for name in ("LIBTPU_INIT_ARGS", "COMFYUI_TPU_HBM_GIB"):

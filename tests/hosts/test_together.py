@@ -17,11 +17,11 @@ from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.hosts import distributed, leader, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
-from comfyui_tpu.tpu_runtime.hosts.place import Place
-from comfyui_tpu.tpu_runtime.hosts.together import Elsewhere, HostsError
+from comfyui_tpu.tpu_runtime.hosts.place import HostRank
+from comfyui_tpu.tpu_runtime.hosts.together import HostsError, RemoteAttemptFailed
 from comfyui_tpu.tpu_runtime.line import link, trust
-from comfyui_tpu.tpu_runtime.line.link import Refused
-from comfyui_tpu.tpu_runtime.line.records import Log
+from comfyui_tpu.tpu_runtime.line.link import HandshakeRejected
+from comfyui_tpu.tpu_runtime.line.records import LogLine
 
 
 class Pair:
@@ -30,14 +30,14 @@ class Pair:
     def __init__(self) -> None:
         port, self.ends, self.left, self.host, self.is_joined = free_port(), [], [], Host(), False
         self.address = trust.Address(host="127.0.0.1", port=port)
-        places = [Place(process=process, count=2, address=self.address) for process in range(2)]
+        places = [HostRank(process=process, count=2, address=self.address) for process in range(2)]
         self.leader = Leader(places[0], lambda sentence, stuck: self.ends.append((sentence, stuck)))
         self.follower = Follower(places[1])
 
     def join(self) -> None:
         joining = threading.Thread(target=self.follower.join)
         joining.start()
-        with self.leader.joining(self.host):
+        with self.leader.join(self.host):
             joining.join(PATIENCE_S)
         self.is_joined = True
 
@@ -62,9 +62,9 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     found = Pair()
-    monkeypatch.setattr(distributed, "start", lambda place: None)
+    monkeypatch.setattr(distributed, "initialize", lambda place: None)
     monkeypatch.setattr(Follower, "_end", lambda self, why: found.left.append(why))
-    monkeypatch.setattr(terms, "take_over", lambda environment: None)
+    monkeypatch.setattr(terms, "apply_environment", lambda environment: None)
     yield found
     found.leader.close()
     if found.is_joined:
@@ -80,34 +80,37 @@ def fails(sentence: str, kind: type[Exception] = ValueError) -> Callable[[], Non
 
 def test_an_attempt_ends_on_both_in_the_same_way(pair: Pair):
     pair.join()
-    agree = [lambda: pair.leader.agree("run it", 1), lambda: pair.follower.agree("run it", 1)]
+    agree = [lambda: pair.leader.barrier("run it", 1), lambda: pair.follower.barrier("run it", 1)]
     assert pair.attempt(*agree) == [True, True]
-    assert pair.attempt(agree[0], lambda: pair.follower.agree("run it", 2)) == [False, False]
-    assert pair.attempt(lambda: pair.leader.decide("mine"), lambda: pair.follower.decide("yours")) == ["mine", "mine"]
+    assert pair.attempt(agree[0], lambda: pair.follower.barrier("run it", 2)) == [False, False]
+    assert pair.attempt(lambda: pair.leader.broadcast("mine"), lambda: pair.follower.broadcast("yours")) == [
+        "mine",
+        "mine",
+    ]
     # The leader finds that there is nothing to do for both.
     assert pair.attempt(lambda: "cached", agree[1]) == ["cached", None]
 
     told, own = pair.attempt(agree[0], fails("the file is damaged"))
-    assert isinstance(told, Elsewhere) and str(told) == "Host 1 (127.0.0.1): the file is damaged"
+    assert isinstance(told, RemoteAttemptFailed) and str(told) == "Host 1 (127.0.0.1): the file is damaged"
     assert isinstance(own, ValueError)
 
     told, own = pair.attempt(agree[0], fails("out of memory", RuntimeError))
-    assert isinstance(told, Elsewhere) and (told.ending, str(own)) == ("again", "out of memory")
+    assert isinstance(told, RemoteAttemptFailed) and (told.ending, str(own)) == ("again", "out of memory")
     own, told = pair.attempt(fails("out of memory", RuntimeError), agree[1])
-    assert isinstance(told, Elsewhere) and (told.ending, str(own)) == ("again", "out of memory")
+    assert isinstance(told, RemoteAttemptFailed) and (told.ending, str(own)) == ("again", "out of memory")
     # One fails for good: none tries again.
     own, told = pair.attempt(fails("damaged"), fails("out of memory", RuntimeError))
-    assert isinstance(told, Elsewhere) and (told.ending, str(own)) == ("failed", "damaged")
+    assert isinstance(told, RemoteAttemptFailed) and (told.ending, str(own)) == ("failed", "damaged")
 
-    wrong, told = pair.attempt(agree[0], lambda: pair.follower.agree("run another"))
+    wrong, told = pair.attempt(agree[0], lambda: pair.follower.barrier("run another"))
     assert str(wrong).startswith(
         "Hosts would run different programs: host 1 (127.0.0.1) run another, the leader run it."
     )
-    assert isinstance(told, Elsewhere)
+    assert isinstance(told, RemoteAttemptFailed)
 
     pair.host.is_cancelled = True
-    cancelled, told = pair.attempt(agree[0], lambda: time.sleep(0.5) or pair.follower.agree("run it"))
-    assert isinstance(cancelled, Cancelled) and isinstance(told, Elsewhere)
+    cancelled, told = pair.attempt(agree[0], lambda: time.sleep(0.5) or pair.follower.barrier("run it"))
+    assert isinstance(cancelled, Cancelled) and isinstance(told, RemoteAttemptFailed)
     pair.host.is_cancelled = False
     assert pair.attempt(*agree) == [True, True] and not pair.ends and not pair.left
 
@@ -142,7 +145,7 @@ def test_what_an_attempt_had_loaded_is_free_for_the_next(pair: Pair):
 
 def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):
     pair.join()
-    pair.follower._link.tell(Log("reading the last shard"))
+    pair.follower._link.tell(LogLine("reading the last shard"))
     with pair.leader.stage("denoise", {}, pair.host) as progress:
         pair.follower._link.close()
         until(lambda: pair.leader.lost)
@@ -172,18 +175,18 @@ def test_who_logs_does_not_wait_for_the_line(pair: Pair, monkeypatch: pytest.Mon
 
 def hello(jax: str = "") -> dict[str, Any]:
     """What the follower says first."""
-    return {"process": 1, "count": 2, "terms": {**terms.terms(), **({"jax": jax} if jax else {})}}
+    return {"process": 1, "count": 2, "terms": {**terms.host_versions(), **({"jax": jax} if jax else {})}}
 
 
 def test_a_stranger_of_another_version_is_not_heard(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """Its text was on the page, as why the next prompt failed."""
     pair.leader.listen()
     with monkeypatch.context() as context:
-        context.setenv(trust.VARIABLE, "guess")
-        with pytest.raises(Refused, match="^the token is wrong or missing"):
+        context.setenv(trust.TOKEN_VARIABLE, "guess")
+        with pytest.raises(HandshakeRejected, match="^the token is wrong or missing"):
             link.connect(pair.address, hello("<b>another</b>"))
     assert not pair.leader._refused
-    with pytest.raises(Refused, match="versions differ .jax: <b>another</b> there"):
+    with pytest.raises(HandshakeRejected, match="versions differ .jax: <b>another</b> there"):
         link.connect(pair.address, hello("<b>another</b>"))
     assert pair.leader._refused  # by one with the secret
     pair.join()
@@ -191,16 +194,16 @@ def test_a_stranger_of_another_version_is_not_heard(pair: Pair, monkeypatch: pyt
 
 def test_a_second_hello_does_not_take_a_followers_place(pair: Pair):
     pair.join()
-    with pytest.raises(Refused, match=r"^Host 1 \(127.0.0.1\) is already connected"):
+    with pytest.raises(HandshakeRejected, match=r"^Host 1 \(127.0.0.1\) is already connected"):
         link.connect(pair.address, hello())
-    assert pair.attempt(lambda: pair.leader.agree("run it"), lambda: pair.follower.agree("run it")) == [True, True]
+    assert pair.attempt(lambda: pair.leader.barrier("run it"), lambda: pair.follower.barrier("run it")) == [True, True]
 
 
 @pytest.mark.parametrize("said", ['[0, {"__record__": "At", "what": [], "state": 1}]', f"[0, {'[' * 50_000}", "\0"])
 def test_a_follower_whose_words_are_no_message_is_gone_and_not_waited_for(pair: Pair, said: str):
     """A TypeError or a RecursionError ended the thread that heard it."""
     pair.join()
-    link.run(pair.follower._link._line.send_str(said))
+    link.run_on_loop(pair.follower._link._line.send_str(said))
     until(lambda: pair.leader.lost)
     assert str(pair.leader.lost).startswith("Host 1 (127.0.0.1) was lost (a message cannot be read")
 
@@ -215,20 +218,20 @@ def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch:
 
 
 def test_a_follower_of_another_version_is_refused_on_both_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    mine = terms.terms()
+    mine = terms.host_versions()
     versions = iter([{**mine, "jax": "0.1"}, mine])
-    monkeypatch.setattr(terms, "terms", lambda: next(versions))
+    monkeypatch.setattr(terms, "host_versions", lambda: next(versions))
     refused: list[str] = []
 
     def join() -> None:
         until(lambda: pair.host.said)
         try:
             pair.follower.join()
-        except Refused as error:
+        except HandshakeRejected as error:
             refused.append(str(error))
 
     threading.Thread(target=join).start()
-    with pytest.raises(HostsError) as missing, pair.leader.joining(pair.host):
+    with pytest.raises(HostsError) as missing, pair.leader.join(pair.host):
         pass
     until(lambda: refused)
     assert refused == [str(missing.value)]

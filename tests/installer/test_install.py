@@ -129,7 +129,7 @@ def test_without_uv_pip_installs_the_same(world, installed, monkeypatch, tmp_pat
     plain = dataclasses.replace(installed.venv, folder=tmp_path / "venv", log=tmp_path / "log", variables={})
     plain.make()
     plain.install_torch(steps.TORCH)
-    plain.install("installing jax", plain.constrained(plain.torch_as_it_is(), "jax"))
+    plain.install("installing jax", plain.constrained_command(plain.torch_requirement(), "jax"))
     assert plain.uv is None and "-m pip install" in plain.log.read_text()
     names = (*steps.TORCH, "jax")
     assert [plain.versions()[name] for name in names] == [installed.venv.versions()[name] for name in names]
@@ -322,10 +322,10 @@ def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
         patch.setattr(git, "write_missing_files", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             clone.do()
-    assert not (chosen.comfyui / "main.py").exists() and layout.remains(chosen.comfyui) and clone.todo()
+    assert not (chosen.comfyui / "main.py").exists() and layout.is_remainder(chosen.comfyui) and clone.todo()
     clone.do()
     assert not clone.todo() and git.is_unchanged(chosen.comfyui)
-    assert chosen.record().comfyui == git.commit_of(chosen.comfyui)
+    assert chosen.record().comfyui == git.find_commit(chosen.comfyui)
     assert [path.read_text() for path in mine] == ["mine", "mine"]
 
 
@@ -351,7 +351,7 @@ def test_uninstall_leaves_what_is_behind_links_and_in_the_folder_of_an_earlier_v
     cloned, tmp_path, capsys
 ):
     small_world.repository(cloned.manager, {"__init__.py": "", "requirements.txt": "GitPython\n"}, "3.39.3")
-    cloned.note(manager=git.commit_of(cloned.manager))
+    cloned.note(manager=git.find_commit(cloned.manager))
     elsewhere, tracked = tmp_path / "disk", Path("models/checkpoints/put_checkpoints_here")
     shutil.move(cloned.comfyui / "models", elsewhere)
     (cloned.comfyui / "models").symlink_to(elsewhere)
@@ -404,7 +404,7 @@ HOLDS = """
 import sys
 from pathlib import Path
 from comfyui_tpu.installer import layout, lock
-with lock.alone(layout.Installation(Path(sys.argv[1]))):
+with lock.lock_exclusively(layout.Installation(Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -431,7 +431,7 @@ def test_two_installations_at_once_are_one_and_a_sentence(world, cloned, tmp_pat
         with pytest.raises(terminal.SetupError, match=IN_USE):
             run_install(world, "--comfyui", str(target))
         assert small_world.listing(target.parent) == before
-    with lock.alone(layout.Installation(target)):
+    with lock.lock_exclusively(layout.Installation(target)):
         pass
 
 
@@ -447,7 +447,7 @@ def test_nothing_is_changed_under_a_running_comfyui_of_which_there_may_be_two(wo
             with pytest.raises(terminal.SetupError, match=IN_USE):
                 change(["--yes"])
         assert uninstall.main(["--dry-run"]) == 0
-    with lock.alone(installed):
+    with lock.lock_exclusively(installed):
         pass
 
 

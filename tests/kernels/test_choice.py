@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from comfyui_tpu.attention.prologue import HeadLayout
 from comfyui_tpu.kernels import attention, choice, convolution, modulation, names, prologue, residual_norm
-from comfyui_tpu.kernels.attention_form import Form, Maximum, Scores
-from comfyui_tpu.kernels.attention_reference import first
+from comfyui_tpu.kernels.attention_form import AttentionConfig, Maximum, Scores
+from comfyui_tpu.kernels.attention_reference import keys_of_length
 from comfyui_tpu.tpu_runtime.cost_model import chips, kernels
 from jax.sharding import Mesh
 
@@ -20,21 +20,23 @@ def shaped(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def attend(q: jax.Array, head_dim: int, form: Form) -> jax.Array:
-    return attention.flat_attention(q, [first(q, q, 48)], head_dim=head_dim, form=form, log_sums=False, scale=1.0)[0]
+def attend(q: jax.Array, head_dim: int, form: AttentionConfig) -> jax.Array:
+    return attention.flat_attention(
+        q, [keys_of_length(q, q, 48)], head_dim=head_dim, form=form, log_sums=False, scale=1.0
+    )[0]
 
 
 def normed(x: jax.Array, vector: jax.Array) -> jax.Array:
-    return residual_norm.by_kernel(x, None, None, vector, vector, None, eps=1e-6, interpret=False)[1]
+    return residual_norm.residual_norm_kernel(x, None, None, vector, vector, None, eps=1e-6, interpret=False)[1]
 
 
 NAMED: dict[str, tuple[Callable, tuple, str]] = {
     "attention": (
-        functools.partial(attend, head_dim=40, form=Form()), (shaped(1, 48, 120),),
+        functools.partial(attend, head_dim=40, form=AttentionConfig()), (shaped(1, 48, 120),),
         "3 heads of 40 lanes: a head must have a multiple of 128 lanes, or 64 if the number of heads is even",
     ),
     "attention_prologue": (
-        lambda x: prologue.divide(x, 2, 1, None, None, head_dim=24), (shaped(1, 48, 96),),
+        lambda x: prologue.split_heads(x, 2, 1, None, None, head_dim=24), (shaped(1, 48, 96),),
         "heads have 24 lanes, not 64 or 128; a chip's heads have 48 lanes, not a multiple of 128",
     ),
     "residual_norm": (normed, (shaped(1, 48, 96), shaped(1, 96)), "tokens have 96 lanes, not a multiple of 128"),
@@ -81,15 +83,15 @@ def test_a_chip_without_room_for_rows_keeps_xlas_forms(
 ):
     device = chips.compile_devices(chips.topology(topology))[0]
     with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("sp",)).abstract_mesh):
-        refusals = convolution.refusal(shaped(8, 8, 1, 3, 3)), modulation.refusal()
-        found = warnings(caplog, lambda: [*map(choice.accepted, refusals)])
+        refusals = convolution.unsupported_reasons(shaped(8, 8, 1, 3, 3)), modulation.unsupported_reasons()
+        found = warnings(caplog, lambda: [*map(choice.should_use, refusals)])
     assert [refusal.reasons for refusal in refusals] == [reasons] * 2
     assert found == [f"{refusal} XLA computes it." for refusal in refusals if reasons]
 
 
 def test_programs_for_no_tpu_take_the_reference_silently(caplog: pytest.LogCaptureFixture):
-    assert modulation.refusal().reasons == (choice.NO_TPU,)
-    assert not warnings(caplog, lambda: choice.accepted(modulation.refusal()))
+    assert modulation.unsupported_reasons().reasons == (choice.NO_TPU,)
+    assert not warnings(caplog, lambda: choice.should_use(modulation.unsupported_reasons()))
 
 
 @pytest.mark.parametrize(
@@ -97,10 +99,10 @@ def test_programs_for_no_tpu_take_the_reference_silently(caplog: pytest.LogCaptu
     [("exact", "zero"), ("exact", "sampled"), ("exact", "online"), ("int8", "sampled"), ("int8", "online")],
 )
 def test_the_cost_model_knows_the_form_that_may_rerun_by_its_name(scores: Scores, maximum: Maximum):
-    form = Form(scores=scores, maximum=maximum, block_q=128, step=32)
+    form = AttentionConfig(scores=scores, maximum=maximum, block_q=128, step=32)
     traced = jax.make_jaxpr(functools.partial(attend, head_dim=128, form=form))(jnp.ones((1, 48, 128)))
     *_, call = (equation for equation in traced.eqns if equation.primitive.name == "pallas_call")
     kernel = kernels.MosaicCall(name=call.params["name"], config="", operands=(), results=())
     assert kernel.reruns == (maximum == "sampled")
     plain = {"exact": names.ATTENTION, "int8": names.ATTENTION_INT8}[scores]
-    assert names.PARTS.get(kernel.name, kernel.name) == plain == form.kernel
+    assert names.HELPER_KERNELS.get(kernel.name, kernel.name) == plain == form.kernel

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.kernels import chip, linear_int8
-from comfyui_tpu.kernels.linear_int8 import Rounded, Tiles
+from comfyui_tpu.kernels.linear_int8 import Int8Weight, Tiles
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 
 pytestmark = pytest.mark.slow
@@ -31,21 +31,21 @@ def rounded(x: np.ndarray, axis: int) -> np.ndarray:
 def rotated(x: np.ndarray, block: int, axis: int = -1) -> np.ndarray:
     """Blocks of lanes by an orthogonal matrix, in float64."""
     x = np.moveaxis(x.astype(np.float64), axis, -1)
-    found = x.reshape(*x.shape[:-1], -1, block) @ linear_int8.rotation(block) / math.sqrt(block)
+    found = x.reshape(*x.shape[:-1], -1, block) @ linear_int8.rotation_matrix(block) / math.sqrt(block)
     return np.moveaxis(found.reshape(x.shape), -1, axis)
 
 
 def weights(
     ins: int, outs: list[int], block: int, *, turned: bool, bias: bool
-) -> tuple[list[np.ndarray], list[Rounded]]:
+) -> tuple[list[np.ndarray], list[Int8Weight]]:
     """`[outs, ins]` as they are, and in int8."""
     plain = [drawn(size, ins, seed=index) for index, size in enumerate(outs)]
     found = []
     for index, each in enumerate(plain):
         axis = 0 if turned else 1
-        factor = linear_int8.rotated_weight(jnp.asarray(each.T if turned else each), axis, block)
-        numbers, worth = linear_int8.rounded(factor, (axis,))
-        found.append(Rounded(numbers, worth, jnp.asarray(drawn(len(each), seed=9 + index)) if bias else None))
+        factor = linear_int8.rotate_weight(jnp.asarray(each.T if turned else each), axis, block)
+        numbers, worth = linear_int8.quantize(factor, (axis,))
+        found.append(Int8Weight(numbers, worth, jnp.asarray(drawn(len(each), seed=9 + index)) if bias else None))
     return plain, found
 
 
@@ -54,7 +54,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def expected(
-    parts: list[np.ndarray], plain: list[np.ndarray], given: list[Rounded], activation: Any, block: int
+    parts: list[np.ndarray], plain: list[np.ndarray], given: list[Int8Weight], activation: Any, block: int
 ) -> list[Any]:
     x = rounded(rotated(np.concatenate(parts, axis=2), block), 2)
     found = [x @ rounded(rotated(each, block), 1).T for each in plain]
@@ -89,10 +89,12 @@ def test_it_is_the_product_of_rounded_numbers(
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weights_that_do_not_fit_are_multiplied_in_groups(groups: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(linear_int8, "tiles_for", lambda *_: Tiles(128, groups))
+    monkeypatch.setattr(linear_int8, "choose_tiles", lambda *_: Tiles(128, groups))
     plain, given = weights(256, [256, 512], 256, turned=False, bias=True)
     x = drawn(1, 300, 256)
-    found = linear_int8.by_kernel([jnp.asarray(x)], given, block=256, activation=None, turned=False, interpret=True)
+    found = linear_int8.linear_int8_kernel(
+        [jnp.asarray(x)], given, block=256, activation=None, turned=False, interpret=True
+    )
     for ours, wanted in zip(found, expected([x], plain, given, None, 256), strict=True):
         assert difference(ours, wanted) <= HALVES
 
@@ -105,7 +107,7 @@ def test_a_product_is_added_to_tokens_behind_its_gate(gates: int, dtype: Any, ke
     (plain,), given = weights(256, [384], 256, turned=False, bias=True)
     x, tokens, gate = drawn(2, 139, 256), drawn(2, 139, 384, seed=3), drawn(gates, 384, seed=4)
     x, tokens = (np.asarray(jnp.asarray(each, dtype), np.float32) for each in (x, tokens))
-    onto = linear_int8.Residual(jnp.asarray(tokens, dtype), jnp.asarray(gate))
+    onto = linear_int8.GatedResidual(jnp.asarray(tokens, dtype), jnp.asarray(gate))
     run = functools.partial(linear_int8.linear_int8, block=256, kernel=kernel, interpret=True, onto=onto)
     (found,) = run([jnp.asarray(x, dtype)], given)
     (product,) = expected([x], [plain], given, None, 256)
@@ -121,7 +123,7 @@ def test_tokens_that_were_rounded_before_give_the_same(dtype: Any, kernel: bool)
     given = weights(256, [256, 256], 128, turned=False, bias=True)[1]
     x = jnp.asarray(drawn(2, 139, 256), dtype)
     how: Any = {"block": 128, "kernel": kernel, "interpret": True}
-    before = linear_int8.round_tokens(x, **how)
+    before = linear_int8.quantize_tokens(x, **how)
     assert before.numbers.dtype == jnp.int8 and before.worth.shape == (2, 139, 1)
     for activation, count in (("silu", 2), (None, 1)):
         found = linear_int8.linear_int8([before], given[:count], activation=activation, **how)
@@ -133,7 +135,7 @@ def test_tokens_that_were_rounded_before_give_the_same(dtype: Any, kernel: bool)
 @pytest.mark.parametrize("turned", [False, True], ids=["outs first", "ins first"])
 def test_a_layer_is_taken_out_of_all(turned: bool, kernel: bool):
     each = [weights(256, [128], 64, turned=turned, bias=True)[1][0] for _ in range(2)]
-    other = linear_int8.rounded(jnp.asarray(drawn(*each[0].numbers.shape, seed=5)), (0 if turned else 1,))[0]
+    other = linear_int8.quantize(jnp.asarray(drawn(*each[0].numbers.shape, seed=5)), (0 if turned else 1,))[0]
     stack = each[0]._replace(numbers=jnp.stack([other, each[0].numbers, other]))
     x = jnp.asarray(drawn(1, 40, 256))
     how = {"block": 64, "turned": turned, "kernel": kernel, "interpret": True}
@@ -159,18 +161,18 @@ def test_the_rotation_is_orthogonal_and_leaves_no_lane_above_the_rest(block: int
     """Neither of one wide channel nor of what is the same in all: of these a quarter or less may be lost where a block
     is no power of four.
     """
-    matrix = linear_int8.rotation(block)
+    matrix = linear_int8.rotation_matrix(block)
     assert np.array_equal(matrix @ matrix.T, block * np.eye(block))
     same = np.abs(matrix.sum(axis=0))
     assert same.max() <= math.sqrt(2 * block) and (same > 0).mean() >= 0.5
 
 
 def test_blocks_divide_what_each_chip_has():
-    assert linear_int8.block_of(5120, chips=1) == 256
-    assert linear_int8.block_of(6144, 18432, chips=8) == linear_int8.block_of(6144, chips=8) == 256
-    assert linear_int8.block_of(3072, chips=8) == 128
-    assert linear_int8.block_of(144, chips=1) == linear_int8.block_of(144, chips=5) == 16
-    assert linear_int8.block_of(75, chips=2) == 1
+    assert linear_int8.rotation_block(5120, chips=1) == 256
+    assert linear_int8.rotation_block(6144, 18432, chips=8) == linear_int8.rotation_block(6144, chips=8) == 256
+    assert linear_int8.rotation_block(3072, chips=8) == 128
+    assert linear_int8.rotation_block(144, chips=1) == linear_int8.rotation_block(144, chips=5) == 16
+    assert linear_int8.rotation_block(75, chips=2) == 1
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
@@ -184,26 +186,26 @@ def test_channels_that_are_far_wider_than_others_take_no_bits_from_them(dtype: A
     exact = np.asarray(x, np.float64) @ plain.T
     (found,) = linear_int8.linear_int8([x], given, block=256, **how)
     assert difference(found, exact) <= 1.5e-2
-    as_they_are = Rounded(*linear_int8.rounded(jnp.asarray(plain), (1,)))
+    as_they_are = Int8Weight(*linear_int8.quantize(jnp.asarray(plain), (1,)))
     (unturned,) = linear_int8.linear_int8([x], [as_they_are], block=1, kernel=False)
     assert difference(unturned, exact) > 3e-2
 
 
 def test_weights_with_a_value_that_is_no_number_say_so():
-    numbers, worth = linear_int8.rounded(jnp.array([[1.0, jnp.nan], [0.0, 0.0], [-3.0, 1.0]]), (1,))
+    numbers, worth = linear_int8.quantize(jnp.array([[1.0, jnp.nan], [0.0, 0.0], [-3.0, 1.0]]), (1,))
     assert numbers.dtype == jnp.int8
     assert np.isnan(worth[0]) and np.isfinite(worth[1:]).all()
     assert np.array_equal(np.asarray(numbers[1:]), [[0, 0], [-127, 42]])
 
 
 def test_lanes_that_do_not_fill_registers_are_left_to_xla():
-    assert str(linear_int8.refusal([144], [256])) == (
+    assert str(linear_int8.unsupported_reasons([144], [256])) == (
         "The kernel linear_int8 does not compute this call: 144 lanes are not a multiple of 128."
     )
-    assert not linear_int8.refusal([128], [256])
+    assert not linear_int8.unsupported_reasons([128], [256])
 
 
-@pytest.mark.parametrize("kind", linear_int8.TAKES_INT8)
+@pytest.mark.parametrize("kind", linear_int8.INT8_LINEAR_CHIPS)
 @pytest.mark.parametrize(
     ("ins", "outs", "most_groups"),
     [(5120, [5120] * 3, 1), (13824, [5120], 1), (3072, [9216, 9216], 1), (6144, [18432, 18432], 4)],
@@ -213,7 +215,7 @@ def test_weights_of_the_models_are_read_once_where_they_fit(
     ins: int, outs: list[int], most_groups: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(linear_int8, "device_kind", lambda: kind)
-    tiles = linear_int8.tiles_for(ins, outs)
+    tiles = linear_int8.choose_tiles(ins, outs)
     assert tiles is not None and tiles.groups <= most_groups
     held = ins * sum(outs) // tiles.groups + 2 * 2 * tiles.tokens * (ins + sum(outs) // tiles.groups)
     assert held < chip.VMEM_MIB[kind] * chip.MIB

@@ -21,7 +21,7 @@ from comfyui_tpu.kernels import (  # fmt: skip
     residual_norm,
 )
 from comfyui_tpu.kernels.attention import flat_attention
-from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.attention_form import AttentionConfig
 from comfyui_tpu.kernels.prologue import Norm
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
@@ -73,13 +73,13 @@ def assert_right(found: Any, wanted: Any, bound: float = 4e-6) -> None:
 
 SMALL = {"block_q": 128, "step": 32, "online_step": 32}
 FORMS = {
-    "bounded": Form(maximum="zero", **SMALL),
-    "sampled": Form(maximum="sampled", **SMALL),
-    "computed again": Form(maximum="sampled", **SMALL),
-    "running": Form(maximum="online", **SMALL),
-    "keys in the grid": Form(maximum="online", block_kv=128, **SMALL),
-    "int8": Form(scores="int8", **SMALL),
-    "int8, keys in the grid": Form(scores="int8", maximum="online", block_kv=128, **SMALL),
+    "bounded": AttentionConfig(maximum="zero", **SMALL),
+    "sampled": AttentionConfig(maximum="sampled", **SMALL),
+    "computed again": AttentionConfig(maximum="sampled", **SMALL),
+    "running": AttentionConfig(maximum="online", **SMALL),
+    "keys in the grid": AttentionConfig(maximum="online", block_kv=128, **SMALL),
+    "int8": AttentionConfig(scores="int8", **SMALL),
+    "int8, keys in the grid": AttentionConfig(scores="int8", maximum="online", block_kv=128, **SMALL),
 }
 
 
@@ -94,12 +94,12 @@ def test_attention(name: str, head_dim: int, cores: int):
         k = k.at[:, 256:].multiply(40)
     valid = jnp.arange(keys)[None, :, None] < keys - 7
     k, v = jnp.where(valid, k, jnp.nan), jnp.where(valid, v, jnp.nan)
-    part = [attention_reference.first(k, v, jnp.array([keys - 7]))]
+    part = [attention_reference.keys_of_length(k, v, jnp.array([keys - 7]))]
     scale = head_dim**-0.5
     found, _ = flat_attention(
         q, part, head_dim=head_dim, form=FORMS[name], log_sums=False, scale=scale, interpret=on(cores)
     )
-    clean = [attention_reference.first(jnp.nan_to_num(k), jnp.nan_to_num(v), jnp.array([keys - 7]))]
+    clean = [attention_reference.keys_of_length(jnp.nan_to_num(k), jnp.nan_to_num(v), jnp.array([keys - 7]))]
     wanted, _ = attention_reference.flat_attention(q * scale * head_dim**0.5, clean, head_dim=head_dim, log_sums=False)
     # Scores near 200 move a weight by as many roundings; int8 is tested for closeness in tests/attention.
     bounds = {"computed again": 4e-5, "int8": 6e-2, "int8, keys in the grid": 6e-2}
@@ -116,9 +116,12 @@ def test_attention_to_some_blocks(scores: Any, cores: int):
     real = np.array([128, 1, 100, 128, 64, 127], np.int32)
     q, k, v = (drawn(1, rows * 128, 256, seed=seed) for seed, rows in enumerate((3, 6, 6)))
     is_real = (np.arange(128) < real[:, None]).reshape(1, -1, 1)
-    blocks = attention_reference.Blocks(size=128, real=real, kept=order, left_out=4, is_sparse=jnp.array(True))
-    part = attention_reference.in_blocks(jnp.where(is_real, k, jnp.nan), jnp.where(is_real, v, jnp.nan), blocks)
-    form, how = Form(scores=scores, block_q=128, step=64, online_step=64), {"head_dim": 128, "log_sums": False}
+    blocks = attention_reference.BlockSparsity(size=128, real=real, kept=order, left_out=4, is_sparse=jnp.array(True))
+    part = attention_reference.keys_in_blocks(jnp.where(is_real, k, jnp.nan), jnp.where(is_real, v, jnp.nan), blocks)
+    form, how = (
+        AttentionConfig(scores=scores, block_q=128, step=64, online_step=64),
+        {"head_dim": 128, "log_sums": False},
+    )
     found, _ = flat_attention(q, [part], form=form, scale=128**-0.5, interpret=on(cores), **how)
     wanted, _ = attention_reference.flat_attention(q, [part], **how)
     assert_right(found, wanted, 6e-2 if scores == "int8" else 4e-6)
@@ -130,11 +133,11 @@ def test_prologue_and_join(cores: int):
     x, weight, angles = drawn(1, 200, 512), drawn(64, seed=1), np.repeat(drawn(1, 200, 32, seed=2), 2, axis=2)
     tables = jnp.cos(angles), jnp.sin(angles)
     norm = Norm(weight=weight, eps=1e-6)
-    found = prologue.divide(x, 2, 2, norm, tables, head_dim=64, interpret=on(cores))
-    wanted = prologue.divide_reference(x, 2, 2, norm, tables, head_dim=64)
+    found = prologue.split_heads(x, 2, 2, norm, tables, head_dim=64, interpret=on(cores))
+    wanted = prologue.split_heads_reference(x, 2, 2, norm, tables, head_dim=64)
     assert_right(found, wanted)
     pltpu.reset_tpu_interpret_mode_state()
-    assert_right(prologue.join(wanted, interpret=on(cores)), prologue.join_reference(wanted))
+    assert_right(prologue.merge_heads(wanted, interpret=on(cores)), prologue.merge_heads_reference(wanted))
 
 
 @CORES
@@ -144,28 +147,30 @@ def test_residual_norm(leading: int | None, cores: int):
     gate, scale, shift = (drawn(1, *(() if leading is None else (2,)), 256, seed=seed) for seed in (2, 3, 4))
     count = None if leading is None else jnp.array(leading)
     arguments = (x, update, gate, scale, shift, count)
-    found = residual_norm.by_kernel(*arguments, eps=1e-6, interpret=on(cores))
-    assert_right(found, residual_norm.reference(*arguments, eps=1e-6))
+    found = residual_norm.residual_norm_kernel(*arguments, eps=1e-6, interpret=on(cores))
+    assert_right(found, residual_norm.residual_norm_reference(*arguments, eps=1e-6))
 
 
 @CORES
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_linear_int8(activation: Any, cores: int, monkeypatch: pytest.MonkeyPatch):
     """Several blocks of tokens, the last of which overshoots; weights in two groups."""
-    monkeypatch.setattr(linear_int8, "tiles_for", lambda *_: linear_int8.Tiles(128, 2))
+    monkeypatch.setattr(linear_int8, "choose_tiles", lambda *_: linear_int8.Tiles(128, 2))
     parts = [drawn(1, 150, 128), drawn(1, 150, 256, seed=1)]
     weights = [
-        linear_int8.Rounded(*linear_int8.rounded(drawn(256, 384, seed=seed), (1,)), drawn(256, seed=seed))  # as rotated
+        linear_int8.Int8Weight(
+            *linear_int8.quantize(drawn(256, 384, seed=seed), (1,)), drawn(256, seed=seed)
+        )  # as rotated
         for seed in (2, 3)
     ]
     how = {"block": 128, "activation": activation, "turned": False}
-    found = linear_int8.by_kernel(parts, weights, **how, interpret=on(cores))
+    found = linear_int8.linear_int8_kernel(parts, weights, **how, interpret=on(cores))
     # What lies in the middle between two whole numbers may go either way.
-    assert_right(found, linear_int8.by_reference(parts, weights, **how), 2e-3)
+    assert_right(found, linear_int8.linear_int8_reference(parts, weights, **how), 2e-3)
     if activation is None:
-        onto = linear_int8.Residual(drawn(1, 150, 256, seed=4), drawn(1, 256, seed=5))
-        found = linear_int8.by_kernel(parts, weights[:1], onto=onto, **how, interpret=on(cores))
-        assert_right(found, linear_int8.by_reference(parts, weights[:1], onto=onto, **how), 2e-3)
+        onto = linear_int8.GatedResidual(drawn(1, 150, 256, seed=4), drawn(1, 256, seed=5))
+        found = linear_int8.linear_int8_kernel(parts, weights[:1], onto=onto, **how, interpret=on(cores))
+        assert_right(found, linear_int8.linear_int8_reference(parts, weights[:1], onto=onto, **how), 2e-3)
 
 
 @CORES
@@ -173,7 +178,7 @@ def test_round_tokens(cores: int):
     """Two blocks of tokens, the last of which overshoots."""
     x = drawn(1, 150, 256)
     found, wanted = (
-        linear_int8.round_tokens(x, block=128, kernel=kernel, interpret=on(cores)) for kernel in (True, False)
+        linear_int8.quantize_tokens(x, block=128, kernel=kernel, interpret=on(cores)) for kernel in (True, False)
     )
     assert_right(found.numbers * found.worth, wanted.numbers * wanted.worth, 1e-2)  # a whole number is 1 / 127 of most
 
@@ -239,7 +244,7 @@ def test_modulation(cores: int):
     x, factor, shift = drawn(1, 24, 2, 8, 40), drawn(24, seed=1), drawn(24, seed=2)
     scale, offset = drawn(1, 24, 2, 4, 40, seed=3), drawn(1, 24, 2, 4, 40, seed=4)
     with jax.set_mesh(make_mesh(jax.devices()[:1], MeshShape())):
-        found = jax.jit(lambda *given: modulation.modulated(*given, interpret=on(cores)))(
+        found = jax.jit(lambda *given: modulation.modulate(*given, interpret=on(cores)))(
             x, factor, shift, scale, offset
         )
         assert_right(found, modulation.reference(x, factor, shift, scale, offset))

@@ -53,7 +53,7 @@ def of_strangers() -> list[bytes]:
 
 def of_members(hello: object) -> list[bytes]:
     """What one with the secret, or who replays what a true one said, may send that it should not."""
-    first = upgrade(trust.token(), quote(json.dumps(hello)))
+    first = upgrade(trust.read_token(), quote(json.dumps(hello)))
     bad = [b"[17179869184, {}]", b'[0, {"__record__": "At", "what": [], "state": {}}]', _DEEP, _RANDOM.randbytes(500)]
     return [first, *(first + frame(content) for content in bad), first + frame(b"[0", 2**62), first + frame(b"", 9, 2)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from comfyui_tpu.fleet.serve import Server, Stages
+from comfyui_tpu.fleet.serve import Server, StageService
 from comfyui_tpu.tests.line import strangers
 from comfyui_tpu.tests.support.host import Host
 from comfyui_tpu.tests.support.hosts import free_port
@@ -20,9 +20,9 @@ from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.hosts import distributed, terms
 from comfyui_tpu.tpu_runtime.hosts.follower import Follower
 from comfyui_tpu.tpu_runtime.hosts.leader import Leader
-from comfyui_tpu.tpu_runtime.hosts.place import Place
+from comfyui_tpu.tpu_runtime.hosts.place import HostRank
 from comfyui_tpu.tpu_runtime.line import trust
-from comfyui_tpu.tpu_runtime.line.link import Refused
+from comfyui_tpu.tpu_runtime.line.link import HandshakeRejected
 from comfyui_tpu.tpu_runtime.remote import client
 
 STEP_S, MOST_GROWTH = 0.25, 128 * 2**20  # of a process that does other things too; unbounded, it was 16 GiB
@@ -40,7 +40,7 @@ def expected(steps: int) -> torch.Tensor:
     return state
 
 
-class Minute(Stages):
+class Minute(StageService):
     """A stage that takes steps until it may end."""
 
     def __init__(self, may_end: threading.Event) -> None:
@@ -61,7 +61,7 @@ class Slice:
 
     def __init__(self, count: int) -> None:
         address = trust.Address(host="127.0.0.1", port=free_port())
-        self.places = [Place(process=process, count=count, address=address) for process in range(count)]
+        self.places = [HostRank(process=process, count=count, address=address) for process in range(count)]
         self.ends: list[str] = []
         self.leader = Leader(self.places[0], lambda sentence, stuck: self.ends.append(sentence))
         self.followers = [Follower(place) for place in self.places[1:]]
@@ -72,7 +72,7 @@ class Slice:
         while True:
             try:
                 return follower.join()
-            except Refused:
+            except HandshakeRejected:
                 self.refusals += 1
 
     def start_followers(self) -> list[threading.Thread]:
@@ -82,7 +82,7 @@ class Slice:
         return threads
 
     def join(self, threads: list[threading.Thread]) -> None:
-        with self.leader.joining(Host()):
+        with self.leader.join(Host()):
             for thread in threads:
                 thread.join(PATIENCE_S)
                 assert not thread.is_alive()
@@ -94,19 +94,19 @@ class Slice:
         def lead() -> None:
             state, step, goes_on = expected(0), 0, True
             while goes_on:
-                assert self.leader.agree("step", step)
-                state = turn(self.leader.decide(state), step)
+                assert self.leader.barrier("step", step)
+                state = turn(self.leader.broadcast(state), step)
                 step += 1
-                goes_on = self.leader.decide(not may_end.wait(STEP_S))
+                goes_on = self.leader.broadcast(not may_end.wait(STEP_S))
             ended.append((step, state))
 
         def follow() -> None:
             state, step, goes_on = None, 0, True
             while goes_on:
-                assert follower.agree("step", step)
-                state = turn(follower.decide(torch.zeros(0)), step)
+                assert follower.barrier("step", step)
+                state = turn(follower.broadcast(torch.zeros(0)), step)
                 step += 1
-                goes_on = follower.decide(True)
+                goes_on = follower.broadcast(True)
             ended.append((step, state))
 
         following = threading.Thread(target=follower.attempt, args=(follow, lambda error: "failed"))
@@ -119,7 +119,7 @@ class Slice:
         return steps, [one, other]
 
     def stays(self) -> bool:
-        there = [member.process for member in self.leader.members()]
+        there = [member.process for member in self.leader.peers()]
         return not self.ends and self.leader.lost is None and there == list(range(1, len(self.places)))
 
 
@@ -128,9 +128,9 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Slice]]:
     made: list[Slice] = []
     ends: list[str] = []
     monkeypatch.setattr(logging.getLogger("comfyui_tpu"), "handlers", [])  # followers add one each
-    monkeypatch.setattr(distributed, "start", lambda place: None)
+    monkeypatch.setattr(distributed, "initialize", lambda place: None)
     monkeypatch.setattr(Follower, "_end", lambda self, why: ends.append(why))
-    monkeypatch.setattr(terms, "take_over", lambda environment: None)
+    monkeypatch.setattr(terms, "apply_environment", lambda environment: None)
     monkeypatch.setattr(trust, "check_listed", lambda address: None)
 
     def make(count: int) -> Slice:
@@ -184,7 +184,7 @@ def test_strangers_cost_little_and_no_true_member_leaves(slices: Callable[[int],
             (server.port, {"source": client.versions.source_digest()}),
             (
                 led.places[0].address.port,
-                {"process": 1, "count": 2, "terms": terms.terms()},
+                {"process": 1, "count": 2, "terms": terms.host_versions()},
             ),  # the true one's, replayed
         )
         attacks = [pool.submit(strangers.attack, port, hello, attack_s) for port, hello in hellos]

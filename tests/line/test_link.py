@@ -15,27 +15,27 @@ from typing import Any
 import pytest
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.line import link, trust
-from comfyui_tpu.tpu_runtime.line.link import Door, Gone, MachineLink, Refused
-from comfyui_tpu.tpu_runtime.line.records import At, Text
+from comfyui_tpu.tpu_runtime.line.link import Connection, ConnectionLost, HandshakeRejected, RpcServer
+from comfyui_tpu.tpu_runtime.line.records import BarrierReached, StatusText
 
 
 class Echo:
     """A port that says what it hears, to who is named."""
 
     def __init__(self, heartbeat_s: float = link.HEARTBEAT_S) -> None:
-        self.links: list[MachineLink] = []
-        self.made: list[MachineLink] = []
-        self.door = Door(lambda hello, address: hello["no"], self._speak, {"/health": lambda: "ok"}, heartbeat_s)
+        self.links: list[Connection] = []
+        self.made: list[Connection] = []
+        self.door = RpcServer(lambda hello, address: hello["no"], self._speak, {"/health": lambda: "ok"}, heartbeat_s)
         self.where = trust.Address(host="127.0.0.1", port=self.door.listen("127.0.0.1", 0))
 
-    async def _speak(self, one: MachineLink, hello: Any, address: str) -> None:
+    async def _speak(self, one: Connection, hello: Any, address: str) -> None:
         self.links.append(one)
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(ConnectionLost):
             while True:
-                await one.say(await one.get((Text,)))
+                await one.say(await one.get((StatusText,)))
         self.links.remove(one)
 
-    def connect(self, no: Any = None) -> MachineLink:
+    def connect(self, no: Any = None) -> Connection:
         self.made.append(link.connect(self.where, {"no": no}))
         return self.made[-1]
 
@@ -61,12 +61,12 @@ def echo() -> Iterator[Echo]:
 
 def test_who_has_the_token_is_heard_and_who_is_refused_is_told_why(echo: Echo, monkeypatch: pytest.MonkeyPatch):
     one = echo.connect()
-    one.send(Text("é"))
-    assert one.receive((Text,)) == Text("é")
-    with pytest.raises(Refused, match="^another time, é$"):
+    one.send(StatusText("é"))
+    assert one.receive((StatusText,)) == StatusText("é")
+    with pytest.raises(HandshakeRejected, match="^another time, é$"):
         echo.connect("another time, é")
-    monkeypatch.setenv(trust.VARIABLE, "guess")
-    with pytest.raises(Refused, match="^the token is wrong or missing"):
+    monkeypatch.setenv(trust.TOKEN_VARIABLE, "guess")
+    with pytest.raises(HandshakeRejected, match="^the token is wrong or missing"):
         echo.connect()
     one.close()
     until(lambda: not echo.links)
@@ -74,9 +74,9 @@ def test_who_has_the_token_is_heard_and_who_is_refused_is_told_why(echo: Echo, m
 
 def test_what_is_not_expected_ends_the_link(echo: Echo):
     one = echo.connect()
-    one.send(At("x", 1))
-    with pytest.raises(Gone):
-        one.receive((Text,))
+    one.send(BarrierReached("x", 1))
+    with pytest.raises(ConnectionLost):
+        one.receive((StatusText,))
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "99999999999999", "1e3"])
@@ -89,7 +89,9 @@ def test_a_body_is_not_read_whatever_length_it_claims(echo: Echo, length: str):
 
 def test_a_page_in_a_browser_cannot_use_a_tunnel(echo: Echo):
     """DNS rebinding: its Host is the attacker's, and its Origin."""
-    given = f"GET /line HTTP/1.1\r\nHost: evil\r\nOrigin: http://evil\r\nAuthorization: Bearer {trust.token()}\r\n\r\n"
+    given = (
+        f"GET /line HTTP/1.1\r\nHost: evil\r\nOrigin: http://evil\r\nAuthorization: Bearer {trust.read_token()}\r\n\r\n"
+    )
     assert echo.raw(given.encode()).startswith(b"HTTP/1.1 404")
     assert echo.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").endswith(b"ok")
 
@@ -113,9 +115,9 @@ def fails(error: Exception) -> Any:
 
 
 def test_strangers_are_few_and_are_let_go(echo: Echo, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link, "LATE_S", 5.0)
+    monkeypatch.setattr(link, "CONNECT_TIMEOUT_S", 5.0)
     strangers = [socket.create_connection((echo.where.host, echo.where.port)) for _ in range(200)]
-    until(lambda: len(echo.door._strangers) == link.MOST_STRANGERS)
+    until(lambda: len(echo.door._strangers) == link.MAX_UNAUTHENTICATED)
     until(lambda: not echo.door._strangers)
     assert echo.connect()
     for one in strangers:
@@ -131,21 +133,21 @@ def test_an_end_that_says_nothing_any_more_is_gone():
         import aiohttp
 
         session.append(aiohttp.ClientSession())
-        given = {"Authorization": f"Bearer {trust.token()}", "X-Hello": '{"no": null}'}
+        given = {"Authorization": f"Bearer {trust.read_token()}", "X-Hello": '{"no": null}'}
         session.append(await session[0].ws_connect(f"http://{echo.where}/line", headers=given, autoping=False))
 
-    link.run(connect())
+    link.run_on_loop(connect())
     until(lambda: echo.links)
     began = time.monotonic()
     until(lambda: not echo.links)
     assert time.monotonic() - began < 30
-    link.run(session[0].close())
+    link.run_on_loop(session[0].close())
     echo.door.close()
 
 
 def test_sending_may_be_given_up(echo: Echo):
     """Cancel was deaf while a LoRA was sent to who did not read it."""
-    hanging = asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), link.loop())
+    hanging = asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), link.event_loop())
     one = echo.connect()
     looks = iter([None] * 3)
 
@@ -161,13 +163,13 @@ def test_sending_may_be_given_up(echo: Echo):
 
     one._line.send_bytes = stuck
     with pytest.raises(Cancelled):
-        link.run(one.put("", b"x"), look)
+        link.run_on_loop(one.put("", b"x"), look)
     hanging.cancel()
 
 
 def test_two_threads_share_one_loop():
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(link.loop())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(link.event_loop())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -181,37 +183,37 @@ def test_two_threads_share_one_loop():
 @pytest.fixture
 def owner(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    for name in (trust.VARIABLE, trust.LISTED):
+    for name in (trust.TOKEN_VARIABLE, trust.REMOTES_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "comfyui-tpu"
 
 
 def test_a_secret_is_made_once_and_said_as_the_command_for_the_other_side(owner: Any):
-    with pytest.raises(trust.TrustError, match="There is no token"):
-        trust.token()
+    with pytest.raises(trust.AuthError, match="There is no token"):
+        trust.read_token()
     said: list[str] = []
-    made = trust.make_token(said.append)
+    made = trust.ensure_token(said.append)
     assert said[0].endswith(f"export COMFYUI_TPU_TOKEN={made}") and len(made) >= 32
-    assert trust.make_token(said.append) == trust.token() == made and len(said) == 1
+    assert trust.ensure_token(said.append) == trust.read_token() == made and len(said) == 1
     assert stat.S_IMODE((owner / "token").stat().st_mode) == 0o600
     (owner / "token").chmod(0o644)
-    with pytest.raises(trust.TrustError, match="others may read it: chmod 600"):
-        trust.make_token(said.append)
+    with pytest.raises(trust.AuthError, match="others may read it: chmod 600"):
+        trust.ensure_token(said.append)
 
 
 def test_the_token_goes_only_to_machines_that_the_owner_has_listed(owner: Any, monkeypatch: pytest.MonkeyPatch):
     """A workflow's JSON took it to any address that its widget named."""
-    address = trust.parse("10.0.0.7:8190")
-    with pytest.raises(trust.TrustError, match="add the line 10.0.0.7:8190 to .*/comfyui-tpu/remotes, or set COMFYUI"):
+    address = trust.parse_address("10.0.0.7:8190")
+    with pytest.raises(trust.AuthError, match="add the line 10.0.0.7:8190 to .*/comfyui-tpu/remotes, or set COMFYUI"):
         trust.check_listed(address)
     owner.mkdir()
     (owner / "remotes").write_text("# mine\n\n10.0.0.7  # the port is the usual one\n")
     trust.check_listed(address)
-    with pytest.raises(trust.TrustError):
-        trust.check_listed(trust.parse("10.0.0.7:8191"))
-    monkeypatch.setenv(trust.LISTED, "gpu-1, [::1]:99")
-    trust.check_listed(trust.parse("gpu-1:8190"))
-    trust.check_listed(trust.parse("[::1]:99"))
+    with pytest.raises(trust.AuthError):
+        trust.check_listed(trust.parse_address("10.0.0.7:8191"))
+    monkeypatch.setenv(trust.REMOTES_VARIABLE, "gpu-1, [::1]:99")
+    trust.check_listed(trust.parse_address("gpu-1:8190"))
+    trust.check_listed(trust.parse_address("[::1]:99"))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")
@@ -231,20 +233,20 @@ def test_with_certificates_a_link_is_encrypted_and_a_stranger_in_its_place_is_no
         ]
         command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *made]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    monkeypatch.setenv(trust.CERTIFICATE, str(tmp_path / "own.pem"))
-    monkeypatch.setenv(trust.KEY, str(tmp_path / "own.key"))
+    monkeypatch.setenv(trust.TLS_CERT_VARIABLE, str(tmp_path / "own.pem"))
+    monkeypatch.setenv(trust.TLS_KEY_VARIABLE, str(tmp_path / "own.key"))
     echo = Echo()
     try:
-        monkeypatch.setenv(trust.AUTHORITY, str(tmp_path / "own.pem"))
+        monkeypatch.setenv(trust.TLS_CA_VARIABLE, str(tmp_path / "own.pem"))
         one = echo.connect()
-        one.send(Text("x"))
-        assert one.receive((Text,)) == Text("x")
+        one.send(StatusText("x"))
+        assert one.receive((StatusText,)) == StatusText("x")
         for authority in (str(tmp_path / "other.pem"), ""):
-            monkeypatch.setenv(trust.AUTHORITY, authority)
+            monkeypatch.setenv(trust.TLS_CA_VARIABLE, authority)
             with pytest.raises(OSError):
                 echo.connect()
-        monkeypatch.setenv(trust.KEY, str(tmp_path / "other.key"))
-        with pytest.raises(trust.TrustError, match="are not a certificate and its key"):
+        monkeypatch.setenv(trust.TLS_KEY_VARIABLE, str(tmp_path / "other.key"))
+        with pytest.raises(trust.AuthError, match="are not a certificate and its key"):
             Echo()
     finally:
         one.close()

@@ -7,15 +7,15 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.line import wire
-from comfyui_tpu.tpu_runtime.line.records import Ask, At, Ended, Text
-from comfyui_tpu.tpu_runtime.model_spec import Curve, MagCache, StepCache
+from comfyui_tpu.tpu_runtime.line.records import AttemptEnded, BarrierReached, Invoke, StatusText
+from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, StepCache
 
 MODEL = ModelRef(
     spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", precision="float32", loras=(Lora(path="a", strength=0.5),)
 )
 ARGUMENTS = {
     "model": MODEL, "cache": StepCache(start=1, end=2, interval=3),
-    "curve": MagCache(threshold=0.1, curve=Curve(ratios=((1.0, 2.0),))), "text": "é", "none": None, "twice": [],
+    "curve": MagCache(threshold=0.1, curve=MagCacheCurve(ratios=((1.0, 2.0),))), "text": "é", "none": None, "twice": [],
     "pair": (1, [2, (3.5, True)]), "deep": {"list": [torch.arange(6, dtype=torch.int32).reshape(2, 3)]},
     "bfloat16": torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), "empty": torch.zeros(0, 4, dtype=torch.float16),
     "inside": (torch.tensor([True, False]), [ModelRef(spec_name="a", model_id="b")]), "last": torch.tensor(7.0),
@@ -23,9 +23,9 @@ ARGUMENTS = {
 ARGUMENTS["twice"] = [ARGUMENTS["bfloat16"], ARGUMENTS["bfloat16"].T]  # safetensors refuses shared memory
 
 
-def came(message: Any, messages: tuple = (Ask,), values: tuple = wire.MODELS, most: int = 10**6) -> Any:
+def came(message: Any, messages: tuple = (Invoke,), values: tuple = wire.MODEL_RECORDS, most: int = 10**6) -> Any:
     head, body = wire.pack(message)
-    size, packed = wire.read_head(head, most)
+    size, packed = wire.read_header(head, most)
     assert size == len(body)
     return wire.unpack(packed, body, messages, values)
 
@@ -41,35 +41,37 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_what_is_sent_comes_back_with_its_types():
-    assert same(came(Ask("denoise", ARGUMENTS)), Ask("denoise", ARGUMENTS))
-    assert came(Text("x"), (Text, At)) == Text("x")
+    assert same(came(Invoke("denoise", ARGUMENTS)), Invoke("denoise", ARGUMENTS))
+    assert came(StatusText("x"), (StatusText, BarrierReached)) == StatusText("x")
 
 
 def test_what_is_no_data_becomes_null():
-    assert came(Ask("x", {"a": object(), "b": {1, 2}, 3: "number"})) == Ask("x", {"a": None, "b": None, "3": "number"})
+    assert came(Invoke("x", {"a": object(), "b": {1, 2}, 3: "number"})) == Invoke(
+        "x", {"a": None, "b": None, "3": "number"}
+    )
 
 
 def test_a_claim_beyond_what_is_expected_next_is_refused_before_a_byte_is_read():
     for claim in (101, 2**34, 2**63, -1, 1.5, True, None, "9"):
-        with pytest.raises(wire.WireError, match="claims"):
-            wire.read_head(json.dumps([claim, {}]), 100)
-    assert wire.read_head("[100, {}]", 100) == (100, {})
+        with pytest.raises(wire.CodecError, match="claims"):
+            wire.read_header(json.dumps([claim, {}]), 100)
+    assert wire.read_header("[100, {}]", 100) == (100, {})
 
 
 @pytest.mark.parametrize("head", ["", "{", "[]", "7", "[0]", "[0, 1, 2]", "[" * 10**5, "[0, " + "[" * 200 + "]" * 201])
 def test_what_is_no_head_is_refused(head: str):
-    with pytest.raises(wire.WireError):
-        wire.read_head(head, 100)
+    with pytest.raises(wire.CodecError):
+        wire.read_header(head, 100)
 
 
 def test_only_records_that_are_expected_are_made():
-    for message in (Text("x"), At("x", None), Ended(None, "")):
-        with pytest.raises(wire.WireError):
+    for message in (StatusText("x"), BarrierReached("x", None), AttemptEnded(None, "")):
+        with pytest.raises(wire.CodecError):
             came(message)
     for nested in (MODEL, [MODEL], (MODEL,), {"a": Lora(path="/etc/passwd", strength=1.0)}):
-        with pytest.raises(wire.WireError):
-            came(Ask("x", {"x": nested}), values=wire.SETTINGS)
-        assert came(Ask("x", {"x": nested})) == Ask("x", {"x": nested})
+        with pytest.raises(wire.CodecError):
+            came(Invoke("x", {"x": nested}), values=wire.SETTINGS_RECORDS)
+        assert came(Invoke("x", {"x": nested})) == Invoke("x", {"x": nested})
 
 
 def test_a_record_with_values_of_other_types_is_none():
@@ -80,31 +82,31 @@ def test_a_record_with_values_of_other_types_is_none():
         {"state": 1},
         {"what": "x", "state": 1, "y": 2},
     ):
-        with pytest.raises(wire.WireError):
-            wire.unpack({"__record__": "At", **named}, b"", (At,))
+        with pytest.raises(wire.CodecError):
+            wire.unpack({"__record__": "At", **named}, b"", (BarrierReached,))
 
 
 @pytest.mark.parametrize("body", [b"", b"\0" * 7, (2**60).to_bytes(8, "little") + b"{}", b"\2" + b"\0" * 7 + b"{}"])
 def test_a_tensor_that_the_body_does_not_hold_is_refused(body: bytes):
-    with pytest.raises(wire.WireError):
-        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": {"__tensor__": "0"}}}, body, (Ask,))
+    with pytest.raises(wire.CodecError):
+        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": {"__tensor__": "0"}}}, body, (Invoke,))
 
 
 @pytest.mark.parametrize("curve", ["x", {"ratios": {"__tuple__": []}}, {"ratios": [[1.0]]}, {"other": 1}, {}])
 def test_a_curve_that_is_none_is_refused(curve: Any):
     named = {"__record__": "Curve", **curve} if isinstance(curve, dict) else curve
     settings = {"__record__": "MagCache", "threshold": 0.1, "curve": named}
-    with pytest.raises(wire.WireError):
-        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Ask,))
+    with pytest.raises(wire.CodecError):
+        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Invoke,))
 
 
 @pytest.mark.parametrize("threshold", [None, "x", [1]])
 def test_a_threshold_that_is_no_number_is_refused(threshold: Any):
     settings = {"__record__": "MagCache", "threshold": threshold, "curve": None}
-    with pytest.raises(wire.WireError):
-        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Ask,))
+    with pytest.raises(wire.CodecError):
+        wire.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Invoke,))
 
 
 def test_a_message_that_is_too_long_is_not_sent():
-    with pytest.raises(wire.WireError, match="characters"):
-        wire.pack(Text("x" * wire.MOST_HEAD))
+    with pytest.raises(wire.CodecError, match="characters"):
+        wire.pack(StatusText("x" * wire.MAX_HEADER_LENGTH))

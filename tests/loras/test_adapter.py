@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import load
-from comfyui_tpu.tpu_runtime.formats.names import Names
+from comfyui_tpu.tpu_runtime.formats.names import KeyMap
 from comfyui_tpu.tpu_runtime.loras import adapter, change, merge
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules
@@ -25,7 +25,7 @@ ALPHA, RANK = 6, 9
 def test_rslora_divides_by_the_ranks_root_and_others_by_the_rank(tmp_path: Path, where: str, use_rslora: bool | None):
     """Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA"."""
     component = spec_for_family("Wan21").component("transformer")
-    network = modules.build(component, component.tiny)
+    network = modules.build_network(component, component.tiny)
     (weight,) = (weight for weight in network.weights.values() if WEIGHT in weight.sources)
     out, inner = weight.tensor_shape
     tensors = {
@@ -40,10 +40,10 @@ def test_rslora_divides_by_the_ranks_root_and_others_by_the_rank(tmp_path: Path,
         metadata["lora_adapter_metadata"] = json.dumps({f"transformer.{key}": value for key, value in config.items()})
     save_file(tensors, path, metadata)
 
-    read = adapter.read(str(path), network)
+    read = adapter.read_adapter(str(path), network)
     (change,) = read.changes[WEIGHT]
     with contextlib.ExitStack() as stack:
-        found, scale = merge._read(load.Reader(stack, lambda: None), read, change, weight)
+        found, scale = merge._read(load.TensorReader(stack, lambda: None), read, change, weight)
     theirs = torch.nn.Sequential(torch.nn.Linear(1, 1))
     chosen = LoraConfig(target_modules=["0"], r=RANK, lora_alpha=ALPHA, use_rslora=bool(use_rslora))
     inject_adapter_in_model(chosen, theirs)
@@ -64,27 +64,29 @@ def lora_file(path: Path, rank: int = 4, metadata: dict[str, str] | None = None,
 def test_a_file_on_this_disk_is_known_by_path_size_and_time(tmp_path: Path):
     path = lora_file(tmp_path / "a.safetensors")
     os.utime(path, ns=(5, 5))
-    one = adapter.identity(path)
-    assert adapter.identity(path) == one
+    one = adapter.identify_source(path)
+    assert adapter.identify_source(path) == one
     copied = shutil.copy2(path, tmp_path / "b.safetensors")
-    found = {one, adapter.identity(copied)}
+    found = {one, adapter.identify_source(copied)}
     os.utime(path, ns=(5, 6))
-    found.add(adapter.identity(path))
+    found.add(adapter.identify_source(path))
     Path(path).write_bytes(Path(path).read_bytes() + b" ")
     os.utime(path, ns=(5, 5))
-    found.add(adapter.identity(path))
+    found.add(adapter.identify_source(path))
     assert len(found) == 4
     missing = tmp_path / "missing.safetensors"
     with pytest.raises(adapter.LoraError) as error:
-        adapter.identity(str(missing))
+        adapter.identify_source(str(missing))
     assert str(error.value) == (
         f"The LoRA {missing} cannot be read (No such file or directory). Choose another, or put it back."
     )
 
 
 def test_a_file_everywhere_is_known_by_size_tensors_and_config(tmp_path: Path):
-    one = adapter.content(lora_file(tmp_path / "a.safetensors"))
-    assert adapter.content(lora_file(tmp_path / "b.safetensors", fill=2.0)) == one  # the header is all that is read
+    one = adapter.hash_content(lora_file(tmp_path / "a.safetensors"))
+    assert (
+        adapter.hash_content(lora_file(tmp_path / "b.safetensors", fill=2.0)) == one
+    )  # the header is all that is read
     longer = lora_file(tmp_path / "longer.safetensors", metadata={"note": "x" * 100})
     configs = [json.dumps({"transformer.lora_alpha": alpha, "transformer.r": 4}) for alpha in (4, 8)]
     others = [
@@ -92,24 +94,24 @@ def test_a_file_everywhere_is_known_by_size_tensors_and_config(tmp_path: Path):
         for alpha, config in zip((4, 8), configs, strict=True)
     ]
     ranks = [lora_file(tmp_path / "rank.safetensors", rank=5)]
-    assert len({one, *(adapter.content(path) for path in (longer, *others, *ranks))}) == 5
+    assert len({one, *(adapter.hash_content(path) for path in (longer, *others, *ranks))}) == 5
     # As many bytes of another module.
     module = MODULE.replace("to_q", "to_k")
     other = {f"{module}.lora_A.weight": torch.ones(4, 8), f"{module}.lora_B.weight": torch.ones(8, 4)}
     save_file(other, tmp_path / "module.safetensors")
     assert (tmp_path / "module.safetensors").stat().st_size == (tmp_path / "a.safetensors").stat().st_size
-    assert adapter.content(str(tmp_path / "module.safetensors")) != one
+    assert adapter.hash_content(str(tmp_path / "module.safetensors")) != one
     # The order in which a file has its tensors and settings is no difference.
     turned = json.dumps({"transformer.r": 4, "transformer.lora_alpha": 4})
     same = lora_file(tmp_path / "turned.safetensors", metadata={"lora_adapter_metadata": turned})
-    assert adapter.content(same) == adapter.content(others[0])
+    assert adapter.hash_content(same) == adapter.hash_content(others[0])
 
 
 def test_long_names_are_shown_shortened():
-    assert change.short("x" * 58) == repr("x" * 58)
-    assert change.short("x" * 59) == repr("x" * 59)[:60] + "…"
+    assert change.shorten_value("x" * 58) == repr("x" * 58)
+    assert change.shorten_value("x" * 59) == repr("x" * 59)[:60] + "…"
 
 
 def test_each_number_of_a_makers_name_has_its_place():
-    names = Names(["a.3.b.12.weight"], {"x.*.y.*": "a.*.b.*"})
+    names = KeyMap(["a.3.b.12.weight"], {"x.*.y.*": "a.*.b.*"})
     assert [rows.name for rows in names.find("model.x.3.y.12")] == ["a.3.b.12"]

@@ -17,9 +17,9 @@ from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tpu_runtime.checkpoints import assembled
 from comfyui_tpu.tpu_runtime.files import TensorFile
 from comfyui_tpu.tpu_runtime.formats import contents
-from comfyui_tpu.tpu_runtime.formats.contents import Held
-from comfyui_tpu.tpu_runtime.formats.names import Names, looked_up
-from comfyui_tpu.tpu_runtime.model_spec import Rows, Table
+from comfyui_tpu.tpu_runtime.formats.contents import NetworkFile
+from comfyui_tpu.tpu_runtime.formats.names import KeyMap, lookup
+from comfyui_tpu.tpu_runtime.model_spec import KeyTable, RowSlice
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 
@@ -52,16 +52,16 @@ Meant = set[tuple[str, tuple[int, ...], tuple[int, int]]]
 class Denoiser:
     """A file of a denoiser: its tensors by ComfyUI's names and by ours."""
 
-    held: Held
-    own: Mapping[str, TensorFile]
-    table: Table
+    held: NetworkFile
+    local_devices: Mapping[str, TensorFile]
+    table: KeyTable
 
-    def span(self, one: Rows) -> tuple[int, int]:
-        shape = self.own[name if (name := f"{one.name}.weight") in self.own else one.name].shape
+    def span(self, one: RowSlice) -> tuple[int, int]:
+        shape = self.local_devices[name if (name := f"{one.name}.weight") in self.local_devices else one.name].shape
         return 0, one.squares * shape[1] if one.squares else shape[0]
 
     def found(self, key: str) -> Meant:
-        names = Names(self.own, self.table).find(key)
+        names = KeyMap(self.local_devices, self.table).find(key)
         return {(one.name, one.groups, self.span(one)) for one in names}
 
     def expected(self, target: Any) -> Meant:
@@ -69,7 +69,7 @@ class Denoiser:
         name, part, order = (target, None, None) if isinstance(target, str) else target
         name = name.removeprefix(PREFIX)
         module = name.removesuffix(".weight")
-        rows = looked_up(module, self.table) or (Rows(module),)
+        rows = lookup(module, self.table) or (RowSlice(module),)
         if order == "swap_scale_shift":
             # ComfyUI turns the halves of what such a file has, which are in the order that ours have.
             return {(one.name, (0,), self.span(one)) for one in rows}
@@ -86,8 +86,8 @@ class Denoiser:
 
 
 def denoiser(path: Path) -> Denoiser:
-    (held,) = contents.networks(path, LAYOUTS)
-    return Denoiser(held, assembled.own_tensors(held), assembled.table_of(held.layout.class_name))
+    (held,) = contents.find_networks(path, LAYOUTS)
+    return Denoiser(held, assembled.translate_tensors(held), assembled.collect_original_keys(held.layout.class_name))
 
 
 def is_asked(name: str, key: str, target: Any) -> bool:
@@ -121,7 +121,7 @@ def test_every_name_that_comfyui_takes_is_the_same_weight_here(tmp_path: Path):
 
 def check_order(own: Denoiser, asked: Mapping[str, Any], prefixes: tuple[str, ...]) -> None:
     """Of several names for one weight the last in ComfyUI's map counts; others than those in it do not."""
-    names = Names(own.own, own.table)
+    names = KeyMap(own.local_devices, own.table)
     places: dict[str, list[int | None]] = defaultdict(list)
     for key, target in asked.items():
         if not key.endswith((".modulation", "pad_token", ".pe", "emb_pos")):

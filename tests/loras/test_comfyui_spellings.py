@@ -14,11 +14,11 @@ from comfyui_tpu.tests.support.closeness import OPERATION, difference
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
-from comfyui_tpu.tpu_runtime.formats.names import looked_up
+from comfyui_tpu.tpu_runtime.formats.names import lookup
 from comfyui_tpu.tpu_runtime.loras import apply
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
@@ -96,12 +96,14 @@ def ours(family: str, folder: Path, lora: Path) -> dict[str, np.ndarray]:
     """All weights by their name in the folder, with their changes."""
     component = spec_for_family(family).component("transformer")
     config = {name: value for name, value in DENOISERS[component.class_name].items()}
-    own = modules.build(component, {**component.config, **config})
-    files = checkpoint.match(own, checkpoint.read_headers(folder, component), folder)
-    changes = apply.changes((Lora(path=str(lora), strength=1.0),), own)
+    own = modules.build_network(component, {**component.config, **config})
+    files = checkpoint.match_weights(own, checkpoint.read_headers(folder, component), folder)
+    changes = apply.make_merge((Lora(path=str(lora), strength=1.0),), own)
     mesh = make_mesh(jax.devices()[:1], MeshShape())
-    wanted = {name: want for name, want in weights.abstract(own, mesh, "float32").items() if name in changes.names}
-    loaded = load.load(own, files, wanted, "test", Silent(), changes)
+    wanted = {
+        name: want for name, want in weights.abstract_weights(own, mesh, "float32").items() if name in changes.names
+    }
+    loaded = load.load_weights(own, files, wanted, "test", SilentProgress(), changes)
     found = {name: x.numpy() for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
     for name, array in loaded.items():
         weight = own.weights[name]
@@ -124,11 +126,11 @@ def test_comfyui_merges_the_same(tmp_path: Path):
             made.append((family, folder, path))
     for (family, folder, path), theirs in zip(made, run_comfyui(tmp_path, *jobs), strict=True):
         found = ours(family, folder, path)
-        table = spec_for_family(family).component("transformer").makers_names
+        table = spec_for_family(family).component("transformer").original_keys
         assert theirs
         for name, weight in theirs.items():
             module = name.removesuffix(".weight")
-            for rows in looked_up(module, table) or (None,):
+            for rows in lookup(module, table) or (None,):
                 own = found[f"{rows.name}.weight" if rows else name]
                 part = weight.chunk(rows.of)[rows.groups[0]] if rows else weight
                 assert difference(own.reshape(part.shape), part.numpy()) <= OPERATION, (path.name, name)

@@ -17,14 +17,14 @@ import torch
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, score_bound, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
-from comfyui_tpu.tpu_runtime.formats.names import Names
+from comfyui_tpu.tpu_runtime.formats.names import KeyMap
 from comfyui_tpu.tpu_runtime.loras import adapter, apply
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.precision import Precision
 from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.programs.modules import Cut, Network
-from comfyui_tpu.tpu_runtime.programs.program import Target
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.modules import Network, WeightSlice
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file, save_file
 
@@ -37,29 +37,31 @@ def network(family: str) -> Network:
 
 
 def network_of(name: str) -> Network:
-    component = spec_by_name(name).component("transformer")
-    return modules.build(component, component.tiny)
+    component = lookup_spec(name).component("transformer")
+    return modules.build_network(component, component.tiny)
 
 
 @functools.cache
 def base(family: str) -> dict[str, torch.Tensor]:
-    folder = tiny.ensure(spec_for_family(family)) / "transformer"
+    folder = tiny.ensure_random(spec_for_family(family)) / "transformer"
     return {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
 
 
-Merged = list[tuple[str, Cut | None, np.ndarray]]
+Merged = list[tuple[str, WeightSlice | None, np.ndarray]]
 
 
 def merged(family: str, path: Path, precision: Precision = "float32") -> Merged:
     """The changed weights by their name in a checkpoint, and what of the checkpoint's tensor they are."""
     spec, own = spec_for_family(family), network(family)
-    target = Target(devices=tuple(jax.devices()[:8]), precision=precision)
-    mesh = target.mesh(spec.parallelism.mesh(8, 2).for_heads(own.component.tiny[spec.parallelism.heads_key]))
-    folder = tiny.ensure(spec) / "transformer"
-    files = checkpoint.match(own, checkpoint.read_headers(folder, own.component), folder)
-    changes = apply.changes((Lora(path=str(path), strength=STRENGTH),), own)
-    wanted = {name: want for name, want in weights.abstract(own, mesh, precision).items() if name in changes.names}
-    loaded = load.load(own, files, wanted, "test", Silent(), changes)
+    target = CompileTarget(devices=tuple(jax.devices()[:8]), precision=precision)
+    mesh = target.mesh(spec.parallelism.mesh(8, 2).fit_heads(own.component.tiny[spec.parallelism.heads_key]))
+    folder = tiny.ensure_random(spec) / "transformer"
+    files = checkpoint.match_weights(own, checkpoint.read_headers(folder, own.component), folder)
+    changes = apply.make_merge((Lora(path=str(path), strength=STRENGTH),), own)
+    wanted = {
+        name: want for name, want in weights.abstract_weights(own, mesh, precision).items() if name in changes.names
+    }
+    loaded = load.load_weights(own, files, wanted, "test", SilentProgress(), changes)
     assert all(loaded[name].sharding == want.sharding for name, want in wanted.items())
     found = []
     for name, array in loaded.items():
@@ -398,7 +400,7 @@ def test_a_file_of_every_format_is_merged_whole(family: str, case: Callable[[Fil
     case(file)
     save_file(file.tensors, tmp_path / "lora.safetensors", file.metadata)
     found = merged(family, tmp_path / "lora.safetensors")
-    assert adapter.read(str(tmp_path / "lora.safetensors"), network(family)).unused == ()
+    assert adapter.read_adapter(str(tmp_path / "lora.safetensors"), network(family)).unused == ()
     for name, cut, value in found:
         whole = file.base[name] + STRENGTH * file.added.get(name, torch.zeros(()))
         expected = (cut.take(whole) if cut else whole.reshape(value.shape)).numpy()
@@ -439,17 +441,17 @@ def test_a_changed_norm_counts_in_the_bound_on_scores(tmp_path: Path):
     save_file(file.tensors, tmp_path / "lora.safetensors")
     for strength, is_bounded in ((0.01, True), (1e4, False)):
         loras = (Lora(path=str(tmp_path / "lora.safetensors"), strength=strength),)
-        added = apply.vectors(loras, network("Flux2"), Silent())
-        component, folder = spec.component("transformer"), tiny.ensure(spec) / "transformer"
+        added = apply.sum_vector_deltas(loras, network("Flux2"), SilentProgress())
+        component, folder = spec.component("transformer"), tiny.ensure_random(spec) / "transformer"
         assert score_bound.is_bounded(spec, component, folder, added) == is_bounded
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_row_of_a_table_names_a_module(spec: Any):
     component = spec.component("transformer")
-    own = modules.build(component, component.tiny)
-    names = Names((source for weight in own.weights.values() for source in weight.sources), component.makers_names)
-    for theirs in component.makers_names:
+    own = modules.build_network(component, component.tiny)
+    names = KeyMap((source for weight in own.weights.values() for source in weight.sources), component.original_keys)
+    for theirs in component.original_keys:
         assert names.find(theirs.replace("*", "1")), theirs
         assert names.find("lora_unet_" + theirs.replace("*", "1").replace(".", "_")), theirs
         assert not names.find(theirs.replace("*", "99")) or "*" not in theirs
@@ -466,12 +468,12 @@ def test_every_row_of_a_table_names_a_module(spec: Any):
 def test_tables_are_what_diffusers_does_to_the_makers_checkpoints(model: str, convert: Callable):
     own = network_of(model)
     sources = [source for weight in own.weights.values() for source in weight.sources]
-    names = Names(sources, own.component.makers_names)
+    names = KeyMap(sources, own.component.original_keys)
     # Rows show where they went; entries for diffusers' own fused modules are no checkpoint's, nor are ComfyUI's names.
     others = ("transformer_", "query_norm", "key_norm", "query_norm.weight", "key_norm.weight", "linear1_qkv")
     makers = [
         name.replace("*", "1")
-        for name in own.component.makers_names
+        for name in own.component.original_keys
         if not name.startswith(others[0]) and not name.endswith(others[1:])
     ]
     bare = (".scale", "modulation")

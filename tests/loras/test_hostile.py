@@ -16,10 +16,10 @@ from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.loras import adapter, apply
 from comfyui_tpu.tpu_runtime.loras.adapter import LoraError
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import modules, weights
 from comfyui_tpu.tpu_runtime.programs.modules import Network
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import save_file
 
 MODULE = "blocks.0.attn1.to_q"
@@ -28,7 +28,7 @@ MODULE = "blocks.0.attn1.to_q"
 @pytest.fixture(scope="module")
 def network() -> Network:
     component = spec_for_family("Wan21").component("transformer")
-    return modules.build(component, component.tiny)
+    return modules.build_network(component, component.tiny)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,15 @@ def test_a_pattern_is_never_run(tmp_path: Path, network: Network, size: int):
     path = write(tmp_path, size, config)
     began = time.process_time()
     with pytest.raises(LoraError, match=r"lora.safetensors: alpha_pattern has .* which is a regular expression; only"):
-        adapter.read(path, network)
+        adapter.read_adapter(path, network)
     assert time.process_time() - began < 10
 
 
 def test_a_rank_pattern_does_not_matter(tmp_path: Path, network: Network, size: int):
     """The rank is the matrices' own."""
-    found = adapter.read(write(tmp_path, size, {"rank_pattern": {r"(([\w.]+)+)+!": 4}, "lora_alpha": 2}), network)
+    found = adapter.read_adapter(
+        write(tmp_path, size, {"rank_pattern": {r"(([\w.]+)+)+!": 4}, "lora_alpha": 2}), network
+    )
     assert found.changes[f"{MODULE}.weight"][0].scaling.alpha == 2
 
 
@@ -82,7 +84,7 @@ def test_names_in_a_pattern_are_whole_or_begin_at_a_dot(
     pattern: dict[str, int], alpha: float, tmp_path: Path, network: Network, size: int
 ):
     path = write(tmp_path, size, {"lora_alpha": 8, "alpha_pattern": pattern}, f"transformer.{MODULE}")
-    assert adapter.read(path, network).changes[f"{MODULE}.weight"][0].scaling.alpha == alpha
+    assert adapter.read_adapter(path, network).changes[f"{MODULE}.weight"][0].scaling.alpha == alpha
 
 
 @pytest.mark.parametrize(
@@ -104,20 +106,20 @@ def test_names_in_a_pattern_are_whole_or_begin_at_a_dot(
 )
 def test_peft_configs_that_nobody_writes(config: str, said: str, tmp_path: Path, network: Network, size: int):
     with pytest.raises(LoraError, match=said) as error:
-        adapter.read(write(tmp_path, size, config), network)
+        adapter.read_adapter(write(tmp_path, size, config), network)
     assert "lora.safetensors" in str(error.value) and "Traceback" not in str(error.value)
 
 
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, -math.inf, 1e30])
 def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Path, network: Network, size: int):
     path = write(tmp_path, size, alpha=torch.tensor(alpha))
-    changes = apply.changes((Lora(path=path, strength=1.0),), network)
+    changes = apply.make_merge((Lora(path=path, strength=1.0),), network)
     name = "blocks.*.attn1.to_q.weight"
-    folder = tiny.ensure(spec_for_family("Wan21")) / "transformer"
-    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    want = weights.abstract(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")[name]
+    folder = tiny.ensure_random(spec_for_family("Wan21")) / "transformer"
+    files = checkpoint.match_weights(network, checkpoint.read_headers(folder, network.component), folder)
+    want = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")[name]
     with contextlib.ExitStack() as stack, pytest.raises(LoraError) as error:
-        changes.read(load.Reader(stack, lambda: None), name, files[name], want)
+        changes.read(load.TensorReader(stack, lambda: None), name, files[name], want)
     assert path in str(error.value) and f"{MODULE}.alpha" in str(error.value)
     assert "heckpoint" not in str(error.value)
 
@@ -134,13 +136,13 @@ def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Pat
 )
 def test_tensors_that_nobody_writes(others: dict[str, Any], said: str, tmp_path: Path, network: Network, size: int):
     with pytest.raises(LoraError, match=said) as error:
-        adapter.read(write(tmp_path, size, **others), network)
+        adapter.read_adapter(write(tmp_path, size, **others), network)
     assert "lora.safetensors" in str(error.value)
 
 
 def test_long_names_cost_nothing(tmp_path: Path, network: Network, size: int):
     began = time.process_time()
-    found = adapter.read(write(tmp_path, size, module="model." * 200_000 + MODULE), network)
+    found = adapter.read_adapter(write(tmp_path, size, module="model." * 200_000 + MODULE), network)
     assert not found.changes and len(found.unused) == 2
     assert time.process_time() - began < 10
 
@@ -149,13 +151,15 @@ def test_two_adapters_of_one_file_are_two_changes(tmp_path: Path, network: Netwo
     path = tmp_path / "lora.safetensors"
     names = [f"{MODULE}.lora_{matrix}.{name}.weight" for name in ("first", "second") for matrix in "AB"]
     save_file({name: torch.ones((2, size) if "_A" in name else (size, 2)) for name in names}, path)
-    found = adapter.read(str(path), network)
+    found = adapter.read_adapter(str(path), network)
     assert len(found.changes[f"{MODULE}.weight"]) == 2 and found.unused == ()
 
 
 def test_a_file_that_names_the_second_expert_changes_that_alone(tmp_path: Path):
-    spec = spec_by_name("wan2.2-t2v-a14b")
-    networks = {name: modules.build(spec.component(name), spec.component(name).tiny) for name in spec.denoiser.experts}
+    spec = lookup_spec("wan2.2-t2v-a14b")
+    networks = {
+        name: modules.build_network(spec.component(name), spec.component(name).tiny) for name in spec.denoiser.experts
+    }
     size = networks["transformer"].weights["blocks.*.attn1.to_q.weight"].tensor_shape[0]
     tensors = {
         f"{expert}{module}.lora_{matrix}.weight": torch.ones((2, size) if matrix == "A" else (size, 2))
@@ -164,12 +168,12 @@ def test_a_file_that_names_the_second_expert_changes_that_alone(tmp_path: Path):
     }
     path = tmp_path / "lora.safetensors"
     save_file(tensors, path)
-    changed = {name: set(adapter.read(str(path), network).changes) for name, network in networks.items()}
+    changed = {name: set(adapter.read_adapter(str(path), network).changes) for name, network in networks.items()}
     first, second = f"{MODULE}.weight", "blocks.1.attn1.to_q.weight"
     assert changed == {"transformer": {first}, "transformer_2": {second}}
     save_file({name: x for name, x in tensors.items() if name.startswith("transformer_2.")}, path)
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.random_id)
-    added, report = apply.add(model, Lora(path=str(path), strength=1.0), Silent())
+    added, report = apply.add_lora(model, Lora(path=str(path), strength=1.0), SilentProgress())
     assert added.loras and "Not applied" not in report
     with pytest.raises(LoraError, match="changes nothing of"):
-        apply.add(model, Lora(path=str(path), strength=1.0, expert="high"), Silent())
+        apply.add_lora(model, Lora(path=str(path), strength=1.0, expert="high"), SilentProgress())

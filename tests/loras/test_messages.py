@@ -8,14 +8,14 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import save_file
 
 WAN21 = parity.tiny_model(spec_for_family("Wan21"))
 Q = {"blocks.0.attn1.to_q.lora_A.weight": torch.ones(2, 144), "blocks.0.attn1.to_q.lora_B.weight": torch.ones(144, 2)}
 
 
-class Page(Silent):
+class Page(SilentProgress):
     said = ""
 
     def text(self, message: str) -> None:
@@ -91,4 +91,4 @@ def test_an_expert_that_there_is_not(tmp_path: Path):
 def test_a_damaged_file(tmp_path: Path):
     (tmp_path / "my.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match=r"my.safetensors is not a whole safetensors file \(.+\). Download it again"):
-        pipeline.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=Silent())
+        pipeline.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=SilentProgress())

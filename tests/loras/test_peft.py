@@ -121,7 +121,7 @@ def test_what_peft_merges_is_what_we_merge(name: str, where: str, tmp_path: Path
         old = base("Wan21")[weight]
         wanted = old + STRENGTH * (theirs[weight] - old)
         assert difference(found[weight].reshape(wanted.shape), wanted.numpy()) <= 4 * OPERATION, weight
-    assert adapter.read(str(path), network("Wan21")).unused == ()
+    assert adapter.read_adapter(str(path), network("Wan21")).unused == ()
 
 
 def moved(path: Path) -> Path:
@@ -199,7 +199,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 def test_what_is_not_computed_is_refused_by_name(name: str, tmp_path: Path):
     config, said = REFUSED[name]
     with pytest.raises(LoraError, match=said):
-        adapter.read(write(tmp_path, PLAIN, config), network("Wan21"))
+        adapter.read_adapter(write(tmp_path, PLAIN, config), network("Wan21"))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -211,15 +211,15 @@ def test_whole_weights_beside_changes_are_refused(option: str, value: Any, tmp_p
     saved(tmp_path, LoraConfig(r=4, target_modules=targets, **{option: value}))
     said = rf"PEFT's {option} is .*, and the file holds '.*' whole; taken are changes of weights. Merge the adapter"
     with pytest.raises(LoraError, match=said):
-        adapter.read(str(tmp_path / "adapter_model.safetensors"), network("Wan21"))
+        adapter.read_adapter(str(tmp_path / "adapter_model.safetensors"), network("Wan21"))
 
 
 def test_a_magnitude_that_peft_would_leave_out_is_refused(tmp_path: Path):
     tensors = {**PLAIN, f"{MODULE}.lora_magnitude_vector": torch.ones(144)}
     said = "use_dora is False, but '.*to_q' has 1 magnitude vectors; taken is one of each module, or none"
     with pytest.raises(LoraError, match=said):
-        adapter.read(write(tmp_path, tensors, {"use_dora": False}), network("Wan21"))
-    assert adapter.read(write(tmp_path, tensors, {}), network("Wan21")).unused == ()
+        adapter.read_adapter(write(tmp_path, tensors, {"use_dora": False}), network("Wan21"))
+    assert adapter.read_adapter(write(tmp_path, tensors, {}), network("Wan21")).unused == ()
 
 
 # --- numbers in other formats -----------------------------------------------------------------------------------------
@@ -250,11 +250,11 @@ def scale(path: Path) -> float:
     from comfyui_tpu.tpu_runtime.loras import merge
 
     own = network("Wan21")
-    read = adapter.read(str(path), own)
+    read = adapter.read_adapter(str(path), own)
     (weight,) = (weight for weight in own.weights.values() if "blocks.0.attn1.to_q.weight" in weight.sources)
     (change,) = read.changes["blocks.0.attn1.to_q.weight"]
     with contextlib.ExitStack() as stack:
-        return merge._read(load.Reader(stack, lambda: None), read, change, weight)[1]
+        return merge._read(load.TensorReader(stack, lambda: None), read, change, weight)[1]
 
 
 def test_integer_alphas_of_other_kinds(tmp_path: Path):

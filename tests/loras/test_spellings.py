@@ -177,7 +177,7 @@ def check(family: str, file: File, path: Path, bound: float, unused: tuple[str, 
         whole = file.base[name] + STRENGTH * file.added[name]
         wanted = cut.take(whole) if cut else whole.reshape(value.shape)
         assert difference(value, wanted.numpy()) <= bound, name
-    assert adapter.read(str(path), network(family)).unused == unused
+    assert adapter.read_adapter(str(path), network(family)).unused == unused
 
 
 def named(file: File, module: str, target: str) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ def test_different_changes_that_comfyui_knows_neither_of_are_refused(
         file.tensors[f"{second}.lora_B.weight"][7] *= 1.5
     save_file(file.tensors, tmp_path / "lora.safetensors")
     with pytest.raises(LoraError) as error:
-        adapter.read(str(tmp_path / "lora.safetensors"), network("Wan21"))
+        adapter.read_adapter(str(tmp_path / "lora.safetensors"), network("Wan21"))
     names = " and ".join(map(repr, sorted((first, second))))
     assert str(error.value) == (
         f"The LoRA {tmp_path}/lora.safetensors: {names} are both {WAN_Q}, and hold different changes; taken is one "
@@ -259,4 +259,4 @@ def test_a_name_with_many_prefixes_is_no_way_to_keep_a_machine_busy(tmp_path: Pa
     again(file, WAN, *("model." * number + WAN for number in range(1, 30)))
     save_file(file.tensors, tmp_path / "lora.safetensors")
     with pytest.raises(LoraError, match=r"30 of its names, such as .* are blocks.0.attn1.to_q.weight; at most 16 may"):
-        adapter.read(str(tmp_path / "lora.safetensors"), network("Wan21"))
+        adapter.read_adapter(str(tmp_path / "lora.safetensors"), network("Wan21"))

@@ -155,7 +155,7 @@ def test_holders_are_named_and_their_end_is_waited_for(
 
     monkeypatch.setattr(clock, "sleep", ends)
     assert device_access.wait_for_release(timeout_s=5.0, root=root)
-    assert bus.holders(root) == []
+    assert bus.find_holders(root) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.kernels import attention_form, attention_reference, choice, names, residual_norm
-from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.kernels.choice import KernelFallbacks
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
@@ -20,7 +20,7 @@ from comfyui_tpu.tpu_runtime.engine import engine
 from comfyui_tpu.tpu_runtime.machine import fallbacks, record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Unsupported
 from comfyui_tpu.tpu_runtime.programs import executables
-from comfyui_tpu.tpu_runtime.programs.program import Program, Target, shaped, step_options
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program, shape_struct, step_compiler_options
 from comfyui_tpu.tpu_runtime.selftest import memory
 
 # As libtpu 0.0.42.1 and jax 0.10.2 said them of programs made for it.
@@ -61,7 +61,7 @@ HALT = (
 )
 def test_what_the_compiler_refuses_is_named(said: str, kind: str, named: tuple[str, ...]):
     error = jax.errors.JaxRuntimeError(said)
-    found = fallbacks.explained(error, "the step", ["xla_tpu_scoped_vmem_limit_kib"])
+    found = fallbacks.classify_compile_error(error, "the step", ["xla_tpu_scoped_vmem_limit_kib"])
     assert found is not None and (found.kind, found.names) == (kind, named)
     assert said.splitlines()[0][:100].strip() in str(found)
 
@@ -72,37 +72,40 @@ def test_what_the_compiler_refuses_is_named(said: str, kind: str, named: tuple[s
 )
 def test_any_other_error_has_no_rung_below(said: str):
     error = jax.errors.JaxRuntimeError(said)
-    assert fallbacks.explained(error, "the step") is None and fallbacks.halted(error, "the step", ()) is None
+    assert (
+        fallbacks.classify_compile_error(error, "the step") is None
+        and fallbacks.classify_halt(error, "the step", ()) is None
+    )
 
 
 def test_a_fault_in_a_kernels_code_is_no_refusal():
     with pytest.raises(TypeError) as error:
-        residual_norm.by_kernel(*(None,) * 6, eps=1e-6)  # type: ignore[arg-type]
-    assert fallbacks.explained(error.value, "the step") is None
+        residual_norm.residual_norm_kernel(*(None,) * 6, eps=1e-6)  # type: ignore[arg-type]
+    assert fallbacks.classify_compile_error(error.value, "the step") is None
 
 
 def test_a_halt_names_its_kernel_or_all_of_its_program():
-    named = fallbacks.halted(jax.errors.JaxRuntimeError(HALT), "decode", ["attention"])
+    named = fallbacks.classify_halt(jax.errors.JaxRuntimeError(HALT), "decode", ["attention"])
     assert named is not None and named.names == (names.CONVOLUTION,)
     error = jax.errors.JaxRuntimeError("INTERNAL: TPU program continuator has halted")
-    unnamed = fallbacks.halted(error, "denoise_step", [names.RESIDUAL_NORM, names.ATTENTION])
+    unnamed = fallbacks.classify_halt(error, "denoise_step", [names.RESIDUAL_NORM, names.ATTENTION])
     assert unnamed is not None and unnamed.names == (names.ATTENTION, names.RESIDUAL_NORM)
 
 
 def down(start: Fallbacks, failure: Unsupported) -> Fallbacks | None:
-    found = fallbacks.below(start, failure)
+    found = fallbacks.next_fallback(start, failure)
     return found and start | found[0]
 
 
 def test_a_kernel_takes_smaller_tiles_and_then_xla_its_place():
     failure = Unsupported("kernel", "the step", (names.ATTENTION,), "no room")
     first = down(Fallbacks(), failure)
-    assert first == Fallbacks(kernels=Rungs(small=(names.ATTENTION,)))
+    assert first == Fallbacks(kernels=KernelFallbacks(small=(names.ATTENTION,)))
     second = down(first, failure)
-    assert second == Fallbacks(kernels=Rungs(small=(names.ATTENTION,), off=(names.ATTENTION,)))
+    assert second == Fallbacks(kernels=KernelFallbacks(small=(names.ATTENTION,), off=(names.ATTENTION,)))
     assert down(second, failure) is None
     halt = Unsupported("halt", "the step", (names.CONVOLUTION,), "halted")
-    assert down(Fallbacks(), halt) == Fallbacks(kernels=Rungs(off=(names.CONVOLUTION,)))
+    assert down(Fallbacks(), halt) == Fallbacks(kernels=KernelFallbacks(off=(names.CONVOLUTION,)))
 
 
 def test_an_option_is_left_out_once():
@@ -118,9 +121,9 @@ def test_an_option_is_left_out_once():
 
 def test_the_environment_switches_kernels_and_options_off():
     environ = {"COMFYUI_TPU_KERNELS": "-attention, -prologue", "COMFYUI_TPU_OPTIONS": "-sparsecore,-vmem"}
-    found = fallbacks.from_environment(environ)
-    assert found.kernels == Rungs(off=("attention", "attention_prologue"))
-    options = step_options(make_mesh(chips.compile_devices(chips.topology("v6e:2x4")), MeshShape(dp=2, sp=4)))
+    found = fallbacks.fallbacks_from_environment(environ)
+    assert found.kernels == KernelFallbacks(off=("attention", "attention_prologue"))
+    options = step_compiler_options(make_mesh(chips.compile_devices(chips.topology("v6e:2x4")), MeshShape(dp=2, sp=4)))
     assert len(options) == 5 and set(found.left(options)) == {"xla_tpu_enable_async_all_to_all"}
 
 
@@ -131,7 +134,7 @@ def test_the_environment_switches_kernels_and_options_off():
 def test_a_switch_that_is_none_is_said(variable: str, value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"{variable}: '{value}' must be one of -.*commas"):
-        Target(devices=tuple(jax.devices()[:1]), precision="float32")
+        CompileTarget(devices=tuple(jax.devices()[:1]), precision="float32")
 
 
 # --- smaller tiles ----------------------------------------------------------------------------------------------------
@@ -139,25 +142,27 @@ def test_a_switch_that_is_none_is_said(variable: str, value: str, monkeypatch: p
 
 def test_small_tiles_take_half_of_the_on_chip_memory():
     call = {"q_seq": 9472, "kv_rows": [75600], "heads": 5, "head_dim": 128, "itemsize": 2}
-    fastest = functools.partial(attention_form.fastest, "TPU v6 lite", "sampled", **call)
-    with choice.on(Rungs(small=(names.ATTENTION,))):
+    fastest = functools.partial(attention_form.choose_config, "TPU v6 lite", "sampled", **call)
+    with choice.use_fallbacks(KernelFallbacks(small=(names.ATTENTION,))):
         small = fastest()
     usual = fastest()
     assert 2 * small.vmem_mib <= usual.vmem_mib
-    sizes = [attention_form.vmem_bytes(form, 9472, [75600], 128, 2) for form in (small, usual)]
+    sizes = [attention_form.estimate_vmem_bytes(form, 9472, [75600], 128, 2) for form in (small, usual)]
     assert sizes[0] <= small.vmem_mib * 2**20 < sizes[1]
 
 
-@pytest.mark.parametrize("rungs", [Rungs(), Rungs(small=names.KERNELS), Rungs(off=names.KERNELS)], ids=str)
-def test_every_rung_computes_the_same(rungs: Rungs):
+@pytest.mark.parametrize(
+    "rungs", [KernelFallbacks(), KernelFallbacks(small=names.KERNELS), KernelFallbacks(off=names.KERNELS)], ids=str
+)
+def test_every_rung_computes_the_same(rungs: KernelFallbacks):
     generator = np.random.default_rng(0)
     x, update, vector = (
         jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in ((1, 300, 256),) * 2 + ((1, 256),)
     )
     run = functools.partial(residual_norm.residual_norm, eps=1e-6, interpret=True)
-    with choice.on(rungs):
+    with choice.use_fallbacks(rungs):
         found = run(x, update, vector, vector, vector, kernel=True)
-    wanted = residual_norm.reference(x, update, vector, vector, vector, None, eps=1e-6)
+    wanted = residual_norm.residual_norm_reference(x, update, vector, vector, vector, None, eps=1e-6)
     for one, other in zip(found, wanted, strict=True):
         assert difference(one, other) <= 1e-6
 
@@ -185,11 +190,11 @@ def test_a_kernel_that_is_refused_for_a_tpu_is_named(
         return residual_norm.residual_norm(x, x, vector, vector, vector, eps=1e-6, kernel=True)[1]
 
     mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
-    args = (shaped(mesh, (1, 1000, 256), jnp.bfloat16), shaped(mesh, (1, 256), jnp.float32))
+    args = (shape_struct(mesh, (1, 1000, 256), jnp.bfloat16), shape_struct(mesh, (1, 256), jnp.float32))
     program = Program(name="step", fn=step, mesh=mesh, precision="bfloat16", args=args)
     harm(monkeypatch)
     with pytest.raises(Unsupported, match=said) as error:
-        executables.obtain(program)
+        executables.compile_or_load(program)
     assert (error.value.kind, error.value.names) == ("kernel", (names.RESIDUAL_NORM,))
 
 
@@ -199,10 +204,10 @@ def test_the_attention_in_place_of_the_kernels_goes_by_blocks_of_queries(monkeyp
     """
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.normal(size=(2, rows, 3 * 40)), jnp.float32) for rows in (37, 50, 50))
-    keys = [attention_reference.first(k, v, jnp.array([50, 31]))]
+    keys = [attention_reference.keys_of_length(k, v, jnp.array([50, 31]))]
     run = functools.partial(attention_reference.flat_attention, q, keys, head_dim=40, log_sums=True)
     wanted = run()
-    monkeypatch.setattr(attention_reference, "SCORES_BYTES_OF_A_CPU", 8 * 2 * 3 * 50 * 4)  # eight queries, of 37
+    monkeypatch.setattr(attention_reference, "MAX_SCORE_BYTES_CPU", 8 * 2 * 3 * 50 * 4)  # eight queries, of 37
     for found, one in zip(run(), wanted, strict=True):
         assert found is not None and one is not None
         assert difference(found, one) <= 1e-6
@@ -222,7 +227,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 RECORD = record.MachineRecord(
-    fallbacks=Fallbacks(kernels=Rungs(off=("attention",), small=("convolution",)), options=("xla_tpu_scoped_vmem",)),
+    fallbacks=Fallbacks(
+        kernels=KernelFallbacks(off=("attention",), small=("convolution",)), options=("xla_tpu_scoped_vmem",)
+    ),
     sentences=("The kernel …",),
     reserve_share=0.08,
     compilers_behind=1,
@@ -234,11 +241,14 @@ RECORD = record.MachineRecord(
 
 
 def test_a_record_is_read_as_it_was_written(folder: Path):
-    record.write("8 x TPU v6 lite", RECORD)
-    record.write("1 x TPU v5 lite", record.MachineRecord())
-    assert record.read("8 x TPU v6 lite") == RECORD and record.read("1 x TPU v5 lite") == record.MachineRecord()
-    assert record.read("another") == record.MachineRecord()
-    assert list(record.everything()) == ["8 x TPU v6 lite", "1 x TPU v5 lite"]
+    record.write_record("8 x TPU v6 lite", RECORD)
+    record.write_record("1 x TPU v5 lite", record.MachineRecord())
+    assert (
+        record.read_record("8 x TPU v6 lite") == RECORD
+        and record.read_record("1 x TPU v5 lite") == record.MachineRecord()
+    )
+    assert record.read_record("another") == record.MachineRecord()
+    assert list(record.read_all()) == ["8 x TPU v6 lite", "1 x TPU v5 lite"]
     assert [path.name for path in folder.iterdir()] == ["machine.json"]
 
 
@@ -259,15 +269,15 @@ STRANGE = {
 )  # fmt: skip
 def test_whatever_the_file_holds_is_a_record_or_none(folder: Path, content: bytes):
     (folder / "machine.json").write_bytes(content)
-    assert record.read("8 x TPU v6 lite") == record.MachineRecord()
-    record.write("8 x TPU v6 lite", RECORD)
-    assert record.read("8 x TPU v6 lite") == RECORD
+    assert record.read_record("8 x TPU v6 lite") == record.MachineRecord()
+    record.write_record("8 x TPU v6 lite", RECORD)
+    assert record.read_record("8 x TPU v6 lite") == RECORD
 
 
 def test_sentences_of_anyone_are_a_line_of_text_and_no_number_takes_all_memory(folder: Path):
     given = {"sentences": ["\x1b[2J\x1b]0;title\x07\nall is well" + "x" * 5000], "reserve_share": 0.9}
     (folder / "machine.json").write_text(json.dumps({"8 x \x1b[2J": given}))
-    ((key, found),) = record.everything().items()
+    ((key, found),) = record.read_all().items()
     (sentence,) = found.sentences
     assert key == "8 x  [2J"
     assert sentence.isprintable() and "all is well" in sentence and len(sentence) == record.MAX_SENTENCE
@@ -276,17 +286,17 @@ def test_sentences_of_anyone_are_a_line_of_text_and_no_number_takes_all_memory(f
 
 def test_two_records_together_have_all_that_is_left_out_and_the_newer_numbers():
     newer = record.MachineRecord(
-        fallbacks=Fallbacks(kernels=Rungs(off=("modulation",))), sentences=("another",), reserve_share=0.12
+        fallbacks=Fallbacks(kernels=KernelFallbacks(off=("modulation",))), sentences=("another",), reserve_share=0.12
     )
     both = RECORD | newer
-    assert both.fallbacks.kernels == Rungs(off=("attention", "modulation"), small=("convolution",))
+    assert both.fallbacks.kernels == KernelFallbacks(off=("attention", "modulation"), small=("convolution",))
     assert (both.reserve_share, both.compilers_behind, both.keeps_programs) == (0.12, 1, False)
     assert both.sentences == (*RECORD.sentences, "another") and both.rates == RECORD.rates
 
 
 def test_an_engine_goes_by_what_a_first_run_measured(folder: Path, monkeypatch: pytest.MonkeyPatch):
     devices = jax.devices()[:2]
-    record.write(record.key_of(devices[0].device_kind, 2), RECORD)
+    record.write_record(record.machine_key(devices[0].device_kind, 2), RECORD)
     used = mock.Mock()
     monkeypatch.setattr(engine.xla_cache, "use_persistent_cache", used)
     found = engine.Engine(devices)

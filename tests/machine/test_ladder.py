@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 import torch
-from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.kernels.choice import KernelFallbacks
 from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
 from comfyui_tpu.tests.support.closeness import PIPELINE, difference
@@ -21,10 +21,10 @@ from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.engine.memory_advice import OutOfMemory
-from comfyui_tpu.tpu_runtime.hosts.together import Together
+from comfyui_tpu.tpu_runtime.hosts.together import HostGroup
 from comfyui_tpu.tpu_runtime.machine import record
-from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Halted, Unsupported
-from comfyui_tpu.tpu_runtime.machine.ladder import Ladder
+from comfyui_tpu.tpu_runtime.machine.fallbacks import ChipHalted, Fallbacks, Unsupported
+from comfyui_tpu.tpu_runtime.machine.ladder import FallbackPolicy
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.monitor import snapshot
@@ -48,7 +48,7 @@ HOST = "RESOURCE_EXHAUSTED: ioctl failed: Cannot allocate memory: VFIO_IOMMU_MAP
 ATTENTION = r'["/]attention(_with_rerun)?/while'  # not the folder
 
 # How far kernels were followed in each denoising step that was compiled, and its options.
-Steps = list[tuple[Rungs, tuple[str, ...]]]
+Steps = list[tuple[KernelFallbacks, tuple[str, ...]]]
 Breaks = Callable[..., Steps]
 
 
@@ -97,7 +97,7 @@ def is_exact(samples: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def recorded() -> record.MachineRecord:
-    (found,) = record.everything().values()
+    (found,) = record.read_all().values()
     return found
 
 
@@ -121,8 +121,8 @@ def test_a_kernel_that_is_refused_takes_smaller_tiles_then_xla_its_place(breaks:
     host, runner = Host(), Runner(jax.devices()[:2], kernel="pallas")
     # In interpret mode; what remains of kernels rounds otherwise than XLA.
     assert difference(generate(runner, host), exact) <= 1e-5
-    small, off = Rungs(small=("attention",)), Rungs(small=("attention",), off=("attention",))
-    assert [rungs for rungs, _ in steps] == [Rungs(), small, off]
+    small, off = KernelFallbacks(small=("attention",)), KernelFallbacks(small=("attention",), off=("attention",))
+    assert [rungs for rungs, _ in steps] == [KernelFallbacks(), small, off]
     said = [sentence for sentence in host.said if "attention" in sentence]
     assert said == runner.ladder.sentences and len(said) == 2
     assert "smaller tiles" in said[0] and "uses XLA" in said[1]
@@ -146,13 +146,13 @@ def test_a_halt_names_its_program_and_the_next_start_is_without_its_kernels(
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda compiled: text)
     ended: list[bool] = []
     runner = Runner(jax.devices()[:2], when_halted=lambda: ended.append(True))
-    with pytest.raises(Halted, match="denoise_step halted the chips.*attention, residual_norm.*restart"):
+    with pytest.raises(ChipHalted, match="denoise_step halted the chips.*attention, residual_norm.*restart"):
         generate(runner, Host())
     assert ended == [True]
     # This process has lost the chips: nothing is tried on them.
-    with pytest.raises(Halted, match="restart"):
+    with pytest.raises(ChipHalted, match="restart"):
         runner.encode(MODEL, "another", "", Host())
-    assert recorded().fallbacks.kernels == Rungs(off=("attention", "residual_norm"))
+    assert recorded().fallbacks.kernels == KernelFallbacks(off=("attention", "residual_norm"))
     after = Runner(jax.devices()[:2])
     assert after.ladder.fallbacks.kernels == recorded().fallbacks.kernels
     assert "denoise_step" in after.ladder.sentences[0]
@@ -171,7 +171,7 @@ def test_nonsense_is_tried_once_more_without_overlap(breaks: Breaks, exact: torc
         with pytest.raises(NotFinite, match="step 1 of 2"):
             generate(runner, host)
         # It was not the overlap's fault: nothing is kept of that.
-        assert runner.ladder.sentences == [] and record.everything() == {} and not runner.ladder.fallbacks
+        assert runner.ladder.sentences == [] and record.read_all() == {} and not runner.ladder.fallbacks
     assert [options for _, options in steps] == [(ASYNC, VMEM), (VMEM,)]
     assert sum("once more" in sentence for sentence in host.said) == 1
 
@@ -199,7 +199,7 @@ def test_a_trial_that_is_cancelled_taught_nothing(breaks: Breaks, exact: torch.T
     with pytest.raises(Cancelled):
         runner.denoise(MODEL, SETTINGS, *texts(), Cancels())
     runner.encode(MODEL, "another", "", Host())
-    assert record.everything() == {} and not runner.ladder.fallbacks
+    assert record.read_all() == {} and not runner.ladder.fallbacks
     # And a later trial, to its end, does.
     assert is_exact(generate(runner, Host()), exact)
     assert set(recorded().fallbacks.left(OPTIONS)) == {VMEM}
@@ -220,23 +220,23 @@ def test_nonsense_without_anything_beside_computation_is_not_tried_again(
 def test_what_two_processes_find_out_is_kept_of_both(breaks: Breaks):
     """Each knew the record before the other wrote its own."""
     breaks()
-    one, other = Ladder(jax.devices()[:2]), Ladder(jax.devices()[:2])
+    one, other = FallbackPolicy(jax.devices()[:2]), FallbackPolicy(jax.devices()[:2])
     one.down(Unsupported("option", "the step", (ASYNC,), "unknown"))
     other.down(Unsupported("kernel", "the step", ("attention",), "no room"))
-    assert recorded().fallbacks == Fallbacks(options=(ASYNC,), kernels=Rungs(small=("attention",)))
+    assert recorded().fallbacks == Fallbacks(options=(ASYNC,), kernels=KernelFallbacks(small=("attention",)))
     assert len(recorded().sentences) == 2
 
 
 def test_of_several_hosts_all_do_without_what_the_leader_does(breaks: Breaks, exact: torch.Tensor):
     """Their records may differ, where one host's chips were halted; programs of other kernels wait for ever."""
 
-    class Led(Together):
-        def decide(self, value: Any) -> Any:
+    class Led(HostGroup):
+        def broadcast(self, value: Any) -> Any:
             return {"kernels_off": ["attention"], "options_off": [VMEM]} if isinstance(value, dict) else value
 
     steps = breaks()
     assert is_exact(generate(Runner(jax.devices()[:2], hosts=Led()), Host()), exact)
-    assert steps == [(Rungs(off=("attention",)), (ASYNC,))] and record.everything() == {}
+    assert steps == [(KernelFallbacks(off=("attention",)), (ASYNC,))] and record.read_all() == {}
 
 
 WEIGHT = r"float32\["  # what is put while a text encoder is loaded; tokens are whole numbers
@@ -276,8 +276,8 @@ def test_the_monitor_says_what_the_machine_does_without(monkeypatch: pytest.Monk
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-attention")
     runner = Runner(jax.devices()[:2])
-    monkeypatch.setattr(snapshot, "current", lambda: runner)
-    assert snapshot.stats()["notes"] == ["Switched off: attention."]
+    monkeypatch.setattr(snapshot, "current_engine", lambda: runner)
+    assert snapshot.take_snapshot()["notes"] == ["Switched off: attention."]
 
 
 RESTARTED = """

@@ -13,8 +13,8 @@ import sys
 from comfyui_tpu.tpu_runtime.machine import record
 number = sys.argv[1]
 for turn in range(20):
-    record.add(f"machine {number} {turn}", record.MachineRecord(sentences=(f"of {number}",)))
-    record.add("shared", record.MachineRecord(sentences=(f"{number}-{turn % 4}",)))
+    record.update_record(f"machine {number} {turn}", record.MachineRecord(sentences=(f"of {number}",)))
+    record.update_record("shared", record.MachineRecord(sentences=(f"{number}-{turn % 4}",)))
 """
 
 
@@ -27,7 +27,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_that_several_processes_find_out_is_lost(monkeypatch: pytest.MonkeyPatch, cache_folder: Path):
     processes = [subprocess.Popen([sys.executable, "-c", LIMITS + ADDS, str(number)]) for number in range(3)]
     assert [process.wait(120) for process in processes] == [0, 0, 0]
-    found = record.everything()
+    found = record.read_all()
     assert {f"machine {number} {turn}" for number in range(3) for turn in range(20)} <= set(found)
     assert set(found["shared"].sentences) == {f"{number}-{turn}" for number in range(3) for turn in range(4)}
 

@@ -23,9 +23,9 @@ from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
-from comfyui_tpu.tpu_runtime.programs.program import Program, Target
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 
 def tiny_model(spec: ModelSpec) -> ModelRef:
@@ -105,15 +105,15 @@ def denoise_once(
     kind = np.int32 if isinstance(timestep, int) else np.float32
     times = np.array([timestep, next_timestep], kind)
     solver = solver_table.SolverTable(timesteps=times[:1], table=np.array([[[0.0, 1.0]] * 2], np.float32))
-    target = Target(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
+    target = CompileTarget(devices=tuple(jax.devices()[: mesh.num_devices if mesh else chips]), precision="float32")
     found = checkpoint.locate(spec, spec.miniature.random_id)
-    config = {**found.config(spec.component(expert), Silent()), **(changes or {})}
+    config = {**found.config(spec.component(expert), SilentProgress()), **(changes or {})}
     references = {name: x.shape for name, x in inputs.items() if name.startswith("reference_")}
     shape = denoise_step.StepShape(
         latent_shape=spec.geometry.latent_shape(settings), branches=spec.branches(settings.guidance_scale),
         quality=settings.quality, num_memory=0, timestep_dtype=times.dtype, mesh_shape=mesh, references=references,
     )  # fmt: skip
-    program = denoise_step.denoise_program(spec, config, target, shape)
+    program = denoise_step.build_denoise_program(spec, config, target, shape)
     args = denoise_step.StepArgs(
         (sample.numpy(),), solver.table[0], *times, dict(inputs), np.float32(settings.guidance_scale)
     )
@@ -136,10 +136,10 @@ def drawn_weights(program: Program) -> Weights:
 def tiny_weights(spec: ModelSpec, component: str, program: Program) -> Weights:
     """A component of the tiny checkpoint, laid out as `program` takes it."""
     found, part = checkpoint.locate(spec, spec.miniature.random_id), spec.component(component)
-    folder = found.folder(part.folder, Silent())
-    network = modules.build(part, found.config(part, Silent()))
-    files = checkpoint.match(network, checkpoint.read_headers(folder, network.component), folder)
-    return load.load(network, files, program.weights, component, Silent())
+    folder = found.folder(part.folder, SilentProgress())
+    network = modules.build_network(part, found.config(part, SilentProgress()))
+    files = checkpoint.match_weights(network, checkpoint.read_headers(folder, network.component), folder)
+    return load.load_weights(network, files, program.weights, component, SilentProgress())
 
 
 def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,5 +162,5 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_other_dimensions(spec: ModelSpec, folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> ModelRef:
     """Writes a tiny checkpoint whose components have `changes` in their configs, and says where it is."""
     components = tuple(replace(c, tiny=MappingProxyType({**c.tiny, **changes[c.name]})) for c in spec.components)
-    tiny.write(replace(spec, components=components), folder, seed=3)
+    tiny.write_random(replace(spec, components=components), folder, seed=3)
     return replace(tiny_model(spec), model_id=str(folder))

@@ -22,7 +22,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("CogVideoX")
 MODEL = parity.tiny_model(SPEC)
@@ -43,7 +43,7 @@ ODD_DYNAMIC = replace(ODD, use_dynamic_cfg=True)
 
 @functools.cache
 def upstream_pipeline() -> Any:
-    return parity.upstream("CogVideoXPipeline", tiny.ensure(SPEC))
+    return parity.upstream("CogVideoXPipeline", tiny.ensure_random(SPEC))
 
 
 def with_scheduler(name: str) -> Any:
@@ -87,14 +87,14 @@ def normalised(latents: dict[str, Any]) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, SHORT), (3, LONG), (8, SHORT), (8, LONG)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
-    prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
+    prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, SilentProgress())
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(prompt), error=NETWORK)
     assert prompt_embeds[0][1]["length"] == {SHORT: 2, LONG: 226}[prompt]
 
 
 def test_an_empty_negative_prompt_is_upstreams_default(compare: Callable):
-    negative = engine(1).encode(MODEL, SHORT, "", Silent())[1]
+    negative = engine(1).encode(MODEL, SHORT, "", SilentProgress())[1]
     expected = upstream_pipeline().encode_prompt(SHORT)[1].detach()
     compare("empty prompt", negative[0][0].numpy(), expected.numpy(), error=NETWORK)
 
@@ -157,9 +157,11 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 )
 def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, compare: Callable):
     runner, expected = engine(chips), oracle(settings)
-    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent())
+    latents = runner.denoise(
+        MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress()), SilentProgress()
+    )
     compare(f"latents, {chips} chips", normalised(latents), expected.latents)
-    frames = runner.decode(MODEL, latents, Silent())
+    frames = runner.decode(MODEL, latents, SilentProgress())
     assert frames.shape == (settings.num_frames, settings.height, settings.width, 3)
     compare(f"frames, {chips} chips", frames.numpy(), expected.frames)
 
@@ -167,10 +169,12 @@ def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, comp
 def test_a_checkpoint_may_name_the_other_scheduler_itself():
     config = {**SPEC.recipe.scheduler, "_class_name": "CogVideoXDPMScheduler"}
     shape = SPEC.geometry.latent_shape(ODD)
-    own = solver_table.table_for(SPEC, config, ODD, shape)
-    chosen = solver_table.table_for(SPEC, SPEC.recipe.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"), shape)
-    plain = solver_table.table_for(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"), shape)
-    published = solver_table.table_for(SPEC, SPEC.recipe.scheduler, ODD, shape)
+    own = solver_table.build_table(SPEC, config, ODD, shape)
+    chosen = solver_table.build_table(
+        SPEC, SPEC.recipe.scheduler, replace(ODD, scheduler="CogVideoXDPMScheduler"), shape
+    )
+    plain = solver_table.build_table(SPEC, config, replace(ODD, scheduler="CogVideoXDDIMScheduler"), shape)
+    published = solver_table.build_table(SPEC, SPEC.recipe.scheduler, ODD, shape)
     assert np.array_equal(own.table, chosen.table) and own.draws == chosen.draws != ()
     assert np.array_equal(plain.table, published.table) and plain.draws == ()
 
@@ -179,10 +183,10 @@ def test_a_checkpoint_may_name_the_other_scheduler_itself():
 def test_guidance_that_changes_compiles_nothing_anew():
     """It is an argument of the one program: 1 at the least, and one more than guidance_scale at the most."""
     runner = engine(8)
-    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
-    runner.denoise(MODEL, ODD, *embeds, Silent())
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress())
+    runner.denoise(MODEL, ODD, *embeds, SilentProgress())
     before = runner.counts["compile"]
-    runner.denoise(MODEL, replace(ODD_DYNAMIC, guidance_scale=3.0), *embeds, Silent())
+    runner.denoise(MODEL, replace(ODD_DYNAMIC, guidance_scale=3.0), *embeds, SilentProgress())
     assert runner.counts["compile"] == before
     scales = [SPEC.recipe.guidance_at(3.0, timestep, ODD_DYNAMIC.num_inference_steps) for timestep in range(1000)]
     assert 1 <= min(scales) < 1.1 and 3.9 < max(scales) <= 4
@@ -194,7 +198,7 @@ def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: 
     latents = torch.randn(1, 16, 4, 10, 14, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         expected = upstream_pipeline().vae.decode(latents).sample[0].permute(1, 2, 3, 0) / 2 + 0.5
-    ours = engine(8).decode(MODEL, {"samples": latents}, Silent())
+    ours = engine(8).decode(MODEL, {"samples": latents}, SilentProgress())
     compare("4 latent frames", ours.numpy(), expected.clamp(0, 1).numpy())
 
 
@@ -203,9 +207,9 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 3 blocks, 6 steps and the VAE."""
     runner, expected = engine(8), oracle(FLAT)
     model = replace(MODEL, precision="bfloat16")
-    embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
-    latents = runner.denoise(model, FLAT, *embeds, Silent())
-    frames = runner.decode(model, latents, Silent())
+    embeds = runner.encode(model, SHORT, NEGATIVE, SilentProgress())
+    latents = runner.denoise(model, FLAT, *embeds, SilentProgress())
+    frames = runner.decode(model, latents, SilentProgress())
     compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT)[:1], error=4e-2, slope=3e-3)
     compare("latents, bfloat16", normalised(latents), expected.latents, error=1.5e-2, slope=3e-3)
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=1.5e-1, overall=2e-2, slope=3e-3)
@@ -221,8 +225,8 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     }
     model, runner = parity.write_other_dimensions(SPEC, tmp_path / "other", changes), engine(8)
     expected = generate(parity.upstream("CogVideoXPipeline", tmp_path / "other"), TALL)
-    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
-    compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, NEGATIVE, SilentProgress()), SilentProgress())
+    compare("frames, other dimensions", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -241,8 +245,12 @@ def test_every_setting_changes_the_result(change: dict):
     """Each widget has its effect on a second run, when everything is loaded and compiled."""
     runner, negative = engine(8), change.get("negative_prompt", NEGATIVE)
     settings = replace(ODD, **{name: value for name, value in change.items() if name != "negative_prompt"})
-    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent())["samples"]
-    second = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, negative, Silent()), Silent())["samples"]
+    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress()), SilentProgress())[
+        "samples"
+    ]
+    second = runner.denoise(
+        MODEL, settings, *runner.encode(MODEL, SHORT, negative, SilentProgress()), SilentProgress()
+    )["samples"]
     assert difference(first, second) > 1e-3
 
 
@@ -267,12 +275,12 @@ def test_bad_settings_are_refused(change: dict, sentence: str):
 def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(pipeline, "engine", lambda progress: SimpleNamespace(run=lambda *args, **given: {}))
+    monkeypatch.setattr(pipeline, "get_engine", lambda progress: SimpleNamespace(run=lambda *args, **given: {}))
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.published.hub_id)
 
     def warnings(**widgets: int) -> list[str]:
         caplog.clear()
-        pipeline.denoise(model, SPEC.settings(**widgets), [], None, progress=Silent())
+        pipeline.denoise(model, SPEC.settings(**widgets), [], None, progress=SilentProgress())
         return [record.getMessage() for record in caplog.records]
 
     shown = SPEC.settings()

@@ -18,14 +18,14 @@ from comfyui_tpu.tests.models import test_cogvideox as flagship
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
-T2V, SPEC = flagship.SPEC, spec_by_name("cogvideox1.5-5b-i2v")
+T2V, SPEC = flagship.SPEC, lookup_spec("cogvideox1.5-5b-i2v")
 MODEL = parity.tiny_model(SPEC)
 # Latent frames 5 and 3, padded to 6 and 4; tokens 3 * 5 * 7 = 105 and 2 * 7 * 3 = 42.
 ODD, TALL = replace(flagship.ODD, num_inference_steps=3), replace(flagship.TALL, num_inference_steps=3)
@@ -33,7 +33,7 @@ ODD, TALL = replace(flagship.ODD, num_inference_steps=3), replace(flagship.TALL,
 
 @functools.cache
 def upstream_pipeline() -> Any:
-    return parity.upstream("CogVideoXImageToVideoPipeline", tiny.ensure(SPEC))
+    return parity.upstream("CogVideoXImageToVideoPipeline", tiny.ensure_random(SPEC))
 
 
 def picture(settings: Settings) -> Any:
@@ -45,7 +45,7 @@ def picture(settings: Settings) -> Any:
 
 def condition(model: ModelRef, settings: Settings, chips: int) -> Any:
     pixels = torch.from_numpy(np.asarray(picture(settings), np.float32) / 255)[None]
-    return engine(chips).encode_image(model, pixels, settings, Silent())
+    return engine(chips).encode_image(model, pixels, settings, SilentProgress())
 
 
 @functools.cache
@@ -115,16 +115,16 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: 
 def test_a_video_from_a_picture_equals_upstreams(chips: int, settings: Settings, compare: Callable):
     runner = engine(chips)
     expected = flagship.generate(upstream_pipeline(), settings, image=picture(settings))
-    embeds = runner.encode(MODEL, flagship.SHORT, flagship.NEGATIVE, Silent())
-    latents = runner.denoise(MODEL, settings, *embeds, Silent(), condition(MODEL, settings, chips))
+    embeds = runner.encode(MODEL, flagship.SHORT, flagship.NEGATIVE, SilentProgress())
+    latents = runner.denoise(MODEL, settings, *embeds, SilentProgress(), condition(MODEL, settings, chips))
     compare(f"latents, {chips} chips", latents["samples"].numpy() * 0.7, expected.latents)
-    frames = runner.decode(MODEL, latents, Silent())
+    frames = runner.decode(MODEL, latents, SilentProgress())
     assert frames.shape == (settings.num_frames, settings.height, settings.width, 3)
     compare(f"frames, {chips} chips", frames.numpy(), expected.frames)
 
 
 def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
-    class Host(Silent):
+    class Host(SilentProgress):
         folders = Folders()
 
     numbers = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 1, "guidance_scale": 1.0, "seed": 0,
@@ -143,8 +143,8 @@ def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
 
 
 def test_a_folder_is_taken_for_what_it_is_and_other_models_are_refused(tmp_path: Path):
-    assert variant(T2V, str(tiny.ensure(SPEC))) is SPEC
-    assert variant(SPEC, str(tiny.ensure(T2V))) is T2V
+    assert resolve_variant(T2V, str(tiny.ensure_random(SPEC))) is SPEC
+    assert resolve_variant(SPEC, str(tiny.ensure_random(T2V))) is T2V
     changes = {part.name: {} for part in SPEC.components} | {"transformer": {"ofs_embed_dim": None}}
     folder = parity.write_other_dimensions(SPEC, tmp_path / "other", changes).model_id
     with pytest.raises(

@@ -26,8 +26,8 @@ from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
 from comfyui_tpu.tpu_runtime.programs import modules, network_call
-from comfyui_tpu.tpu_runtime.programs.program import Target
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("Flux2")
 MODEL = parity.tiny_model(SPEC)
@@ -39,7 +39,7 @@ TALL = Settings(height=208, width=48, num_inference_steps=6, guidance_scale=1.0,
 CASES = {"odd": ODD, "tall": TALL}
 
 
-class Host(Silent):
+class Host(SilentProgress):
     folders = Folders(models=())
 
 
@@ -66,7 +66,7 @@ def build_pipeline(folder: Path) -> Any:
 
 @functools.cache
 def pipeline() -> Any:
-    return build_pipeline(tiny.ensure(SPEC))
+    return build_pipeline(tiny.ensure_random(SPEC))
 
 
 def generate(pipe: Any, settings: Settings, **references: Any) -> parity.Result:
@@ -89,7 +89,7 @@ def embeddings(prompt: str) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
-    embeds, negative = engine(chips).encode(MODEL, prompt, "", Silent())
+    embeds, negative = engine(chips).encode(MODEL, prompt, "", SilentProgress())
     what = "one word" if prompt == SHORT else "over 512 tokens"
     compare(f"embeddings, {what}, {chips} chips", embeds[0][0].numpy(), embeddings(prompt), error=NETWORK)
     assert negative is None
@@ -97,9 +97,9 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
 
 
 def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
-    config = json.loads((tiny.ensure(SPEC) / "tokenizer" / "tokenizer_config.json").read_text())
+    config = json.loads((tiny.ensure_random(SPEC) / "tokenizer" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "LlamaTokenizerFast" and "padding_side" not in config  # as published
-    tokenizer = tokens.load_tokenizer(tiny.ensure(SPEC) / "tokenizer")
+    tokenizer = tokens.load_tokenizer(tiny.ensure_random(SPEC) / "tokenizer")
     assert tokenizer.padding_side == "right"  # transformers 5, of any class
     ids, mask = mistral3.tokenize(tokenizer, [SHORT, LONG])
     empty = int((mask[0] == 0).sum())
@@ -111,11 +111,11 @@ def test_padding_after_the_text_is_masked_too(compare: Callable):
     pipe = pipeline()
     ids, mask = mistral3.tokenize(pipe.tokenizer, [SHORT])
     ids, mask = (np.roll(x, -int((mask == 0).sum())) for x in (ids, mask))
-    network = modules.build(SPEC.component("text_encoder"), SPEC.component("text_encoder").tiny)
+    network = modules.build_network(SPEC.component("text_encoder"), SPEC.component("text_encoder").tiny)
     assert mask[0, 0] == 1 and not any("vision" in name or "lm_head" in name for name in network.weights)
-    run = network_call.call_program(
+    run = network_call.build_call_program(
         SPEC, "text_encoder", SPEC.component("text_encoder").tiny,
-        Target(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
+        CompileTarget(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
         partition="replicated", carries=False,
     )  # fmt: skip
     ours, *_ = run.compile()(parity.tiny_weights(SPEC, "text_encoder", run), ids, mask)
@@ -156,9 +156,9 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     expected = oracle(settings)
-    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, "", Silent()), Silent())
+    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, "", SilentProgress()), SilentProgress())
     compare(f"latents, {case}, {chips} chips", latents["samples"].numpy(), expected.latents)
-    compare(f"picture, {case}, {chips} chips", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+    compare(f"picture, {case}, {chips} chips", runner.decode(MODEL, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.slow
@@ -178,8 +178,8 @@ def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
             (condition,) = node_stages._encode_references(SPEC, Host(), **given, model=None, precision="float32")
     shapes = [tuple(x.shape) for x in condition["tensors"].values()]
     assert shapes == [(1, 128, 5, 6), (1, 128, 4, 6)] and list(condition["tensors"]) == ["reference_0", "reference_1"]
-    embeds = runner.encode(MODEL, SHORT, "", Silent())
-    latents = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"].numpy()
+    embeds = runner.encode(MODEL, SHORT, "", SilentProgress())
+    latents = runner.denoise(MODEL, ODD, *embeds, SilentProgress(), condition)["samples"].numpy()
     compare("latents, two references", latents, expected.latents)
     assert difference(latents, oracle(ODD).latents) > 1e-3
 
@@ -189,14 +189,14 @@ def test_alpha_and_pixels_beyond_the_range_do_not_change_a_reference():
     image = torch.rand(1, 64, 98, 4, generator=torch.Generator().manual_seed(3)) * 1.6 - 0.3
     plain = image[..., :3].clamp(0.0, 1.0)
     found, expected = (
-        engine(8).encode_image(MODEL, x, ODD, Silent())["tensors"]["reference_0"] for x in (image, plain)
+        engine(8).encode_image(MODEL, x, ODD, SilentProgress())["tensors"]["reference_0"] for x in (image, plain)
     )
     assert torch.equal(found, expected)
 
 
 def test_a_reference_that_upstream_refuses_is_refused():
     with pytest.raises(ValueError, match="Image too small: 200×40"):
-        engine(8).encode_image(MODEL, torch.zeros(1, 40, 200, 3), ODD, Silent())
+        engine(8).encode_image(MODEL, torch.zeros(1, 40, 200, 3), ODD, SilentProgress())
 
 
 @pytest.mark.slow
@@ -204,11 +204,11 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 30 + 5 blocks, 6 steps and the VAE."""
     runner, expected = engine(8), oracle(ODD)
     model = replace(MODEL, precision="bfloat16")
-    embeds = runner.encode(model, SHORT, "", Silent())
-    latents = runner.denoise(model, ODD, *embeds, Silent())
+    embeds = runner.encode(model, SHORT, "", SilentProgress())
+    latents = runner.denoise(model, ODD, *embeds, SilentProgress())
     compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT), error=9e-2, slope=1e-2)
     compare("latents, bfloat16", latents["samples"].numpy(), expected.latents, error=1.5e-2, slope=3e-3)
-    picture = runner.decode(model, latents, Silent()).numpy()
+    picture = runner.decode(model, latents, SilentProgress()).numpy()
     # Upstream's own VAE in bfloat16 is off by 4e-2 already, with these random weights.
     compare("picture, bfloat16", picture, expected.frames, error=2e-1, overall=5e-2, slope=5e-3)
 
@@ -235,9 +235,9 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     model = parity.write_other_dimensions(SPEC, tmp_path / "other", changes)
     expected = generate(build_pipeline(tmp_path / "other"), TALL)
     runner = engine(8)
-    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, "", Silent()), Silent())
+    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, "", SilentProgress()), SilentProgress())
     compare("latents, other dimensions", latents["samples"].numpy(), expected.latents)
-    compare("picture, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    compare("picture, other dimensions", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.slow
@@ -254,9 +254,9 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
 def test_every_setting_changes_the_result(change: dict):
     runner = engine(8)
     settings = replace(ODD, **{key: value for key, value in change.items() if key != "prompt"})
-    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, "", Silent()), Silent())["samples"]
-    embeds = runner.encode(MODEL, change.get("prompt", SHORT), "", Silent())
-    second = runner.denoise(MODEL, settings, *embeds, Silent())["samples"]
+    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, "", SilentProgress()), SilentProgress())["samples"]
+    embeds = runner.encode(MODEL, change.get("prompt", SHORT), "", SilentProgress())
+    second = runner.denoise(MODEL, settings, *embeds, SilentProgress())["samples"]
     assert difference(first, second) > 1e-3
 
 
@@ -281,10 +281,10 @@ def test_bad_numbers_are_refused_with_what_would_do(name: str, value: Any, sente
 
 def test_latents_and_embeddings_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"must be \(batch, 128, height / 16, width / 16\)"):
-        engine(8).decode(MODEL, {"samples": torch.zeros(1, 16, 64, 64)}, Silent())
+        engine(8).decode(MODEL, {"samples": torch.zeros(1, 16, 64, 64)}, SilentProgress())
     embeds = [[torch.zeros(1, 512, 100), {"length": 512}]]
     with pytest.raises(ValueError, match=r"text of shape \(1, 512, 100\); this model takes \(1, 512, 120\)"):
-        engine(8).denoise(MODEL, ODD, embeds, None, Silent())
+        engine(8).denoise(MODEL, ODD, embeds, None, SilentProgress())
 
 
 def encode_with(runner: Runner, model: ModelRef, image: torch.Tensor, size: dict, progress: Any) -> dict:

@@ -22,14 +22,14 @@ from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
 from comfyui_tpu.tpu_runtime.programs import modules, network_call
-from comfyui_tpu.tpu_runtime.programs.program import Target
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 DEV = spec_for_family("Flux2")
-DISTILLED, BASE = spec_by_name("flux2-klein-4b"), spec_by_name("flux2-klein-base-4b")
+DISTILLED, BASE = lookup_spec("flux2-klein-4b"), lookup_spec("flux2-klein-base-4b")
 SHORT = "cat"
 LONG = "A cat holding a sign that says hello world. " * 60  # over 512 tokens
 # 5 x 7 = 35 latent tokens, with the text 547: neither divides by 4 or by 3.
@@ -37,13 +37,13 @@ ODD = Settings(height=80, width=112, num_inference_steps=3, guidance_scale=4.0, 
 FOUR_STEPS = replace(ODD, num_inference_steps=4)
 
 
-class Host(Silent):
+class Host(SilentProgress):
     folders = Folders(models=())
 
 
 @functools.cache
 def pipeline(name: str) -> Any:
-    return parity.upstream("Flux2KleinPipeline", tiny.ensure(spec_by_name(name)))
+    return parity.upstream("Flux2KleinPipeline", tiny.ensure_random(lookup_spec(name)))
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def reference() -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [pytest.param(1, LONG, marks=pytest.mark.recorded), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
-    both = engine(chips).encode(parity.tiny_model(BASE), prompt, "", Silent())
+    both = engine(chips).encode(parity.tiny_model(BASE), prompt, "", SilentProgress())
     for given, found in zip((prompt, ""), both, strict=True):
         assert found is not None
         compare(f"embeddings of {given[:9]!r}, {chips} chips", found[0][0].numpy(), embeddings(given), error=NETWORK)
@@ -84,11 +84,11 @@ def test_padding_before_the_text_is_masked_too(compare: Callable):
         "<|im_start|>user\ncat<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
     ids, mask = (np.roll(x, int((mask == 0).sum())) for x in (ids, mask))
-    run = network_call.call_program(
-        BASE, "text_encoder", component.tiny, Target(devices=tuple(jax.devices()[:3]), precision="float32"),
+    run = network_call.build_call_program(
+        BASE, "text_encoder", component.tiny, CompileTarget(devices=tuple(jax.devices()[:3]), precision="float32"),
         qwen3.encode_text, (ids, mask), partition="replicated", carries=False,
     )  # fmt: skip
-    network = modules.build(component, component.tiny)
+    network = modules.build_network(component, component.tiny)
     assert mask[0, -1] == 1 and not any("lm_head" in name or "norm.weight" == name for name in network.weights)
     ours, *_ = run.compile()(parity.tiny_weights(BASE, "text_encoder", run), ids, mask)
     with torch.no_grad():
@@ -139,19 +139,19 @@ def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings
     expected = parity.generate(pipeline(spec.name), settings, prompt=SHORT, **shown)
     runner, model = engine(8), parity.tiny_model(spec)
     image = torch.from_numpy(reference().astype(np.float32) / 255.0)[None]
-    condition = runner.encode_image(model, image, settings, Silent()) if pictures else None
-    embeds = runner.encode(model, SHORT, "", Silent())
+    condition = runner.encode_image(model, image, settings, SilentProgress()) if pictures else None
+    embeds = runner.encode(model, SHORT, "", SilentProgress())
     assert (embeds[1] is None) == (spec is DISTILLED)
-    latents = runner.denoise(model, settings, *embeds, Silent(), condition)
+    latents = runner.denoise(model, settings, *embeds, SilentProgress(), condition)
     wanted = expected.latents.swapaxes(1, 2).reshape(latents["samples"].shape)
     compare(f"latents, {spec.name}", latents["samples"].numpy(), wanted)
-    picture = runner.decode(model, latents, Silent()).numpy()
+    picture = runner.decode(model, latents, SilentProgress()).numpy()
     compare(f"picture, {spec.name}", picture, expected.frames)
 
 
 def test_a_checkpoint_is_known_by_what_it_says_of_distillation(tmp_path: Path):
     for name, said in {"distilled": {"is_distilled": True}, "base": {}, "also_base": {"is_distilled": False}}.items():
-        shutil.copytree(tiny.ensure(BASE), tmp_path / name)
+        shutil.copytree(tiny.ensure_random(BASE), tmp_path / name)
         index = json.loads((tmp_path / name / "model_index.json").read_text())
         (tmp_path / name / "model_index.json").write_text(json.dumps({**index, **said}))
         wanted = DISTILLED if name == "distilled" else BASE

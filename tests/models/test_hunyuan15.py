@@ -23,13 +23,13 @@ from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import guider, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import hunyuan15 as hunyuan15_text
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("HunyuanVideo15")
-I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")
+I2V = lookup_spec("hunyuanvideo1.5-i2v-720p")
 MODEL = parity.tiny_model(SPEC)
 I2V_MODEL = parity.tiny_model(I2V)
 PLAIN, QUOTED, NEGATIVE = "cat", 'a cat with a sign that says "Hi" and “du”', "blurred details, overexposed"
@@ -57,12 +57,12 @@ def upstream() -> Iterator[None]:
 
 @functools.cache
 def pipeline() -> Any:
-    return parity.upstream("HunyuanVideo15Pipeline", tiny.ensure(SPEC))
+    return parity.upstream("HunyuanVideo15Pipeline", tiny.ensure_random(SPEC))
 
 
 @functools.cache
 def image_pipeline(name: str = I2V.name) -> Any:
-    return load_image_pipeline(tiny.ensure(spec_by_name(name)))
+    return load_image_pipeline(tiny.ensure_random(lookup_spec(name)))
 
 
 def load_image_pipeline(folder: Path) -> Any:
@@ -78,7 +78,7 @@ def load_image_pipeline(folder: Path) -> Any:
 def generate(pipe: Any, spec: ModelSpec, settings: Settings, prompt: str, **arguments: Any) -> parity.Result:
     """What upstream gives for `settings`; without a shift the scheduler is the checkpoint's."""
     shift = {"shift": settings.shift} if settings.shift else {}
-    pipe.scheduler = solver_table.scheduler_from({**spec.recipe.scheduler, **shift})
+    pipe.scheduler = solver_table.build_scheduler({**spec.recipe.scheduler, **shift})
     pipe.guider.guidance_scale = settings.guidance_scale
     with upstream():
         latents = pipe(
@@ -111,7 +111,7 @@ def embeddings(prompt: str) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "chips"), [(PLAIN, 1), (QUOTED, 3), (LONG, 8)], ids=["plain", "quoted", "long"])
 def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, compare: Callable):
-    encoded = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
+    encoded = engine(chips).encode(MODEL, prompt, NEGATIVE, SilentProgress())
     for (main, info), text in zip((encoded[0][0], encoded[1][0]), (prompt, NEGATIVE), strict=True):
         expected = embeddings(text)
         compare(f"prompt, {chips} chips", main.numpy(), expected["text"], error=NETWORK)
@@ -162,9 +162,11 @@ def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
     """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""
     settings, prompt, chips = CASES[case]
     runner, expected = engine(chips), oracle(settings, prompt)
-    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, prompt, NEGATIVE, Silent()), Silent())
+    latents = runner.denoise(
+        MODEL, settings, *runner.encode(MODEL, prompt, NEGATIVE, SilentProgress()), SilentProgress()
+    )
     compare(f"latents, {case}, {chips} chips", latents["samples"].numpy() * SCALE, expected.latents)
-    frames = runner.decode(MODEL, latents, Silent())
+    frames = runner.decode(MODEL, latents, SilentProgress())
     compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
 
 
@@ -187,7 +189,7 @@ OURS = ("error:The given NumPy array is not writable", "error:__array__ implemen
 @pytest.mark.filterwarnings(*OURS)
 def test_a_picture_is_encoded_as_upstream_encodes_it(compare: Callable):
     pipe = image_pipeline()
-    condition = engine(8).encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, Silent())
+    condition = engine(8).encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, SilentProgress())
     with upstream():
         tokens = pipe.encode_image(picture(), 1, "cpu", torch.float32)
         zeros = torch.zeros(I2V.geometry.latent_shape(PICTURE))
@@ -203,12 +205,12 @@ def test_a_picture_is_encoded_as_upstream_encodes_it(compare: Callable):
 @pytest.mark.filterwarnings(*OURS)
 def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
     pipe, runner = image_pipeline(), engine(8)
-    condition = runner.encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, Silent())
+    condition = runner.encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, SilentProgress())
     expected = generate(pipe, I2V, PICTURE, QUOTED, image=picture())
-    embeds = runner.encode(I2V_MODEL, QUOTED, NEGATIVE, Silent())
-    latents = runner.denoise(I2V_MODEL, PICTURE, *embeds, Silent(), condition)
+    embeds = runner.encode(I2V_MODEL, QUOTED, NEGATIVE, SilentProgress())
+    latents = runner.denoise(I2V_MODEL, PICTURE, *embeds, SilentProgress(), condition)
     compare("latents from a picture", latents["samples"].numpy() * SCALE, expected.latents)
-    compare("frames from a picture", runner.decode(I2V_MODEL, latents, Silent()).numpy(), expected.frames)
+    compare("frames from a picture", runner.decode(I2V_MODEL, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.recorded
@@ -216,9 +218,9 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 2 + 3 blocks, 3 steps and the VAE."""
     runner, expected = engine(1), oracle(FLAT, PLAIN)
     model = replace(MODEL, precision="bfloat16")
-    embeds = runner.encode(model, PLAIN, NEGATIVE, Silent())
-    latents = runner.denoise(model, FLAT, *embeds, Silent())
-    frames = runner.decode(model, latents, Silent())
+    embeds = runner.encode(model, PLAIN, NEGATIVE, SilentProgress())
+    latents = runner.denoise(model, FLAT, *embeds, SilentProgress())
+    frames = runner.decode(model, latents, SilentProgress())
     states = embeds[0][0][0].numpy(), embeddings(PLAIN)["text"]
     compare("prompt, bfloat16", *states, error=2e-1, overall=1e-1, slope=3e-3)
     compare("latents, bfloat16", latents["samples"].numpy() * SCALE, expected.latents, error=1.2e-2, slope=3e-3)
@@ -241,8 +243,8 @@ def test_other_dimensions_work_too(tmp_path, compare: Callable):
     pipe = parity.upstream("HunyuanVideo15Pipeline", folder)
     expected = generate(pipe, SPEC, TALL, QUOTED, height=TALL.height, width=TALL.width)
     runner = engine(1)
-    latents = runner.denoise(model, TALL, *runner.encode(model, QUOTED, NEGATIVE, Silent()), Silent())
-    compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    latents = runner.denoise(model, TALL, *runner.encode(model, QUOTED, NEGATIVE, SilentProgress()), SilentProgress())
+    compare("frames, other dimensions", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 CHANGES = ({"shift": 3.0}, {"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"prompt": 'a cat, "Ho"'})
@@ -252,8 +254,10 @@ CHANGES = ({"shift": 3.0}, {"num_inference_steps": 3}, {"seed": 11}, {"guidance_
 def tall_latents() -> torch.Tensor:
     runner = engine(3)
     # A prompt of its own: QUOTED may come from the prompt cache, and the encoders would not be compiled.
-    runner.encode(MODEL, 'a cat that says "Hey"', NEGATIVE, Silent())
-    return runner.denoise(MODEL, TALL, *runner.encode(MODEL, QUOTED, NEGATIVE, Silent()), Silent())["samples"]
+    runner.encode(MODEL, 'a cat that says "Hey"', NEGATIVE, SilentProgress())
+    return runner.denoise(MODEL, TALL, *runner.encode(MODEL, QUOTED, NEGATIVE, SilentProgress()), SilentProgress())[
+        "samples"
+    ]
 
 
 @pytest.mark.slow
@@ -262,14 +266,14 @@ def test_every_setting_changes_the_result(change: dict):
     """Each widget has its effect on a second run, when everything is loaded and compiled."""
     runner, settings = engine(3), replace(TALL, **{name: x for name, x in change.items() if name != "prompt"})
     first, before = tall_latents(), runner.counts["compile"]
-    embeds = runner.encode(MODEL, change.get("prompt", QUOTED), NEGATIVE, Silent())
-    second = runner.denoise(MODEL, settings, *embeds, Silent())["samples"]
+    embeds = runner.encode(MODEL, change.get("prompt", QUOTED), NEGATIVE, SilentProgress())
+    second = runner.denoise(MODEL, settings, *embeds, SilentProgress())["samples"]
     assert runner.counts["compile"] == before
     assert difference(first, second) > 1e-3
 
 
 def test_bad_inputs_are_refused_in_a_sentence():
-    class Host(Silent):
+    class Host(SilentProgress):
         folders = Folders()
 
     with pytest.raises(ValueError, match=r"^HunyuanVideo 1.5 T2V: num_frames is 120; it must be 4k \+ 1 between 1 and"):
@@ -299,7 +303,7 @@ def test_bad_inputs_are_refused_in_a_sentence():
 
 def with_guider(folder: Any, **config: Any) -> ModelRef:
     """The built-in checkpoint with another guider."""
-    shutil.copytree(tiny.ensure(SPEC), folder)
+    shutil.copytree(tiny.ensure_random(SPEC), folder)
     guider = {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0, **config}
     written = {name: value for name, value in guider.items() if value is not None}
     (folder / "guider" / "guider_config.json").write_text(json.dumps(written))
@@ -320,9 +324,9 @@ LITTLE = replace(TALL, guidance_scale=1.5)
 def test_a_guider_that_does_nothing_leaves_guidance_out(tmp_path, config: dict):
     found, host = with_guider(tmp_path / "other", **config).locate(), Said()
     for settings in (TALL, LITTLE):
-        assert guider.scale_for(found, settings.guidance_scale, host) == 1
+        assert guider.resolve_guidance_scale(found, settings.guidance_scale, host) == 1
     assert host.said == ["The checkpoint is CFG-distilled: guidance_scale is taken as 1"] * 2
-    assert guider.scale_for(found, FLAT.guidance_scale, host) == FLAT.guidance_scale
+    assert guider.resolve_guidance_scale(found, FLAT.guidance_scale, host) == FLAT.guidance_scale
 
 
 @pytest.mark.parametrize(
@@ -339,15 +343,17 @@ def test_another_guider_is_refused_unless_nothing_is_guided(tmp_path, config: di
     found = with_guider(tmp_path / "other", **config).locate()
     for settings in (TALL, LITTLE):
         with pytest.raises(ValueError, match=message):
-            guider.scale_for(found, settings.guidance_scale, Silent())
-    assert guider.scale_for(found, FLAT.guidance_scale, Silent()) == FLAT.guidance_scale
+            guider.resolve_guidance_scale(found, settings.guidance_scale, SilentProgress())
+    assert guider.resolve_guidance_scale(found, FLAT.guidance_scale, SilentProgress()) == FLAT.guidance_scale
 
 
 def test_a_plain_guider_changes_nothing(tmp_path):
     """Whatever its scale, or upstream's where it states none: the node's is taken."""
     for name, config in {"stated": {}, "unstated": {"guidance_scale": None}}.items():
-        assert guider.scale_for(with_guider(tmp_path / name, **config).locate(), 6.0, Silent()) == 6
-    assert guider.scale_for(MODEL.locate(), 6.0, Silent()) == 6
+        assert (
+            guider.resolve_guidance_scale(with_guider(tmp_path / name, **config).locate(), 6.0, SilentProgress()) == 6
+        )
+    assert guider.resolve_guidance_scale(MODEL.locate(), 6.0, SilentProgress()) == 6
 
 
 def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():

@@ -13,12 +13,12 @@ from comfyui_tpu.tests.models import test_hunyuan15 as flagship
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.engine import conditioning
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, spec_by_name, spec_for_family
-from comfyui_tpu.tpu_runtime.programs.generation import Denoising
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, lookup_spec, spec_for_family
+from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_recipes_are_as_published(name: str, shift: float, guidance: float, step
     assert processor.calculate_default_height_width(9, 16, area) == (settings.height, settings.width)
     even = np.linspace(1, 0, steps + 1)
     shifted = 1000 * shift * even / (1 + (shift - 1) * even)
-    table = Denoising.published(spec, settings).table
+    table = DenoisingPlan.published(spec, settings).table
     np.testing.assert_allclose(table.timesteps, shifted[:-1], rtol=1e-6)
     np.testing.assert_allclose(table.next_timesteps, shifted[1:], rtol=1e-6)
 
@@ -63,17 +63,17 @@ def test_recipes_are_as_published(name: str, shift: float, guidance: float, step
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.family == SPEC.family], ids=lambda spec: spec.name)
 def test_a_folder_is_taken_for_what_its_configs_say(spec: ModelSpec):
     """Whichever of the family's nodes it is given to. What guidance is, is read when it runs."""
-    found = variant(SPEC, str(tiny.ensure(spec)))
+    found = resolve_variant(SPEC, str(tiny.ensure_random(spec)))
     assert found.name == spec.name.removesuffix("-distilled" if "step" not in spec.name else "")
-    assert variant(SPEC, spec.published.hub_id) is spec
+    assert resolve_variant(SPEC, spec.published.hub_id) is spec
 
 
 def test_a_mean_flow_is_refused_by_name_where_it_is_not_known():
-    plain = spec_by_name("hunyuanvideo1.5-i2v-480p")
+    plain = lookup_spec("hunyuanvideo1.5-i2v-480p")
     with pytest.raises(ValueError, match="I2V 480p: use_meanflow is true in .*; supported is false"):
-        ModelRef(spec_name=plain.name, model_id=str(tiny.ensure(MEAN_FLOW))).check()
+        ModelRef(spec_name=plain.name, model_id=str(tiny.ensure_random(MEAN_FLOW))).check()
     with pytest.raises(ValueError, match="480p-step-distilled: use_meanflow is false in .*; supported is true"):
-        ModelRef(spec_name=MEAN_FLOW.name, model_id=str(tiny.ensure(plain))).check()
+        ModelRef(spec_name=MEAN_FLOW.name, model_id=str(tiny.ensure_random(plain))).check()
 
 
 @functools.cache
@@ -122,25 +122,27 @@ def embeds(prompt: str) -> Any:
     """Upstream's as CONDITIONING."""
     given = flagship.embeddings(prompt)
     encoded = [(given[name], given[f"{name}_length"]) for name in ("text", "text_2")]
-    return conditioning.conditioning(SPEC, encoded, 0)
+    return conditioning.build_conditioning(SPEC, encoded, 0)
 
 
 def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
     """Encoders and decoder are the flagship's. One branch on three chips, whatever the widget says."""
     pipe, model = flagship.image_pipeline(MEAN_FLOW.name), parity.tiny_model(MEAN_FLOW)
     expected = flagship.generate(pipe, MEAN_FLOW, PICTURE, flagship.QUOTED, image=flagship.picture())
-    picture = conditioning.condition(MEAN_FLOW, PICTURE, condition())
+    picture = conditioning.build_condition(MEAN_FLOW, PICTURE, condition())
     asked = replace(PICTURE, guidance_scale=6.0)
-    latents = engine(3).denoise(model, asked, embeds(flagship.QUOTED), None, Silent(), picture)
+    latents = engine(3).denoise(model, asked, embeds(flagship.QUOTED), None, SilentProgress(), picture)
     compare("latents, mean flow", latents["samples"].numpy() * flagship.SCALE, expected.latents)
 
 
 def test_a_cfg_distilled_checkpoint_runs_one_branch(compare: Callable, caplog: pytest.LogCaptureFixture):
     """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
-    pipe, model = parity.upstream("HunyuanVideo15Pipeline", tiny.ensure(DISTILLED)), parity.tiny_model(DISTILLED)
+    pipe, model = parity.upstream("HunyuanVideo15Pipeline", tiny.ensure_random(DISTILLED)), parity.tiny_model(DISTILLED)
     flat = replace(FLAT, guidance_scale=pipe.guider.guidance_scale)
     expected = flagship.generate(pipe, DISTILLED, flat, flagship.PLAIN, height=flat.height, width=flat.width)
     asked = replace(flat, guidance_scale=6.0)
-    latents = engine(1).denoise(model, asked, embeds(flagship.PLAIN), None, Silent())  # the flagship's own program
+    latents = engine(1).denoise(
+        model, asked, embeds(flagship.PLAIN), None, SilentProgress()
+    )  # the flagship's own program
     compare("latents, distilled", latents["samples"].numpy() * flagship.SCALE, expected.latents)
     assert "guidance_scale 6.0 is taken as 1" in caplog.text

@@ -18,15 +18,15 @@ from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 KERNELS = ((local, "by_kernel"), (prologue, "divide"), (prologue, "join"), (residual_norm, "by_kernel"))
 # All-to-alls where heads divide by it, else a ring, or both: the miniatures have 2 to 6 heads.
 CHIPS = (1, 2, 3, 8)
 # Every family's blocks once, every arrangement once: `--attention pallas` asks for the rest.
 FAMILIES = ("wan2.1-t2v-14b", "hunyuanvideo1.5-t2v-720p", "flux2-dev", "cogvideox1.5-5b")
-CASES = [(spec_by_name(name), count) for name, count in zip(FAMILIES, CHIPS, strict=True)]
+CASES = [(lookup_spec(name), count) for name, count in zip(FAMILIES, CHIPS, strict=True)]
 
 
 def odd(spec: ModelSpec) -> Settings:
@@ -39,9 +39,9 @@ def odd(spec: ModelSpec) -> Settings:
 @functools.cache
 def given(name: str) -> dict[str, np.ndarray]:
     """Texts of different lengths for the rows, and a condition, by the names of the denoiser's inputs."""
-    spec, random = spec_by_name(name), np.random.default_rng(7)
+    spec, random = lookup_spec(name), np.random.default_rng(7)
     config = checkpoint.locate(spec, spec.miniature.random_id).config(
-        spec.component(spec.denoiser.experts[0]), Silent()
+        spec.component(spec.denoiser.experts[0]), SilentProgress()
     )
     settings = odd(spec)
     rows = spec.branches(settings.guidance_scale)
@@ -50,7 +50,7 @@ def given(name: str) -> dict[str, np.ndarray]:
         shape = (rows, text.max_length, int(config[text.width_key]))
         found[text.name] = random.normal(size=shape).astype(np.float32)
         found[f"{text.name}_length"] = np.array([text.max_length, 3][:rows], np.int32)
-    for condition, shape in spec.conditions(config, spec.geometry.latent_shape(settings)).items():
+    for condition, shape in spec.condition_shapes(config, spec.geometry.latent_shape(settings)).items():
         found[condition] = random.normal(size=shape).astype(np.float32)
     return found
 
@@ -63,7 +63,7 @@ def denoised(spec: ModelSpec, mesh: MeshShape) -> np.ndarray:
 
 @functools.cache
 def by_the_reference(name: str) -> np.ndarray:
-    return denoised(spec_by_name(name), MeshShape())
+    return denoised(lookup_spec(name), MeshShape())
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_the_kernel_gives_what_the_reference_gives(
     expected = by_the_reference(spec.name)
     parity.poison_padding(monkeypatch)
     parity.use_kernel(monkeypatch)
-    ran = mock.Mock(wraps=local.by_kernel)
-    monkeypatch.setattr(local, "by_kernel", ran)
+    ran = mock.Mock(wraps=local.attend_with_kernel)
+    monkeypatch.setattr(local, "attend_with_kernel", ran)
     compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=NETWORK)
     assert ran.called
 
@@ -95,7 +95,7 @@ REAL_HEADS = {
 def test_heads_of_the_published_size_go_through_every_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
-    spec, changes = spec_by_name(name), {**REAL_HEADS[name], "num_attention_heads": 4, "num_layers": 1}
+    spec, changes = lookup_spec(name), {**REAL_HEADS[name], "num_attention_heads": 4, "num_layers": 1}
     settings = odd(spec)
     sample = parity.random_latents(spec, settings)
 

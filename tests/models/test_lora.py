@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ SHORT = replace(test_wan21.ODD, num_inference_steps=1)
 def write_lora(path: Path, family: str, seed: int) -> Path:
     """Of every projection in the blocks, as diffusers saves it; ranks differ from layer to layer."""
     generator = torch.Generator().manual_seed(seed)
-    folder = tiny.ensure(spec_for_family(family)) / "transformer"
+    folder = tiny.ensure_random(spec_for_family(family)) / "transformer"
     weights = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
     tensors = {}
     for name, weight in weights.items():
@@ -46,20 +46,20 @@ def test_two_loras_on_both_experts_equal_upstreams(tmp_path: Path, compare: Call
     """The first LoRA on both experts, the second on that of low noise alone."""
     settings, runner = replace(test_wan22_i2v.ODD, num_inference_steps=4), engine(8)
     first, second = (write_lora(tmp_path / f"{seed}.safetensors", "Wan22I2V", seed) for seed in (1, 2))
-    pipe = test_wan22_i2v.load_pipeline(tiny.ensure(test_wan22_i2v.SPEC))
+    pipe = test_wan22_i2v.load_pipeline(tiny.ensure_random(test_wan22_i2v.SPEC))
     pipe.load_lora_weights(str(first), adapter_name="first")
     pipe.load_lora_weights(str(first), adapter_name="first", load_into_transformer_2=True)
     pipe.load_lora_weights(str(second), adapter_name="second", load_into_transformer_2=True)
     pipe.transformer.set_adapters(["first"], [0.7])
     pipe.transformer_2.set_adapters(["first", "second"], [0.7, -0.3])
     expected = test_wan22_i2v.generate(pipe, settings).latents
-    condition = runner.encode_image(MODEL, test_wan22_i2v.picture(settings), settings, Silent())
-    embeds = runner.encode(MODEL, test_wan22_i2v.SHORT, test_wan22_i2v.NEGATIVE, Silent())
+    condition = runner.encode_image(MODEL, test_wan22_i2v.picture(settings), settings, SilentProgress())
+    embeds = runner.encode(MODEL, test_wan22_i2v.SHORT, test_wan22_i2v.NEGATIVE, SilentProgress())
     mean, std = wan_vae.latent_stats(test_wan22_i2v.SPEC.component("vae_decoder").config)
 
     def latents(*loras: Lora) -> np.ndarray:
         model = replace(MODEL, loras=loras)
-        samples = runner.denoise(model, settings, *embeds, Silent(), condition)["samples"]
+        samples = runner.denoise(model, settings, *embeds, SilentProgress(), condition)["samples"]
         return ((samples - mean) / std).numpy()
 
     loras = Lora(path=str(first), strength=0.7), Lora(path=str(second), strength=-0.3, expert="low")
@@ -73,11 +73,11 @@ class Wan:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.embeds = runner.encode(WAN21, test_wan21.SHORT, test_wan21.NEGATIVE, Silent())
+        self.embeds = runner.encode(WAN21, test_wan21.SHORT, test_wan21.NEGATIVE, SilentProgress())
 
     def latents(self, *loras: Lora, progress: Any = None) -> torch.Tensor:
         model = replace(WAN21, loras=loras)
-        return self.runner.denoise(model, SHORT, *self.embeds, progress or Silent())["samples"]
+        return self.runner.denoise(model, SHORT, *self.embeds, progress or SilentProgress())["samples"]
 
     def weights(self) -> dict[str, bytes]:
         (resident,) = (one for one in self.runner.device_cache.list() if one.component == "transformer")
@@ -139,7 +139,7 @@ def test_a_cancel_while_merging_leaves_no_half_merged_weights(wan: Wan, tmp_path
     class Cancelled(Exception):
         pass
 
-    class CancelHalfway(Silent):
+    class CancelHalfway(SilentProgress):
         def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
             if unit == "MiB" and done > 0:
                 raise Cancelled
@@ -155,7 +155,7 @@ def test_a_cancel_while_merging_leaves_no_half_merged_weights(wan: Wan, tmp_path
 def test_a_lora_of_one_expert_leaves_the_other_alone():
     loras = tuple(Lora(path="a", strength=1.0, expert=expert) for expert in ("both", "high", "low"))
     two = replace(MODEL, loras=(*loras, Lora(path="b", strength=0.0)))
-    assert two.loras_of("transformer") == loras[:2]
-    assert two.loras_of("transformer_2") == (loras[0], loras[2])
-    assert two.loras_of("text_encoder") == ()
-    assert ModelRef(spec_name=WAN21.spec_name, model_id="x", loras=loras).loras_of("transformer") == loras[:2]
+    assert two.select_loras("transformer") == loras[:2]
+    assert two.select_loras("transformer_2") == (loras[0], loras[2])
+    assert two.select_loras("text_encoder") == ()
+    assert ModelRef(spec_name=WAN21.spec_name, model_id="x", loras=loras).select_loras("transformer") == loras[:2]

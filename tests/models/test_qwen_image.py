@@ -21,13 +21,13 @@ from comfyui_tpu.tests.support.patience import mostly
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from diffusers import AutoencoderKLQwenImage
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-SPEC = spec_by_name("qwen-image-2512")
+SPEC = lookup_spec("qwen-image-2512")
 MODEL = parity.tiny_model(SPEC)
 SHORT = "cat"
 LONG = "A coffee shop entrance with a chalkboard sign. " * 120  # over 1024 tokens
@@ -39,7 +39,7 @@ GUIDED = replace(WHOLE, guidance_scale=4.0)
 
 @functools.cache
 def pipeline() -> Any:
-    return parity.upstream("QwenImagePipeline", tiny.ensure(SPEC))
+    return parity.upstream("QwenImagePipeline", tiny.ensure_random(SPEC))
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def states(prompt: str) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
-    both = engine(chips).encode(MODEL, prompt, "", Silent())
+    both = engine(chips).encode(MODEL, prompt, "", SilentProgress())
     for given, found in zip((prompt, ""), both, strict=True):
         assert found is not None
         wanted = states(given)
@@ -130,21 +130,21 @@ def test_latents_and_picture_equal_upstreams(settings: Settings, compare: Callab
         pipeline(), settings, prompt=SHORT, negative_prompt="blur", true_cfg_scale=settings.guidance_scale
     )
     runner = engine(8)
-    embeds = runner.encode(MODEL, SHORT, "blur", Silent())
-    latents = runner.denoise(MODEL, settings, *embeds, Silent())
+    embeds = runner.encode(MODEL, SHORT, "blur", SilentProgress())
+    latents = runner.denoise(MODEL, settings, *embeds, SilentProgress())
     found = torch.from_numpy(expected.latents)
     wanted = pipeline()._unpack_latents(found, settings.height, settings.width, 8)
     config = pipeline().vae.config
     mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     compare("latents", latents["samples"].numpy(), (wanted * std + mean).numpy())
-    compare("picture", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+    compare("picture", runner.decode(MODEL, latents, SilentProgress()).numpy(), expected.frames)
 
 
 def as_published(folder: Path) -> Path:
     """The miniature as the makers have theirs: the language model within one that also sees, by the names and with the
     config that transformers 4 wrote, its head and its eyes beside it; and the VAE by its own class.
     """
-    shutil.copytree(tiny.ensure(SPEC), folder)
+    shutil.copytree(tiny.ensure_random(SPEC), folder)
     own = AutoModel.from_pretrained(folder / "text_encoder")
     sizes = {"depth": 2, "hidden_size": 40, "intermediate_size": 52, "num_heads": 5, "out_hidden_size": 60}
     text = {name: value for name, value in own.config.to_dict().items() if name not in ("architectures", "model_type")}
@@ -183,5 +183,5 @@ def test_a_folder_as_published_gives_what_upstream_makes_of_it(tmp_path: Path, c
     assert type(pipe.vae) is AutoencoderKLQwenImage and type(pipe.text_encoder) is Qwen2_5_VLForConditionalGeneration
     expected = parity.generate(pipe, ODD, prompt=SHORT, negative_prompt="blur", true_cfg_scale=4.0)
     model, runner = ModelRef(spec_name=SPEC.name, model_id=str(folder), precision="float32"), engine(2)
-    latents = runner.denoise(model, ODD, *runner.encode(model, SHORT, "blur", Silent()), Silent())
-    compare("picture", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    latents = runner.denoise(model, ODD, *runner.encode(model, SHORT, "blur", SilentProgress()), SilentProgress())
+    compare("picture", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)

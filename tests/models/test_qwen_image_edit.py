@@ -24,9 +24,9 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
 from comfyui_tpu.tpu_runtime.files import read_header
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.models.text_encoders.qwen_image import SEEN
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.models.text_encoders.qwen_image import IMAGE_PAD
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 pytestmark = pytest.mark.slow
 
-SPEC = spec_by_name("qwen-image-edit-2511")
+SPEC = lookup_spec("qwen-image-edit-2511")
 MODEL = parity.tiny_model(SPEC)
 PROMPT, NEGATIVE = "a red hat", "blur"
 ODD = Settings(height=80, width=112, num_inference_steps=3, guidance_scale=4.0, seed=7)
@@ -58,16 +58,16 @@ class Processor:
     def __call__(self, text: list[str], images: list[Any], **options: Any) -> BatchFeature:
         seen = self.image_processor(images=images, return_tensors="pt")
         counts = (seen["image_grid_thw"].prod(dim=1) // 4).tolist()
-        parts = [one.split(SEEN) for one in text]
+        parts = [one.split(IMAGE_PAD) for one in text]
         filled = [
-            "".join(part + SEEN * count for part, count in zip(each, [*counts, 0], strict=True)) for each in parts
+            "".join(part + IMAGE_PAD * count for part, count in zip(each, [*counts, 0], strict=True)) for each in parts
         ]
         return BatchFeature({**self.tokenizer(filled, padding=True, return_tensors="pt"), **seen})
 
 
 @functools.cache
 def pipeline() -> Any:
-    return build_pipeline(tiny.ensure(SPEC))
+    return build_pipeline(tiny.ensure_random(SPEC))
 
 
 def build_pipeline(folder: Path) -> Any:
@@ -76,7 +76,7 @@ def build_pipeline(folder: Path) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     pipe = parity.upstream("QwenImageEditPlusPipeline", folder, processor=Processor(tokenizer))
-    encoder, image_id = pipe.text_encoder, tokenizer.convert_tokens_to_ids(SEEN)
+    encoder, image_id = pipe.text_encoder, tokenizer.convert_tokens_to_ids(IMAGE_PAD)
     encoder.config.image_token_id = encoder.model.config.image_token_id = image_id
     forward = encoder.forward
     encoder.forward = lambda **given: forward(**given, mm_token_type_ids=(given["input_ids"] == image_id).int())
@@ -97,7 +97,7 @@ def as_pil(picture: torch.Tensor) -> Image.Image:
 
 
 def encoded(chips: int, number: int) -> ImageCondition:
-    found = [engine(chips).encode_image(MODEL, each, ODD, Silent()) for each in pictures()[:number]]
+    found = [engine(chips).encode_image(MODEL, each, ODD, SilentProgress()) for each in pictures()[:number]]
     return runtime.join_references(found)
 
 
@@ -118,7 +118,9 @@ def states(prompt: str, number: int) -> np.ndarray:
 )
 def test_prompts_about_pictures_are_encoded_as_upstream_encodes_them(chips: int, number: int, compare: Callable):
     condition = encoded(chips, number)
-    both = engine(chips).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition)
+    both = engine(chips).run(
+        "encode", MODEL, SilentProgress(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition
+    )
     for given, found in zip((PROMPT, NEGATIVE), both, strict=True):
         wanted = states(given, number)
         assert found is not None and found[0][1]["length"] == len(wanted)
@@ -203,13 +205,13 @@ def test_latents_and_picture_equal_upstreams(number: int, compare: Callable):
         true_cfg_scale=ODD.guidance_scale,
     )  # fmt: skip
     runner, condition = engine(8), encoded(8, number)
-    embeds = runner.run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition)
-    latents = runner.denoise(MODEL, ODD, *embeds, Silent(), condition=condition)
+    embeds = runner.run("encode", MODEL, SilentProgress(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition)
+    latents = runner.denoise(MODEL, ODD, *embeds, SilentProgress(), condition=condition)
     wanted = pipeline()._unpack_latents(torch.from_numpy(expected.latents), ODD.height, ODD.width, 8)
     config = pipeline().vae.config
     mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     compare("latents", latents["samples"].numpy(), (wanted * std + mean).numpy())
-    compare("picture", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+    compare("picture", runner.decode(MODEL, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.parametrize("times", [4, 24])
@@ -220,7 +222,7 @@ def test_too_many_pictures_for_the_text_encoder_are_said(times: int):
     prompt = PROMPT * (1024 // len(PROMPT) if times == 4 else 1)
     assert (2 * times * one[0, ..., 0].numel() > 1024) == (times == 24)
     with pytest.raises(ValueError, match=f"the prompt and {2 * times} images have .* tokens or more, and the text"):
-        engine(1).run("encode", MODEL, Silent(), prompt=prompt, negative_prompt="", condition=many)
+        engine(1).run("encode", MODEL, SilentProgress(), prompt=prompt, negative_prompt="", condition=many)
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 6, 59), (6, 6, 60), (2, 6, 6, 60), (1, 0, 6, 60)])
@@ -228,26 +230,26 @@ def test_what_no_text_encoder_sees_is_a_sentence(shape: tuple[int, ...]):
     """As another model's condition, or a damaged file, may hold."""
     condition = ImageCondition(tpu_family=SPEC.family, tensors={"seen_0": torch.zeros(shape)})
     with pytest.raises(ValueError, match=r"seen_0 of shape .*; it must be \(1, rows, columns, 60\)"):
-        engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)
+        engine(1).run("encode", MODEL, SilentProgress(), prompt=PROMPT, negative_prompt="", condition=condition)
 
 
 @pytest.mark.parametrize("size", [(1, 60), (300, 4)])
 def test_a_strip_is_a_sentence(size: tuple[int, int]):
     with pytest.raises(ValueError, match=f"the image is {size[1]}x{size[0]}; one side may be 50 times the other"):
-        engine(1).encode_image(MODEL, torch.zeros(1, *size, 3), ODD, Silent())
+        engine(1).encode_image(MODEL, torch.zeros(1, *size, 3), ODD, SilentProgress())
 
 
 def test_a_condition_that_the_text_encoder_cannot_see_is_a_sentence():
     condition = ImageCondition(tpu_family="Flux2", tensors={"reference_0": torch.zeros(1, 128, 4, 4)})
     with pytest.raises(ValueError, match="comes from a Flux2 image encoder of another model"):
-        engine(1).run("encode", MODEL, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)
+        engine(1).run("encode", MODEL, SilentProgress(), prompt=PROMPT, negative_prompt="", condition=condition)
 
 
 def test_single_files_give_what_their_folders_give(tmp_path: Path):
     """As Comfy-Org repackages them: the encoder's file has what it sees with too, by the names of transformers 4. Only
     its name says that the denoiser is 2511, as of fp8 files and GGUF's.
     """
-    source = tiny.ensure(SPEC)
+    source = tiny.ensure_random(SPEC)
     folders = "transformer", "text_encoder", "vae"
     files = [single_files.write_folder(tmp_path / f"{name}.safetensors", source, SPEC, name) for name in folders]
     tensors, config = load_file(files[0]), json.loads(read_header(files[0])[1]["config"])
@@ -263,7 +265,7 @@ def test_single_files_give_what_their_folders_give(tmp_path: Path):
     found = []
     for model in (MODEL, chosen):
         runner = engine(1)
-        condition = runner.encode_image(model, pictures()[0], ODD, Silent())
-        embeds = runner.run("encode", model, Silent(), prompt=PROMPT, negative_prompt="", condition=condition)
-        found.append(runner.denoise(model, ODD, *embeds, Silent(), condition=condition)["samples"])
+        condition = runner.encode_image(model, pictures()[0], ODD, SilentProgress())
+        embeds = runner.run("encode", model, SilentProgress(), prompt=PROMPT, negative_prompt="", condition=condition)
+        found.append(runner.denoise(model, ODD, *embeds, SilentProgress(), condition=condition)["samples"])
     assert torch.equal(*found)

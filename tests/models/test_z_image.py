@@ -16,10 +16,10 @@ from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tests.support.patience import mostly
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-TURBO, BASE = spec_by_name("z-image-turbo"), spec_by_name("z-image")
+TURBO, BASE = lookup_spec("z-image-turbo"), lookup_spec("z-image")
 SHORT = "cat"
 LONG = "A small steam train on a snowy mountain. " * 40  # over 512 tokens
 # 5 x 7 = 35 patches, which are padded to 64; and 32, which are not.
@@ -30,7 +30,7 @@ GUIDED = replace(ODD, guidance_scale=4.0)
 
 @functools.cache
 def pipeline(name: str) -> Any:
-    return parity.upstream("ZImagePipeline", tiny.ensure(spec_by_name(name)))
+    return parity.upstream("ZImagePipeline", tiny.ensure_random(lookup_spec(name)))
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def states(prompt: str) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), (3, SHORT), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
-    both = engine(chips).encode(parity.tiny_model(TURBO), prompt, "", Silent())
+    both = engine(chips).encode(parity.tiny_model(TURBO), prompt, "", SilentProgress())
     for given, found in zip((prompt, ""), both, strict=True):
         assert found is not None
         wanted = states(given)
@@ -132,11 +132,11 @@ def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings
     theirs = replace(settings, guidance_scale=settings.guidance_scale - 1)
     expected = parity.generate(pipeline(spec.name), theirs, prompt=SHORT, negative_prompt="blur")
     runner, model = engine(8), parity.tiny_model(spec)
-    embeds = runner.encode(model, SHORT, "blur", Silent())
-    latents = runner.denoise(model, settings, *embeds, Silent())
+    embeds = runner.encode(model, SHORT, "blur", SilentProgress())
+    latents = runner.denoise(model, settings, *embeds, SilentProgress())
     vae = pipeline(spec.name).vae.config
     compare("latents", latents["samples"].numpy(), expected.latents / vae.scaling_factor + vae.shift_factor)
-    compare("picture", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    compare("picture", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 def test_a_distilled_model_says_what_it_was_made_for():

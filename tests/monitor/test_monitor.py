@@ -18,7 +18,7 @@ from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.tests.support.chips import GIB, chip, tpu
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.monitor import feed as feeds
-from comfyui_tpu.tpu_runtime.monitor.feed import Feed
+from comfyui_tpu.tpu_runtime.monitor.feed import StatsFeed
 from comfyui_tpu.tpu_runtime.monitor.readings import Sampler, read_libtpu
 
 web = pytest.importorskip("aiohttp.web")
@@ -187,9 +187,9 @@ class Counting:
 
 
 def test_ten_clients_cost_one_sample_and_none_on_the_event_loop(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(feeds, "FRESH_S", PATIENCE_S)
+    monkeypatch.setattr(feeds, "MAX_AGE_S", PATIENCE_S)
     runtime = Counting()
-    feed = Feed(runtime, patience_s=PATIENCE_S)
+    feed = StatsFeed(runtime, patience_s=PATIENCE_S)
 
     async def ask() -> list[bytes]:
         answers = await asyncio.gather(*(feed.answer() for _ in range(10)))
@@ -203,7 +203,7 @@ def test_ten_clients_cost_one_sample_and_none_on_the_event_loop(monkeypatch: pyt
 
 def test_it_samples_at_most_twice_a_second():
     runtime = Counting()
-    feed = Feed(runtime, patience_s=PATIENCE_S)
+    feed = StatsFeed(runtime, patience_s=PATIENCE_S)
 
     async def ask() -> None:
         while runtime.calls < 3:
@@ -212,11 +212,11 @@ def test_it_samples_at_most_twice_a_second():
 
     asyncio.run(ask())
     pauses = [later - before for before, later in pairwise(runtime.moments)]
-    assert min(pauses) >= feeds.FRESH_S, pauses
+    assert min(pauses) >= feeds.MAX_AGE_S, pauses
 
 
 def test_256_chips_cost_the_event_loop_under_5_ms():
-    feed = Feed(Counting(tpu(256, platform="cpu")), patience_s=PATIENCE_S)
+    feed = StatsFeed(Counting(tpu(256, platform="cpu")), patience_s=PATIENCE_S)
     assert len(json.loads(asyncio.run(feed.answer()))["chips"]) == 256
     begun = time.thread_time()
     asyncio.run(_many(feed, 100))
@@ -225,7 +225,7 @@ def test_256_chips_cost_the_event_loop_under_5_ms():
     assert each_ms < 5
 
 
-async def _many(feed: Feed, count: int) -> None:
+async def _many(feed: StatsFeed, count: int) -> None:
     for _ in range(count):
         await feed.answer()
 
@@ -233,7 +233,9 @@ async def _many(feed: Feed, count: int) -> None:
 def test_a_runtime_that_hangs_gives_old_numbers_with_a_note():
     release = threading.Event()
     runtime = Counting()
-    feed = Feed(lambda: runtime() if runtime.calls == 0 else release.wait(PATIENCE_S) and runtime(), patience_s=0.5)
+    feed = StatsFeed(
+        lambda: runtime() if runtime.calls == 0 else release.wait(PATIENCE_S) and runtime(), patience_s=0.5
+    )
 
     async def ask() -> dict[str, Any]:
         return json.loads(await feed.answer())
@@ -262,11 +264,11 @@ def test_a_sample_that_takes_long_keeps_nobody_waiting():
     """The numbers before are answered meanwhile, without a note; the new ones as soon as they are there."""
     release, runtime = threading.Event(), Counting()
     later = lambda: release.wait(PATIENCE_S) and {**runtime(), "chips": []}  # noqa: E731
-    feed = Feed(lambda: later() if runtime.calls else runtime(), patience_s=PATIENCE_S)
+    feed = StatsFeed(lambda: later() if runtime.calls else runtime(), patience_s=PATIENCE_S)
 
     async def follow() -> None:
         first = await feed.answer()
-        await asyncio.sleep(feeds.FRESH_S)
+        await asyncio.sleep(feeds.MAX_AGE_S)
         answers = await asyncio.wait_for(asyncio.gather(*(feed.answer() for _ in range(10))), 60)
         assert set(answers) == {first} and json.loads(first)["notes"] == []
         release.set()
@@ -280,14 +282,14 @@ def test_a_runtime_that_raises_is_noted():
     def broken() -> dict[str, Any]:
         raise KeyError("coords")
 
-    answer = json.loads(asyncio.run(Feed(broken, patience_s=PATIENCE_S).answer()))
+    answer = json.loads(asyncio.run(StatsFeed(broken, patience_s=PATIENCE_S).answer()))
     assert answer["notes"] == ["The runtime has no statistics: KeyError: 'coords'"]
     assert answer["resident"] == []
 
 
 def test_numbers_that_json_does_not_have_become_null():
     runtime = Counting(tpu(1, platform="cpu", running={"seconds_per_unit": float("nan"), "elapsed_s": float("inf")}))
-    answer = asyncio.run(Feed(runtime, patience_s=PATIENCE_S).answer())
+    answer = asyncio.run(StatsFeed(runtime, patience_s=PATIENCE_S).answer())
     assert json.loads(answer)["running"] == {"seconds_per_unit": None, "elapsed_s": None}
     assert b"NaN" not in answer
 
@@ -312,7 +314,7 @@ class Requests:
     def send(self, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
         async def go() -> tuple[int, Any]:
             table = web.RouteTableDef()
-            feed = Feed(Counting(), patience_s=PATIENCE_S)
+            feed = StatsFeed(Counting(), patience_s=PATIENCE_S)
             routes.add_routes(table, request_unload=self._unload, feed=feed, free=self._free)
             app = web.Application()
             app.add_routes(table)
@@ -353,7 +355,9 @@ def test_those_who_ask_and_leave_leave_no_thread_behind():
 
     async def go() -> None:
         table = web.RouteTableDef()
-        routes.add_routes(table, request_unload=lambda: None, feed=Feed(Counting(), patience_s=PATIENCE_S), free=free)
+        routes.add_routes(
+            table, request_unload=lambda: None, feed=StatsFeed(Counting(), patience_s=PATIENCE_S), free=free
+        )
         app = web.Application()
         app.add_routes(table)
         async with test_utils.TestClient(test_utils.TestServer(app)) as client:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs.queue_end import QueueEnd
+from comfyui_tpu.nodes.graphs.queue_end import QueueEstimator
 
 
 def prompt(seed: int = 0, steps: int = 50, text: str = "a cat") -> dict[str, Any]:
@@ -47,7 +47,7 @@ def item(name: str, graph: Any, created: Any = None) -> tuple:
 
 @pytest.fixture
 def described() -> Any:
-    return lambda queue: QueueEnd(queue).describe()
+    return lambda queue: QueueEstimator(queue).describe()
 
 
 def test_prompts_take_as_long_as_the_last_of_their_kind(described: Any):

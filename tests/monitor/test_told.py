@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.nodes.comfyui import about
-from comfyui_tpu.nodes.graphs.ran import KEY, Records
+from comfyui_tpu.nodes.graphs.ran import KEY, ProvenanceLog
 
 STAGES = ["encode", "denoise", "decode"]
 
@@ -15,7 +15,7 @@ def note(stage: str, seconds: float = 1.0) -> dict[str, Any]:
 
 def test_notes_belong_to_a_node_with_its_inputs():
     """Of a pipeline's stages each is noted under the node; another seed is another result, 5.0 is the page's 5."""
-    records = Records(frozenset({"Wan21TPUPipeline"}))
+    records = ProvenanceLog(frozenset({"Wan21TPUPipeline"}))
 
     def prompt(seed: int, shift: float) -> dict[str, Any]:
         inputs = {"seed": seed, "flow_shift": shift, "model": ["2", 0]}
@@ -45,9 +45,12 @@ def test_notes_belong_to_a_node_with_its_inputs():
 
 
 def test_the_changelog_is_read_in_short_entries(tmp_path: Path):
-    found = about.changes()
-    assert 100 < len(found) <= about.MOST_CHANGES and all(0 < len(entry) <= about.LONGEST_CHANGE for entry in found)
+    found = about.read_changes()
+    assert 100 < len(found) <= about.MAX_CHANGES and all(0 < len(entry) <= about.MAX_CHANGE_LENGTH for entry in found)
     assert not any("`" in entry or "\n" in entry for entry in found)
     (file := tmp_path / "CHANGELOG.md").write_bytes(b"# X\n\n- one\n  `two`\n- three\n\n### Y\n- \xff" + b"z" * 2000)
-    assert about.changes(file)[:2] == ["one two", "three"] and len(about.changes(file)[2]) == about.LONGEST_CHANGE
-    assert about.changes(tmp_path / "none.md") == []
+    assert (
+        about.read_changes(file)[:2] == ["one two", "three"]
+        and len(about.read_changes(file)[2]) == about.MAX_CHANGE_LENGTH
+    )
+    assert about.read_changes(tmp_path / "none.md") == []

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Declaration
-from comfyui_tpu.nodes.headless.runner import HEADLESS
-from comfyui_tpu.nodes.headless.workflow import bypass_index, to_api
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
+from comfyui_tpu.nodes.headless.workflow import find_bypass_input, to_api
 
 SAVE_STAGE = DECLARATIONS["TPUSaveStage"]
 BYPASSED = 4
@@ -97,7 +97,7 @@ NEW_ORDER = [name for name, _ in page_inputs(SAVE_STAGE)]
 @pytest.mark.parametrize("order", [OLD_ORDER, NEW_ORDER], ids=["saved before", "saved now"])
 def test_a_bypassed_save_stage_gives_each_prompt_to_its_own_input(order: list[str]):
     """The page reorders what was saved by the declaration: so older workflows are bypassed right too."""
-    inputs = to_api(saved_page(order), HEADLESS)["3"]["inputs"]
+    inputs = to_api(saved_page(order), HEADLESS_NODES)["3"]["inputs"]
     assert (inputs["prompt_embeds"], inputs["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
 
 
@@ -105,7 +105,7 @@ def test_an_older_page_of_an_active_save_stage_still_loads():
     document = saved_page(OLD_ORDER)
     (node,) = (node for node in document["nodes"] if node["type"] == "TPUSaveStage")
     node["mode"] = 0
-    assert to_api(document, HEADLESS)["2"]["inputs"] == {
+    assert to_api(document, HEADLESS_NODES)["2"]["inputs"] == {
         "folder": "here", "model": ["9", 0], "prompt_embeds": ["1", 0], "negative_prompt_embeds": ["1", 1],
     }  # fmt: skip
 
@@ -124,14 +124,14 @@ def test_an_older_page_of_an_active_save_stage_still_loads():
     ],
 )
 def test_the_pages_rule(inputs: list[str], output: int, given: str, wanted: str, expected: int | None):
-    assert bypass_index(inputs, output, given, wanted) == expected
+    assert find_bypass_input(inputs, output, given, wanted) == expected
 
 
 def test_bypassed_nodes_in_a_circle_are_named():
     document = saved_page(NEW_ORDER)
     document["links"] = [[link, 2 if link in (1, 2) else origin, *rest] for link, origin, *rest in document["links"]]
     with pytest.raises(ValueError, match="bypassed nodes or reroutes are linked in a circle"):
-        to_api(document, HEADLESS)
+        to_api(document, HEADLESS_NODES)
 
 
 def test_a_foreign_bypassed_node_follows_the_same_rule():
@@ -139,5 +139,5 @@ def test_a_foreign_bypassed_node_follows_the_same_rule():
     document = saved_page(NEW_ORDER)
     (node,) = (node for node in document["nodes"] if node["type"] == "TPUSaveStage")
     node["type"] = "SomeoneElses"
-    inputs = to_api(document, HEADLESS)["3"]["inputs"]
+    inputs = to_api(document, HEADLESS_NODES)["3"]["inputs"]
     assert (inputs["prompt_embeds"], inputs["negative_prompt_embeds"]) == (["1", 0], ["1", 1])

@@ -10,7 +10,7 @@ import pytest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.patience import slower
@@ -33,10 +33,10 @@ def name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", PAGE_FILES + API_FILES, ids=name)
 def test_an_example_is_a_valid_workflow(path: Path):
-    workflow = to_api(read(path), HEADLESS)
-    assert validate_workflow(workflow, HEADLESS) == []
+    workflow = to_api(read(path), HEADLESS_NODES)
+    assert validate_workflow(workflow, HEADLESS_NODES) == []
     make_tiny(workflow)
-    assert validate_workflow(workflow, HEADLESS) == []
+    assert validate_workflow(workflow, HEADLESS_NODES) == []
 
 
 @pytest.mark.parametrize("path", PAGE_FILES, ids=name)
@@ -44,7 +44,7 @@ def test_the_page_finds_every_widget_where_it_looks(path: Path):
     """One value for each widget, and one after a seed for its control; our nodes name the pack they come from."""
     for node in read(path)["nodes"]:
         if node["type"] in DECLARATIONS:
-            declared = [i for i in HEADLESS[node["type"]].inputs if i.is_widget]
+            declared = [i for i in HEADLESS_NODES[node["type"]].inputs if i.is_widget]
             assert len(node["widgets_values"]) == len(declared) + sum(bool(i.companion) for i in declared)
             assert node["properties"]["cnr_id"] == "comfyui-tpu"
 
@@ -61,8 +61,8 @@ def test_the_pages_links_agree_at_both_ends(path: Path):
 
 @pytest.mark.parametrize("path", API_FILES, ids=name)
 def test_both_formats_are_the_same_graph(path: Path):
-    from_page = to_api(read(examples.page(path.stem)), HEADLESS)
-    from_api = to_api(read(path), HEADLESS)
+    from_page = to_api(read(examples.page(path.stem)), HEADLESS_NODES)
+    from_api = to_api(read(path), HEADLESS_NODES)
     assert sorted(from_page) == sorted(from_api)
     for node_id, node in from_api.items():
         assert from_page[node_id]["class_type"] == node["class_type"]
@@ -119,8 +119,8 @@ def test_every_example_has_its_thumbnail(tool: Callable[[str], dict[str, Any]]):
 @pytest.mark.parametrize("path", PAGE_FILES + API_FILES, ids=name)
 def test_a_model_is_named_once(path: Path):
     """By the loader, for all stages; by a pipeline node itself, if nothing is added to the model."""
-    workflow = to_api(read(path), HEADLESS)
-    ours = [node for node in workflow.values() if HEADLESS[node["class_type"]].family]
+    workflow = to_api(read(path), HEADLESS_NODES)
+    ours = [node for node in workflow.values() if HEADLESS_NODES[node["class_type"]].family]
     loaders = [node for node in workflow.values() if node["class_type"] == "TPUModelLoader"]
     assert len(loaders) == 1 or (len(ours), len(loaders)) == (1, 0)
     assert len({tuple(node["inputs"].get("model", ())) for node in ours}) == 1

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graphs.graph import Workflow, expected, generations
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.graphs.graph import Workflow, list_generations, plan_generations
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes import examples
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expected, ModelRef
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, PlannedGeneration
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = examples.PAGES + examples.PIPELINES
@@ -24,15 +24,15 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def workflow_of(path: Path, **changes: Any) -> Workflow:
     """An example with each node's input of these names changed."""
-    workflow = to_api(json.loads(path.read_text()), HEADLESS)
+    workflow = to_api(json.loads(path.read_text()), HEADLESS_NODES)
     for node in workflow.values():
         node["inputs"] |= {key: value for key, value in changes.items() if key in node["inputs"]}
     return workflow
 
 
-def one_expected(workflow: Workflow) -> Expected:
+def one_expected(workflow: Workflow) -> PlannedGeneration:
     """As ComfyUI's side asks, which knows no declarations of core nodes."""
-    (found,) = expected(workflow, Folders(), DECLARATIONS)
+    (found,) = plan_generations(workflow, Folders(), DECLARATIONS)
     return found
 
 
@@ -40,7 +40,7 @@ def one_expected(workflow: Workflow) -> Expected:
 def test_an_example_says_model_sizes_and_stages(path: Path):
     workflow = workflow_of(path)
     found = one_expected(workflow)
-    assert [(found.model, found.settings)] == generations(workflow, Folders(), HEADLESS)
+    assert [(found.model, found.settings)] == list_generations(workflow, Folders(), HEADLESS_NODES)
     with_picture = found.model.spec.pictures.encode is not None and "i2v" in examples.twin(path).stem
     looks = found.model.spec.pictures.are_references and any("condition" in one["inputs"] for one in workflow.values())
     before = () if looks else (*(("image",) if with_picture else ()), "denoise")
@@ -66,5 +66,5 @@ def test_programs_that_depend_on_references_are_the_samplers_to_see():
 
 
 def test_a_workflow_that_its_nodes_will_refuse_is_not_expected():
-    assert expected(workflow_of(examples.page("wan21_t2v_720p"), width=81), Folders(), DECLARATIONS) == []
-    assert expected({"1": {"class_type": "SaveImage", "inputs": {}}}, Folders(), DECLARATIONS) == []
+    assert plan_generations(workflow_of(examples.page("wan21_t2v_720p"), width=81), Folders(), DECLARATIONS) == []
+    assert plan_generations({"1": {"class_type": "SaveImage", "inputs": {}}}, Folders(), DECLARATIONS) == []

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.cli.verbs import prompts_of_miniatures
+from comfyui_tpu.cli.verbs import list_tiny_prompts
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, StageNode, by_id
 from comfyui_tpu.nodes.graphs.graph import expand
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.changes import assign
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, execution_order, run_workflow
+from comfyui_tpu.nodes.headless.changes import apply_assignment
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, execution_order, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples
 from PIL import Image
@@ -62,7 +62,7 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 
 def run(workflow: dict) -> dict:
-    return run_workflow(workflow, TerminalHost(Folders(), stream=io.StringIO()), TABLE)
+    return run_workflow(workflow, TerminalContext(Folders(), stream=io.StringIO()), TABLE)
 
 
 def page_node(node_id: int, kind: str, link: int | None = None, **fields: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_an_animated_webp_is_written_with_what_made_it(tmp_path: Path):
         "2": node("SaveAnimatedWEBP", **inputs, method="fastest"),
     }
     folders = Folders(input=tmp_path, output=tmp_path / "out")
-    run_workflow(workflow, TerminalHost(folders, stream=io.StringIO(), tells=True), HEADLESS)
+    run_workflow(workflow, TerminalContext(folders, stream=io.StringIO(), tells=True), HEADLESS_NODES)
     with Image.open(tmp_path / "out" / "moving.webp") as opened:
         told = json.loads(opened.getexif()[0x0110].removeprefix("prompt:"))
         assert told["2"]["inputs"] == inputs | {"method": "fastest"}
@@ -107,7 +107,7 @@ def test_a_stage_is_left_out_without_the_input_it_needs(picture: bool):
     """The pipeline node is text to video without a picture, image to video with one."""
     inputs = {"image": ["1", 0]} if picture else {}
     workflow = {"1": node("LoadImage", image="a.png"), "2": node("HunyuanVideo15TPUPipeline", **inputs)}
-    expanded = expand(workflow, HEADLESS)
+    expanded = expand(workflow, HEADLESS_NODES)
     assert ("2.image" in expanded) == picture
     assert expanded["2.denoise"]["inputs"].get("condition") == (["2.image", 0] if picture else None)
     assert {"2.encode", "2.denoise", "2.decode", "2.video"} <= set(expanded)
@@ -233,14 +233,14 @@ def test_the_original_packs_workflow_still_loads():
     """Its widgets end before ours: flow_shift is there, precision is not."""
     values = [720, 1280, 81, 50, 5, 42, "fixed", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 5]
     document = page({"id": 2, "type": "Wan21TPUSampler", "widgets_values": values}, links=[])
-    inputs = to_api(document, HEADLESS)["2"]["inputs"]
+    inputs = to_api(document, HEADLESS_NODES)["2"]["inputs"]
     assert (inputs["seed"], inputs["model_id"], inputs["flow_shift"]) == (42, values[7], 5)
     assert "precision" not in inputs
 
 
 def test_a_terminal_shows_titles_and_times():
     stream = io.StringIO()
-    host = TerminalHost(Folders(), stream=stream)
+    host = TerminalContext(Folders(), stream=stream)
     with host.timed("Encode"):
         host.text("loading")
         host.step(1, 2, "step")
@@ -252,24 +252,24 @@ def test_a_terminal_shows_titles_and_times():
 
 
 def example() -> dict:
-    return to_api(json.loads(EXAMPLE.read_text()), HEADLESS)
+    return to_api(json.loads(EXAMPLE.read_text()), HEADLESS_NODES)
 
 
 def test_tiny_says_what_the_result_will_show():
     workflow = example()
     make_tiny(workflow)
     said = 'tiny/wan21 shows "a red circle moves right on blue"; to change it: --set 1.prompt="..."'
-    assert list(prompts_of_miniatures(workflow)) == [said]
+    assert list(list_tiny_prompts(workflow)) == [said]
 
 
 def test_tiny_says_that_the_result_will_be_noise():
     """Of a model that no trained miniature stands for."""
-    workflow = to_api(json.loads(examples.page("wan22_i2v_720p").read_text()), HEADLESS)
+    workflow = to_api(json.loads(examples.page("wan22_i2v_720p").read_text()), HEADLESS_NODES)
     for node in workflow.values():
         node["inputs"] |= {"model_id": "Wan-AI/Wan2.2-TI2V-5B-Diffusers"} if "model_id" in node["inputs"] else {}
     make_tiny(workflow)
     said = "tiny/wan22ti2v has random weights: it shows noise, whatever the prompt."
-    assert list(prompts_of_miniatures(workflow)) == [said]
+    assert list(list_tiny_prompts(workflow)) == [said]
 
 
 def test_tiny_changes_models_sizes_and_prompts_and_nothing_else():
@@ -300,7 +300,7 @@ def test_tiny_changes_models_sizes_and_prompts_and_nothing_else():
 def test_set_changes_one_input(assignment: str, place: tuple[str, str], value: Any):
     workflow = example()
     workflow["5"]["_meta"] = {"title": "Save Video"}
-    assign(workflow, assignment)
+    apply_assignment(workflow, assignment)
     assert workflow[place[0]]["inputs"][place[1]] == value
 
 
@@ -356,7 +356,7 @@ def test_a_file_gets_no_line_for_each_step(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr("comfyui_tpu.nodes.headless.runner.time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    host = TerminalHost(Folders(), stream=stream)
+    host = TerminalContext(Folders(), stream=stream)
     for step in range(1, 9):
         host.text(f"Denoising, step {step} of 50, {step / 10:.2f} s a step")
         now[0] += 9.0

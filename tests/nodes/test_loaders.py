@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, with_tpu_loaders
+from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
 
 PAGE = {
     "nodes": [
@@ -30,7 +30,7 @@ def kinds(document: dict[str, Any]) -> list[str]:
 
 def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named():
     before = json.dumps(PAGE)
-    found, changes = with_tpu_loaders(PAGE, [])
+    found, changes = swap_loaders(PAGE, [])
     assert json.dumps(PAGE) == before
     assert kinds(found) == ["TPUUNETLoader", "CLIPLoader", "KSampler", "TPUCLIPLoader", "VAELoader"]
     assert found["nodes"][0]["widgets_values"] == PAGE["nodes"][0]["widgets_values"]
@@ -46,15 +46,15 @@ def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named(
         "VAELoader (unknown.safetensors) stays: the file is not a model that runs on the TPU, or is not in ComfyUI's "
         "folders.",
     ]
-    again, changes = with_tpu_loaders(found, [], back=True)
+    again, changes = swap_loaders(found, [], back=True)
     assert kinds(again) == kinds(PAGE) and len(changes) == 2
 
 
 def test_the_api_form_too():
     api = {"1": {"class_type": "VAELoader", "inputs": {"vae_name": "wan_2.1_vae.safetensors"}}}
-    found, _ = with_tpu_loaders(api, [])
+    found, _ = swap_loaders(api, [])
     assert found == {"1": {"class_type": "TPUVAELoader", "inputs": api["1"]["inputs"]}}
-    assert with_tpu_loaders(found, [], back=True)[0] == api
+    assert swap_loaders(found, [], back=True)[0] == api
 
 
 @pytest.mark.parametrize("is_of_page", [True, False])
@@ -66,7 +66,7 @@ def test_a_quality_that_only_our_loader_has_is_left_behind(is_of_page: bool):
     else:
         ours = {"1": {"class_type": "TPUUNETLoader", "inputs": {"unet_name": file, "weight_dtype": "int8"}}}
         wanted = {"unet_name": file, "weight_dtype": "default"}
-    found, _ = with_tpu_loaders(ours, [], back=True)
+    found, _ = swap_loaders(ours, [], back=True)
     (node,) = found["nodes"] if is_of_page else found.values()
     assert node["widgets_values" if is_of_page else "inputs"] == wanted
 
@@ -80,14 +80,14 @@ def test_a_strangers_file_is_not_looked_for_outside_comfyuis_folders(name: str, 
         if "CLIP" in kind:
             continue
         api = {"1": {"class_type": kind, "inputs": {names[0]: name}}}
-        found, (change,) = with_tpu_loaders(api, [str(tmp_path / "models")])
+        found, (change,) = swap_loaders(api, [str(tmp_path / "models")])
         assert found == api and "the file is not a model that runs on the TPU, or is not in" in change
 
 
 @pytest.mark.parametrize("document", [None, [], 3, "x"])
 def test_what_is_no_workflow_is_said(document: Any):
     with pytest.raises(ValueError, match="This is not a workflow"):
-        with_tpu_loaders(document, [])
+        swap_loaders(document, [])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_is_no_workflow_is_said(document: Any):
      {"nodes": [{"type": "UNETLoader", "widgets_values": None}, {"type": "VAELoader", "properties": 3}]}],
 )  # fmt: skip
 def test_damaged_workflows_come_back_as_they_are(document: dict[str, Any]):
-    assert with_tpu_loaders(document, [])[0] == document
+    assert swap_loaders(document, [])[0] == document
 
 
 def test_the_command_writes_the_file_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

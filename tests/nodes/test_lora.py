@@ -9,9 +9,9 @@ import pytest
 import torch
 from comfyui_tpu.nodes import family, lora, wan21
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graphs.graph import generations
+from comfyui_tpu.nodes.graphs.graph import list_generations
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.nodes.headless.workflow import validate_workflow
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
@@ -43,12 +43,12 @@ def workflow(*names: str) -> dict[str, Any]:
 def test_several_in_a_row_reach_the_nodes_that_take_the_model(folders: Folders, monkeypatch: pytest.MonkeyPatch):
     """By the name in the list, by a path, and beside the workflow."""
     given: list[ModelRef] = []
-    monkeypatch.setattr(pipeline, "warmup", lambda model, settings, progress: given.append(model) or 0)
+    monkeypatch.setattr(pipeline, "warm_up", lambda model, settings, progress: given.append(model) or 0)
     open_ = replace(folders, confined=False)
     outside = folders.workflow / "other.safetensors"
     names = ("wan/style.safetensors", str(outside), "other.safetensors")
     screen = io.StringIO()
-    run_workflow(workflow(*names), TerminalHost(open_, stream=screen))
+    run_workflow(workflow(*names), TerminalContext(open_, stream=screen))
     paths = [str(folders.workflow / "loras" / "wan" / "style.safetensors"), str(outside), str(outside)]
     expected = tuple(Lora(path=path, strength=n / 2) for n, path in enumerate(paths, 1))
     assert given[0].loras == expected
@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_is_refused_before_anything_runs(
     folders: Folders, name: str, confined: bool, problem: str
 ):
     with pytest.raises(ValueError, match=problem):
-        lora.LOADER.check_constants(replace(folders, confined=confined), {"lora_name": name})
+        lora.LOADER.validate_constants(replace(folders, confined=confined), {"lora_name": name})
 
 
 def test_another_content_is_another_result(folders: Folders):
@@ -87,7 +87,7 @@ def test_another_content_is_another_result(folders: Folders):
 def test_miniatures_and_warming_up_do_without(folders: Folders):
     made = workflow("wan/style.safetensors", "wan/style.safetensors")
     sampler = {"class_type": "Wan21TPUSampler", "inputs": {"model": ["2", 0]}}
-    assert generations({**made, "8": sampler}, folders, HEADLESS)[0][0].model_id == "tiny/wan21"
+    assert list_generations({**made, "8": sampler}, folders, HEADLESS_NODES)[0][0].model_id == "tiny/wan21"
     make_tiny(made)
     assert made["9"]["inputs"]["model"] == ["0", 0] and len(made) == 2
-    assert validate_workflow(made, HEADLESS) == []
+    assert validate_workflow(made, HEADLESS_NODES) == []

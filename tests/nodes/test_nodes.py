@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS, cogvideox
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Ref
-from comfyui_tpu.nodes.graphs.graph import expected
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.graphs.graph import plan_generations
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 
-class Host(Silent):
+class Host(SilentProgress):
     folders = Folders(models=("/models/diffusers",))
 
 
@@ -112,7 +112,7 @@ def test_the_pipeline_fills_every_stage_from_its_own_inputs():
     names = [stage.name for stage in PIPELINE.stages]
     used = set()
     for index, stage in enumerate(PIPELINE.stages):
-        declared = HEADLESS[stage.node_id]
+        declared = HEADLESS_NODES[stage.node_id]
         assert {i.name for i in declared.inputs if not i.optional} <= set(stage.inputs)
         for value in stage.inputs.values():
             assert isinstance(value, Ref | Link)
@@ -120,7 +120,7 @@ def test_the_pipeline_fills_every_stage_from_its_own_inputs():
                 used.add(value.input)
             else:
                 source = names.index(value.stage)
-                assert source < index and value.output < len(HEADLESS[PIPELINE.stages[source].node_id].outputs)
+                assert source < index and value.output < len(HEADLESS_NODES[PIPELINE.stages[source].node_id].outputs)
     assert used == own
 
 
@@ -161,7 +161,7 @@ def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime
         assert runtime.calls["denoise"][1] == cogvideox.SPEC.settings(**more)
     assert cogvideox.SPEC.settings(**chosen).scheduler == "CogVideoXDPMScheduler"
     with pytest.raises(ValueError, match="CogVideoX 1.5 5B: scheduler is 'DDIM'; it must be one of checkpoint, CogV"):
-        cogvideox.SAMPLER.check_constants(Host.folders, {"scheduler": "DDIM"})
+        cogvideox.SAMPLER.validate_constants(Host.folders, {"scheduler": "DDIM"})
 
 
 FEW_STEPS = {
@@ -178,7 +178,7 @@ def test_the_sampler_hands_on_how_its_steps_are_run(runtime: Recorder):
     assert {name: getattr(settings, name) for name in expected} == expected
     assert runtime.calls["denoise"][-1] is latents
     with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: sigmas is '1, 1'; each number must be smaller than"):
-        SAMPLER.check_constants(Host.folders, {"sigmas": "1, 1"})
+        SAMPLER.validate_constants(Host.folders, {"sigmas": "1, 1"})
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -209,7 +209,10 @@ def test_a_connected_model_takes_the_place_of_model_id(runtime: Recorder):
 def test_a_loaders_quality_counts_where_the_sampler_asks_for_none(
     of_loader: str, of_sampler: str, wanted: str, runtime: Recorder
 ):
-    loader, given = HEADLESS["TPUModelLoader"], {"model_id": "tiny/wan21", "family": "Wan21", "quality": of_loader}
+    loader, given = (
+        HEADLESS_NODES["TPUModelLoader"],
+        {"model_id": "tiny/wan21", "family": "Wan21", "quality": of_loader},
+    )
     assert isinstance(loader, Node)
     graph: Any = {
         "1": {"class_type": loader.id, "inputs": given},
@@ -219,7 +222,7 @@ def test_a_loaders_quality_counts_where_the_sampler_asks_for_none(
     SAMPLER.run(Host(), **sampler_values(model=model, quality=of_sampler))
     assert runtime.calls["denoise"][1].quality == wanted
     # What is compiled ahead is what will run.
-    (ahead,) = expected(graph, Folders(), HEADLESS)
+    (ahead,) = plan_generations(graph, Folders(), HEADLESS_NODES)
     assert ahead.settings is not None and ahead.settings.quality == wanted
 
 
@@ -309,12 +312,12 @@ def test_another_familys_model_is_refused(runtime: Recorder):
 
 def test_a_queued_node_is_checked_by_what_is_known_then(runtime: Recorder):
     """Links are absent at queue time; the model is looked at, and no weight is."""
-    SAMPLER.check_constants(Host.folders, {"height": 720})
+    SAMPLER.validate_constants(Host.folders, {"height": 720})
     assert runtime.calls == {}
-    SAMPLER.check_constants(Host.folders, {"height": 720, "model_id": "tiny/wan21"})
+    SAMPLER.validate_constants(Host.folders, {"height": 720, "model_id": "tiny/wan21"})
     assert set(runtime.calls) == {"check"}
     with pytest.raises(ValueError, match="height is 721"):
-        SAMPLER.check_constants(Host.folders, {"height": 721})
+        SAMPLER.validate_constants(Host.folders, {"height": 721})
 
 
 def test_the_loader_gives_a_descriptor(runtime: Recorder):

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.headless.runner import HEADLESS
-from comfyui_tpu.nodes.headless.workflow import bypass_index, to_api, validate_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
+from comfyui_tpu.nodes.headless.workflow import find_bypass_input, to_api, validate_workflow
 
 DECODER, VIDEO = "Wan21TPUVAEDecoder", "CreateVideo"
 MUTED, BYPASSED = 2, 4
@@ -16,7 +16,7 @@ def node(node_id: int, kind: str, inputs: dict[str, int | None] | None = None, *
 
 
 def inputs(*nodes: dict[str, Any], links: list[list[Any]] | None = None) -> dict[str, dict[str, Any]]:
-    found = to_api({"nodes": list(nodes), "links": links or []}, HEADLESS)
+    found = to_api({"nodes": list(nodes), "links": links or []}, HEADLESS_NODES)
     return {name: each["inputs"] for name, each in found.items()}
 
 
@@ -28,7 +28,7 @@ def test_a_nodes_title_is_the_users_the_pages_or_its_type():
         node(3, VIDEO, properties={}),
         node(4, VIDEO),
     ]
-    found = to_api({"nodes": nodes, "links": []}, HEADLESS)
+    found = to_api({"nodes": nodes, "links": []}, HEADLESS_NODES)
     assert [found[name]["_meta"]["title"] for name in "1234"] == ["mine", "named", VIDEO, VIDEO]
 
 
@@ -73,11 +73,11 @@ UUID = "3f2b1c9a-77e0-4a52-9c1e-0d5f6a7b8c9d"
 def test_a_subgraph_is_named_as_the_user_named_it(definitions: Any, said: str):
     document = {"nodes": [node(7, UUID)], "links": [], "definitions": definitions}
     with pytest.raises(ValueError) as error:
-        to_api(document, HEADLESS)
+        to_api(document, HEADLESS_NODES)
     assert said in str(error.value) and UUID not in str(error.value)
     assert "Unpack Subgraph" in str(error.value) and "Export (API)" in str(error.value)
     document["nodes"][0]["mode"] = MUTED
-    assert to_api(document, HEADLESS) == {}
+    assert to_api(document, HEADLESS_NODES) == {}
 
 
 def test_links_that_lead_nowhere_are_named():
@@ -123,17 +123,17 @@ def test_a_bypassed_node_that_nobody_knows_joins_what_fits():
     ],
 )  # fmt: skip
 def test_which_input_stands_in_for_an_output(types: list[str], output: int, given: str, wanted: str, index: int | None):
-    assert bypass_index(types, output, given, wanted) == index
+    assert find_bypass_input(types, output, given, wanted) == index
 
 
 def test_what_a_workflow_links_wrongly_is_said_by_output_and_type():
     decoder = {"class_type": DECODER, "inputs": {"latents": ["9", 0]}, "_meta": {"title": "D"}}
-    outputs = HEADLESS[DECODER].outputs
+    outputs = HEADLESS_NODES[DECODER].outputs
     frames = [one.name for one in outputs].index("frames")
 
     def said(link: list[Any], name: str = "images") -> list[str]:
         video = {"class_type": VIDEO, "inputs": {"images": ["1", frames], "fps": 16.0, name: link}}
-        return [one for one in validate_workflow({"1": decoder, "2": video}, HEADLESS) if one.startswith(VIDEO)]
+        return [one for one in validate_workflow({"1": decoder, "2": video}, HEADLESS_NODES) if one.startswith(VIDEO)]
 
     assert said(["1", frames]) == []
     assert said(["7", 0]) == [f"{VIDEO} (node 2): images is linked to node 7, which does not exist."]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.nodes.test_headless import EXAMPLE, ROOT, node
 from comfyui_tpu.tpu_runtime import media
@@ -64,15 +64,15 @@ def test_three_stages_in_three_processes_give_the_frames_of_one_run(tmp_path: Pa
     assert len(frames(tmp_path / "wan21.mp4")) == 5
 
 
-def folders(out: Path) -> TerminalHost:
-    return TerminalHost(Folders(output=out), stream=io.StringIO())
+def folders(out: Path) -> TerminalContext:
+    return TerminalContext(Folders(output=out), stream=io.StringIO())
 
 
 def stage_workflow(**nodes: dict) -> dict:
     """The nodes, with a loader of the tiny model connected to each."""
     workflow = {"model": node("TPUModelLoader", model_id="tiny/wan21", family="Wan21")}
     for node_id, made in nodes.items():
-        takes_model = any(declared.name == "model" for declared in HEADLESS[made["class_type"]].inputs)
+        takes_model = any(declared.name == "model" for declared in HEADLESS_NODES[made["class_type"]].inputs)
         workflow[node_id] = node(
             made["class_type"], **made["inputs"], **({"model": ["model", 0]} if takes_model else {})
         )
@@ -163,7 +163,7 @@ def test_the_stage_nodes_keep_an_encoded_picture(tmp_path: Path):
     size = {"height": 64, "width": 96, "num_frames": 5}
     condition = {"tpu_family": "Wan22I2V", **size, "tensors": {"condition": torch.rand(1, 20, 2, 8, 12)}}
     given = {"folder": "here", "model": model, "negative_prompt_embeds": None, "latents": None}
-    save, load = HEADLESS["TPUSaveStage"], HEADLESS["TPULoadStage"]
+    save, load = HEADLESS_NODES["TPUSaveStage"], HEADLESS_NODES["TPULoadStage"]
     with pytest.raises(ValueError, match="condition goes into the file of prompt_embeds; connect prompt_embeds too."):
         save.run(folders(tmp_path), **{**given, "latents": {}}, prompt_embeds=None, condition=condition)
     prompt = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 3}]]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.headless.structure import api_nodes, page_links, page_nodes
+from comfyui_tpu.nodes.headless.structure import read_api_nodes, read_page_links, read_page_nodes
 
 AGAIN = " Save the workflow again."
 KIND = ", which is of the wrong kind. Save it again."
@@ -20,7 +20,7 @@ def test_a_pages_nodes_are_known_by_id_without_what_is_null():
         "outputs": [{"name": "c", "links": None}],
     }  # fmt: skip
     second = {"id": "2:1", "type": "B", "widgets_values": {"x": 1}}
-    assert page_nodes(page(first, second)) == {
+    assert read_page_nodes(page(first, second)) == {
         "1": {
             "id": 1, "type": "A", "mode": 0, "properties": {}, "widgets_values": ["x", None],
             "inputs": [{"name": "a", "link": 3}, {"name": "b"}], "outputs": [{"name": "c"}],
@@ -54,20 +54,20 @@ OF_NODE_1 = {"id": 7, "type": "A"}
 )  # fmt: skip
 def test_a_page_that_is_built_otherwise_says_where(node: Any, sentence: str):
     with pytest.raises(ValueError) as error:
-        page_nodes(page({"id": 1, "type": "A"}, node))
+        read_page_nodes(page({"id": 1, "type": "A"}, node))
     assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("name", ["nodes", "links"])
 def test_nodes_and_links_are_lists(name: str):
     with pytest.raises(ValueError) as error:
-        (page_nodes if name == "nodes" else page_links)({**page(), name: {"1": 2}})
+        (read_page_nodes if name == "nodes" else read_page_links)({**page(), name: {"1": 2}})
     assert str(error.value) == f"The workflow's {name} are {{'1': 2}}; they must be a list."
 
 
 def test_links_say_from_where_in_both_forms():
     links = [[1, 5, 0, 6, 2, "LATENT"], [2, "5:1", 1], {"id": 3, "origin_id": 5, "origin_slot": 2, "type": "X"}]
-    assert page_links({"links": links}) == {1: ("5", 0), 2: ("5:1", 1), 3: ("5", 2)}
+    assert read_page_links({"links": links}) == {1: ("5", 0), 2: ("5:1", 1), 3: ("5", 2)}
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,19 @@ def test_links_say_from_where_in_both_forms():
 )  # fmt: skip
 def test_a_link_that_does_not_say_so_is_shown(link: Any):
     with pytest.raises(ValueError) as error:
-        page_links({"links": [link]})
+        read_page_links({"links": [link]})
     assert str(error.value) == f"A link of the workflow is {link!r}; it must say its id, from which node and output."
 
 
 def test_an_api_nodes_title_and_inputs_are_its_own():
     document = {"1": {"class_type": "A", "inputs": {"x": 1}, "_meta": {"title": "T", "more": 2}, "is_changed": None}}
-    found = api_nodes(document)
+    found = read_api_nodes(document)
     assert found == {"1": {"class_type": "A", "inputs": {"x": 1}, "_meta": {"title": "T"}}}
     found["1"]["inputs"]["x"] = 2
     assert document["1"]["inputs"] == {"x": 1}
     for meta in ({}, {"_meta": {}}, {"_meta": {"title": 3}}, {"_meta": None}):
-        assert api_nodes({"1": {"class_type": "A", **meta}}) == {"1": {"class_type": "A", "inputs": {}}}
+        assert read_api_nodes({"1": {"class_type": "A", **meta}}) == {"1": {"class_type": "A", "inputs": {}}}
     for node, said in (({"inputs": []}, "has inputs []"), ({"_meta": "x"}, "has _meta 'x'")):
         with pytest.raises(ValueError) as error:
-            api_nodes({"9": node})
+            read_api_nodes({"9": node})
         assert str(error.value) == f"Node 9 {said}, which is of the wrong kind. Save it again."

@@ -11,10 +11,10 @@ import pytest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graphs.graph import expand, expected
+from comfyui_tpu.nodes.graphs.graph import expand, plan_generations
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.graphs.upgrade import upgraded
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.graphs.upgrade import upgrade_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.support.patience import slower
@@ -47,22 +47,22 @@ def check_links(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize("pack", separate_packs.ALL)
 def test_a_saved_workflow_has_todays_nodes(pack: str):
     before = separate_packs.ALL[pack]()
-    document, changes = upgraded(before, DECLARATIONS)
+    document, changes = upgrade_workflow(before, DECLARATIONS)
     assert before == separate_packs.ALL[pack]()  # a copy was changed
     assert changes[0] == HEADLINE
     check_links(document)
     for node in document["nodes"]:
         if node["type"] in DECLARATIONS:
-            declared = [one for one in HEADLESS[node["type"]].inputs if one.is_widget]
+            declared = [one for one in HEADLESS_NODES[node["type"]].inputs if one.is_widget]
             assert len(node["widgets_values"]) == len(declared) + sum(bool(one.companion) for one in declared)
-            sockets = [one for one in HEADLESS[node["type"]].page_order() if not one.is_widget]
+            sockets = [one for one in HEADLESS_NODES[node["type"]].page_order() if not one.is_widget]
             assert [(one["name"], one["type"]) for one in node["inputs"]] == [(one.name, one.type) for one in sockets]
-    assert validate_workflow(to_api(document, HEADLESS), HEADLESS) == []
-    assert upgraded(document, DECLARATIONS) == (document, [])  # and has nothing more to change
+    assert validate_workflow(to_api(document, HEADLESS_NODES), HEADLESS_NODES) == []
+    assert upgrade_workflow(document, DECLARATIONS) == (document, [])  # and has nothing more to change
 
 
 def test_every_value_that_counts_stays():
-    flux2 = to_api(separate_packs.flux2(), HEADLESS)
+    flux2 = to_api(separate_packs.flux2(), HEADLESS_NODES)
     sampler = constants(flux2, "Flux2TPUSampler")
     assert {name: sampler[name] for name in ("height", "width", "num_inference_steps", "guidance_scale", "seed")} == {
         "height": 1024, "width": 1024, "num_inference_steps": 50, "guidance_scale": 4.0, "seed": 719528488,
@@ -70,10 +70,10 @@ def test_every_value_that_counts_stays():
     assert constants(flux2, "Flux2TPUVAEDecoder") == {
         "model_id": separate_packs.FLUX2, "precision": "auto", "latents": ["2", 0],
     }  # fmt: skip
-    cogvideox = constants(to_api(separate_packs.cogvideox(), HEADLESS), "CogVideoXTPUSampler")
+    cogvideox = constants(to_api(separate_packs.cogvideox(), HEADLESS_NODES), "CogVideoXTPUSampler")
     assert (cogvideox["height"], cogvideox["width"], cogvideox["num_frames"], cogvideox["seed"]) == (720, 1280, 81, 42)
     assert (cogvideox["prompt_embeds"], cogvideox["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
-    wan22 = to_api(separate_packs.wan22_i2v(), HEADLESS)
+    wan22 = to_api(separate_packs.wan22_i2v(), HEADLESS_NODES)
     sampler = constants(wan22, "Wan22I2VTPUSampler")
     assert (sampler["seed"], sampler["shift"], sampler["model_id"]) == (0, 5.0, separate_packs.WAN22)
     # The separate pack had one guidance for both experts; the size comes with the picture.
@@ -83,7 +83,7 @@ def test_every_value_that_counts_stays():
 
 
 def test_the_notice_says_what_was_changed():
-    said = {pack: upgraded(make(), DECLARATIONS)[1][1:] for pack, make in separate_packs.ALL.items()}
+    said = {pack: upgrade_workflow(make(), DECLARATIONS)[1][1:] for pack, make in separate_packs.ALL.items()}
     assert said == {
         "flux2": [
             "Flux2TPUVAEDecoder (node 3): height 1024 is left out, the input has its own; width 1024 is left out, "
@@ -103,9 +103,9 @@ def test_a_control_behind_the_seed_stays_and_is_fixed_where_there_was_none():
         ("flux2", "Flux2TPUSampler", "randomize"), ("cogvideox", "CogVideoXTPUSampler", "fixed"),
         ("wan22_i2v", "Wan22I2VTPUSampler", "fixed"),
     ):  # fmt: skip
-        document, _ = upgraded(separate_packs.ALL[pack](), DECLARATIONS)
+        document, _ = upgrade_workflow(separate_packs.ALL[pack](), DECLARATIONS)
         (values,) = (node["widgets_values"] for node in document["nodes"] if node["type"] == kind)
-        widgets = [one for one in HEADLESS[kind].inputs if one.is_widget]
+        widgets = [one for one in HEADLESS_NODES[kind].inputs if one.is_widget]
         names = [name for one in widgets for name in ([one.name, "control"] if one.companion else [one.name])]
         assert dict(zip(names, values, strict=True))["control"] == control
 
@@ -125,7 +125,7 @@ def test_a_control_behind_the_seed_stays_and_is_fixed_where_there_was_none():
 )
 def test_without_their_sockets_they_are_known_by_the_number_and_types_of_values(kind: str, values: list, is_old: bool):
     node = {"id": 1, "type": kind, "inputs": [], "outputs": [], "widgets_values": values}
-    document, changes = upgraded({"nodes": [node], "links": []}, DECLARATIONS)
+    document, changes = upgrade_workflow({"nodes": [node], "links": []}, DECLARATIONS)
     assert (changes[:1] == [HEADLINE]) == is_old
     if is_old:
         assert separate_packs.FLUX2 not in values or document["nodes"][0]["widgets_values"][0] == separate_packs.FLUX2
@@ -140,7 +140,7 @@ def test_a_link_through_a_reroute_becomes_two():
     document["nodes"][1]["inputs"][0]["link"] = 8
     document["links"][0] = [1, 1, 0, 9, 0, "*"]
     document["links"].append([8, 9, 0, 2, 0, "COGVIDEOX_EMBEDS"])
-    sampler = constants(to_api(document, HEADLESS), "CogVideoXTPUSampler")
+    sampler = constants(to_api(document, HEADLESS_NODES), "CogVideoXTPUSampler")
     assert (sampler["prompt_embeds"], sampler["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
 
 
@@ -149,7 +149,7 @@ def test_a_subgraph_is_upgraded_too():
     names = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
     inner["links"] = [dict(zip(names, link, strict=True)) for link in inner["links"]]
     outer = {"nodes": [], "links": [], "definitions": {"subgraphs": [{**inner, "state": {"lastLinkId": 4}}]}}
-    document, changes = upgraded(outer, DECLARATIONS)
+    document, changes = upgrade_workflow(outer, DECLARATIONS)
     (found,) = document["definitions"]["subgraphs"]
     check_links(found)
     assert len(changes) == 2 and found["state"]["lastLinkId"] == 5
@@ -163,7 +163,7 @@ def in_api_form(pack: str) -> dict[str, Any]:
     sources = {link[0]: [str(link[1]), link[2]] for link in document["links"]}
     for node in document["nodes"]:
         old = _OLD.get(node["type"])
-        names = list(old.widgets) if old else [one.name for one in HEADLESS[node["type"]].inputs if one.is_widget]
+        names = list(old.widgets) if old else [one.name for one in HEADLESS_NODES[node["type"]].inputs if one.is_widget]
         values = [value for value in node["widgets_values"] if value not in ("fixed", "randomize", "image")]
         links = {one["name"]: sources[one["link"]] for one in node["inputs"] if one["link"] is not None}
         workflow[str(node["id"])] = {
@@ -177,11 +177,11 @@ def in_api_form(pack: str) -> dict[str, Any]:
 def test_an_api_workflow_is_upgraded(pack: str):
     before = in_api_form(pack)
     kept = copy.deepcopy(before)
-    after, changes = upgraded(before, DECLARATIONS)
+    after, changes = upgrade_workflow(before, DECLARATIONS)
     assert before == kept and bool(changes) == (pack != "wan21")
-    assert validate_workflow(to_api(before, HEADLESS), HEADLESS) == []
-    assert upgraded(after, DECLARATIONS) == (after, [])
-    own = to_api(separate_packs.ALL[pack](), HEADLESS)
+    assert validate_workflow(to_api(before, HEADLESS_NODES), HEADLESS_NODES) == []
+    assert upgrade_workflow(after, DECLARATIONS) == (after, [])
+    own = to_api(separate_packs.ALL[pack](), HEADLESS_NODES)
     for node_id, node in after.items():  # the same as from the page's form, but for what has its default
         assert node["inputs"].items() <= own[node_id]["inputs"].items()
 
@@ -189,14 +189,14 @@ def test_an_api_workflow_is_upgraded(pack: str):
 @pytest.mark.parametrize("path", EVERY_EXAMPLE, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_todays_examples_are_left_as_they_are(path: Path):
     document = json.loads(path.read_text())
-    assert upgraded(document, DECLARATIONS) == (document, [])
+    assert upgrade_workflow(document, DECLARATIONS) == (document, [])
 
 
 @pytest.mark.parametrize(
     "document", [None, 3, [], {}, {"nodes": 3}, {"nodes": [None, {"type": []}], "links": 7}, {"1": 2}]
 )
 def test_what_is_no_workflow_is_left_to_who_reads_it(document: Any):
-    assert upgraded(document, DECLARATIONS) == (document, [])
+    assert upgrade_workflow(document, DECLARATIONS) == (document, [])
 
 
 def test_what_is_nested_too_deeply_is_a_sentence():
@@ -206,7 +206,7 @@ def test_what_is_nested_too_deeply_is_a_sentence():
         nested.append([])
         nested = nested[0]
     with pytest.raises(ValueError, match="nested too deeply"):
-        upgraded(document, DECLARATIONS)
+        upgrade_workflow(document, DECLARATIONS)
 
 
 @pytest.mark.parametrize("pack", separate_packs.ALL)
@@ -224,7 +224,7 @@ def test_damaged_ones_end_in_a_sentence(pack: str):
                 break
             place = place[key]
         with contextlib.suppress(ValueError):
-            upgraded(document, DECLARATIONS)
+            upgrade_workflow(document, DECLARATIONS)
 
 
 SAVED = {"flux2": "*.png", "cogvideox": "*.mp4", "wan21": "*.mp4", "wan22_i2v": "*.mp4"}
@@ -256,16 +256,16 @@ WRONG = (
 def problems_of(document: Any, is_tiny: bool) -> list[str]:
     """What `run` says of a workflow, with the real models or with miniatures, up to where the first node would run."""
     try:
-        workflow = to_api(document, HEADLESS)
+        workflow = to_api(document, HEADLESS_NODES)
         if is_tiny:
             make_tiny(workflow)
-        if problems := validate_workflow(workflow, HEADLESS):
+        if problems := validate_workflow(workflow, HEADLESS_NODES):
             return problems
         for node in workflow.values():
             given = {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
-            HEADLESS[node["class_type"]].check_constants(Folders(), given)
-        expand(workflow, HEADLESS)
-        expected(workflow, Folders(), HEADLESS)
+            HEADLESS_NODES[node["class_type"]].validate_constants(Folders(), given)
+        expand(workflow, HEADLESS_NODES)
+        plan_generations(workflow, Folders(), HEADLESS_NODES)
     except ValueError as error:
         return [str(error)]
     return []
@@ -276,7 +276,7 @@ def test_a_wrong_type_in_a_widget_is_a_sentence(path: Path):
     draw = random.Random(path.stem)
     document = json.loads(path.read_text())
     for number in range(20):
-        workflow = to_api(document, HEADLESS)
+        workflow = to_api(document, HEADLESS_NODES)
         node = workflow[draw.choice([node_id for node_id, node in workflow.items() if node["inputs"]])]
         node["inputs"][draw.choice(sorted(node["inputs"]))] = draw.choice(WRONG)
         assert all(problem.endswith((".", ")")) for problem in problems_of(workflow, bool(number % 2)))

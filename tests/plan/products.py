@@ -32,7 +32,7 @@ def assert_as_written(program: Program) -> int:
     """float32 is multiplied as float32, in bfloat16 programs too. In a kernel nothing may depend on a user's default,
     which may not compile. Returns the number of products.
     """
-    found = [*products(flops.traced(program))]
+    found = [*products(flops.trace_program(program))]
     rounded = [str(equation.source_info.name_stack) for equation, _ in found if is_rounded(equation)]
     assert not rounded, program.name
     assert all(equation.params["precision"] for equation, in_kernel in found if in_kernel), program.name

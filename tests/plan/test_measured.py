@@ -38,7 +38,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main([*words, str(folder / "verify.json"), "--verify"]) == 0
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("COMFYUI_TPU_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patched.setattr(groups, "all_of", lambda models: [one for one in groups.FIRST if one.name == groups.START])
+        patched.setattr(groups, "all_groups", lambda models: [one for one in groups.FIRST if one.name == groups.START])
         options = argparse.Namespace(
             model=[MODEL], report=folder / "first_run.json", first_run=True, one_process=False, quick=False
         )
@@ -131,13 +131,13 @@ def test_a_record_that_is_none_is_refused(predict: Any, tmp_path: Path, change: 
         name="step", runs=4, mesh="1x8x1", compile_s=1.0, median_s=1.0, least_s=1.0, most_s=1.0, predicted_s=None,
         peak_bytes=1,
     )  # fmt: skip
-    whole = bench.Measured(
+    whole = bench.BenchResult(
         model=MODEL, title="T", settings={}, device_kind="TPU v6 lite", num_devices=8, precision="bfloat16",
         versions={}, is_tiny=False, hbm_peak_bytes=None, programs=(program,),
     )  # fmt: skip
     path = tmp_path / "record.json"
 
-    def read() -> bench.Measured:
+    def read() -> bench.BenchResult:
         return predict.measured(predict.read_record(path)[1], path)
 
     path.write_text(json.dumps(whole.to_json()))

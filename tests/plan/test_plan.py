@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.attention.policy import AttentionPolicy, Form
+from comfyui_tpu.attention.policy import AttentionConfig, AttentionPolicy
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.sharding.rules import REPLICATED
 from comfyui_tpu.tests.plan.products import assert_as_written
@@ -24,7 +24,7 @@ from comfyui_tpu.tpu_runtime import refusal
 from comfyui_tpu.tpu_runtime.cost_model import chips, interconnect
 from comfyui_tpu.tpu_runtime.machine import record as machine_record
 from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec
-from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, lookup_spec
 from comfyui_tpu.tpu_runtime.plan import advice, compile, findings, plan, process, report
 from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -116,7 +116,7 @@ def test_programs_of_one_name_are_timed_each(small_plan: report.Plan):
     denoise = request.programs()[1]
     grown = _small(denoise.mesh, "denoise", 4.0, frames=81)
     done = [compile.compile_program(program, request.topology) for program in (denoise, grown)]
-    one, longer = plan.predict(done, request.topology, lambda line: None)
+    one, longer = plan.predict_programs(done, request.topology, lambda line: None)
     assert one.name == longer.name
     assert one.predicted_s == small_plan.programs[1].predicted_s
     assert one.predicted_s and longer.predicted_s and longer.predicted_s > 10 * one.predicted_s
@@ -147,7 +147,7 @@ def test_the_json_holds_every_figure(small_plan: report.Plan):
 
 
 def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
-    text = report.text(small_plan, explain=True)
+    text = report.format_plan(small_plan, explain=True)
     assert "predicted by the compiler" in text and "nothing was measured" in text
     assert re.search(r"^denoise_step +50 +1x8x1 ", text, re.MULTILINE)
     assert "Memory with all components loaded:" in text and "fits." in text
@@ -163,14 +163,14 @@ def test_the_start_of_a_collective_is_what_this_machine_measured(
     assumed = plan.transfer_start(eight)
     assert assumed == report.TransferStart(seconds=interconnect.START_S, is_measured=False)
     learnt = machine_record.MachineRecord(transfer_start_s=8.25e-6)
-    machine_record.write(machine_record.key_of("TPU v6 lite", 8), learnt)
+    machine_record.write_record(machine_record.machine_key("TPU v6 lite", 8), learnt)
     measured = plan.transfer_start(eight)
     assert (measured.seconds, measured.is_measured) == (8.25e-6, True)
     assert plan.transfer_start(four) == assumed
-    text = report.text(replace(small_plan, transfer_start=measured))
+    text = report.format_plan(replace(small_plan, transfer_start=measured))
     assert "Each collective starts in 8.2 us, as the self-test measured here." in text
     assert "only the start of collectives was measured" in text
-    assert "Each collective starts in 5.0 us, an assumption" in report.text(small_plan)
+    assert "Each collective starts in 5.0 us, an assumption" in report.format_plan(small_plan)
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_the_start_of_a_collective_is_what_this_machine_measured(
 
 def test_weights_that_fit_one_after_the_other_need_eviction():
     request = small("v5e-1", weights_gib=(9.0, 10.0))
-    (sentence,) = advice.advice(request, [replace(row, fits=True) for row in rows_of(request)])
+    (sentence,) = advice.give_advice(request, [replace(row, fits=True) for row in rows_of(request)])
     assert re.search(
         r"need 2\d\.\d\d of 15.75 GiB\. The runtime evicts idle components.* it fits: denoise_step", sentence
     )
@@ -186,7 +186,7 @@ def test_weights_that_fit_one_after_the_other_need_eviction():
 
 def test_weights_too_large_for_a_chip_need_more_chips():
     request = small("v5e-1", weights_gib=(1.0, 40.0))
-    said, would = advice.advice(request, rows_of(request))
+    said, would = advice.give_advice(request, rows_of(request))
     assert "denoise_step does not fit: it needs at least 41" in said or "at least 40" in said
     assert "Evicting idle components does not help" in said
     assert re.search(r"confirmed by a compile: 4 chips \(v5e:2x2\) instead of 1 .* needs 10\.\d\d GiB", would)
@@ -194,7 +194,7 @@ def test_weights_too_large_for_a_chip_need_more_chips():
 
 def test_a_state_too_large_needs_fewer_frames():
     request = small("v5e-1", weights_gib=(1.0, 4.0), grows=True)
-    said, would = advice.advice(request, rows_of(request)[1:])
+    said, would = advice.give_advice(request, rows_of(request)[1:])
     assert re.search(r"at least \d\d\.\d\d of 15.75 GiB per device, 4.00 of them weights", said)
     found = re.search(r"confirmed by a compile: (\d+) frames instead of 81", would)
     assert found and int(found.group(1)) % 4 == 1 and int(found.group(1)) <= 11, would
@@ -206,7 +206,9 @@ def test_a_kernel_with_too_large_tiles_is_a_refusal_with_its_name():
         "on stack for %splash.2 = (f32[2048,128]) custom-call(%x). Scoped allocation with size 21.51M and limit 16.00M "
         "exceeded scoped vmem limit by 5.51M."
     )
-    assert refusal.parse(message).sentence.startswith("kernel splash.2 needs 21.51M of the 16.00M on-chip memory")
+    assert refusal.parse_compile_error(message).sentence.startswith(
+        "kernel splash.2 needs 21.51M of the 16.00M on-chip memory"
+    )
 
 
 def test_what_is_no_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
@@ -226,7 +228,7 @@ def asked(*words: str) -> dict[str, Any]:
     """What the command hands to its process."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(process, "make_text", lambda options, host: found.append(options) or "")
+        patched.setattr(process, "make_report", lambda options, host: found.append(options) or "")
         assert main(["plan", *words, "--debug"]) == 0
     return json.loads(json.dumps(found[0]))
 
@@ -234,7 +236,7 @@ def asked(*words: str) -> dict[str, Any]:
 def requested(*words: str) -> compile.PlanRequest:
     given = asked(*words)
     assert (given.pop("explain"), given.pop("json_file")) == (False, None)
-    return plan.request_of(**given)
+    return plan.parse_request(**given)
 
 
 @pytest.mark.parametrize("words", [["flux2-dev"], ["--model", "flux2-dev"], ["--steps", "4", "flux2-dev"]])
@@ -250,7 +252,7 @@ def test_options_become_a_request():
     words += ["--quality", "int8+sparse"]
     given = asked(SPEC.name, *words, "--explain", "--models", "a b", "--models", "c", "--json", "f.json")
     assert (given.pop("explain"), given.pop("json_file"), given["models"]) == (True, "f.json", ["a b", "c"])
-    request = plan.request_of(**given)
+    request = plan.parse_request(**given)
     assert request.settings.quality == "int8+sparse"
     assert requested("wan2.2-i2v-a14b", "--guidance", "2").settings.guidance_scale_2 == 2.0
     assert requested("wan2.2-i2v-a14b", "--guidance", "2", "--guidance-2", "3").settings.guidance_scale_2 == 3.0
@@ -276,9 +278,9 @@ def test_wrong_options_are_answered_with_what_would_do(words: Sequence[str], sen
 
 
 def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan, "request_of", lambda **asked: small("v6e-1"))
+    monkeypatch.setattr(plan, "parse_request", lambda **asked: small("v6e-1"))
     written: list[str] = []
-    text = plan.make_text(written.append, json_file=str(tmp_path / "plan.json"))
+    text = plan.make_report(written.append, json_file=str(tmp_path / "plan.json"))
     assert written[0] == "compiles 2 programs for v6e:1x1, which may take minutes each"
     assert [line.partition(":")[0] for line in written[1:3]] == ["1 of 2, encode_step", "2 of 2, denoise_step"]
     assert "denoise_step" in text and written[-1] == f"written: {tmp_path / 'plan.json'}"
@@ -345,7 +347,7 @@ def test_every_recipe_is_recorded_with_its_own_settings_and_fits_stage_by_stage(
     }
     assert list(records) == [recipe.key for recipe in recipes["RECIPES"]]
     for recipe in recipes["RECIPES"]:
-        record, asked = records[recipe.key], vars(spec_by_name(recipe.model).settings(**recipe.widgets))
+        record, asked = records[recipe.key], vars(lookup_spec(recipe.model).settings(**recipe.widgets))
         assert (record["model"], record["topology"]) == (recipe.model, recipe.topology)
         assert all(program["fits"] and program["predicted_s"] > 0 for program in record["programs"]), recipe.key
         assert all(record["settings"][name] == asked[name] for name in recipe.widgets), recipe.key
@@ -356,7 +358,7 @@ def test_every_recipe_is_recorded_with_its_own_settings_and_fits_stage_by_stage(
 @pytest.mark.recorded
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda record: record["model"])
 def test_the_denoiser_is_as_fast_as_recorded(recorded: dict):
-    spec = spec_by_name(recorded["model"])
+    spec = lookup_spec(recorded["model"])
     request = compile.PlanRequest(
         spec=spec, settings=spec.settings(), topology=chips.topology(recorded["topology"]), stages=("denoise",)
     )
@@ -399,7 +401,7 @@ def shallow(part: Component) -> dict[str, Any]:
     return {**part.tiny, depth: 0} if part.name == "vae_decoder" else dict(part.tiny)
 
 
-SHORT = Form(maximum="zero", block_q=128, step=128, unroll=2)
+SHORT = AttentionConfig(maximum="zero", block_q=128, step=128, unroll=2)
 # Bytes: scores of a small program have more, a layer's result for a text at most 16 MiB.
 SMALL_SCORES = 20 * MIB
 # Of a language model, which has no kernel: those of two prompts of 512 tokens and all 32 heads.
@@ -442,9 +444,9 @@ def is_declared(spec: ModelSpec, program: Program, finding: str) -> bool:
 )
 def test_no_weight_is_on_every_chip_but_those_declared_so_and_no_product_too_large_for_one(spec: ModelSpec):
     for program in request_of(spec, ("encode", "denoise")).programs():
-        found = findings.replicated_weights(program)
+        found = findings.find_replicated_weights(program)
         assert [each for each in found if not is_declared(spec, program, each)] == []
-        assert findings.huge_products(program) == []
+        assert findings.find_huge_matmuls(program) == []
 
 
 @pytest.mark.slow
@@ -467,6 +469,6 @@ def test_every_program_compiles_for_eight_chips_without_known_waste(
         text = lowered.compile(compiler_options=quick).as_text()
         assert findings.find_scatters(text) == [], program.name
         own = {"limit": TEXT_SCORES} if program.name.startswith("text_encoder") else limit
-        assert findings.float32_scores(text, **own) == [], program.name
+        assert findings.find_float32_scores(text, **own) == [], program.name
         SOUND.add(source)
     assert any(multiplied) or not multiplied

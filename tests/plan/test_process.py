@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import children
 from comfyui_tpu.tpu_runtime.cost_model.chips import compiler_environment
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.plan import process
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 MODEL = {"model": SPECS[0].name, "topology": "v6e:2x4"}
 
@@ -42,7 +42,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.slow
 def test_a_plan_leaves_this_process_as_it_was(untouched: Callable[[], None]):
     host = Host()
-    text = process.make_text({"model": "wan2.1-t2v-1.3b", "topology": "v6e-1", "stages": "encode"}, host)
+    text = process.make_report({"model": "wan2.1-t2v-1.3b", "topology": "v6e-1", "stages": "encode"}, host)
     untouched()
     assert "predicted by the compiler" in text and "text_encoder" in text
     assert any("compiled" in line for line in host.said), host.said
@@ -50,10 +50,10 @@ def test_a_plan_leaves_this_process_as_it_was(untouched: Callable[[], None]):
 
 def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    monkeypatch.setattr(process, "make_text", lambda options, host: asked.append(options) or "the report")
-    host = TerminalHost(Folders(), stream=io.StringIO())
+    monkeypatch.setattr(process, "make_report", lambda options, host: asked.append(options) or "the report")
+    host = TerminalContext(Folders(), stream=io.StringIO())
     sizes = {"height": 480, "width": 832, "num_frames": 0, "num_inference_steps": 20, "guidance_scale": 1.0}
-    node = HEADLESS["TPUPlan"]
+    node = HEADLESS_NODES["TPUPlan"]
     assert node.run(host, model_name=SPECS[0].name, topology="v6e-4", **sizes) == ("the report",)
     given = {"height": 480, "width": 832, "num_inference_steps": 20, "guidance_scale": 1.0}
     assert asked == [{"model": SPECS[0].name, "topology": "v6e-4", "inputs": given}]
@@ -64,7 +64,7 @@ def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wrong_topology_is_the_users_error(untouched: Callable[[], None]):
     with pytest.raises(ValueError, match=r"there is no topology 'v6e:9x9'; there are v6e:1x1"):
-        process.make_text({**MODEL, "topology": "v6e:9x9"}, Silent())
+        process.make_report({**MODEL, "topology": "v6e:9x9"}, SilentProgress())
     untouched()
 
 
@@ -78,7 +78,7 @@ def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
 
-    class Cancelling(Silent):
+    class Cancelling(SilentProgress):
         looks = 0
 
         def check_cancelled(self) -> None:
@@ -87,7 +87,7 @@ def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyP
                 raise Cancelled
 
     with pytest.raises(Cancelled):
-        process.make_text(MODEL, Cancelling())
+        process.make_report(MODEL, Cancelling())
     assert started[0].returncode == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.killpg(started[0].pid, 0)
@@ -109,10 +109,10 @@ def test_the_command_ends_at_once_with_a_sentence(number: signal.Signals, status
 def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the plan's process ended with exit code 1. Plans take up to 12 GiB"):
-        process.make_text(MODEL, Silent())
+        process.make_report(MODEL, SilentProgress())
 
 
 def test_the_compiler_ends_when_the_server_is_killed():
-    with children.answering("plan.plan", MODEL) as child:
+    with children.run_module_child("plan.plan", MODEL) as child:
         child.process.stdin.close()
         assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGTERM

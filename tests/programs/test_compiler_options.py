@@ -7,14 +7,14 @@ import pytest
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.programs.program import Program, shaped, step_options
+from comfyui_tpu.tpu_runtime.programs.program import Program, shape_struct, step_compiler_options
 
 
 def test_the_cpu_is_told_nothing():
     mesh = make_mesh(jax.devices()[:1], MeshShape())
-    assert step_options(mesh) == {}
+    assert step_compiler_options(mesh) == {}
     program = Program(
-        name="add", fn=lambda x: x + 1, args=(shaped(mesh, (8,), jnp.float32),), mesh=mesh, precision="float32"
+        name="add", fn=lambda x: x + 1, args=(shape_struct(mesh, (8,), jnp.float32),), mesh=mesh, precision="float32"
     )
     assert np.asarray(program.compile()(jnp.zeros(8)))[0] == 1
 
@@ -25,8 +25,8 @@ def test_libtpu_knows_every_option(name: str):
     """One that it does not know is an error there, not a warning: see the next test."""
     devices = chips.compile_devices(chips.topology(name))
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
-    x = shaped(mesh, (256 * len(devices), 256), jnp.bfloat16, "sp")
-    options = step_options(mesh)
+    x = shape_struct(mesh, (256 * len(devices), 256), jnp.bfloat16, "sp")
+    options = step_compiler_options(mesh)
     assert options
     program = Program(
         name="product", fn=lambda a: a @ a.T, args=(x,), mesh=mesh, precision="bfloat16", compiler_options=options
@@ -54,7 +54,7 @@ SPARSE_CORE = {
 def test_options_are_those_of_what_the_chip_has(name: str, num_devices: int, gathers: bool, has_vmem: bool):
     devices = chips.compile_devices(chips.topology(name))
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
-    found = set(step_options(mesh))
+    found = set(step_compiler_options(mesh))
     assert len(devices) == num_devices and "xla_tpu_enable_async_all_to_all" in found
     assert found & SPARSE_CORE == (SPARSE_CORE if gathers else set())
     assert ("xla_tpu_scoped_vmem_limit_kib" in found) == has_vmem
@@ -63,7 +63,7 @@ def test_options_are_those_of_what_the_chip_has(name: str, num_devices: int, gat
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "is_early"), [(MeshShape(sp=4), True), (MeshShape(tp=4), False)], ids=str)
 def test_gathers_of_weights_begin_early_and_those_of_tokens_do_not(shape: MeshShape, is_early: bool):
-    options = step_options(make_mesh(chips.compile_devices(chips.topology("v6e:2x2")), shape))
+    options = step_compiler_options(make_mesh(chips.compile_devices(chips.topology("v6e:2x2")), shape))
     assert any("latency_multiplier" in name for name in options) == is_early
 
 
@@ -71,7 +71,7 @@ def test_gathers_of_weights_begin_early_and_those_of_tokens_do_not(shape: MeshSh
 def test_an_option_that_libtpu_does_not_know_is_an_error():
     mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
     program = Program(
-        name="add", fn=lambda x: x + 1, args=(shaped(mesh, (8, 128), jnp.float32),), mesh=mesh, precision="float32",
+        name="add", fn=lambda x: x + 1, args=(shape_struct(mesh, (8, 128), jnp.float32),), mesh=mesh, precision="float32",
         compiler_options={"xla_tpu_no_such_option": "true"},
     )  # fmt: skip
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_tpu_no_such_option'"):

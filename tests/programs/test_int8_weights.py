@@ -8,41 +8,43 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.kernels import names
-from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.kernels.choice import KernelFallbacks
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.loras import apply
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
 from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.programs.program import Target
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
-NO_RUNGS = Rungs()
+NO_RUNGS = KernelFallbacks()
 
 
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "FEWEST_LANES", 0)
+    monkeypatch.setattr(weights, "MIN_INT8_LANES", 0)
 
 
 def network(spec: ModelSpec) -> modules.Network:
     component = spec.component(spec.denoiser.experts[0])
-    return modules.build(component, component.tiny)
+    return modules.build_network(component, component.tiny)
 
 
 def loaded(spec: ModelSpec, shape: MeshShape, axes: weights.Axes, loras: tuple[Lora, ...] = ()) -> dict[str, jax.Array]:
     own = network(spec)
-    mesh = Target(devices=tuple(jax.devices()[: shape.dp * shape.sp * shape.tp]), precision="bfloat16").mesh(shape)
-    folder = tiny.ensure(spec) / "transformer"
-    files = checkpoint.match(own, checkpoint.read_headers(folder, own.component), folder)
-    changes = apply.changes(loras, own) if loras else None
-    wanted = weights.abstract(own, mesh, "bfloat16", axes)
-    found = load.load(own, files, wanted, "test", Silent(), changes)
+    mesh = CompileTarget(devices=tuple(jax.devices()[: shape.dp * shape.sp * shape.tp]), precision="bfloat16").mesh(
+        shape
+    )
+    folder = tiny.ensure_random(spec) / "transformer"
+    files = checkpoint.match_weights(own, checkpoint.read_headers(folder, own.component), folder)
+    changes = apply.make_merge(loras, own) if loras else None
+    wanted = weights.abstract_weights(own, mesh, "bfloat16", axes)
+    found = load.load_weights(own, files, wanted, "test", SilentProgress(), changes)
     assert {name: (x.shape, x.dtype, x.sharding) for name, x in found.items()} == {
         name: (x.shape, x.dtype, x.sharding) for name, x in wanted.items()
     }
@@ -71,7 +73,7 @@ def assert_rounded(found: dict[str, jax.Array], exact: dict[str, jax.Array], axe
         # What lies in the middle between two whole numbers may go either way.
         assert np.isin(np.abs(np.asarray(found[name], np.float32) - numbers), (0, 1)).all(), name
         assert np.mean(np.asarray(found[name]) != numbers) < 1e-2, name
-        np.testing.assert_allclose(np.asarray(found[name + weights.WORTH]), worth, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(np.asarray(found[name + weights.SCALE_SUFFIX]), worth, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +84,9 @@ def assert_rounded(found: dict[str, jax.Array], exact: dict[str, jax.Array], axe
 @pytest.mark.usefixtures("few_are_many")
 def test_they_are_rounded_behind_a_lora_wherever_they_lie(name: str, shape: MeshShape, tmp_path: Path):
     """One scale an output, also where chips have parts of what a product sums over."""
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     own = network(spec)
-    axes = weights.summed(own)
+    axes = weights.find_int8_weights(own)
     assert axes
     changed = next(one for one in axes if own.weights[one].cut is None)
     source, size = own.weights[changed].sources[0], own.weights[changed].layer_shape
@@ -93,11 +95,13 @@ def test_they_are_rounded_behind_a_lora_wherever_they_lie(name: str, shape: Mesh
     parts = {"lora_A": (2, size[1]), "lora_B": (size[0], 2)}
     save_file({f"{module}.{part}.weight": torch.randn(of, generator=random) for part, of in parts.items()}, path)
     loras = (Lora(path=str(path), strength=0.5),)
-    exact = loaded(spec, shape, weights.NONE, loras)
+    exact = loaded(spec, shape, weights.NO_AXES, loras)
     assert_rounded(loaded(spec, shape, axes, loras), exact, axes, shape.tp)
     plain = loaded(spec, shape, axes)
-    assert_rounded(plain, loaded(spec, shape, weights.NONE), axes, shape.tp)
-    assert not np.array_equal(plain[changed + weights.WORTH], rounded(exact[changed], axes[changed], shape.tp)[1])
+    assert_rounded(plain, loaded(spec, shape, weights.NO_AXES), axes, shape.tp)
+    assert not np.array_equal(
+        plain[changed + weights.SCALE_SUFFIX], rounded(exact[changed], axes[changed], shape.tp)[1]
+    )
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
@@ -106,15 +110,15 @@ def test_chips_that_multiply_no_int8_keep_bfloat16(kind: str):
         platform, device_kind = "tpu", kind
 
     own = network(SPECS[0])
-    assert weights.prepared(own, Device(), NO_RUNGS) == {}  # type: ignore[arg-type]
+    assert weights.add_scale_parameters(own, Device(), NO_RUNGS) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("few_are_many")
 def test_a_machine_without_the_kernel_keeps_bfloat16():
     own, device = network(SPECS[0]), jax.devices()[0]
-    assert weights.prepared(own, device, Rungs(off=(names.LINEAR_INT8,))) == {}
-    assert weights.prepared(own, device, NO_RUNGS)
+    assert weights.add_scale_parameters(own, device, KernelFallbacks(off=(names.LINEAR_INT8,))) == {}
+    assert weights.add_scale_parameters(own, device, NO_RUNGS)
 
 
 def test_small_products_stay_exact():
-    assert weights.summed(network(SPECS[0])) == {}
+    assert weights.find_int8_weights(network(SPECS[0])) == {}

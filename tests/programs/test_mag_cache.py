@@ -23,20 +23,20 @@ from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.cache import curves
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.model_spec import Curve, MagCache, ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, ModelSpec, Settings
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import generation, solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 WAN = test_wan21.SPEC
 WAN22, HUNYUAN, HUNYUAN_I2V, COGVIDEOX = (
-    spec_by_name(name)
+    lookup_spec(name)
     for name in ("wan2.2-t2v-a14b", "hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-i2v-720p", "cogvideox1.5-5b")
 )
 PUBLISHED = json.loads(Path(curves.__file__).with_name("curves.json").read_text())["curves"]
 # Full of eight steps: 0, 1, 4, 5, 7.
 RATIOS = (1.0, 1.2, 0.98, 1.03, 0.99, 0.8, 0.97, 0.9)
-POLICY = MagCache(threshold=0.12, curve=Curve(ratios=(RATIOS, RATIOS), retained=(0.25,)))
+POLICY = MagCache(threshold=0.12, curve=MagCacheCurve(ratios=(RATIOS, RATIOS), retained=(0.25,)))
 FULL = [0, 1, 4, 5, 7]
 
 
@@ -65,7 +65,7 @@ def authors(ratios: Sequence[float], num_steps: int, threshold: float, most: int
 )
 def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
     """With each branch alone; the published curves of both agree on every step."""
-    curve = curves.find(spec_by_name(name), "published")
+    curve = curves.find_curve(lookup_spec(name), "published")
     assert curve is not None
     for most, num_steps in ((2, 50), (2, 40), (2, 27), (4, 50), (6, 20)):
         policy = MagCache(threshold=threshold, curve=replace(curve, most_skipped=most))
@@ -80,7 +80,7 @@ def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
 )
 def test_of_hunyuanvideo_the_authors_have_a_curve_for_few_steps(ratios: str, num_steps: int):
     for name in ("hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-t2v-480p"):
-        curve = curves.find(spec_by_name(name), "published")
+        curve = curves.find_curve(lookup_spec(name), "published")
         assert curve is not None
         found = [
             i for i, full in enumerate(MagCache(threshold=0.03, curve=curve).full_steps(["one"] * num_steps)) if full
@@ -93,7 +93,8 @@ def test_of_hunyuanvideo_the_authors_have_a_curve_for_few_steps(ratios: str, num
 def test_a_step_is_whole_if_it_is_for_one_branch():
     both = ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 2.0))
     found = [
-        MagCache(threshold=0.1, curve=Curve(ratios=rows, retained=(0.0,))) for rows in (both[:1], both, both[::-1])
+        MagCache(threshold=0.1, curve=MagCacheCurve(ratios=rows, retained=(0.0,)))
+        for rows in (both[:1], both, both[::-1])
     ]
     assert [policy.full_steps(["one"] * 4) for policy in found] == [
         (True, False, False, True), (True, False, False, True), (True, False, False, True)
@@ -102,17 +103,17 @@ def test_a_step_is_whole_if_it_is_for_one_branch():
 
 
 def test_an_expert_begins_whole_and_retains_its_own_share():
-    curve = Curve(ratios=((1.0,) * 20,), retained=(0.5, 0.1), most_skipped=3)
+    curve = MagCacheCurve(ratios=((1.0,) * 20,), retained=(0.5, 0.1), most_skipped=3)
     found = MagCache(threshold=0.1, curve=curve).full_steps(["high"] * 8 + ["low"] * 12)
     assert [index for index, full in enumerate(found) if full] == [0, 1, 2, 3, 7, 8, 12, 16]
 
 
 def test_wan_2_2_to_video_from_a_picture_composes_whole():
     """Its authors leave out steps of the second expert alone, behind a tenth of them."""
-    spec = spec_by_name("wan2.2-i2v-a14b")
+    spec = lookup_spec("wan2.2-i2v-a14b")
     settings = spec.settings(step_cache=True)
-    policy = curves.with_curve(spec, spec.published.hub_id, settings.step_cache)
-    plan = generation.Denoising.published(spec, replace(settings, step_cache=policy))
+    policy = curves.attach_curve(spec, spec.published.hub_id, settings.step_cache)
+    plan = generation.DenoisingPlan.published(spec, replace(settings, step_cache=policy))
     first, second = ([i for i, (name, _) in enumerate(plan.experts) if name == each] for each in spec.denoiser.experts)
     assert all(plan.is_full[index] for index in first)
     assert [plan.is_full[index] for index in second][:4] == [True, True, True, False]
@@ -131,7 +132,7 @@ def test_wan_2_2_to_video_from_a_picture_composes_whole():
 )  # fmt: skip
 def test_what_is_no_curve_is_refused(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match="ratio|retained|most_skipped"):
-        Curve(**{"ratios": ((1.0, 1.0),), **wrong})
+        MagCacheCurve(**{"ratios": ((1.0, 1.0),), **wrong})
 
 
 # --- what they give ---------------------------------------------------------------------------------------------------
@@ -184,13 +185,13 @@ def config_of(policy: MagCache, num_steps: int = len(RATIOS), **more: Any) -> An
 @functools.cache
 def embeds(name: str) -> tuple:
     return parity.engine(1).encode(
-        parity.tiny_model(spec_by_name(name)), test_wan21.SHORT, test_wan21.NEGATIVE, Silent()
+        parity.tiny_model(lookup_spec(name)), test_wan21.SHORT, test_wan21.NEGATIVE, SilentProgress()
     )
 
 
 def denoised(spec: ModelSpec, settings: Settings, chips: int = 1, given: tuple = ()) -> torch.Tensor:
     model = parity.tiny_model(spec)
-    return parity.engine(chips).denoise(model, settings, *(given or embeds(spec.name)), Silent())["samples"]
+    return parity.engine(chips).denoise(model, settings, *(given or embeds(spec.name)), SilentProgress())["samples"]
 
 
 def test_a_schedule_for_the_tests_below():
@@ -213,7 +214,7 @@ def test_wan_is_diffusers_own(compare: Callable):
 @pytest.mark.slow
 def test_each_expert_is_diffusers_own(compare: Callable):
     settings = replace(test_wan_t2v_siblings.SHARED, num_inference_steps=8, step_cache=POLICY)
-    plan = generation.Denoising.published(WAN22, settings)
+    plan = generation.DenoisingPlan.published(WAN22, settings)
     first = [expert for expert, _ in plan.experts].count("transformer")
     pipe, halves = test_wan_t2v_siblings.pipeline(WAN22.name), (RATIOS[:first], RATIOS[first:])
     configs = (config_of(POLICY, len(half), mag_ratios=list(half)) for half in halves)
@@ -232,7 +233,7 @@ def test_cogvideox_is_diffusers_own(compare: Callable):
         expected = test_cogvideox.generate(pipe, settings).latents
     assert ran == [len(FULL)]
     given = parity.engine(1).encode(
-        parity.tiny_model(COGVIDEOX), test_cogvideox.SHORT, test_cogvideox.NEGATIVE, Silent()
+        parity.tiny_model(COGVIDEOX), test_cogvideox.SHORT, test_cogvideox.NEGATIVE, SilentProgress()
     )
     found = denoised(COGVIDEOX, settings, given=given)
     compare("latents with MagCache", test_cogvideox.normalised({"samples": found}), expected)
@@ -245,9 +246,9 @@ HUNYUANS = replace(deep_cache.ODD, height=48, num_frames=5, num_inference_steps=
 def test_hunyuanvideo_is_diffusers_own(compare: Callable):
     import diffusers
 
-    pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure(HUNYUAN))
+    pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure_random(HUNYUAN))
     pipe.set_progress_bar_config(disable=True)
-    pipe.scheduler = solver_table.scheduler_from(HUNYUAN.recipe.scheduler)
+    pipe.scheduler = solver_table.build_scheduler(HUNYUAN.recipe.scheduler)
     pipe.guider.guidance_scale = deep_cache.ODD.guidance_scale
     settings = HUNYUANS
     with upstreams_cache((pipe.transformer, config_of(POLICY))) as ran, torch.no_grad():
@@ -277,7 +278,7 @@ def test_a_measured_curve_is_diffusers_own(capsys: pytest.CaptureFixture):
     assert len(printed) == 2
     runner, model = parity.engine(3), parity.tiny_model(WAN)
     arguments = {"prompt_embeds": embeds(WAN.name)[0], "negative_prompt_embeds": embeds(WAN.name)[1]}
-    curve = runner.run("calibrate", model, Silent(), settings=settings, **arguments)
+    curve = runner.run("calibrate", model, SilentProgress(), settings=settings, **arguments)
     assert difference(np.array(curve.ratios) - 1, np.array(printed) - 1) < 1e-2
     assert np.ptp(printed) > 1e-3
 
@@ -286,13 +287,13 @@ def test_a_measured_curve_is_diffusers_own(capsys: pytest.CaptureFixture):
 
 
 def test_off_has_the_same_program_and_no_curve_is_looked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(curves, "find", lambda *_: pytest.fail("looked for"))
+    monkeypatch.setattr(curves, "find_curve", lambda *_: pytest.fail("looked for"))
     settings = WAN.settings(cache_threshold=0.5)
-    assert settings == WAN.settings() and curves.with_curve(WAN, "any", settings.step_cache) is None
-    plan = generation.Denoising.published(WAN, settings)
-    assert [(part.kind, len(part.steps)) for part in plan.passages] == [("plain", 50)]
+    assert settings == WAN.settings() and curves.attach_curve(WAN, "any", settings.step_cache) is None
+    plan = generation.DenoisingPlan.published(WAN, settings)
+    assert [(part.kind, len(part.steps)) for part in plan.step_groups] == [("plain", 50)]
     nothing = replace(settings, num_inference_steps=8, step_cache=replace(POLICY, threshold=0.0))
-    assert [part.kind for part in generation.Denoising.published(WAN, nothing).passages] == ["plain"]
+    assert [part.kind for part in generation.DenoisingPlan.published(WAN, nothing).step_groups] == ["plain"]
 
 
 def test_a_plan_has_both_programs_and_how_often_each_runs():
@@ -301,7 +302,7 @@ def test_a_plan_has_both_programs_and_how_often_each_runs():
         (POLICY, {"denoise_step": 5, "denoise_step.from_features": 3}), (None, {"denoise_step": 8})
     ):  # fmt: skip
         settings = replace(test_wan21.ODD, num_inference_steps=8, step_cache=step_cache)
-        found = generation.for_spec(spec, settings, jax.devices()[:1], stages=("denoise",))
+        found = generation.list_programs(spec, settings, jax.devices()[:1], stages=("denoise",))
         assert {program.name: program.runs for program in found} == wanted
 
 
@@ -312,20 +313,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(folder: Path):
-    measured = Curve(ratios=((1.0, 0.5),))
-    path = curves.keep(WAN22, "mine", measured)
+    measured = MagCacheCurve(ratios=((1.0, 0.5),))
+    path = curves.save_curve(WAN22, "mine", measured)
     assert path.is_file() and folder in path.parents
     # Which steps run whole in any case is no matter of a measurement.
-    assert curves.find(WAN22, "mine") == replace(measured, retained=(0.4, 0.4))
-    curves.keep(HUNYUAN, "mine", measured)
-    assert curves.find(HUNYUAN, "mine") == replace(measured, retained=(0.25,))  # in few steps, too
-    published = curves.find(WAN22, "another")
+    assert curves.find_curve(WAN22, "mine") == replace(measured, retained=(0.4, 0.4))
+    curves.save_curve(HUNYUAN, "mine", measured)
+    assert curves.find_curve(HUNYUAN, "mine") == replace(measured, retained=(0.25,))  # in few steps, too
+    published = curves.find_curve(WAN22, "another")
     assert published is not None and len(published.ratios[0]) == 40
-    assert curves.find(COGVIDEOX, "mine") is None
-    curves.keep(COGVIDEOX, "mine", measured)
-    assert curves.find(COGVIDEOX, "mine") == measured and curves.find(COGVIDEOX, "another") is None
+    assert curves.find_curve(COGVIDEOX, "mine") is None
+    curves.save_curve(COGVIDEOX, "mine", measured)
+    assert curves.find_curve(COGVIDEOX, "mine") == measured and curves.find_curve(COGVIDEOX, "another") is None
     settings = COGVIDEOX.settings(step_cache=True)
-    found = curves.with_curve(COGVIDEOX, "mine", settings.step_cache)
+    found = curves.attach_curve(COGVIDEOX, "mine", settings.step_cache)
     assert found == MagCache(threshold=0.06, curve=measured)
 
 
@@ -341,7 +342,7 @@ def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(fo
 def test_what_is_kept_and_no_curve_is_dropped(content: bytes, folder: Path):
     key = curves.signature(COGVIDEOX.name, "mine")
     curves.MEASURED.put(key, content)
-    assert curves.find(COGVIDEOX, "mine") is None
+    assert curves.find_curve(COGVIDEOX, "mine") is None
     assert not curves.MEASURED.path(key).exists()
 
 
@@ -357,7 +358,7 @@ def test_a_model_without_a_curve_says_how_to_get_one(folder: Path):
         model = ModelRef(spec_name=spec.name, model_id=model_id)
         settings = spec.settings(step_cache=True, cache_threshold=0.1)
         with pytest.raises(ValueError) as refused:
-            pipeline.run("denoise", model, Silent(), settings=settings)
+            pipeline.run_stage("denoise", model, SilentProgress(), settings=settings)
         assert str(refused.value) == (
             f"{spec.title}: cache_threshold is 0.1, but no curve of this model is known. Measure it once: {advice}"
         )
@@ -369,15 +370,15 @@ def test_the_command_measures_what_the_node_then_uses(folder: Path, capsys: pyte
     command = ["calibrate", COGVIDEOX.name, "--model-id", COGVIDEOX.miniature.id, *size]
     assert cli.main(command) == 0
     said = capsys.readouterr().out
-    curve = curves.find(COGVIDEOX, COGVIDEOX.miniature.id)
+    curve = curves.find_curve(COGVIDEOX, COGVIDEOX.miniature.id)
     assert curve is not None and (len(curve.ratios), len(curve.ratios[0])) == (2, 4)
     assert f"prompt: {', '.join(f'{ratio:.4f}' for ratio in curve.ratios[0])}\n" in said
     model = ModelRef(spec_name=COGVIDEOX.name, model_id=COGVIDEOX.miniature.id)
     settings = COGVIDEOX.settings(
         height=64, width=64, num_frames=9, num_inference_steps=4, step_cache=True, cache_threshold=1.0
     )
-    given = pipeline.encode_prompt(model, "a cat", "", progress=Silent())
-    steps = [pipeline.denoise(model, one, *given, progress=Silent())["samples"] for one in (
+    given = pipeline.encode_prompt(model, "a cat", "", progress=SilentProgress())
+    steps = [pipeline.denoise(model, one, *given, progress=SilentProgress())["samples"] for one in (
         settings, replace(settings, step_cache=None), replace(settings, step_cache=MagCache(threshold=1.0, curve=curve))
     )]  # fmt: skip
     assert torch.equal(steps[0], steps[2]) and difference(steps[0], steps[1]) > 1e-4

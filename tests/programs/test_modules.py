@@ -27,7 +27,7 @@ def test_every_layer_of_upstreams_blocks_is_run(gives_tuple: bool):
     stacked = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
 
     states = jnp.ones((2, 5, 3))
-    out = torch_bridge.functional(blocks, {f"{modules.LAYER}.weight": stacked}, modules.scan_states, states)
+    out = torch_bridge.call_functional(blocks, {f"{modules.LAYER}.weight": stacked}, modules.scan_states, states)
     np.testing.assert_array_equal(out, states + jnp.array([11.0, 22.0, 33.0]))
 
 
@@ -39,19 +39,21 @@ def test_an_embedding_that_is_saved_once_is_one_weight(ties: bool, monkeypatch: 
     if not ties:
         monkeypatch.setattr(UMT5EncoderModel, "tie_weights", lambda *_, **__: None)
     component = spec_for_family("Wan21").component("text_encoder")
-    network = modules.build(component, {**component.tiny, "tie_word_embeddings": False})
+    network = modules.build_network(component, {**component.tiny, "tie_word_embeddings": False})
     assert [name for name in network.weights if "embed_tokens" in name or "shared" in name] == ["shared.weight"]
 
 
 def test_a_network_is_built_once_for_its_weights_and_its_first_trace(monkeypatch: pytest.MonkeyPatch):
     """Who traces a network may change its module, so that each has one of its own."""
-    component, build, built = spec_for_family("Wan21").component("text_encoder"), modules.build, []
-    monkeypatch.setattr(modules, "build", lambda *asked: built.append(build(*asked)) or built[-1])
+    component, build, built = spec_for_family("Wan21").component("text_encoder"), modules.build_network, []
+    monkeypatch.setattr(modules, "build_network", lambda *asked: built.append(build(*asked)) or built[-1])
     monkeypatch.setattr(weights, "_built", weights.OrderedDict())
     config = {**component.tiny, "d_ff": 48}
-    first = weights.described(component, config)
-    assert weights.described(component, dict(config)) is first and weights.traceable(component, config) is first
+    first = weights.shared_network(component, config)
+    assert (
+        weights.shared_network(component, dict(config)) is first and weights.private_network(component, config) is first
+    )
     assert len(built) == 1
-    second = weights.traceable(component, config)
-    assert second.module is not first.module and weights.described(component, config) is first
-    assert weights.described(component, {**config, "d_ff": 64}) is not first and len(built) == 3
+    second = weights.private_network(component, config)
+    assert second.module is not first.module and weights.shared_network(component, config) is first
+    assert weights.shared_network(component, {**config, "d_ff": 64}) is not first and len(built) == 3

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from comfyui_tpu.kernels import attention, convolution
-from comfyui_tpu.kernels.attention_form import Form
+from comfyui_tpu.kernels.attention_form import AttentionConfig
 from comfyui_tpu.kernels.attention_reference import Keys
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
@@ -16,7 +16,7 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import STAGES, ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.programs import generation
-from comfyui_tpu.tpu_runtime.programs.program import Program, shaped
+from comfyui_tpu.tpu_runtime.programs.program import Program, shape_struct
 
 
 def shared(spec: ModelSpec, stage: str) -> tuple[Any, ...]:
@@ -48,9 +48,9 @@ CASES = {
 
 def traced(spec: ModelSpec, stage: str) -> list[Program]:
     devices = chips.compile_devices(chips.topology("v6e-1"))
-    found = [*generation.for_spec(spec, spec.settings(), devices, stages=(stage,))]
+    found = [*generation.list_programs(spec, spec.settings(), devices, stages=(stage,))]
     if stage == "denoise" and spec.denoiser.step_reuse is not None:
-        found += generation.for_spec(spec, spec.settings(step_cache=True), devices, stages=(stage,))
+        found += generation.list_programs(spec, spec.settings(step_cache=True), devices, stages=(stage,))
     return found
 
 
@@ -65,7 +65,7 @@ def test_float32_is_multiplied_as_float32_and_kernels_say_how(spec: ModelSpec, s
 
 def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     keys = Keys(keys=k, values=v, rows=k.shape[1], certain=k.shape[1])
-    form = Form(block_q=128, step=128)
+    form = AttentionConfig(block_q=128, step=128)
     return attention.flat_attention(q, [keys], head_dim=64, form=form, log_sums=False, scale=0.125)[0]
 
 
@@ -79,7 +79,7 @@ def convolved(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
 )
 def test_kernels_compile_whatever_the_default_precision_is(function: Callable, shapes: list[tuple[int, ...]]):
     mesh = make_mesh(chips.compile_devices(chips.topology("v6e-1")), MeshShape())
-    args = tuple(shaped(mesh, shape, jnp.bfloat16) for shape in shapes)
+    args = tuple(shape_struct(mesh, shape, jnp.bfloat16) for shape in shapes)
     program = Program(name="kernel", fn=function, args=args, mesh=mesh, precision="bfloat16")
     with jax.default_matmul_precision("highest"):
         lowered = program.lower()

@@ -8,8 +8,8 @@ import numpy as np
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.patience import PATIENCE_S
-from comfyui_tpu.tpu_runtime.engine.program_cache import Compilation, Wanted
-from comfyui_tpu.tpu_runtime.programs.program import TRACING, Program, shaped
+from comfyui_tpu.tpu_runtime.engine.program_cache import PendingCompilation, ProgramRequest
+from comfyui_tpu.tpu_runtime.programs.program import TRACE_LOCK, Program, shape_struct
 
 
 class Doubling:
@@ -18,7 +18,7 @@ class Doubling:
     def __init__(self) -> None:
         self.traced = 0
         mesh = make_mesh(jax.devices()[:1], MeshShape())
-        args = (shaped(mesh, (3, 5), jnp.float32),)
+        args = (shape_struct(mesh, (3, 5), jnp.float32),)
         self.program = Program(name="call", fn=self, args=args, mesh=mesh, precision="float32")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -38,8 +38,8 @@ def test_what_is_asked_for_its_results_is_not_traced_again_to_be_compiled():
 
 def test_nobody_waits_for_shapes_that_are_known_while_another_program_is_traced():
     program = Doubling().program
-    one = Compilation(wanted=Wanted(title="call", key=("call",), build=lambda: program), digest="call")
+    one = PendingCompilation(wanted=ProgramRequest(title="call", key=("call",), build=lambda: program), digest="call")
     one.program.compile()
-    with ThreadPoolExecutor(1) as pool, TRACING:
+    with ThreadPoolExecutor(1) as pool, TRACE_LOCK:
         found = pool.submit(lambda: one.program.results()).result(timeout=PATIENCE_S)
     assert [x.shape for x in found] == [(3, 2), (3, 5), ()]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tpu_runtime.model_spec import FLOW_SCHEDULERS, ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.programs.generation import Denoising
+from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
 from comfyui_tpu.tpu_runtime.programs.solver_table import SolverTable
 from diffusers.pipelines.flux2 import pipeline_flux2, pipeline_flux2_klein
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
@@ -34,7 +34,7 @@ TURBO = (1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031)
 
 
 def table_of(spec: ModelSpec, **widgets: Any) -> SolverTable:
-    return Denoising.published(spec, spec.settings(**widgets)).table
+    return DenoisingPlan.published(spec, spec.settings(**widgets)).table
 
 
 def sigmas_of(table: SolverTable) -> np.ndarray:
@@ -80,7 +80,7 @@ def test_fastwans_three_steps(compare: Callable):
     """
     spec, published = spec_for_family("Wan21"), np.array([1000, 757, 522])
     settings = spec.settings(sigmas=FASTWAN, flow_shift=1.0, guidance_scale=1.0, scheduler=LCM)
-    table = Denoising.published(spec, settings).table
+    table = DenoisingPlan.published(spec, settings).table
     equal = np.linspace(1, 1e-3, 1000)
     shifted = 8 * equal / (1 + 7 * equal)
     theirs = shifted[np.abs(shifted * 1000 - published[:, None]).argmin(1)]
@@ -89,12 +89,14 @@ def test_fastwans_three_steps(compare: Callable):
     generator = torch.Generator().manual_seed(0)
     sample, *noises = (torch.randn(5, generator=generator).numpy() for _ in range(4))
     steps = iter(noises)
-    drawn = list(table.noises(lambda: next(steps), range(3)))
+    drawn = list(table.draw_noises(lambda: next(steps), range(3)))
     state = solver_table.initial_state(sample, table.num_memory)
     for index, (sigma, after) in enumerate(itertools.pairwise([*sigmas_of(table), 0.0])):
         flow = torch.randn(5, generator=generator).numpy()
         sample = (1 - after) * (sample - sigma * flow) + after * noises[index]
-        *state, _ = solver_table.advance(solver_table.with_noise(tuple(state), drawn[index]), flow, table.table[index])
+        *state, _ = solver_table.advance(
+            solver_table.insert_noise(tuple(state), drawn[index]), flow, table.table[index]
+        )
         compare(f"step {index + 1}", np.asarray(state[0]), sample, error=OPERATION)
 
 
@@ -104,7 +106,7 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
 
     def experts(settings: Settings) -> list:
         configs = {part.name: part.config for part in WAN.components}
-        return Denoising.of(WAN, settings, configs, WAN.recipe.scheduler, boundary).experts
+        return DenoisingPlan.of(WAN, settings, configs, WAN.recipe.scheduler, boundary).experts
 
     first, second = ("transformer", 1.0), ("transformer_2", 3.0)
     assert experts(settings) == [first, first, second, second]
@@ -120,16 +122,16 @@ def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary()
     (name,) = HUNYUAN.denoiser.experts
     expected = [(name, 6.0 * timestep / 3) for timestep in alone.timesteps.tolist()]
     settings = replace(steady, use_dynamic_cfg=True)
-    assert solver_table.experts_for(halving, alone, settings, {name: 6.0}, boundary=900.0) == expected
+    assert solver_table.assign_experts(halving, alone, settings, {name: 6.0}, boundary=900.0) == expected
     for unchanged in ((halving, steady), (HUNYUAN, settings)):
-        found = solver_table.experts_for(unchanged[0], alone, unchanged[1], {name: 6.0}, boundary=900.0)
+        found = solver_table.assign_experts(unchanged[0], alone, unchanged[1], {name: 6.0}, boundary=900.0)
         assert found == [(name, 6.0)] * 3
     table = table_of(WAN, num_inference_steps=3)
     assert table_of(WAN, num_inference_steps=3, start_step=2).begin == 2
     for second in (None, 3.0):
         own = replace(WAN.settings(guidance_scale=5.0), guidance_scale_2=second)
-        guidance = solver_table.guidance_of(WAN, own)
-        found = solver_table.experts_for(WAN, table, own, guidance, boundary=float(table.timesteps[1]))
+        guidance = solver_table.guidance_scales(WAN, own)
+        found = solver_table.assign_experts(WAN, table, own, guidance, boundary=float(table.timesteps[1]))
         assert found == [("transformer", 5.0)] * 2 + [("transformer_2", second or 5.0)]
 
 
@@ -151,7 +153,7 @@ def test_the_shift_goes_with_the_scheduler(scheduler: str):
         config = {**spec.recipe.scheduler, key: own}
         given = replace(spec.settings(scheduler=scheduler, num_inference_steps=4), shift=None)
         unset, same, other = (
-            solver_table.table_for(spec, config, replace(given, shift=shift), spec.geometry.latent_shape(given))
+            solver_table.build_table(spec, config, replace(given, shift=shift), spec.geometry.latent_shape(given))
             for shift in (None, own, own + 2)
         )
         assert unset.digest == same.digest != other.digest
@@ -189,7 +191,7 @@ def test_kleins_four_steps(compare: Callable):
 @pytest.mark.parametrize("steps", [8, 12])
 def test_hunyuans_step_distilled(steps: int, compare: Callable):
     """Its makers' README: 8 or 12 steps; the card of 480p_i2v_step_distilled: shift 7, guidance 1."""
-    table = table_of(spec_by_name("hunyuanvideo1.5-i2v-720p"), num_inference_steps=steps, flow_shift=7.0)
+    table = table_of(lookup_spec("hunyuanvideo1.5-i2v-720p"), num_inference_steps=steps, flow_shift=7.0)
     equal = np.linspace(1, 0, steps + 1)[:-1]
     timesteps, sigmas = upstream_sigmas(pipeline_hunyuan_video1_5, steps, equal, {"shift": 7.0})
     compare("sigmas", sigmas_of(table), sigmas, error=OPERATION)

@@ -38,8 +38,8 @@ SHAPE = (1, 16, 3, 5, 7)
 
 def trajectory(config: dict, num_steps: int, begin: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The upstream scheduler's last sample and the table's from step `begin` on; outputs depend on the sample."""
-    table = solver_table.tabulate(solver_table.scheduler_from(config), num_steps, begin)
-    upstream = solver_table.scheduler_from(config)
+    table = solver_table.tabulate(solver_table.build_scheduler(config), num_steps, begin)
+    upstream = solver_table.build_scheduler(config)
     upstream.set_timesteps(num_steps)
     if hasattr(upstream, "set_begin_index"):
         upstream.set_begin_index(begin)
@@ -47,10 +47,10 @@ def trajectory(config: dict, num_steps: int, begin: int = 0) -> tuple[np.ndarray
     sample, *outputs = torch.randn(1 + num_steps, *SHAPE, generator=torch.Generator().manual_seed(num_steps))
     state = solver_table.initial_state(sample.numpy(), table.num_memory)
     ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
-    noises = table.noises(lambda: torch.randn(SHAPE, generator=ours).numpy(), range(begin, num_steps))
+    noises = table.draw_noises(lambda: torch.randn(SHAPE, generator=ours).numpy(), range(begin, num_steps))
     estimate = last = None
     for index, (timestep, noise) in enumerate(zip(upstream.timesteps[begin:], noises, strict=True), begin):
-        state = solver_table.with_noise(tuple(state), noise)
+        state = solver_table.insert_noise(tuple(state), noise)
         *state, _ = solver_table.advance(state, np.asarray(outputs[index].numpy() + 0.3 * state[0]), table.table[index])
         output = outputs[index] + 0.3 * sample
         if config["_class_name"] == "CogVideoXDPMScheduler":
@@ -71,7 +71,7 @@ def test_a_table_steps_as_its_scheduler_does(config: dict, num_steps: int, compa
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_table_from_a_later_step_on_steps_as_its_scheduler_does(config: dict, compare):
     compare(f"{config['_class_name']}, from the third of 6 on", *trajectory(config, 6, begin=2), error=NETWORK)
-    whole, later = (solver_table.tabulate(solver_table.scheduler_from(config), 6, begin) for begin in (0, 2))
+    whole, later = (solver_table.tabulate(solver_table.build_scheduler(config), 6, begin) for begin in (0, 2))
     assert (whole.begin, later.begin) == (0, 2) and (later.timesteps == whole.timesteps).all()
     assert later.table.shape == whole.table.shape and not later.table[:2].any() and not later.levels[:2].any()
     assert (later.levels[2:] == whole.levels[2:]).all()
@@ -84,7 +84,7 @@ def test_a_table_from_a_later_step_on_steps_as_its_scheduler_does(config: dict, 
 def test_a_table_is_as_wide_as_what_the_solver_remembers():
     """The sample, the output, each remembered tensor, the noise."""
     widths = {
-        name: solver_table.tabulate(solver_table.scheduler_from(CONFIGS[name]), 3).table.shape for name in CONFIGS
+        name: solver_table.tabulate(solver_table.build_scheduler(CONFIGS[name]), 3).table.shape for name in CONFIGS
     }
     assert {name: widths[name] for name in ("euler", "dpm++", "dpm++ with noise", "unipc order 3")} == {
         "euler": (3, 2, 2), "dpm++": (3, 4, 4), "dpm++ with noise": (3, 5, 5), "unipc order 3": (3, 6, 6),
@@ -94,7 +94,7 @@ def test_a_table_is_as_wide_as_what_the_solver_remembers():
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
     """With the output that belongs to a known clean sample, every step's estimate is that sample."""
-    scheduler = solver_table.scheduler_from(config)
+    scheduler = solver_table.build_scheduler(config)
     table = solver_table.tabulate(scheduler, 6)
     clean, noise = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
     for index, timestep in enumerate(table.timesteps):
@@ -114,30 +114,30 @@ def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
 def test_a_solver_that_is_not_linear_is_refused():
     config = {"_class_name": "UniPCMultistepScheduler", **FLOW, "thresholding": True}
     with pytest.raises(NotImplementedError, match="dynamic thresholding"):
-        solver_table.tabulate(solver_table.scheduler_from(config), 4)
+        solver_table.tabulate(solver_table.build_scheduler(config), 4)
 
 
 def test_a_solver_that_needs_more_is_refused():
     with pytest.raises(NotImplementedError, match="RePaintScheduler is not supported: its step also needs original_im"):
-        solver_table.tabulate(solver_table.scheduler_from({"_class_name": "RePaintScheduler"}), 4)
+        solver_table.tabulate(solver_table.build_scheduler({"_class_name": "RePaintScheduler"}), 4)
 
 
 def test_noise_is_drawn_as_often_as_upstream_draws_it():
     """CogVideoX's solver draws twice at the inner steps, and uses the second."""
-    table = solver_table.tabulate(solver_table.scheduler_from(CONFIGS["dpm of CogVideoX"]), 5)
+    table = solver_table.tabulate(solver_table.build_scheduler(CONFIGS["dpm of CogVideoX"]), 5)
     assert table.draws == ((True,), (False, True), (False, True), (False, True), (False,))
     drawn = iter(range(99))
-    assert list(table.noises(lambda: next(drawn))) == [0, 2, 4, 6, None]
-    still = solver_table.tabulate(solver_table.scheduler_from(CONFIGS["euler"]), 3)
-    assert list(still.noises(lambda: next(drawn))) == [None] * 3 and next(drawn) == 8
+    assert list(table.draw_noises(lambda: next(drawn))) == [0, 2, 4, 6, None]
+    still = solver_table.tabulate(solver_table.build_scheduler(CONFIGS["euler"]), 3)
+    assert list(still.draw_noises(lambda: next(drawn))) == [None] * 3 and next(drawn) == 8
 
 
 def test_an_unknown_scheduler_is_named():
     with pytest.raises(ValueError, match="the checkpoint's scheduler is NoSuchScheduler, which this version"):
-        solver_table.scheduler_from({"_class_name": "NoSuchScheduler"})
+        solver_table.build_scheduler({"_class_name": "NoSuchScheduler"})
 
 
 def test_a_solver_that_gives_no_number_is_refused():
     """bh1 divides by an infinite step where the last sigma is zero, upstream as here."""
     with pytest.raises(ValueError, match="UniPCMultistepScheduler gives no finite step"):
-        solver_table.tabulate(solver_table.scheduler_from({**CONFIGS["unipc"], "solver_type": "bh1"}), 4)
+        solver_table.tabulate(solver_table.build_scheduler({**CONFIGS["unipc"], "solver_type": "bh1"}), 4)

@@ -16,12 +16,12 @@ from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings, StepCache
-from comfyui_tpu.tpu_runtime.models import SPECS, spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import generation, solver_table, step_reuse
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("HunyuanVideo15")
-I2V = spec_by_name("hunyuanvideo1.5-i2v-720p")
+I2V = lookup_spec("hunyuanvideo1.5-i2v-720p")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
 PROMPT, NEGATIVE = 'a cat with a sign that says "Hi"', "blurred details"
 SCALE = 1.03682
@@ -41,11 +41,11 @@ def engine(chips: int) -> Runner:
 @functools.cache
 def embeds() -> tuple:
     """Of one engine for all: what they are is not asked here."""
-    return engine(1).encode(MODEL, PROMPT, NEGATIVE, Silent())
+    return engine(1).encode(MODEL, PROMPT, NEGATIVE, SilentProgress())
 
 
 def denoise(runner: Runner, settings: Settings, model: ModelRef = MODEL, progress: Any = None) -> np.ndarray:
-    return runner.denoise(model, settings, *embeds(), progress or Silent())["samples"].numpy()
+    return runner.denoise(model, settings, *embeds(), progress or SilentProgress())["samples"].numpy()
 
 
 @functools.cache
@@ -53,9 +53,9 @@ def oracle(settings: Settings) -> np.ndarray:
     """Upstream's pipeline, whose last block gets at some steps what it got at an earlier one, each branch its own."""
     import diffusers
 
-    pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure(SPEC))
+    pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure_random(SPEC))
     pipe.set_progress_bar_config(disable=True)
-    pipe.scheduler = solver_table.scheduler_from(SPEC.recipe.scheduler)
+    pipe.scheduler = solver_table.build_scheduler(SPEC.recipe.scheduler)
     pipe.guider.guidance_scale = settings.guidance_scale
     branches, calls, kept = SPEC.branches(settings.guidance_scale), 0, {}
 
@@ -121,7 +121,7 @@ def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy
     # Of a size of its own: XLA's cache holds the programs of all tests before.
     runner, seen, own = Runner(jax.devices()[:1]), [], replace(FLAT, height=48, width=80)
 
-    class Watch(Silent):
+    class Watch(SilentProgress):
         def step(self, done: int, total: int, unit: str, preview: object = None) -> None:
             if unit == "step":
                 seen.append((done, runner.counts["compile"]))
@@ -158,7 +158,7 @@ def test_a_video_from_a_picture_may_reuse_steps():
     condition = {"tpu_family": I2V.family, "height": 64, "width": 112, "num_frames": 5, "tensors": arrays}
     one, two = (
         engine(2).denoise(
-            model, replace(FLAT, step_cache=StepCache(start=1, end=4, interval=interval)), *embeds(), Silent(),
+            model, replace(FLAT, step_cache=StepCache(start=1, end=4, interval=interval)), *embeds(), SilentProgress(),
             condition,
         )["samples"]
         for interval in (2, 3)
@@ -199,5 +199,5 @@ def test_a_plan_has_both_programs_and_how_often_each_runs():
         (ODD, {"denoise_step": 4, "denoise_step.from_features": 2}),
         (replace(ODD, step_cache=None), {"denoise_step": 6}),
     ):
-        found = generation.for_spec(tiny_spec, settings, jax.devices()[:1], stages=("denoise",))
+        found = generation.list_programs(tiny_spec, settings, jax.devices()[:1], stages=("denoise",))
         assert {program.name: program.runs for program in found} == wanted

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.kernels import linear_int8
-from comfyui_tpu.kernels.linear_int8 import Rounded
+from comfyui_tpu.kernels.linear_int8 import Int8Weight
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.programs.token_layout import TokenLayout
@@ -26,8 +26,8 @@ def test_norms_that_are_rounded_before_they_are_gathered_are_multiplied_as_other
         return jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
 
     tokens, update, vectors = drawn(2, TOKENS, DIM), drawn(2, TOKENS, DIM), [drawn(2, DIM) for _ in range(3)]
-    block = linear_int8.block_of(DIM, chips=4)
-    weight = Rounded(*linear_int8.rounded(linear_int8.rotated_weight(drawn(512, DIM), 1, block), (1,)))
+    block = linear_int8.rotation_block(DIM, chips=4)
+    weight = Int8Weight(*linear_int8.quantize(linear_int8.rotate_weight(drawn(512, DIM), 1, block), (1,)))
 
     def run(rounds: bool) -> Any:
         layout = TokenLayout(
@@ -40,7 +40,7 @@ def test_norms_that_are_rounded_before_they_are_gathered_are_multiplied_as_other
 
         def both(tokens: jax.Array, update: jax.Array) -> Any:
             summed, normed = layout.residual_norm(layout.spread_tokens(tokens), update, *vectors, eps=1e-6, spread=True)
-            return summed, normed, layout.int8_products([weight], normed, split="outs")
+            return summed, normed, layout.int8_linear([weight], normed, split="outs")
 
         return jax.jit(both)(tokens, update)
 

@@ -39,7 +39,7 @@ def test_functional_uses_the_given_weights_and_leaves_the_module_alone():
     module = torch.nn.Linear(3, 2)
     before = module.weight.detach().clone()
     weights = {"weight": jnp.ones((2, 3)), "bias": jnp.zeros(2)}
-    out = torch_bridge.functional(module, weights, lambda m, x: m(x), jnp.arange(3.0))
+    out = torch_bridge.call_functional(module, weights, lambda m, x: m(x), jnp.arange(3.0))
     np.testing.assert_allclose(out, [3.0, 3.0])
     assert torch.equal(module.weight, before)
 

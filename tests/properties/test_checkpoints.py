@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, tiny, weight_names
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, variant
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs import modules, solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SPEC = spec_by_name("wan2.1-t2v-14b")
+SPEC = lookup_spec("wan2.1-t2v-14b")
 TEXT = SPEC.text_encoders[0]
 PARTS = {component.name: component for component in SPEC.components}
 
@@ -27,7 +27,7 @@ PARTS = {component.name: component for component in SPEC.components}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole checkpoint of our own. What a test changes in it, it puts back."""
-    return Path(shutil.copytree(tiny.ensure(SPEC), tmp_path_factory.mktemp("hostile") / "model"))
+    return Path(shutil.copytree(tiny.ensure_random(SPEC), tmp_path_factory.mktemp("hostile") / "model"))
 
 
 def read_with(path: Path, content: bytes, action: Callable[[], Any]) -> None:
@@ -43,21 +43,21 @@ def read_with(path: Path, content: bytes, action: Callable[[], Any]) -> None:
 
 def check(folder: Path) -> None:
     model_id = str(folder)
-    ModelRef(spec_name=variant(SPEC, model_id).name, model_id=model_id).check()
+    ModelRef(spec_name=resolve_variant(SPEC, model_id).name, model_id=model_id).check()
 
 
 def load(folder: Path, name: str) -> None:
     """All that is done with a component before its weights are read."""
     component = PARTS[name]
     located = checkpoint.locate(SPEC, str(folder))
-    located.configs(Silent())
-    network = modules.build(component, located.config(component, Silent()))
-    part = located.folder(component.folder, Silent())
-    checkpoint.match(network, checkpoint.read_headers(part, component), part)
+    located.configs(SilentProgress())
+    network = modules.build_network(component, located.config(component, SilentProgress()))
+    part = located.folder(component.folder, SilentProgress())
+    checkpoint.match_weights(network, checkpoint.read_headers(part, component), part)
 
 
 def of_file(path: str) -> Any:
-    return json.loads((tiny.ensure(SPEC) / path).read_text())
+    return json.loads((tiny.ensure_random(SPEC) / path).read_text())
 
 
 def config_of(name: str) -> Any:
@@ -102,7 +102,7 @@ def test_any_scheduler(folder: Path, content: bytes):
     path, asked = folder / checkpoint.SCHEDULER_CONFIG, SPEC.settings(num_inference_steps=4)
 
     def read() -> None:
-        solver_table.table_for(SPEC, checkpoint.read_json(path), asked, SPEC.geometry.latent_shape(asked))
+        solver_table.build_table(SPEC, checkpoint.read_json(path), asked, SPEC.geometry.latent_shape(asked))
 
     read_with(path, content, read)
 
@@ -121,7 +121,7 @@ def test_any_guider(folder: Path, content: bytes):
     index.write_text(json.dumps({**saved, "guider": ["diffusers", "ClassifierFreeGuidance"]}))
     read_with(
         folder / "guider" / "guider_config.json", content,
-        lambda: guider.scale_for(located, SPEC.settings().guidance_scale, Silent()),
+        lambda: guider.resolve_guidance_scale(located, SPEC.settings().guidance_scale, SilentProgress()),
     )  # fmt: skip
     index.write_text(json.dumps(saved))
 
@@ -142,7 +142,7 @@ def test_any_index_of_weights(folder: Path, content: bytes):
     path = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
 
     def read() -> None:
-        for file in checkpoint.weight_files(path.parent, PARTS["transformer"]):
+        for file in checkpoint.list_weight_files(path.parent, PARTS["transformer"]):
             assert file.parent == path.parent
 
     read_with(path, content, read)
@@ -155,7 +155,7 @@ def test_no_index_leads_out_of_the_folder(tmp_path: Path, name: str):
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"proj_out.weight": name}}))
     with pytest.raises(ValueError, match="only .safetensors files in the same folder are read"):
-        checkpoint.weight_files(path.parent, PARTS["transformer"])
+        checkpoint.list_weight_files(path.parent, PARTS["transformer"])
 
 
 # --- headers of safetensors -------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_header_of_many_tensors_takes_little_memory_and_time(tmp_path: Path, n
 
 def test_what_lies_in_the_place_of_a_file(folder: Path):
     """A folder, a link to nowhere, a link to itself."""
-    weights = f"transformer/{weight_names.weight_names(folder / 'transformer', ONE)[0]}"
+    weights = f"transformer/{weight_names.list_weight_names(folder / 'transformer', ONE)[0]}"
     for name in ("model_index.json", "transformer/config.json", weights):
         path, saved = folder / name, folder / f"{name}.saved"
         for make in (path.mkdir, lambda path=path: path.symlink_to("nowhere"), lambda path=path: path.symlink_to(path)):

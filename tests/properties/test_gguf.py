@@ -50,11 +50,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(path: Path) -> None:
     """What a queue check, and then the encoder's loading, read of a file."""
-    tensors, _ = gguf_file.read_header(path)
-    carried = tokenizer_files.embedded(path, tensors)
-    contents.networks(path, LAYOUTS)
+    tensors, _ = gguf_file.read_gguf(path)
+    carried = tokenizer_files.find_tokenizer(path, tensors)
+    contents.find_networks(path, LAYOUTS)
     if carried is not None:
-        tokenizer_files.write(carried, path.with_suffix(""))
+        tokenizer_files.write_tokenizer(carried, path.with_suffix(""))
 
 
 VALUES = {
@@ -84,7 +84,7 @@ def test_any_whole_file_is_read_as_llama_cpps_package_reads_it(path: Path, value
     writer.write_tensors_to_file()
     writer.close()
     oracle = gguf.GGUFReader(path)
-    header = gguf_header.read(path)
+    header = gguf_header.read_gguf_header(path)
     own = {name: field.contents() for name, field in oracle.fields.items() if not name.startswith("GGUF.")}
     assert dict(header.fields) == own
     wanted = {one.name: (tuple(reversed(one.shape.tolist())), one.data_offset) for one in oracle.tensors}
@@ -114,13 +114,13 @@ def test_any_header(path: Path, content: bytes):
     ends_well(lambda: read(path), len(content))
 
 
-LONGEST = gguf_header.MOST_TEXTS
+LONGEST = gguf_header.MAX_TEXTS
 CLAIMS: dict[str, Callable[[], bytes]] = {
     "fields": lambda: file_of([], counts=(0, 2**63)),
     "tensors": lambda: file_of([], counts=(2**63, 0)),
     "many fields": lambda: file_of([entry(str(n), 0, b"\0") for n in range(20_000)]),
     "many tensors": lambda: file_of([], [tensor(str(n)) for n in range(20_000)]),
-    "tensors as many as are read": lambda: file_of([], [tensor(str(n)) for n in range(gguf_header.MOST_TENSORS)]),
+    "tensors as many as are read": lambda: file_of([], [tensor(str(n)) for n in range(gguf_header.MAX_TENSORS)]),
     "one name twice": lambda: file_of([], [tensor("a"), tensor("a")]),
     "a long list of numbers": lambda: file_of([entry("a", ARRAY, listed(F32, 2**62, b""))]),
     "a long list of texts": lambda: file_of([entry("a", ARRAY, listed(TEXT, 2**62, b""))]),
@@ -173,21 +173,21 @@ def test_empty_texts_by_the_million_are_passed_over_or_refused(path: Path):
     for count in (2**19, LONGEST + 1):
         content = file_of([entry("tokenizer.ggml.tokens", ARRAY, listed(TEXT, count, bytes(8 * count)))], [tensor("a")])
         path.write_bytes(content)
-        ends_well(lambda: gguf_file.read_header(path), len(content) // 20)
+        ends_well(lambda: gguf_file.read_gguf(path), len(content) // 20)
     with pytest.raises(CheckpointError, match=f"its lists have {LONGEST + 1} texts, and {LONGEST} are read at most"):
-        gguf_file.read_header(path)
+        gguf_file.read_gguf(path)
 
 
 def test_a_header_that_goes_on_through_a_large_file_is_refused(path: Path):
     """The file has holes: nothing of it is written but its ends."""
-    count = 2 * gguf_header.MOST_BYTES // 2**20
+    count = 2 * gguf_header.MAX_HEADER_BYTES // 2**20
     with path.open("wb") as file:
         file.write(file_of([entry("a", ARRAY, listed(TEXT, count, b""))])[:-64])
         for _ in range(count):
             file.write(struct.pack("<Q", 2**20))
             file.seek(2**20, os.SEEK_CUR)
         file.truncate()
-    ends_well(lambda: gguf_file.read_header(path), 0)
+    ends_well(lambda: gguf_file.read_gguf(path), 0)
     path.unlink()
 
 
@@ -205,15 +205,15 @@ def test_as_many_tokens_as_published_encoders_have_take_little(path: Path):
         [tensor("token_embd.weight", (4, 2))],
     )
     path.write_bytes(content)
-    ends_well(lambda: gguf_file.read_header(path), 2**16)
-    fields = gguf_file.read_header(path)[1]
+    ends_well(lambda: gguf_file.read_gguf(path), 2**16)
+    fields = gguf_file.read_gguf(path)[1]
     assert fields["tokenizer.ggml.tokens"][-1] == f"▁{count - 1}" and fields.length("tokenizer.ggml.scores") == count
 
 
 def test_nothing_of_a_file_stays_open_or_mapped(path: Path):
     """A deleted file's place on the disk is free at once."""
     path.write_bytes(WHOLE)
-    gguf_file.read_header(path)
+    gguf_file.read_gguf(path)
     held = Path("/proc/self/maps").read_text()
     links = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
     assert str(path) not in held and not any(str(path) in link for link in links)
@@ -221,7 +221,7 @@ def test_nothing_of_a_file_stays_open_or_mapped(path: Path):
 
 def test_a_file_that_was_replaced_is_not_read_by_the_old_ones_places(path: Path):
     path.write_bytes(WHOLE)
-    fields = gguf_file.read_header(path)[1]
+    fields = gguf_file.read_gguf(path)[1]
     path.write_bytes(bytes(len(WHOLE) + 1))
     with pytest.raises(CheckpointError, match="has changed while it was read"):
         fields["general.architecture"]

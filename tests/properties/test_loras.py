@@ -61,9 +61,9 @@ def read(path: Path, family: str) -> bool:
     own = network(family)
     weights = {source: weight for weight in own.weights.values() for source in weight.sources}
     with contextlib.ExitStack() as stack:
-        found = adapter.read(str(path), own)
-        adapter.content(str(path))
-        reader = load.Reader(stack, lambda: None)
+        found = adapter.read_adapter(str(path), own)
+        adapter.hash_content(str(path))
+        reader = load.TensorReader(stack, lambda: None)
         for name, changes in found.changes.items():
             for change in changes:
                 _, scale = merge._read(reader, found, change, weights[name])

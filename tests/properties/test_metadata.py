@@ -10,8 +10,8 @@ from typing import Any
 import av
 import pytest
 import torch
-from comfyui_tpu.nodes.graphs.ran import KEY, metadata
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.graphs.ran import KEY, build_metadata
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.tpu_runtime import media
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ def recorded(text: str, prefix: str = "x", title: str = "t") -> tuple[dict[str, 
             "_meta": {"title": title},
         },
     }
-    return workflow, metadata(workflow, {}, HEADLESS)
+    return workflow, build_metadata(workflow, {}, HEADLESS_NODES)
 
 
 def of_webp(path: Path) -> str:
@@ -117,5 +117,5 @@ def test_a_token_of_this_process_is_in_no_file(monkeypatch: pytest.MonkeyPatch, 
 def test_paths_of_this_machine_are_in_no_file(value: str, said: str):
     """Also of several files that are joined, and of files that are there no more."""
     model = {"class_type": "TPUModelLoader", "inputs": {"model_id": value}}
-    found = json.loads(metadata({"1": model}, {}, HEADLESS)["prompt"])
+    found = json.loads(build_metadata({"1": model}, {}, HEADLESS_NODES)["prompt"])
     assert found["1"]["inputs"]["model_id"] == said

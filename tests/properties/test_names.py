@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import TerminalHost
+from comfyui_tpu.nodes.headless.runner import TerminalContext
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
 from comfyui_tpu.tpu_runtime import redact
 from comfyui_tpu.tpu_runtime.files import CheckpointError
@@ -39,7 +39,7 @@ def test_a_tensors_name_that_does_not_print_is_refused(tmp_path: Path, name: str
     writer.close()
     for one in (path, path.with_suffix(".gguf")):
         with pytest.raises(CheckpointError, match="names must be of printable characters") as error:
-            contents.read(one)
+            contents.read_contents(one)
         assert not UNSAFE.search(str(error.value))
 
 
@@ -80,7 +80,7 @@ def test_a_warning_is_written_without_a_log_too(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_on_a_terminal_and_a_sentence_have_no_escapes(name: str):
-    TerminalHost(Folders(), stream := io.StringIO()).text(f"reading {name}")
+    TerminalContext(Folders(), stream := io.StringIO()).text(f"reading {name}")
     for said in (stream.getvalue(), str(CheckpointError(f"{name} is damaged."))):
         assert not UNSAFE.search(said.replace("\n", ""))
 
@@ -91,7 +91,7 @@ def test_a_text_on_a_terminal_and_a_sentence_have_no_escapes(name: str):
     | st.sampled_from([*NAMES, "<img src=x onerror=a()>", "http://x", "WWW.x", "javascript://"])
 )
 def test_a_text_of_the_page_has_no_tags_and_no_links(name: str):
-    said = redact.for_page(f"reading {name}, {name}")
+    said = redact.escape_for_page(f"reading {name}, {name}")
     assert not UNSAFE.search(said.replace("\n", "").replace("\t", ""))
     assert not re.search(r"[<>]|://|\bwww\.", said, re.IGNORECASE)
-    assert redact.for_page("Took 3 s: 1.5 GB of a/b.safetensors") == "Took 3 s: 1.5 GB of a/b.safetensors"
+    assert redact.escape_for_page("Took 3 s: 1.5 GB of a/b.safetensors") == "Took 3 s: 1.5 GB of a/b.safetensors"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import safetensors
 from comfyui_tpu.nodes.graphs import ran
-from comfyui_tpu.nodes.graphs.ran import KEY, Records
+from comfyui_tpu.nodes.graphs.ran import KEY, ProvenanceLog
 from comfyui_tpu.tests.properties.hostile import ends_well
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
 from comfyui_tpu.tpu_runtime.checkpoints import model_ref
-from comfyui_tpu.tpu_runtime.files import MOST_HEADER, CheckpointError
+from comfyui_tpu.tpu_runtime.files import MAX_HEADER_BYTES, CheckpointError
 from comfyui_tpu.tpu_runtime.formats import codes, contents
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
@@ -40,8 +40,8 @@ def samplers(count: int, text: str) -> dict[str, Any]:
     return {**nodes, "text": {"class_type": TEXT, "inputs": {"prompt": text}}}
 
 
-def kept(prompt: dict[str, Any], *names: str) -> Records:
-    records = Records(frozenset({SAMPLER, TEXT}))
+def kept(prompt: dict[str, Any], *names: str) -> ProvenanceLog:
+    records = ProvenanceLog(frozenset({SAMPLER, TEXT}))
     for name in names:
         records.add(prompt, {"extra": {}}, name, [{"stage": "denoise"}])
     return records
@@ -71,7 +71,7 @@ def test_a_node_is_another_one_where_what_it_hangs_on_is():
 
 @pytest.mark.parametrize("name", ["a chain", "a circle", "its own source", "all of all", "nested", "no nodes"])
 def test_any_graph_is_looked_at_soon(name: str):
-    count = ran.MOST_NODES
+    count = ran.MAX_NODES
     links: dict[str, dict[str, Any]] = {
         "a chain": {str(n): {"x": [str(n + 1), 0]} for n in range(count)},
         "a circle": {str(n): {"x": [str((n + 1) % count), 0]} for n in range(count)},
@@ -111,18 +111,18 @@ def test_a_file_of_thousands_of_described_layers_is_opened_a_few_times(tmp_path:
     path.write_bytes(content := layers(2000))
     opened, safe_open = [], safetensors.safe_open
     monkeypatch.setattr(safetensors, "safe_open", lambda *args, **rest: opened.append(1) or safe_open(*args, **rest))
-    found = contents.read(path)
+    found = contents.read_contents(path)
     assert len(opened) <= 3 and len(found.tensors) == 2000
     contents._read.cache_clear()
-    ends_well(lambda: contents.read(path), len(content))
+    ends_well(lambda: contents.read_contents(path), len(content))
 
 
-@pytest.mark.parametrize("size", [codes.MOST_OF_A_LAYER + 1, 2**18])
+@pytest.mark.parametrize("size", [codes.MAX_DESCRIPTION_BYTES + 1, 2**18])
 def test_a_long_description_is_refused_before_it_is_read(tmp_path: Path, size: int):
     path = tmp_path / "model.safetensors"
     path.write_bytes(layers(3, size=size))
-    with pytest.raises(CheckpointError, match=f"a description of a format is U8, {codes.MOST_OF_A_LAYER} bytes"):
-        contents.read(path)
+    with pytest.raises(CheckpointError, match=f"a description of a format is U8, {codes.MAX_DESCRIPTION_BYTES} bytes"):
+        contents.read_contents(path)
 
 
 def with_metadata(path: Path, **metadata: str) -> int:
@@ -147,17 +147,19 @@ def test_a_config_in_a_file_is_parsed_once_for_all_models(tmp_path: Path, monkey
     assert len(parsed) == 1
 
 
-@pytest.mark.parametrize("name", ["config", codes.METADATA])
+@pytest.mark.parametrize("name", ["config", codes.QUANTIZATION_METADATA])
 @pytest.mark.parametrize("entry", ["[],", '{"a":0},', '"",', "0,"])
 def test_metadata_of_any_size_is_a_sentence_soon(tmp_path: Path, name: str, entry: str):
     """A config of 5 MiB took 11.5 s and 774 MiB."""
     path = tmp_path / "model.safetensors"
-    for length in (codes.MOST_SAID // 2, 5 * 2**20):
+    for length in (codes.MAX_METADATA_LENGTH // 2, 5 * 2**20):
         said = f'{{"layers": [{entry * (length // len(entry))}0]}}'
         size = with_metadata(path, **{name: said})
         contents._read.cache_clear()
         ends_well(lambda: model_ref.choose_model(SPECS[0], str(path)), size)
-    with pytest.raises(CheckpointError, match=f"the file has {len(said)} characters; {codes.MOST_SAID} are read"):
+    with pytest.raises(
+        CheckpointError, match=f"the file has {len(said)} characters; {codes.MAX_METADATA_LENGTH} are read"
+    ):
         model_ref.choose_model(SPECS[0], str(path))
 
 
@@ -166,12 +168,14 @@ def test_networks_of_any_names_are_looked_for_soon(tmp_path: Path, name: str):
     path = tmp_path / "model.safetensors"
     header = {name.format(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(15_000)}
     path.write_bytes(content := file_of(json.dumps(header, separators=(",", ":")).encode())[:-33])
-    ends_well(lambda: contents.networks(path, LAYOUTS), len(content))
+    ends_well(lambda: contents.find_networks(path, LAYOUTS), len(content))
 
 
 def test_a_header_as_long_as_the_file_claims_is_refused(tmp_path: Path):
     path = tmp_path / "model.safetensors"
-    path.write_bytes((MOST_HEADER + 1).to_bytes(8, "little") + b"{}" + b" " * (MOST_HEADER - 1))
-    ends_well(lambda: contents.read(path), 0)
-    with pytest.raises(CheckpointError, match=f"has a header of {MOST_HEADER + 1} bytes; {MOST_HEADER} are read"):
-        contents.read(path)
+    path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}" + b" " * (MAX_HEADER_BYTES - 1))
+    ends_well(lambda: contents.read_contents(path), 0)
+    with pytest.raises(
+        CheckpointError, match=f"has a header of {MAX_HEADER_BYTES + 1} bytes; {MAX_HEADER_BYTES} are read"
+    ):
+        contents.read_contents(path)

@@ -10,16 +10,16 @@ from comfyui_tpu.cli import main as cli
 from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning, stage_files
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.programs.generation import Denoising
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-SPEC = spec_by_name("wan2.1-t2v-14b")
+SPEC = lookup_spec("wan2.1-t2v-14b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
 CONFIGS = {part.name: part.tiny for part in SPEC.components}
-PLAN = Denoising.of(SPEC, SPEC.settings(), CONFIGS, SPEC.recipe.scheduler)
+PLAN = DenoisingPlan.of(SPEC, SPEC.settings(), CONFIGS, SPEC.recipe.scheduler)
 WIDTH = SPEC.component("transformer").tiny["text_dim"]
 WHOLE = save(
     {
@@ -61,8 +61,8 @@ def use(folder: Path) -> None:
     """All that is read of a folder before the first program runs."""
     embeds = stage_files.load_embeddings(folder, MODEL)
     condition, latents = stage_files.load_condition(folder, MODEL), stage_files.load_latents(folder, MODEL)
-    conditioning.denoiser_inputs(PLAN, *embeds, condition)
-    conditioning.latent_samples(SPEC, latents)
+    conditioning.build_denoiser_inputs(PLAN, *embeds, condition)
+    conditioning.get_latent_samples(SPEC, latents)
 
 
 @settings(max_examples=250)
@@ -71,7 +71,7 @@ def test_any_stage_file(folder: Path, content: bytes):
     for name in (stage_files.EMBEDDINGS, stage_files.LATENTS):
         (folder / name).write_bytes(content)
     ends_well(lambda: use(folder), len(content))
-    ends_well(lambda: stage_files.check_ours(folder), len(content))
+    ends_well(lambda: stage_files.check_ownership(folder), len(content))
 
 
 CONFIG = {

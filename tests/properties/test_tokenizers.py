@@ -29,7 +29,7 @@ def copied(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """A family's text encoder, and a copy of its tokenizer's folder."""
     spec = spec_for_family(request.param)
     text = spec.text_encoders[0]
-    return text, Path(shutil.copytree(tiny.ensure(spec) / text.tokenizer_folder, tmp_path / "tokenizer"))
+    return text, Path(shutil.copytree(tiny.ensure_random(spec) / text.tokenizer_folder, tmp_path / "tokenizer"))
 
 
 def change(path: Path, edit: Callable[[dict], object]) -> None:
@@ -78,7 +78,7 @@ def test_a_panic_of_a_tokenizer_is_a_sentence(call: str):
     with pytest.raises(BaseException) as raised:
         own("a" * 60)
     assert not isinstance(raised.value, Exception), "upstream mends this itself"
-    tokenizer, text = tokens.Tokenizer(own, Path("folder")), "a" * 60
+    tokenizer, text = tokens.GuardedTokenizer(own, Path("folder")), "a" * 60
     calls = {
         "call": lambda: tokenizer([text]),
         "tokenize": lambda: tokenizer.tokenize(text),
@@ -98,7 +98,7 @@ def test_a_panic_of_a_tokenizer_is_a_sentence(call: str):
 
 def test_other_exits_are_no_panics():
     for error in (KeyboardInterrupt, SystemExit, GeneratorExit, ValueError):
-        with pytest.raises(error), tokens.guarded("x"):
+        with pytest.raises(error), tokens.guard_panics("x"):
             raise error
 
 
@@ -119,7 +119,9 @@ TEMPLATES = [
 def test_no_template_of_a_folder_is_run(template: str, place: str, tmp_path: Path):
     """One with what its model's turns begin with is left alone, any other is refused."""
     text = spec_for_family("HunyuanVideo15").text_encoders[0]
-    folder = Path(shutil.copytree(tiny.ensure(spec_for_family("HunyuanVideo15")) / "tokenizer", tmp_path / "tokenizer"))
+    folder = Path(
+        shutil.copytree(tiny.ensure_random(spec_for_family("HunyuanVideo15")) / "tokenizer", tmp_path / "tokenizer")
+    )
     wanted = text.tokenize(tokens.load_tokenizer(folder), ["a red circle"])
     (folder / "chat_template.jinja").unlink()
     for before, is_taken in (("<|im_start|>", True), ("", False)):
@@ -141,7 +143,7 @@ def test_no_template_of_a_folder_is_run(template: str, place: str, tmp_path: Pat
 def test_a_template_by_the_name_of_ours_is_not_run(tmp_path: Path):
     """transformers looks a template up by name first, in a folder that has several."""
     spec = spec_for_family("HunyuanVideo15")
-    folder = Path(shutil.copytree(tiny.ensure(spec) / "tokenizer", tmp_path / "tokenizer"))
+    folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25
 
     (folder / "chat_template.jinja").unlink()
@@ -174,19 +176,19 @@ def test_any_count_of_a_tekken_model(tmp_path_factory: pytest.TempPathFactory, n
     folder.mkdir(exist_ok=True)
     path = tekken_file(folder / "x.safetensors", **{name: count})
     carried = tokenizer_files.TokenizerFile(path, "tekken_model")
-    ends_well(lambda: tokenizer_files.write(carried, folder / "out"), path.stat().st_size)
+    ends_well(lambda: tokenizer_files.write_tokenizer(carried, folder / "out"), path.stat().st_size)
     if name == "default_num_special_tokens" and isinstance(count, int):
         with pytest.raises(CheckpointError, match=f"default_num_special_tokens is {count}; published is 1000"):
-            tokenizer_files.write(carried, folder / "out")
+            tokenizer_files.write_tokenizer(carried, folder / "out")
 
 
 @pytest.mark.parametrize("pattern", [*HOSTILE, None, 7])
 def test_a_tekken_model_cuts_words_as_a_published_one(tmp_path: Path, pattern: Any):
     carried = tokenizer_files.TokenizerFile(tekken_file(tmp_path / "x.safetensors", pattern=pattern), "tekken_model")
     with pytest.raises(CheckpointError, match="cuts text by the regular expression"):
-        tokenizer_files.write(carried, tmp_path / "out")
+        tokenizer_files.write_tokenizer(carried, tmp_path / "out")
     tekken_file(carried.path)
-    assert tokenizer_files.write(carried, tmp_path / "out") == 276
+    assert tokenizer_files.write_tokenizer(carried, tmp_path / "out") == 276
 
 
 @pytest.mark.parametrize("kind", ["T5Tokenizer", "ByT5Tokenizer", "PegasusTokenizer", "XGLMTokenizer"])
@@ -203,7 +205,7 @@ def test_a_thread_lives_on_after_a_panic():
     """As ComfyUI's prompt thread does, which looks for `Exception`."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = tokens.Tokenizer(PreTrainedTokenizerFast(tokenizer_object=panicking()), Path("folder"))
+    tokenizer = tokens.GuardedTokenizer(PreTrainedTokenizerFast(tokenizer_object=panicking()), Path("folder"))
     said: list[str] = []
 
     def work() -> None:

@@ -11,15 +11,15 @@ from aiohttp import web
 from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.nodes.declare import Folders, Input, Node
-from comfyui_tpu.nodes.graphs.graph import expand, expected, is_link
+from comfyui_tpu.nodes.graphs.graph import expand, is_link, plan_generations
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.changes import assign, read_json
-from comfyui_tpu.nodes.headless.runner import HEADLESS, execution_order
+from comfyui_tpu.nodes.headless.changes import apply_assignment, read_json
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, execution_order
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
 from comfyui_tpu.tests.properties.hostile import VALUES, documents, ends_well, spoiled
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,18 +32,18 @@ BODY = {"ids": ["0123", "4567"]}
 
 def up_to_running(path: Path, *sets: str) -> None:
     """What `comfyui-tpu run --tiny` does before the first node runs; a list of problems is sentences too."""
-    workflow = to_api(read_json(path), HEADLESS)
+    workflow = to_api(read_json(path), HEADLESS_NODES)
     for one in sets:
-        assign(workflow, one)
+        apply_assignment(workflow, one)
     make_tiny(workflow)
-    if problems := validate_workflow(workflow, HEADLESS):
+    if problems := validate_workflow(workflow, HEADLESS_NODES):
         raise ValueError("The workflow cannot run: " + "\n".join(problems))
     for node in workflow.values():
         constants = {name: value for name, value in node["inputs"].items() if not is_link(value)}
         linked = set(node["inputs"]) - set(constants)
-        HEADLESS[node["class_type"]].check_constants(Folders(), constants, linked)
-    execution_order(expand(workflow, HEADLESS), HEADLESS)
-    expected(workflow, Folders(), HEADLESS)
+        HEADLESS_NODES[node["class_type"]].validate_constants(Folders(), constants, linked)
+    execution_order(expand(workflow, HEADLESS_NODES), HEADLESS_NODES)
+    plan_generations(workflow, Folders(), HEADLESS_NODES)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ LINE = {"2.seed": 7, "1.prompt": "a red circle", "2.height": 80, "SaveVideo.file
     | st.lists(st.text(max_size=20)).map("\n".join).map(lambda text: text.encode("utf-8", "replace"))
 )
 def test_any_line_of_a_batch(content: bytes):
-    workflow = to_api(API, HEADLESS)
+    workflow = to_api(API, HEADLESS_NODES)
     make_tiny(workflow)
     lines = content.decode("utf-8", "replace").splitlines()
-    recipe = JobTemplate(workflow, Folders(), Silent())
+    recipe = JobTemplate(workflow, Folders(), SilentProgress())
     read_jobs(recipe, [json.dumps(LINE)], "the file")  # what is imported is not the line's
     ends_well(lambda: read_jobs(recipe, lines, "the file"), len(content))
 

@@ -10,8 +10,8 @@ from comfyui_tpu.tpu_runtime import children
 
 PROGRAM = """
 import os, sys, time
-from comfyui_tpu.tpu_runtime.children import speaker
-say = speaker()
+from comfyui_tpu.tpu_runtime.children import open_child_channel
+say = open_child_channel()
 print("what a library prints")
 say(first=1)
 sys.stderr.write("a complaint\\n")
@@ -29,14 +29,14 @@ def lines(child: children.Child) -> list[dict]:
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_lines_come_in_order_and_what_is_printed_is_a_complaint(code: int):
-    with children.running([sys.executable, "-c", PROGRAM, str(code)]) as child:
+    with children.run_child([sys.executable, "-c", PROGRAM, str(code)]) as child:
         assert lines(child) == [{"first": 1}, {"second": [2]}]
         assert child.ending(PATIENCE_S) == code
-        assert child.last_words() in (" (a complaint)", " (what a library prints)")
+        assert child.last_error_line() in (" (a complaint)", " (what a library prints)")
 
 
 def test_a_child_that_hangs_is_terminated_with_the_block():
-    with children.running([sys.executable, "-c", PROGRAM, "hangs"]) as child:
+    with children.run_child([sys.executable, "-c", PROGRAM, "hangs"]) as child:
         assert [child.line(PATIENCE_S) for _ in range(2)] == [{"first": 1}, {"second": [2]}]
         with pytest.raises(TimeoutError):
             child.line(0.1)
@@ -44,7 +44,7 @@ def test_a_child_that_hangs_is_terminated_with_the_block():
 
 
 def test_a_line_that_is_cut_off_is_none():
-    with children.running([sys.executable, "-c", CUT_OFF]) as child:
+    with children.run_child([sys.executable, "-c", CUT_OFF]) as child:
         assert lines(child) == [{"first": 1}]
 
 
@@ -59,7 +59,7 @@ sys.exit(3)
 
 def test_a_child_that_says_nothing_more_and_does_not_end_is_killed():
     """As one whose driver hangs while it lets the chips go."""
-    with children.running([sys.executable, "-c", STUCK]) as child:
+    with children.run_child([sys.executable, "-c", STUCK]) as child:
         assert lines(child) == []
         with pytest.raises(TimeoutError):
             child.ending(0.1)
@@ -67,14 +67,14 @@ def test_a_child_that_says_nothing_more_and_does_not_end_is_killed():
 
 
 def test_what_is_no_text_is_no_end():
-    with children.running([sys.executable, "-c", NO_TEXT]) as child:
+    with children.run_child([sys.executable, "-c", NO_TEXT]) as child:
         assert lines(child) == [{"first": 1}, {"second": 2}]
         assert child.ending(PATIENCE_S) == 3
-        assert child.last_words() == " (core \ufffd dumped)"
+        assert child.last_error_line() == " (core \ufffd dumped)"
 
 
 def test_a_child_ends_with_its_parent():
-    with children.running([sys.executable, "-c", PROGRAM, "hangs"]) as child:
+    with children.run_child([sys.executable, "-c", PROGRAM, "hangs"]) as child:
         assert child.line(PATIENCE_S) == {"first": 1}
         assert child.process.stdin is not None
         child.process.stdin.close()  # as the kernel does when the parent is gone
@@ -83,16 +83,16 @@ def test_a_child_ends_with_its_parent():
 
 IGNORES = """
 import signal, time
-from comfyui_tpu.tpu_runtime.children import speaker
+from comfyui_tpu.tpu_runtime.children import open_child_channel
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-speaker()(first=1)
+open_child_channel()(first=1)
 time.sleep(1000)
 """
 ENDS_IN_ORDER = """
 import pathlib, signal, sys, time
-from comfyui_tpu.tpu_runtime.children import speaker
+from comfyui_tpu.tpu_runtime.children import open_child_channel
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-say = speaker()
+say = open_child_channel()
 try:
     say(first=1)
     time.sleep(1000)
@@ -102,15 +102,15 @@ finally:
 
 
 def test_a_child_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(children, "TERMINATE_S", 0.2)
-    with children.running([sys.executable, "-c", IGNORES]) as child:
+    monkeypatch.setattr(children, "TERMINATE_TIMEOUT_S", 0.2)
+    with children.run_child([sys.executable, "-c", IGNORES]) as child:
         assert child.line(PATIENCE_S) == {"first": 1}
     assert child.process.returncode == -signal.SIGKILL
 
 
 def test_a_child_gets_the_time_to_end_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(children, "TERMINATE_S", PATIENCE_S)
-    with children.running([sys.executable, "-c", ENDS_IN_ORDER, str(tmp_path / "end")]) as child:
+    monkeypatch.setattr(children, "TERMINATE_TIMEOUT_S", PATIENCE_S)
+    with children.run_child([sys.executable, "-c", ENDS_IN_ORDER, str(tmp_path / "end")]) as child:
         assert child.line(PATIENCE_S) == {"first": 1}
     assert child.process.returncode == 5
     assert (tmp_path / "end").read_text() == "shut down"

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import pytest
 from comfyui_tpu.cli import selftest
-from comfyui_tpu.kernels.choice import Rungs
+from comfyui_tpu.kernels.choice import KernelFallbacks
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.machine import fake_pjrt
@@ -26,9 +26,9 @@ from comfyui_tpu.tpu_runtime import files
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.machine import fallbacks, record
 from comfyui_tpu.tpu_runtime.machine.record import MachineRecord
-from comfyui_tpu.tpu_runtime.programs.program import step_options
+from comfyui_tpu.tpu_runtime.programs.program import step_compiler_options
 from comfyui_tpu.tpu_runtime.selftest import compiled, first_run, groups, overlap, report
-from comfyui_tpu.tpu_runtime.selftest.checks import CheckResult, result
+from comfyui_tpu.tpu_runtime.selftest.checks import CheckResult, parse_result
 from comfyui_tpu.tpu_runtime.selftest.first_run import FirstRun
 from comfyui_tpu.tpu_runtime.selftest.groups import CheckGroup
 from jax.sharding import NamedSharding
@@ -53,9 +53,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     def run(layer: Layer, *names: str, deadline_s: float | None = None, **how: Any) -> FirstRun:
         for name, value in fake_pjrt.environment(layer, tmp_path / "start").items():
             monkeypatch.setenv(name, value)
-        chosen = [one for one in groups.all_of([MODEL]) if one.name in names]
+        chosen = [one for one in groups.all_groups([MODEL]) if one.name in names]
         if deadline_s is not None:
-            chosen = [CheckGroup(name=one.name, deadline_s=deadline_s, goes_on=one.goes_on) for one in chosen]
+            chosen = [
+                CheckGroup(name=one.name, deadline_s=deadline_s, continue_on_failure=one.continue_on_failure)
+                for one in chosen
+            ]
         found = FirstRun([MODEL], **how)
         found.run(chosen)
         return found
@@ -68,7 +71,7 @@ def verdicts(run: FirstRun) -> dict[str, str]:
 
 
 def learnt() -> MachineRecord:
-    (found,) = record.everything().values()
+    (found,) = record.read_all().values()
     return found
 
 
@@ -118,7 +121,11 @@ def test_chips_that_are_gone_for_good_are_not_waited_for_by_every_group(runs: Ru
     monkeypatch.setattr(FirstRun, "_begin", begins)
     run = runs(Layer(faults=[lost]), "start", "together", "store", "stored", "compiling")
     assert [row.stage for row in run.rows if row.is_good] == ["devices"]
-    assert [row.stage for row in run.rows if not row.is_good] == ["exchange", first_run.BEGIN, first_run.BEGIN]
+    assert [row.stage for row in run.rows if not row.is_good] == [
+        "exchange",
+        first_run.START_TITLE,
+        first_run.START_TITLE,
+    ]
 
 
 # --- chips that another process holds ---------------------------------------------------------------------------------
@@ -154,7 +161,7 @@ def test_groups_open_one_device_after_another_and_the_opens_are_timed(runs: Runs
     """Each process holds the device until it has ended; none meets the one before."""
     run = runs(Layer(device=str(tmp_path / "chip")), "start", "reopen", "together")
     assert not any(verdicts(run).values())
-    (row,) = (row for row in run.rows if row.stage == first_run.REOPENED)
+    (row,) = (row for row in run.rows if row.stage == first_run.REOPEN_TITLE)
     assert list(row.values) == [f"open_{number}_s" for number in range(1, 6)]
     assert (tmp_path / "chip").read_text() == "x" * 7
 
@@ -204,7 +211,7 @@ def test_a_lost_chip_ends_the_only_process_and_the_rest_is_skipped(runs: Runs, t
     layer = Layer(device=str(tmp_path / "chip"), faults=[Fault(at="run", holds="all_to_all", does="die")])
     run = runs(layer, "start", "together", "store", "compiling", in_one_process=True)
     assert [(row.stage, bool(row.problem), row.is_skipped) for row in run.rows[1:]] == [
-        ("exchange", True, False), (first_run.BEGIN, False, True), (first_run.BEGIN, False, True)
+        ("exchange", True, False), (first_run.START_TITLE, False, True), (first_run.START_TITLE, False, True)
     ]  # fmt: skip
 
 
@@ -212,9 +219,9 @@ def test_chips_that_do_not_start_end_it(runs: Runs, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("JAX_PLATFORMS", "none_of_these")
     run = runs(Layer(), "start", "together")
     ((stage, problem),) = verdicts(run).items()
-    assert stage == first_run.BEGIN and "with exit code 1" in problem and "none_of_these" in problem
+    assert stage == first_run.START_TITLE and "with exit code 1" in problem and "none_of_these" in problem
     assert run.report().verdict == "Red: 1 of 1 checks on no chips failed: start: start of the process."
-    assert record.everything() == {}
+    assert record.read_all() == {}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +271,7 @@ def test_a_halt_in_the_third_kernel_is_one_red_row_and_the_next_prompt_is_right(
     assert HALT in found["residual norm"]
     assert {"convolution", "modulation", "run by another", "first step", "frames", "weights"} <= set(found)
     assert next(row for row in run.rows if "beside" in row.stage).note.endswith("norms by XLA, for the kernel is off")
-    assert learnt().fallbacks.kernels == Rungs(off=("residual_norm",))
+    assert learnt().fallbacks.kernels == KernelFallbacks(off=("residual_norm",))
     assert run.report().to_json()["machine"]["kernels_off"] == ["residual_norm"]
 
 
@@ -277,11 +284,11 @@ def test_a_kernel_that_does_not_compile_takes_smaller_tiles(runs: Runs):
     found = verdicts(runs(layer, "start", "kernels"))
     assert [stage for stage, problem in found.items() if problem] == ["residual norm"]
     assert "takes smaller tiles" in found["residual norm"]
-    assert learnt().fallbacks.kernels == Rungs(small=("residual_norm",))
+    assert learnt().fallbacks.kernels == KernelFallbacks(small=("residual_norm",))
 
 
 def test_how_many_compile_behind_a_stage_goes_by_what_that_costs():
-    assert [compiled.behind(ratio) for ratio in (0.9, 1.1, 1.3, 2.0)] == [2, 2, 1, 0]
+    assert [compiled.count_background_compilers(ratio) for ratio in (0.9, 1.1, 1.3, 2.0)] == [2, 2, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["v6e:2x4", "v5e:2x4"])
@@ -294,9 +301,9 @@ def test_transfers_next_to_the_kernel_compile_for_a_tpu_with_all_options(name: s
         lambda one, spec: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(mesh, spec)),
         arrays, overlap._specs(arrays),
     )  # fmt: skip
-    lowered = overlap.lowered(mesh, Rungs(), shapes)
-    text = lowered.compile(compiler_options=dict(step_options(mesh))).as_text() or ""
-    assert fallbacks.named(text) == ("residual_norm",)
+    lowered = overlap.lower_step(mesh, KernelFallbacks(), shapes)
+    text = lowered.compile(compiler_options=dict(step_compiler_options(mesh))).as_text() or ""
+    assert fallbacks.find_kernels(text) == ("residual_norm",)
     assert "all-to-all-start" in text or "async" in text
 
 
@@ -347,7 +354,7 @@ def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema
     for name, value in fake_pjrt.environment(layer, tmp_path / "start").items():
         monkeypatch.setenv(name, value)
     chosen = [one for one in groups.FIRST if one.name in ("start", "together")]
-    monkeypatch.setattr(groups, "all_of", lambda models: chosen)
+    monkeypatch.setattr(groups, "all_groups", lambda models: chosen)
     file, kept = tmp_path / "first.json", list[Mapping[str, Any]]()
     write = selftest._write
 
@@ -368,7 +375,7 @@ def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema
     assert str(tmp_path) not in text and "secret-token" not in text + stream.getvalue()
     # Who loses the machine has the row of what lost it.
     stages = [[(row["stage"], row["verdict"]) for row in one["rows"]] for one in kept]
-    assert stages[0] == [(first_run.BEGIN, "running")]
+    assert stages[0] == [(first_run.START_TITLE, "running")]
     assert [("devices", "ok"), ("exchange", "running")] in stages
     assert stream.getvalue().splitlines()[-1] == "Red: 1 of 3 checks on 8 x cpu failed: chips: exchange."
 
@@ -376,7 +383,7 @@ def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema
 def first_run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, report: Path | None) -> tuple[int, str]:
     """The command's exit code and what it printed, for the first group alone."""
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(folder / "cache"))
-    monkeypatch.setattr(groups, "all_of", lambda models: groups.FIRST[:1])
+    monkeypatch.setattr(groups, "all_groups", lambda models: groups.FIRST[:1])
     stream = io.StringIO()
     options = argparse.Namespace(model=[MODEL], report=report, first_run=True, one_process=False, quick=False)
     return selftest.run(options, Console(file=stream, width=160)), stream.getvalue()
@@ -398,7 +405,7 @@ def test_a_switch_that_is_none_is_said_before_anything_runs(tmp_path: Path, monk
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-splash")
     with pytest.raises(ValueError, match="COMFYUI_TPU_KERNELS: '-splash' must be one of -attention"):
         first_run_of(tmp_path, monkeypatch, None)
-    assert record.everything() == {}
+    assert record.read_all() == {}
 
 
 def test_the_schema_sees_what_is_missing_or_of_another_type():
@@ -411,7 +418,7 @@ def test_a_row_is_the_same_after_it_went_between_processes():
         family="a", stage="b", precision="", error=None, slope=None, bound=None, seconds=1.0, problem="c",
         values={"x": 2.0}, note="n", learnt=MachineRecord(keeps_programs=False, reserve_share=0.2), is_lost=True,
     )  # fmt: skip
-    assert result(json.loads(json.dumps(row.to_json()))) == row
+    assert parse_result(json.loads(json.dumps(row.to_json()))) == row
 
 
 def test_the_parent_never_imports_jax():
@@ -422,7 +429,7 @@ def test_the_parent_never_imports_jax():
 
 
 def test_quick_runs_the_groups_that_a_first_image_needs():
-    chosen = [group.name for group in groups.quick(groups.QUICK_MODELS)]
+    chosen = [group.name for group in groups.quick_groups(groups.QUICK_MODELS)]
     assert chosen == ["start", "transfers", "together", "kernels", "family z-image-turbo"]
 
 

@@ -24,12 +24,12 @@ from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.tpu_runtime import models
 from comfyui_tpu.tpu_runtime.checkpoints import load
 from comfyui_tpu.tpu_runtime.engine import stage
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from comfyui_tpu.tpu_runtime.selftest import checks, chips, families, kernels
 from comfyui_tpu.tpu_runtime.selftest import run as running
-from comfyui_tpu.tpu_runtime.selftest.checks import Bound, Check
-from comfyui_tpu.tpu_runtime.selftest.report import HIDDEN, cleaned
+from comfyui_tpu.tpu_runtime.selftest.checks import Check, Tolerance
+from comfyui_tpu.tpu_runtime.selftest.report import HIDDEN, redact_report
 from rich.console import Console
 
 MODEL = "cogvideox1.5-5b"
@@ -69,8 +69,8 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     one_form(monkeypatch)
     # A program that an earlier test has stored would not be traced.
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
-    used = mock.Mock(wraps=local.by_kernel)
-    monkeypatch.setattr(local, "by_kernel", used)
+    used = mock.Mock(wraps=local.attend_with_kernel)
+    monkeypatch.setattr(local, "attend_with_kernel", used)
     found = ran(tmp_path, MODEL)
     record = json.loads(found.record)
     assert found.status == 0, found.text
@@ -98,7 +98,7 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The sign of one of 10 368 values, after loading."""
-    name, whole = "transformer_blocks.*.attn1.to_q.weight", load.load
+    name, whole = "transformer_blocks.*.attn1.to_q.weight", load.load_weights
 
     def flipped(*args: Any) -> dict[str, jax.Array]:
         weights = whole(*args)
@@ -122,7 +122,7 @@ def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypatch: pytest.MonkeyPatch):
     """FLUX.2's output projections, whose rows a chip takes for its own: on one chip nothing is wrong."""
-    spec = spec_by_name("flux2-dev")
+    spec = lookup_spec("flux2-dev")
     part, pattern = spec.component("transformer"), "single_transformer_blocks.*.attn.out"
     rules = tuple(Rule(pattern, REPLICATED) if rule.pattern == pattern else rule for rule in part.rules)
     assert rules != part.rules
@@ -132,14 +132,14 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     text = torch.randn(1, 512, 120, generator=torch.Generator().manual_seed(0))
     texts = [[text, {"tpu_family": "Flux2", "length": 512}]], None
     # As on a TPU machine the reference's device is not JAX's first one.
-    settings, host = families.settings_of(changed), families.engine(jax.devices()[7:])
-    estimates = families.Estimates(Silent())
+    settings, host = families.make_settings(changed), families.make_engine(jax.devices()[7:])
+    estimates = families.Estimates(SilentProgress())
     latents = families._denoise(host, families._model(changed, "float32"), settings, texts, None, estimates)
     reference = families.Generation(
         texts=texts, condition=None, estimates=estimates.kept, latents=latents, frames=torch.zeros(1)
     )
-    steps = families._stages(changed, settings, reference, host, families.engine(jax.devices()[:2]), "float32")
-    row = next(checks.perform(check, Silent()) for check in steps if check.stage == "first step")
+    steps = families._stages(changed, settings, reference, host, families.make_engine(jax.devices()[:2]), "float32")
+    row = next(checks.run_check(check, SilentProgress()) for check in steps if check.stage == "first step")
     assert row.title == "FLUX.2 dev: first step (float32)" and not row.is_good
     assert row.error is not None and row.error > 100 * families.TIGHT.error
 
@@ -148,12 +148,12 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     ("more", "problem"), [(1, "values of attention are not finite"), (-1, "The largest error is")], ids=str
 )
 def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monkeypatch: pytest.MonkeyPatch):
-    def valid(self: attention_body.KeyRun, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
+    def valid(self: attention_body.KeyChunk, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
         keys = jax.lax.broadcasted_iota(jax.numpy.int32, shape, axis)
         return keys < self.part.length - self.start + more
 
-    monkeypatch.setattr(attention_body.KeyRun, "valid", valid)
-    row = checks.perform(next(iter(kernels.checks(*jax.devices()[:2]))), Silent())
+    monkeypatch.setattr(attention_body.KeyChunk, "valid", valid)
+    row = checks.run_check(next(iter(kernels.checks(*jax.devices()[:2]))), SilentProgress())
     assert row.title == "kernels: attention, bounded scores, heads of 64 (float32)"
     assert problem in row.problem
 
@@ -163,7 +163,7 @@ def test_a_convolution_of_mirrored_weights_is_red(monkeypatch: pytest.MonkeyPatc
     arranged = convolution._arrange
     (check,) = (check for check in kernels.checks(*jax.devices()[:2]) if check.stage == "convolution")
     monkeypatch.setattr(convolution, "_arrange", lambda weight, bias: arranged(weight[..., ::-1], bias))
-    assert "The largest error is" in checks.perform(check, Silent()).problem
+    assert "The largest error is" in checks.run_check(check, SilentProgress()).problem
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_a_chip_that_forgets_or_computes_otherwise_is_named(stage: str, problem:
         return read
 
     monkeypatch.setattr(chips, "_read", altered)
-    groups = (chips.start, chips.transfers, chips.together)
+    groups = (chips.check_devices, chips.check_transfers, chips.check_collectives)
     (check,) = (check for group in groups for check in group(jax.devices()) if check.stage == stage)
-    assert checks.perform(check, Silent()).problem == problem
+    assert checks.run_check(check, SilentProgress()).problem == problem
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -204,14 +204,14 @@ ONE = {"x": np.linspace(-2, 2, 101, dtype=np.float32)}
     ],
 )
 def test_what_is_wrong_is_said(ours: np.ndarray, problem: str):
-    found = checks.judge({"x": ours}, ONE, Bound(error=1e-3, slope=1e-4))[2]
+    found = checks.compare_arrays({"x": ours}, ONE, Tolerance(error=1e-3, slope=1e-4))[2]
     assert found.startswith(problem) and bool(found) == bool(problem)
 
 
 def test_lengths_must_be_equal_and_so_must_names():
-    bound = Bound(error=1.0, slope=1.0)
-    assert checks.judge({"length": 7}, {"length": 8}, bound)[2] == "length is 7 instead of 8."
-    assert checks.judge({"a": 1.0}, {"b": 1.0}, bound)[2] == "There are a instead of b."
+    bound = Tolerance(error=1.0, slope=1.0)
+    assert checks.compare_arrays({"length": 7}, {"length": 8}, bound)[2] == "length is 7 instead of 8."
+    assert checks.compare_arrays({"a": 1.0}, {"b": 1.0}, bound)[2] == "There are a instead of b."
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_without_a_cpu_beside_the_tpu_it_says_how_to_have_one(monkeypatch: pytes
     ],
 )  # fmt: skip
 def test_a_report_hides_paths_addresses_and_names(secret: str):
-    found = cleaned(f"It ended at {secret}, after step 3")
+    found = redact_report(f"It ended at {secret}, after step 3")
     assert HIDDEN in found and found.startswith("It ended at ") and found.endswith("after step 3"), found
     left = found.removeprefix("It ended at ").removesuffix(", after step 3")
     assert not set(re.findall(r"\w+", secret)) & set(re.findall(r"\w+", left)) - {"8476", "models", "of"}, found
@@ -309,4 +309,4 @@ def test_a_report_hides_paths_addresses_and_names(secret: str):
     ],
 )  # fmt: skip
 def test_a_report_keeps_what_is_no_secret(text: str):
-    assert cleaned(text) == text
+    assert redact_report(text) == text

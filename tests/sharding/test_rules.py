@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 import pytest
-from comfyui_tpu.sharding.mesh import make_mesh, shape_of
+from comfyui_tpu.sharding.mesh import make_mesh, mesh_shape
 from comfyui_tpu.sharding.rules import GATHERED_AXES, MIB, REPLICATED, Layout, Param, Rule, ShardingError, lay_out
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.models import SPECS
@@ -20,7 +20,7 @@ BIG = Param(shape=(40, 5120, 5120), size_bytes=2000 * MIB)
 def test_a_mesh_keeps_the_order_of_devices():
     for shape in (MeshShape(sp=8), MeshShape(dp=2, sp=4), MeshShape(dp=2, sp=2, tp=2)):
         mesh = make_mesh(jax.devices(), shape)
-        assert shape_of(mesh) == shape
+        assert mesh_shape(mesh) == shape
         assert list(mesh.devices.flat) == jax.devices()
     with pytest.raises(ValueError, match="mesh dp=1 sp=3 tp=1 needs 3 devices, but there are 8"):
         make_mesh(jax.devices(), MeshShape(sp=3))
@@ -75,13 +75,13 @@ FORMATS: dict[Precision, int] = {"bfloat16": 1, "float32": 2}
 @functools.cache
 def network_of(part: int) -> modules.Network:
     component = PARTS[part][1]
-    return modules.build(component, component.config)
+    return modules.build_network(component, component.config)
 
 
 def meshes_of(part: int, chips: int) -> set[MeshShape]:
     """Of steps; of another network that of its calls, which a decoder's mesh differs from in names alone."""
     steps = {
-        spec.parallelism.mesh(chips, branches).for_heads(int(component.config.get(spec.parallelism.heads_key, chips)))
+        spec.parallelism.mesh(chips, branches).fit_heads(int(component.config.get(spec.parallelism.heads_key, chips)))
         for spec in SPECS
         for component in spec.components
         if id(component) == part and component.name in spec.denoiser.experts
@@ -107,7 +107,7 @@ def test_the_real_architectures_are_laid_out(part: int, precision: Precision):
     network, times = network_of(part), FORMATS[precision]
     is_whole = Rule("**", REPLICATED) in network.component.rules
     axes = {axis for rule in network.component.rules for axis in rule.axes}
-    params = weights.params(network, precision)
+    params = weights.param_shapes(network, precision)
     total = sum(param.size_bytes for param in params.values())
     for chips in (1, 2, 4, 8, 16):
         for mesh in meshes_of(part, chips):
@@ -125,6 +125,6 @@ def test_the_real_architectures_are_laid_out(part: int, precision: Precision):
     [(8, 90, 160, (1, 8)), (8, 60, 106, (4, 2)), (3, 10, 14, (1, 1)), (8, 10, 14, (2, 2)), (1, 5, 7, (1, 1))],
 )
 def test_the_decoder_uses_as_many_chips_as_divide_the_image(chips, height, width, expected):
-    shape = network_call.image_mesh(chips, height, width)
+    shape = network_call.choose_image_mesh(chips, height, width)
     assert (shape.dp, shape.sp) == expected
     assert shape.num_devices == chips

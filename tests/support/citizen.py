@@ -13,7 +13,7 @@ import aiohttp
 from PIL import Image
 
 from ...nodes.graphs.miniature import make_tiny
-from ...nodes.headless.runner import HEADLESS
+from ...nodes.headless.runner import HEADLESS_NODES
 from ...nodes.headless.workflow import to_api
 from .comfyui_server import PACK, Server, make_random
 from .patience import PATIENCE_S, until
@@ -37,7 +37,7 @@ BUDGET_MIB = 74
 def example(stem: str, *, is_random: bool = True, is_pipeline: bool = False, **inputs: object) -> dict:
     """An example on its miniature, with random weights or as `--tiny` takes it, two or three latent frames, 2 steps."""
     folder = EXAMPLES_FOLDER / ("pipeline" if is_pipeline else "api")
-    graph = to_api(json.loads((folder / f"{stem}.json").read_text()), HEADLESS)
+    graph = to_api(json.loads((folder / f"{stem}.json").read_text()), HEADLESS_NODES)
     (make_random if is_random else make_tiny)(graph)
     small = {"num_frames": 9 if stem.startswith("cogvideox") else 5, "num_inference_steps": 2, **inputs}
     for node in graph.values():

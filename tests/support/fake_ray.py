@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...fleet.cluster import Slice
-from ...fleet.messages import Request, Status
+from ...fleet.messages import JobRequest, WorkerStatus
 from .fleet import keep
 
 _MOST_TURNS = 100_000
@@ -45,7 +45,7 @@ class Handle:
     def __init__(self, name: str) -> None:
         self.name, self.is_alive = name, True
         self.calls: list[tuple[str, Reference]] = []
-        self.requests: list[Request] = []
+        self.requests: list[JobRequest] = []
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=partial(self._call, method))
@@ -57,7 +57,7 @@ class Handle:
         if not self.is_alive:
             reference.fails(ActorUnavailableError("The actor is restarting"))
         elif method == "status":
-            reference.set_result(Status())
+            reference.set_result(WorkerStatus())
         return reference
 
     def open(self, method: str) -> list[Reference]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import av
 
-from ...fleet.messages import JobFailed, Lost, Request, Status, Worker, Workers
-from ...fleet.store import DONE, RESULTS, BatchStore, decided
-from ...fleet.worker import Actor
+from ...fleet.messages import JobFailed, JobRequest, Worker, WorkerLost, Workers, WorkerStatus
+from ...fleet.store import DONE, RESULTS, BatchStore, make_record
+from ...fleet.worker import WorkerActor
 
 PACK = Path(__file__).parents[2]
 WORKFLOW = PACK / "examples" / "api" / "wan21_t2v_720p.json"
@@ -29,12 +29,12 @@ def prompts(path: Path, count: int, **more: Any) -> Path:
     return path
 
 
-def keep(worker: str, request: Request) -> dict[str, Any]:
+def keep(worker: str, request: JobRequest) -> dict[str, Any]:
     """What a worker does when a job is done, with the prompt as its result."""
     store = BatchStore(request.out)
     name = f"{RESULTS}/{request.job}/prompt.txt"
     store.write(name, request.workflow["1"]["inputs"]["prompt"].encode())
-    record = decided(DONE, request.job, request.line, files=[name], worker=worker)
+    record = make_record(DONE, request.job, request.line, files=[name], worker=worker)
     store.write(f"{DONE}/{request.job}.json", record)
     return record
 
@@ -46,15 +46,15 @@ class InlineWorker(Worker):
         self.name, self._workers = name, workers
 
     def call(self, method: str, *arguments: Any) -> Future:
-        return came(lambda: self._run(*arguments) if method == "run" else Status())
+        return came(lambda: self._run(*arguments) if method == "run" else WorkerStatus())
 
-    def _run(self, request: Request) -> dict[str, Any] | JobFailed:
+    def _run(self, request: JobRequest) -> dict[str, Any] | JobFailed:
         self._workers.runs[request.line] += 1
         self._workers.ran[self.name].append(request)
         return self._workers.body(self.name, request)
 
-    def lost(self, error: Exception, is_running: bool) -> Lost:
-        assert isinstance(error, Lost), error
+    def lost(self, error: Exception, is_running: bool) -> WorkerLost:
+        assert isinstance(error, WorkerLost), error
         return error
 
     def restart(self) -> None:
@@ -64,10 +64,10 @@ class InlineWorker(Worker):
 class Inline(Workers):
     """Workers in this process, which do one job after the other."""
 
-    def __init__(self, names: list[str], body: Callable[[str, Request], dict[str, Any] | JobFailed] = keep) -> None:
+    def __init__(self, names: list[str], body: Callable[[str, JobRequest], dict[str, Any] | JobFailed] = keep) -> None:
         self.body = body
         self.runs: Counter[int] = Counter()  # by line
-        self.ran: dict[str, list[Request]] = {name: [] for name in names}
+        self.ran: dict[str, list[JobRequest]] = {name: [] for name in names}
         self.restarted: list[str] = []
         self.all = [InlineWorker(name, self) for name in names]
 
@@ -91,20 +91,20 @@ def came(work: Callable[[], Any]) -> Future:
     return future
 
 
-class Stub(Actor):
+class Stub(WorkerActor):
     """Needs a moment for each job; it notes each as it begins."""
 
-    def run(self, request: Request) -> dict[str, Any] | JobFailed:
+    def run(self, request: JobRequest) -> dict[str, Any] | JobFailed:
         with (Path(request.out) / "begun.txt").open("a") as file:
             file.write(f"{request.job} {os.getpid()}\n")
         time.sleep(0.05)
         return keep("stub", request)
 
 
-class Stepping(Actor):
+class Stepping(WorkerActor):
     """Its second job has steps without end, until it is cancelled; begun again it has none."""
 
-    def run(self, request: Request) -> dict[str, Any] | JobFailed:
+    def run(self, request: JobRequest) -> dict[str, Any] | JobFailed:
         begun = Path(request.out) / "begun.txt"
         if request.line != 2 or begun.exists():
             return keep("stepping", request)
@@ -112,7 +112,7 @@ class Stepping(Actor):
         step = 0
         while not self.is_cancelled.wait(0.05):
             step += 1
-            self.now = Status(node="Sampler", done=step, total=10**6, unit="step")
+            self.now = WorkerStatus(node="Sampler", done=step, total=10**6, unit="step")
         return JobFailed(error="cancelled", cancelled=True)
 
 

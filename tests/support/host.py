@@ -9,7 +9,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.payloads import Conditioning, ImageCondition, Latent
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.progress import Progress, Silent
+from comfyui_tpu.tpu_runtime.progress import Progress, SilentProgress
 
 
 class Cancelled(Exception):
@@ -21,7 +21,7 @@ def new_prompt() -> str:
     return f"a cat {uuid.uuid4().hex[:8]}"
 
 
-class Host(Silent):
+class Host(SilentProgress):
     """`said` is what it was told; once `is_cancelled`, whoever asks it ends with `Cancelled`."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from comfyui_tpu.tpu_runtime import pipeline
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.hosts import distributed, place
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.monitor import readings, snapshot
 
 
@@ -48,7 +48,7 @@ class Host:
 
 def generate(request: dict[str, Any]) -> dict[str, str]:
     """Digests of what the stages gave."""
-    spec, host = spec_by_name(request["model"]), Host(request.get("cancel"))
+    spec, host = lookup_spec(request["model"]), Host(request.get("cancel"))
     loras = tuple(Lora(path=path, strength=1.0) for path in request.get("loras", ()))
     model = ModelRef(spec_name=spec.name, model_id=request.get("id") or spec.miniature.random_id, loras=loras)
     frames = {} if spec.is_image else {"num_frames": 9 if spec.family == "CogVideoX" else 5}
@@ -77,15 +77,15 @@ def digest(tensor: torch.Tensor) -> str:
 
 def chips() -> list[dict[str, Any]]:
     """Those of all hosts, once they had time to answer."""
-    snapshot.stats()
+    snapshot.take_snapshot()
     time.sleep(1.0)
-    return readings.Sampler().complete(snapshot.stats())["chips"]
+    return readings.Sampler().complete(snapshot.take_snapshot())["chips"]
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if alone := os.environ.get("COMFYUI_TPU_TEST_ALONE"):
-        distributed.start(place.parse(f"0/1@127.0.0.1:{alone}"))
+        distributed.initialize(place.parse_rank(f"0/1@127.0.0.1:{alone}"))
     say(ready=os.getpid())
     while line := sys.stdin.readline():
         request, began = json.loads(line), time.monotonic()
@@ -94,14 +94,14 @@ def main() -> None:
                 found = generate(request)
                 say(ended="done", seconds=time.monotonic() - began, **found)
             elif "free" in request:
-                pipeline.free()
+                pipeline.free_memory()
                 say(ended="done")
             else:
                 memory = [one.split()[1] for one in open("/proc/self/status") if one.startswith("RssAnon")]
                 say(ended="done", chips=chips(), memory=int(memory[0]) * 1024)
         except (Cancelled, ValueError, RuntimeError) as error:
             say(ended=type(error).__name__, sentence=str(error), seconds=time.monotonic() - began)
-    pipeline.leave(0)
+    pipeline.exit_process(0)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ upstream: Any = diffusers  # its classes appear when they are asked for, which n
 
 def shipped(name: str) -> Path:
     """The miniature of that name in the pack, put together: another one begins from it."""
-    found = tiny.trained(f"tiny/{name}")
+    found = tiny.find_trained(f"tiny/{name}")
     assert found is not None, name
     return found
 

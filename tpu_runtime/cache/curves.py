@@ -8,36 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from ..files import parse_json
-from ..model_spec import Curve, MagCache, ModelSpec, StepCache
+from ..model_spec import MagCache, MagCacheCurve, ModelSpec, StepCache
 from .store import Store, signature
 
 MEASURED = Store("curves")
 # Larger than the JSON of a curve with the most steps.
-MOST_BYTES = 2**16
+MAX_CURVE_BYTES = 2**16
 
 
 @functools.cache
-def _load_published() -> Mapping[str, Curve]:
+def _load_published() -> Mapping[str, MagCacheCurve]:
     entries = parse_json(Path(__file__).with_name("curves.json").read_bytes())["curves"]
     # A name instead of a curve refers to the model with the same curve.
     return {name: _curve(entries[value] if isinstance(value, str) else value) for name, value in entries.items()}
 
 
-def _curve(value: object) -> Curve:
+def _curve(value: object) -> MagCacheCurve:
     """Return the curve of a JSON object. Raises `ValueError` for anything else."""
-    if not isinstance(value, dict) or set(value) - set(Curve.__dataclass_fields__):
+    if not isinstance(value, dict) or set(value) - set(MagCacheCurve.__dataclass_fields__):
         raise ValueError("it is not a curve")
     try:
         named: dict[str, Any] = {
             name: tuple(entry) if isinstance(entry, list) else entry for name, entry in value.items()
         }
         rows = {name: tuple(map(tuple, value[name])) for name in ("ratios", "few_steps") if name in value}
-        return Curve(**{**named, **rows})
+        return MagCacheCurve(**{**named, **rows})
     except (TypeError, KeyError) as error:
         raise ValueError("it is not a curve") from error
 
 
-def keep(spec: ModelSpec, model_id: str, curve: Curve) -> Path:
+def save_curve(spec: ModelSpec, model_id: str, curve: MagCacheCurve) -> Path:
     """Save a measured curve of a model, replacing an earlier one, and return the file's path.
 
     The steps that always run whole stay as published.
@@ -49,13 +49,13 @@ def keep(spec: ModelSpec, model_id: str, curve: Curve) -> Path:
     return MEASURED.path(key)
 
 
-def find(spec: ModelSpec, model_id: str) -> Curve | None:
+def find_curve(spec: ModelSpec, model_id: str) -> MagCacheCurve | None:
     """Return the measured curve of a model, or else the published one, or None."""
     key = signature(spec.name, model_id)
     payload = MEASURED.get(key)
     if payload is not None:
         try:
-            if len(payload) > MOST_BYTES:
+            if len(payload) > MAX_CURVE_BYTES:
                 raise ValueError(f"it has {len(payload)} bytes")
             return _curve(parse_json(payload))
         except ValueError as error:
@@ -63,11 +63,11 @@ def find(spec: ModelSpec, model_id: str) -> Curve | None:
     return _load_published().get(spec.name)
 
 
-def with_curve(spec: ModelSpec, model_id: str, policy: StepCache | MagCache | None) -> StepCache | MagCache | None:
+def attach_curve(spec: ModelSpec, model_id: str, policy: StepCache | MagCache | None) -> StepCache | MagCache | None:
     """Return MagCache with the model's curve, other policies as they are. Raises `ValueError` if no curve is known."""
     if not isinstance(policy, MagCache) or policy.curve is not None:
         return policy
-    if (curve := find(spec, model_id)) is None:
+    if (curve := find_curve(spec, model_id)) is None:
         option = "" if model_id == spec.published.hub_id else f" --model-id {model_id}"
         instead = " set cache_threshold to 0 for DeepCache, or" if spec.denoiser.step_reuse else ""
         raise ValueError(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..files import parse_json, write_file, writing
+from ..files import parse_json, report_full_disk, write_file
 from ..units import GIB
 from .store import VARIABLE, cache_folder
 
@@ -35,40 +35,40 @@ _verified: set[tuple[str, int]] = set()
 _MAKING = threading.RLock()
 
 
-def kept(kind: str, name: str, make: Callable[[Path], None]) -> Path:
+def ensure_cached_folder(kind: str, name: str, make: Callable[[Path], None]) -> Path:
     """Return the folder `name` of a kind in the cache.
 
     make: writes its files into a given scratch folder, if it is absent or not whole.
     Raises the errors of `make`, and `WriteError` if the disk is full.
     """
     folder = cache_folder() / kind / name
-    if is_whole(folder):
+    if is_complete(folder):
         return folder
     with _MAKING:
-        if is_whole(folder):
+        if is_complete(folder):
             return folder
         if folder.is_dir():
             log.warning("%s is damaged or incomplete; it is made again.", folder)
             _remove(folder)
-        with writing(folder.parent, f"set {VARIABLE} to a folder on another one"):
+        with report_full_disk(folder.parent, f"set {VARIABLE} to a folder on another one"):
             folder.parent.mkdir(parents=True, exist_ok=True)
             _sweep(folder.parent)
-            with scratch_for(folder) as scratch:
+            with open_scratch_folder(folder) as scratch:
                 make(scratch)
                 entries = _entries(scratch)
-            write_file(manifest_of(folder), json.dumps(entries).encode())
+            write_file(manifest_path(folder), json.dumps(entries).encode())
         _trim(folder.parent, MAX_BYTES[kind], folder)
     return folder
 
 
-def manifest_of(folder: Path) -> Path:
+def manifest_path(folder: Path) -> Path:
     """Return the path of a folder's manifest, next to the folder."""
     return folder.with_name(f".{folder.name}.json")
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Return whether a folder has all files of its manifest, as they were written. Marks it as used."""
-    manifest = manifest_of(folder)
+    manifest = manifest_path(folder)
     try:
         manifest_entries = parse_json(manifest.read_bytes())
         stat = manifest.stat()
@@ -77,7 +77,7 @@ def is_whole(folder: Path) -> bool:
         for name, (size, digest) in manifest_entries.items():
             path = folder / name
             if digest is None:
-                if not is_whole(path.resolve()):  # a link to another folder of the cache
+                if not is_complete(path.resolve()):  # a link to another folder of the cache
                     return False
             elif path.stat().st_size != size or not (is_known or _digest(path) == digest):
                 return False
@@ -108,7 +108,7 @@ def _digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def scratch_for(folder: Path) -> Iterator[Path]:
+def open_scratch_folder(folder: Path) -> Iterator[Path]:
     """Yield a scratch folder that becomes `folder` if the block succeeds, unless another process made that first.
 
     It is locked while this process writes, so that others can tell it from an abandoned one.
@@ -158,7 +158,7 @@ def _remove(folder: Path) -> None:
     """Remove a folder in one step, however long its files take."""
     removed = Path(tempfile.mkdtemp(prefix=f".{folder.name}-gone-", dir=folder.parent))
     try:
-        manifest_of(folder).unlink(missing_ok=True)
+        manifest_path(folder).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             os.replace(folder, removed / "x")
     finally:
@@ -172,9 +172,9 @@ def _trim(parent: Path, limit: int, newest: Path) -> None:
         if folder == newest or folder.name.startswith(".") or not folder.is_dir():
             continue
         with contextlib.suppress(OSError):
-            used = next(path for path in (manifest_of(folder), folder) if path.exists()).stat().st_mtime
-            folders.append((used, size_of(folder), folder))
-    total = size_of(newest) + sum(size for _, size, _ in folders)
+            used = next(path for path in (manifest_path(folder), folder) if path.exists()).stat().st_mtime
+            folders.append((used, measure_folder(folder), folder))
+    total = measure_folder(newest) + sum(size for _, size, _ in folders)
     for used, size, folder in sorted(folders):
         if total <= limit:
             return
@@ -184,7 +184,7 @@ def _trim(parent: Path, limit: int, newest: Path) -> None:
         _remove(folder)
 
 
-def size_of(folder: Path) -> int:
+def measure_folder(folder: Path) -> int:
     """Return the bytes of all files below a folder. Another process may remove some meanwhile."""
     total = 0
     for root, _, files in os.walk(folder):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files import ABANDONED_S, FULL, write_file
+from ..files import ABANDONED_S, DISK_FULL_ERRNOS, write_file
 from ..units import GIB, MIB
 from . import trust
 
@@ -52,7 +52,7 @@ def _writable(path: str) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
-        if getattr(error, "errno", None) in FULL and folder.is_dir():
+        if getattr(error, "errno", None) in DISK_FULL_ERRNOS and folder.is_dir():
             return folder  # existing entries can still be read
         return _use_temporary_folder(folder, getattr(error, "strerror", None) or str(error))
 
@@ -78,7 +78,7 @@ def _use_temporary_folder(folder: Path, reason: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[None]:
+def hold_lock() -> Iterator[None]:
     """Hold a lock among all processes and threads that change an existing file of the cache.
 
     If the cache cannot be written or has no locks, nothing is locked; changes cannot be kept then either.
@@ -109,14 +109,14 @@ def signature(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def holds_own_code(folder: Path) -> bool:
+def can_trust_code(folder: Path) -> bool:
     """Return whether nobody else can have written programs into `folder`, a part of the cache. Logs the reason if
     not.
     """
     try:
         for trusted in (cache_folder(), folder):
-            trust.check(trusted)
-    except trust.Untrusted as error:
+            trust.check_ownership(trusted)
+    except trust.UntrustedFile as error:
         _say_once(f"compiled programs are not loaded or kept: {error}. Or set {VARIABLE} to a folder of your own.")
         return False
     except FileNotFoundError:
@@ -153,11 +153,11 @@ class Store:
         path = self.path(key)
         try:
             if self.code:
-                trust.check(path)
+                trust.check_ownership(path)
             content = path.read_bytes()
         except FileNotFoundError:
             return None
-        except (OSError, trust.Untrusted) as error:
+        except (OSError, trust.UntrustedFile) as error:
             log.warning("the cache entry %s cannot be read (%s); doing without.", path, error)
             return None
         payload = content[DIGEST_SIZE:]
@@ -180,7 +180,7 @@ class Store:
             log.warning("the cache entry %s was not written (%s); the run goes on without it.", path, error)
 
     def _is_usable(self) -> bool:
-        return not self.code or holds_own_code(self.folder)
+        return not self.code or can_trust_code(self.folder)
 
     def discard(self, key: str, why: str) -> None:
         """Remove an entry that cannot be used; log the reason `why`."""
@@ -200,7 +200,7 @@ def trim(folder: Path, limit: int) -> None:
     total = sum(size for _, size, _ in files)
     for moment, size, path in files:
         # After a clock was set back, existing files are in the future, and one being written looks old.
-        is_abandoned = path.name.startswith(".") and moment < newest - ABANDONED_S and not is_written(path)
+        is_abandoned = path.name.startswith(".") and moment < newest - ABANDONED_S and not is_locked(path)
         if is_abandoned or total > limit:
             total -= size
             path.unlink(missing_ok=True)
@@ -215,7 +215,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield path, status
 
 
-def is_written(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return whether a running process holds the scratch file or folder `path` (see `files.write_file`)."""
     if fcntl is None:
         return False
@@ -240,7 +240,7 @@ def _touch(path: Path) -> None:
         log.debug("%s cannot be marked as used (%s).", path, error)
 
 
-def usage() -> list[dict[str, object]]:
+def measure_usage() -> list[dict[str, object]]:
     """Return `name`, `path`, `files` and `bytes` of each kind in the cache. Counted at most every few seconds."""
     return _usage(cache_folder(), int(time.monotonic() / SECONDS_BETWEEN_COUNTS))
 

@@ -10,18 +10,18 @@ from pathlib import Path
 PRIVATE = 0o700
 
 
-class Untrusted(Exception):
+class UntrustedFile(Exception):
     """A file that another user could have written; the message has the reason and the remedy."""
 
 
-def check(path: Path) -> None:
-    """Raise `Untrusted` unless `path` belongs to this user or root, and nobody else may write it."""
+def check_ownership(path: Path) -> None:
+    """Raise `UntrustedFile` unless `path` belongs to this user or root, and nobody else may write it."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
-        raise Untrusted(f"{path} belongs to user {status.st_uid}, not to you")
+        raise UntrustedFile(f"{path} belongs to user {status.st_uid}, not to you")
     open_to_group = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
     if open_to_group or status.st_mode & stat.S_IWOTH:
-        raise Untrusted(f"other users may write {path}; forbid it: chmod -R go-w {path}")
+        raise UntrustedFile(f"other users may write {path}; forbid it: chmod -R go-w {path}")
 
 
 def _is_own_group(number: int) -> bool:

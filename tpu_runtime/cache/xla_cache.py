@@ -91,14 +91,14 @@ class Compilations:
 
 
 @functools.cache
-def compilations() -> Compilations:
+def count_compilations() -> Compilations:
     """Return the process's counter, which counts from the first call on."""
     counter = Compilations()
 
     def count(event: str, **_: object) -> None:
         if event == CACHE_HIT:
             counter.cached += 1
-            _of_thread.cached = cached_by_thread() + 1
+            _of_thread.cached = count_thread_hits() + 1
         elif event == CACHE_MISS:
             counter.compiled += 1
 
@@ -106,7 +106,7 @@ def compilations() -> Compilations:
     return counter
 
 
-def cached_by_thread() -> int:
+def count_thread_hits() -> int:
     """Return how many XLA programs this thread took from the persistent cache, since `compilations` was first
     called.
     """
@@ -114,7 +114,7 @@ def cached_by_thread() -> int:
 
 
 @contextlib.contextmanager
-def when_missed(tell: Callable[[], None]) -> Iterator[None]:
+def on_cache_miss(tell: Callable[[], None]) -> Iterator[None]:
     """Call `tell` before XLA compiles in this thread because the persistent cache lacks a program."""
     _of_thread.missed = tell
     try:
@@ -176,7 +176,7 @@ def _leave_to_jax(folder: Path) -> bool:
     """
     with contextlib.suppress(OSError):  # reported by the next call
         store.make_private(folder)
-    if not store.holds_own_code(folder):
+    if not store.can_trust_code(folder):
         return False
     _set("jax_compilation_cache_max_size", store.MAX_BYTES[STORE.kind])
     return True
@@ -207,7 +207,7 @@ def _write_on_this_host() -> None:
 
 
 class _Announced:
-    """Entries of a store that report a missing one to the thread (see `when_missed`)."""
+    """Entries of a store that report a missing one to the thread (see `on_cache_miss`)."""
 
     def __init__(self, entries: Any) -> None:
         self._entries = entries

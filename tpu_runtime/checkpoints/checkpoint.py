@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from ..cache.store import signature
 from ..files import CheckpointError, TensorFile, read_json
 from ..formats import codes, contents, names, quantized, tokenizer_files
-from ..formats.contents import Contents, Held
-from ..formats.stored import Cropped, Reshaped, Unsqueezed, made_of
-from ..model_spec import Component, Json, ModelSpec, Table
+from ..formats.contents import FileContents, NetworkFile
+from ..formats.stored import CroppedView, ReshapedView, UnsqueezedView, view
+from ..model_spec import Component, Json, KeyTable, ModelSpec
 from ..models.layouts import LAYOUTS
-from ..progress import Progress, Silent
+from ..progress import Progress, SilentProgress
 from . import assembled, compatibility, hub, parts, tiny
-from .weight_names import by_own_names, layer_of, weight_names
+from .weight_names import key_by_module_name, layer_index, list_weight_names
 
 if TYPE_CHECKING:
     from ..programs.modules import Network, Weight
@@ -54,13 +54,13 @@ class Checkpoint:
         if self.root is not None:
             return self.root
         if self.model_id in self.spec.miniature.ids:
-            return tiny.folder(self.spec, self.model_id)
+            return tiny.find_folder(self.spec, self.model_id)
         return self._snapshot(progress).root
 
     def _snapshot(self, progress: Progress) -> hub.Snapshot:
         if not self.located:
             read = self.spec.parts
-            snapshot = hub.snapshot(self.model_id, progress, self.to)
+            snapshot = hub.resolve_snapshot(self.model_id, progress, self.to)
             _check_index(self.spec, self.model_id, read_json(snapshot.root / INDEX))
             small = [f"{part}/{pattern}" for part in read for pattern in SMALL_FILES]
             configs = dict.fromkeys(f"{component.folder}/{CONFIG}" for component in self.spec.components)
@@ -120,14 +120,14 @@ class Checkpoint:
         return {folder: list(files.values()) for folder, files in by_folder.items()}
 
     def _weights(self, component: Component, folder: Path) -> list[str]:
-        return [f"{component.folder}/{name}" for name in weight_names(folder, component)]
+        return [f"{component.folder}/{name}" for name in list_weight_names(folder, component)]
 
-    def weights_here(self, component: Component) -> list[Path]:
+    def local_weight_files(self, component: Component) -> list[Path]:
         """Return a component's weight files if all are on this machine, else []. Makes no request, after `configs`."""
         if (rest := self._other_checkpoint(component.folder)) is not None:
-            return rest.weights_here(component)
+            return rest.local_weight_files(component)
         try:
-            return weight_files(self._folder(self.home(Silent()), component.folder), component)
+            return list_weight_files(self._folder(self.home(SilentProgress()), component.folder), component)
         except CheckpointError:
             return []
 
@@ -152,7 +152,7 @@ class Checkpoint:
 
         For a Hub model only local files are checked.
         """
-        root = hub.cached(self.model_id) if self._is_on_hub else self.root
+        root = hub.find_cached(self.model_id) if self._is_on_hub else self.root
         if root is None:
             return
         if self._is_on_hub:
@@ -187,7 +187,7 @@ class Checkpoint:
         return self._config(component, (self._other_checkpoint(component.folder) or self).home(progress))
 
     def _config(self, component: Component, root: Path) -> Json:
-        config = compatibility.own_config(component, read_json(self._folder(root, component.folder) / CONFIG))
+        config = compatibility.select_config(component, read_json(self._folder(root, component.folder) / CONFIG))
         if problem := compatibility.config_problem(self.spec, component, self.model_id, config):
             raise CheckpointError(problem)
         return config
@@ -205,7 +205,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
             f"{spec.title}: model_id is empty. Enter a Hugging Face id such as {spec.published.hub_id}, a folder in "
             f"diffusers layout, or {spec.miniature.id}."
         )
-    if parts.is_of_files(model_id):
+    if parts.names_single_files(model_id):
         return _locate_files(spec, model_id, folders, is_partial=is_partial)
     if model_id.startswith("tiny/"):
         if model_id not in spec.miniature.ids:
@@ -213,7 +213,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
                 f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.miniature.id}."
             )
         return Checkpoint(spec=spec, model_id=model_id, root=None)
-    if (folder := local_folder(model_id, folders)) is not None:
+    if (folder := find_local_folder(model_id, folders)) is not None:
         if not (folder / INDEX).is_file():
             raise CheckpointError(
                 f"{spec.title}: the folder {model_id} has no {INDEX}; it is not a model in diffusers layout. Choose "
@@ -233,7 +233,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
 def _locate_files(spec: ModelSpec, model_id: str, folders: Sequence[str], *, is_partial: bool) -> Checkpoint:
     """Return the checkpoint of single files. Tokenizers that are in no file come from the family's repository."""
     resolved = parts.resolve(model_id, [spec], folders, needs_all=not is_partial)
-    root = assembled.folder_of(resolved.spec, resolved.parts, resolved.configs)
+    root = assembled.ensure_folder(resolved.spec, resolved.parts, resolved.configs)
     if is_partial:
         return Checkpoint(spec=resolved.spec, model_id=model_id, root=root, is_partial=True)
     rest = locate(spec, resolved.rest or spec.published.hub_id, folders)
@@ -247,26 +247,26 @@ def find_index(model_id: str, folders: Sequence[str] = (), *, progress: Progress
     progress: for downloading the index of a Hub model; None to look only at local files.
     """
     model_id = model_id.strip()
-    folder = local_folder(model_id, folders)
+    folder = find_local_folder(model_id, folders)
     if folder is None and hub.is_hub_id(model_id) and not model_id.startswith("tiny/"):
-        folder = hub.cached(model_id) if progress is None else hub.snapshot(model_id, progress).root
+        folder = hub.find_cached(model_id) if progress is None else hub.resolve_snapshot(model_id, progress).root
     if folder is None or not (folder / INDEX).is_file():
         return None
     return read_json(folder / INDEX)
 
 
-def local_configs(model_id: str, names: Iterable[str], folders: Sequence[str] = ()) -> dict[str, Json]:
+def read_local_configs(model_id: str, names: Iterable[str], folders: Sequence[str] = ()) -> dict[str, Json]:
     """Return the `config.json` of each folder in `names` of a model that is on this machine.
 
     model_id, folders: as for `locate`.
     """
     model_id = model_id.strip()
-    root = local_folder(model_id, folders) or (hub.cached(model_id) if hub.is_hub_id(model_id) else None)
+    root = find_local_folder(model_id, folders) or (hub.find_cached(model_id) if hub.is_hub_id(model_id) else None)
     paths = {name: root / name / CONFIG for name in names} if root else {}
     return {part: read_json(path) for part, path in paths.items() if path.is_file()}
 
 
-def local_folder(model_id: str, folders: Sequence[str]) -> Path | None:
+def find_local_folder(model_id: str, folders: Sequence[str]) -> Path | None:
     """Return the folder whose path is `model_id`, or whose name in one of `folders`; None without one."""
     if not model_id or "\0" in model_id:
         return None
@@ -283,18 +283,18 @@ def _check_index(spec: ModelSpec, model_id: str, index: Json) -> None:
 
 def fingerprint(folder: Path) -> str:
     """Return a digest of names, sizes and times in a checkpoint's folder, which changes when a file does."""
-    if (network := assembled.source_of(folder)) is not None:
-        return assembled.state_of(network)
+    if (network := assembled.read_source(folder)) is not None:
+        return assembled.stat_signature(network)
     folder = folder.resolve() if folder.is_symlink() else folder
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return signature(str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
-def weight_files(folder: Path, component: Component) -> list[Path]:
+def list_weight_files(folder: Path, component: Component) -> list[Path]:
     """Return the weight files of a component that hold a used tensor. Raises `CheckpointError` if one is missing."""
-    if (network := assembled.source_of(folder)) is not None:
+    if (network := assembled.read_source(folder)) is not None:
         return [network.path]
-    names = weight_names(folder, component)
+    names = list_weight_names(folder, component)
     missing = [name for name in names if not os.path.isfile(folder / name)]  # `Path` raises for names too long
     if missing and len(names) > 1:
         raise CheckpointError(
@@ -312,22 +312,24 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
 
     Raises `CheckpointError` for codes in an unsupported format.
     """
-    if (network := assembled.source_of(folder)) is not None:
-        return assembled.own_tensors(network)
-    headers = [contents.header(path) for path in weight_files(folder, component)]
+    if (network := assembled.read_source(folder)) is not None:
+        return assembled.translate_tensors(network)
+    headers = [contents.read_safetensors_header(path) for path in list_weight_files(folder, component)]
     tensors = {name: tensor for header, _ in headers for name, tensor in header.items()}
-    return codes.decoded(tensors, {name: text for _, metadata in headers for name, text in metadata.items()})
+    return codes.decode_tensors(tensors, {name: text for _, metadata in headers for name, text in metadata.items()})
 
 
-def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, ...]]:
+def match_weights(
+    network: "Network", tensors: Mapping[str, TensorFile], folder: Path
+) -> dict[str, tuple[TensorFile, ...]]:
     """Return the files of each weight of a network, by name. Raises `CheckpointError` for wrong names or shapes.
 
     tensors: by name, of the component's files.
     folder: of the component, for messages.
     """
-    component, network_file = network.component, assembled.source_of(folder)
+    component, network_file = network.component, assembled.read_source(folder)
     folder = folder if network_file is None else network_file.path  # messages name the file
-    by_name = by_own_names(tensors, component.aliases)
+    by_name = key_by_module_name(tensors, component.aliases)
     matched: dict[str, tuple[TensorFile, ...]] = {}
     for name, weight in network.weights.items():
         missing = [source for source in weight.sources if source not in by_name]
@@ -344,7 +346,9 @@ def match(network: "Network", tensors: Mapping[str, TensorFile], folder: Path) -
     # A file with original names has no unused weights.
     is_strict = bool(blocks) and network_file is not None
     more = (
-        name for name in by_name.keys() - used if is_strict or any(layer_of(name, path) is not None for path in blocks)
+        name
+        for name in by_name.keys() - used
+        if is_strict or any(layer_index(name, path) is not None for path in blocks)
     )
     if more := sorted(more):
         raise CheckpointError(
@@ -360,16 +364,16 @@ def _fit_shape(file: TensorFile, shape: tuple[int, ...]) -> TensorFile:
     """
     file_shape = file.shape
     if 0 < len(file_shape) < len(shape) and shape == (*[1] * (len(shape) - len(file_shape)), *file_shape):
-        return made_of(file, shape, Unsqueezed(file, shape))
+        return view(file, shape, UnsqueezedView(file, shape))
     if len(file_shape) > len(shape) and file_shape == (*shape, *[1] * (len(file_shape) - len(shape))):
-        return made_of(file, shape, Reshaped(file, shape))
+        return view(file, shape, ReshapedView(file, shape))
     if isinstance(file.made, codes.Nvfp4 | codes.Mxfp8) and len(shape) == 2 and file_shape != shape:
         padded = tuple(-(-size // file.made.multiple) * file.made.multiple for size in shape)
-        return made_of(file, shape, Cropped(file, shape)) if file_shape == padded else file
+        return view(file, shape, CroppedView(file, shape)) if file_shape == padded else file
     return file
 
 
-def content(files: Mapping[str, tuple[TensorFile, ...]]) -> str:
+def content_signature(files: Mapping[str, tuple[TensorFile, ...]]) -> str:
     """Return a digest of tensors and file sizes that is equal for two copies of a checkpoint."""
     tensors = [[(file.path.name, file.name, file.shape) for file in files[name]] for name in sorted(files)]
     paths = sorted({file.path for group in files.values() for file in group})
@@ -382,7 +386,7 @@ def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path,
     """
     expected = weight.tensor_shape
     for source, file in zip(weight.sources, files, strict=True):
-        if file.dtype not in quantized.READ:
+        if file.dtype not in quantized.READABLE_DTYPES:
             raise CheckpointError(
                 f"{folder}: {source} holds {file.dtype}, and weights are floating point numbers. {quantized.ADVICE}"
             )
@@ -401,7 +405,7 @@ def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path,
 # --- export in the form of single files -------------------------------------------------------------------------------
 
 
-def network(found: Checkpoint, name: str, progress: Progress) -> Held:
+def export_network(found: Checkpoint, name: str, progress: Progress) -> NetworkFile:
     """Return the component `name` in the form of a single file: its tensors by original names.
 
     Downloads its weights if need be. Raises `CheckpointError` if the checkpoint does not hold it.
@@ -413,37 +417,39 @@ def network(found: Checkpoint, name: str, progress: Progress) -> Held:
             f"{found.model_id} holds no {component.class_name}. Choose another file, or another loader."
         )
     folder = found.fetch_weights(component, progress)
-    if (source := assembled.source_of(folder)) is not None:
+    if (source := assembled.read_source(folder)) is not None:
         return source
     config = found.config(component, progress)
     layout = next(layout for layout in LAYOUTS if layout.class_name == component.class_name)
-    by_name = by_own_names(read_headers(folder, component), component.aliases)
-    tensors = names.originals(by_name, _table(component, by_name))
+    by_name = key_by_module_name(read_headers(folder, component), component.aliases)
+    tensors = names.to_original(by_name, _table(component, by_name))
     first = next(iter(by_name.values()))
     flags = (flag.mark for key, flag in layout.flags.items() if config.get(key))
     tensors |= {name: TensorFile(path=first.path, name=name, shape=(0,)) for name in flags}
-    return Held(contents=Contents(path=folder, tensors=tensors, metadata={}), prefix="", layout=layout, tensors=tensors)
+    return NetworkFile(
+        contents=FileContents(path=folder, tensors=tensors, metadata={}), prefix="", layout=layout, tensors=tensors
+    )
 
 
-def own_tensors(found: Checkpoint, name: str, progress: Progress) -> dict[str, TensorFile]:
+def read_own_tensors(found: Checkpoint, name: str, progress: Progress) -> dict[str, TensorFile]:
     """Return all tensors in the files of the component `name` by its module's names, including those of other networks.
 
     found: the checkpoint.
     """
     component = replace(found.spec.component(name), only=())
     folder = found.fetch_weights(component, progress)
-    return by_own_names(read_headers(folder, component), component.aliases)
+    return key_by_module_name(read_headers(folder, component), component.aliases)
 
 
-def _table(component: Component, own: Mapping[str, TensorFile]) -> Table:
+def _table(component: Component, own: Mapping[str, TensorFile]) -> KeyTable:
     tables = (
         layout.table for layout in LAYOUTS if layout.class_name == component.class_name and layout.table is not None
     )
     table = next(tables, None)
-    return component.makers_names if table is None else table(own)
+    return component.original_keys if table is None else table(own)
 
 
-def tokenizers(found: Checkpoint, progress: Progress) -> dict[str, bytes]:
+def export_tokenizers(found: Checkpoint, progress: Progress) -> dict[str, bytes]:
     """Return the contents of the tokenizers in a checkpoint's files or folders, by their tensor names in single
     files.
     """
@@ -451,9 +457,9 @@ def tokenizers(found: Checkpoint, progress: Progress) -> dict[str, bytes]:
     for text in found.spec.text_encoders:
         component = found.spec.component(text.component)
         if not found.is_partial or found.root is None or (found.root / component.folder).is_dir():
-            network = assembled.source_of(found.folder(component.folder, progress))
+            network = assembled.read_source(found.folder(component.folder, progress))
             if network is not None:
-                carried |= tokenizer_files.carried(network.path, network.contents.tensors, network.prefix)
+                carried |= tokenizer_files.read_tokenizers(network.path, network.contents.tensors, network.prefix)
         if not carried and not found.is_partial:
-            carried |= tokenizer_files.of_folder(found.folder(text.tokenizer_folder, progress))
+            carried |= tokenizer_files.read_folder_tokenizer(found.folder(text.tokenizer_folder, progress))
     return carried

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..formats import quantized
-from ..model_spec import Component, Json, ModelSpec, Need, Same
+from ..model_spec import Component, ConfigRequirement, EqualsConfig, Json, ModelSpec
 
 # Largest allowed ratio of a config's number to the published one: for counts (below 1000) and for lengths. Each layer
 # takes time to build and each row of a table takes memory, long before a chip's memory is the limit.
-MOST_TIMES, MOST_TIMES_LONGER = 8, 64
+MAX_COUNT_RATIO, MAX_LENGTH_RATIO = 8, 64
 # Preprocessors and filters of images, without which results are the same.
-HARMLESS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
-QUANTIZED = "quantization_config"
+IGNORED_COMPONENTS = ("feature_extractor", "image_processor", "video_processor", "processor", "safety_checker")
+QUANTIZATION_KEY = "quantization_config"
 _MISSING = object()
 _NO_FILES: Mapping[str, str] = {}
 
@@ -63,7 +63,7 @@ def _find_unknown_entries(spec: ModelSpec, index: Json) -> Iterator[str]:
     """Yield entries of the index that are set but unknown, with their values."""
     folders = {component.folder for component in spec.components}
     tokenizers = {text.tokenizer_folder for text in spec.text_encoders}
-    known = {*folders, *tokenizers, "scheduler", *spec.published.index, *HARMLESS}
+    known = {*folders, *tokenizers, "scheduler", *spec.published.index, *IGNORED_COMPONENTS}
     for name, value in index.items():
         if name not in known and not name.startswith("_") and not _is_off(value):
             yield f"{name} ({value[1]})" if _is_part(value) else f"{name} {json.dumps(value)}"
@@ -79,12 +79,12 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or (_is_part(value) and value[1] is None)
 
 
-def own_config(component: Component, config: Json) -> Json:
+def select_config(component: Component, config: Json) -> Json:
     """Return a component's part of the config in its folder, which may be that of a whole model."""
     part = config.get(component.config_part)
     if not isinstance(part, Mapping):
         return config
-    return {**part, **{name: config[name] for name in ("architectures", QUANTIZED) if name in config}}
+    return {**part, **{name: config[name] for name in ("architectures", QUANTIZATION_KEY) if name in config}}
 
 
 def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Json, advice: str = "") -> str | None:
@@ -97,7 +97,7 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     class_name = class_name[0] if isinstance(class_name, list) and class_name else class_name
     if class_name not in (component.class_name, *component.class_aliases):
         return f"{model_id}: {component.folder} is a {class_name}; {spec.title} needs a {component.class_name}."
-    if (method := quantized.method_of_config(config)) and method not in quantized.DECODED:
+    if (method := quantized.detect_in_config(config)) and method not in quantized.DECODED_METHODS:
         return (
             f"{spec.title}: {component.folder} of {model_id} is quantized with {method} (quantization_config in its "
             f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.published.hub_id}."
@@ -109,7 +109,7 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
         return f"{model_id}: {strange} in {where}. Use a checkpoint such as {spec.published.hub_id}."
     for key, need in component.needs.items():
         value = _value(config, key)
-        if isinstance(need, Same) or _fits(need, value):
+        if isinstance(need, EqualsConfig) or _fits(need, value):
             continue
         state = "is missing" if value is _MISSING else f"is {json.dumps(value)}"
         if advice:
@@ -131,7 +131,7 @@ def _find_oversized_values(config: Json, published: Json) -> Iterator[str]:
         if isinstance(real, Mapping) and isinstance(value, Mapping):
             yield from _find_oversized_values(value, real)
         largest = max(_sizes(real), default=math.inf)
-        most = largest * (MOST_TIMES if largest < 1000 else MOST_TIMES_LONGER)
+        most = largest * (MAX_COUNT_RATIO if largest < 1000 else MAX_LENGTH_RATIO)
         if any(size > most for size in _sizes(value)) or (isinstance(value, list) and len(value) > most):
             yield f"{key} is {json.dumps(value)[:80]} (the published model's is {json.dumps(real)})"
 
@@ -142,13 +142,13 @@ def _sizes(value: Any) -> list[float]:
     return [abs(size) for size in values if isinstance(size, int) and not isinstance(size, bool)]
 
 
-def configs_fit(spec: ModelSpec, model_id: str, configs: Mapping[str, Json]) -> bool:
+def can_run_configs(spec: ModelSpec, model_id: str, configs: Mapping[str, Json]) -> bool:
     """Return whether the model can run the known configs, by folder."""
     known = (part for part in spec.components if part.folder in configs)
     return not any(config_problem(spec, part, model_id, configs[part.folder]) for part in known)
 
 
-def likeness(spec: ModelSpec, configs: Mapping[str, Json]) -> int:
+def count_published_values(spec: ModelSpec, configs: Mapping[str, Json]) -> int:
     """Return how many values of the configs, by folder, equal the published ones."""
     known = (part for part in spec.components if part.folder in configs)
     return sum(_value(configs[part.folder], key) == value for part in known for key, value in part.config.items())
@@ -164,7 +164,7 @@ def sizes_problem(
     """
     for component in spec.components:
         for key, need in component.needs.items():
-            if not isinstance(need, Same) or not {component.name, need.component} <= configs.keys():
+            if not isinstance(need, EqualsConfig) or not {component.name, need.component} <= configs.keys():
                 continue
             value, other = _value(configs[component.name], key), _value(configs[need.component], need.key)
             if _MISSING in (value, other) or (isinstance(other, int) and value == need.times * other):
@@ -210,11 +210,11 @@ def _value(config: Json, key: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _fits(need: Need, value: Any) -> bool:
+def _fits(need: ConfigRequirement, value: Any) -> bool:
     if value is _MISSING:
         return not need.required
     return value in need.values or (need.fits is not None and need.fits(value))
 
 
-def _join_supported_values(need: Need) -> str:
+def _join_supported_values(need: ConfigRequirement) -> str:
     return " or ".join([*(json.dumps(value) for value in need.values), *([need.wording] if need.wording else [])])

@@ -13,39 +13,39 @@ from .. import models
 from ..files import CheckpointError
 from ..progress import Progress
 from . import hub, parts, tiny
-from .checkpoint import local_folder
+from .checkpoint import find_local_folder
 
 SAMPLES, SAMPLE_BYTES = 64, 16 * 1024
 # The files of a folder in diffusers layout that determine a model's results.
 _SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
 
-def of_model(model_id: str, folders: Sequence[str], progress: Progress) -> str:
+def hash_model(model_id: str, folders: Sequence[str], progress: Progress) -> str:
     """Return the digest of a model: the newest commit of a Hub id, or the digest of a folder's or single files'
     contents.
 
     folders: searched for the id.
     """
     model_id = model_id.strip()
-    if parts.is_of_files(model_id):
+    if parts.names_single_files(model_id):
         resolved = parts.resolve(model_id, models.SPECS, folders)
-        files = [(name, network.prefix, of_file(network.path)) for name, network in sorted(resolved.parts.items())]
-        rest = of_model(resolved.rest, folders, progress) if resolved.rest else ""
+        files = [(name, network.prefix, hash_file(network.path)) for name, network in sorted(resolved.parts.items())]
+        rest = hash_model(resolved.rest, folders, progress) if resolved.rest else ""
         return hashlib.sha256(repr((resolved.spec.name, files, rest)).encode()).hexdigest()[:16]
-    folder = tiny.trained(model_id) or local_folder(model_id, folders)
+    folder = tiny.find_trained(model_id) or find_local_folder(model_id, folders)
     if folder is None and model_id.startswith("tiny/"):
         return f"miniature {tiny.VERSION}"
     if folder is not None:
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.suffix in _SUFFIXES}
         # Names that begin with a dot are files of download clients.
-        digests = [(name, of_file(paths[name])) for name in sorted(paths) if f"/{name}".find("/.") < 0]
+        digests = [(name, hash_file(paths[name])) for name in sorted(paths) if f"/{name}".find("/.") < 0]
         return hashlib.sha256(repr(digests).encode()).hexdigest()[:16]
     if not hub.is_hub_id(model_id):
         raise CheckpointError(f"model_id is {model_id!r}; it is neither a folder nor a Hugging Face id (owner/name).")
-    return hub.snapshot(model_id, progress).commit
+    return hub.resolve_snapshot(model_id, progress).commit
 
 
-def of_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return the digest of a file: of all its bytes if it is small, else of samples."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())

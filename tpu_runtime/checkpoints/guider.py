@@ -20,7 +20,7 @@ DEFAULT_SCALE = 7.5  # upstream's
 _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 
 
-def scale_for(found: Checkpoint, guidance_scale: float, progress: Progress) -> float:
+def resolve_guidance_scale(found: Checkpoint, guidance_scale: float, progress: Progress) -> float:
     """Return `guidance_scale`, or 1 (no guidance) if the checkpoint's guider is off.
 
     found: the checkpoint.

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import FULL, CheckpointError, read_json
+from ..files import DISK_FULL_ERRNOS, CheckpointError, read_json
 from ..model_spec import Json
 from ..progress import Progress
 from ..redact import SafeError, guard_logs, redact
-from ..units import GIB, MIB, readable
+from ..units import GIB, MIB, format_size
 from . import weight_files
 
 INDEX = "model_index.json"
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def cached(model_id: str) -> Path | None:
+def find_cached(model_id: str) -> Path | None:
     """Return the folder of the newest commit on this machine if its index is there, else None. Makes no request."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -57,12 +57,12 @@ def cached(model_id: str) -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
-def downloaded() -> list[tuple[str, Json]]:
+def list_cached_models() -> list[tuple[str, Json]]:
     """Return id and index of the models in diffusers layout in the Hub's cache."""
     models = []
     for folder in sorted(cache_folder().glob("models--*")):
         model_id = folder.name.removeprefix("models--").replace("--", "/")
-        if is_hub_id(model_id) and (root := cached(model_id)) is not None:
+        if is_hub_id(model_id) and (root := find_cached(model_id)) is not None:
             with contextlib.suppress(CheckpointError):
                 models.append((model_id, read_json(root / INDEX)))
     return models
@@ -80,7 +80,7 @@ class Snapshot:
     def weights(self, names: Sequence[str], title: str) -> list[weight_files.WeightFile]:
         """Return sizes and local bytes of weight files without reading them. `title` names the download in messages."""
         with _sentences(self.model_id, title, self.place):
-            return weight_files.find(self.model_id, self.commit, names, self._target, self._is_here)
+            return weight_files.list_hub_files(self.model_id, self.commit, names, self._target, self._is_here)
 
     @property
     def place(self) -> Path:
@@ -94,7 +94,7 @@ class Snapshot:
         return (self.root / name).is_file()
 
 
-def snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snapshot:
+def resolve_snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snapshot:
     """Return a model's newest commit after downloading its index; offline, the newest local one.
 
     to: a folder of its own for the files; None for the Hub's cache.
@@ -108,7 +108,7 @@ def snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snaps
             _claim(to, model_id)
             hf_hub_download(model_id, INDEX, revision=commit, local_dir=to)
             return Snapshot(model_id=model_id, commit=commit, root=to, is_own=True)
-        if cached(model_id) is None:
+        if find_cached(model_id) is None:
             # Fails at once, while a request for a file would be repeated for half a minute.
             HfApi().model_info(model_id)
         root = Path(hf_hub_download(model_id, INDEX)).parent
@@ -173,11 +173,11 @@ def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, ti
     links.
     """
     files = found.weights(names, title)
-    check_room(files, found.place, f"{title} of {found.model_id}")
+    check_free_space(files, found.place, f"{title} of {found.model_id}")
     weight_files.download(files, progress)
 
 
-def single_files(
+def find_single_files(
     model_id: str, targets: Mapping[str, Path], progress: Progress, place: Path
 ) -> list[weight_files.WeightFile]:
     """Return files of a repository's newest commit by name.
@@ -192,7 +192,7 @@ def single_files(
         progress.text(f"Looking for {model_id}")
         commit = HfApi().model_info(model_id).sha or ""
         names = list(targets)
-        files = weight_files.find(
+        files = weight_files.list_hub_files(
             model_id, commit, names, lambda name, _: targets[name], lambda name: targets[name].is_file()
         )
     if missing := set(names) - {file.name for file in files}:
@@ -200,20 +200,20 @@ def single_files(
     return files
 
 
-def fetch_single(files: Sequence[weight_files.WeightFile], progress: Progress, place: Path) -> None:
-    """Complete files of `single_files`. `place` is their folder, for messages."""
+def fetch_single_files(files: Sequence[weight_files.WeightFile], progress: Progress, place: Path) -> None:
+    """Complete files of `find_single_files`. `place` is their folder, for messages."""
     with _sentences(files[0].model_id, "files", place):
         weight_files.download(files, progress)
 
 
-def check_room(files: Sequence[weight_files.WeightFile], place: Path, what: str) -> None:
+def check_free_space(files: Sequence[weight_files.WeightFile], place: Path, what: str) -> None:
     """Raise `HubError` if the missing bytes of `files` do not fit into the folder `place`; `what` names them."""
-    needed = sum(file.size_bytes - file.here_bytes for file in files)
+    needed = sum(file.size_bytes - file.local_bytes for file in files)
     free = free_bytes(place)
     if free is not None and needed > free:
         raise HubError(
-            f"The disk is too full: {what} needs {readable(needed)} more, and {place} has {readable(free)} free. Make "
-            f"room for {readable(needed - free)}, or {_ELSEWHERE}."
+            f"The disk is too full: {what} needs {format_size(needed)} more, and {place} has {format_size(free)} free. Make "
+            f"room for {format_size(needed - free)}, or {_ELSEWHERE}."
         )
 
 
@@ -260,7 +260,7 @@ def _disk_sentence(error: BaseException, model_id: str, title: str, place: Path)
     """Return the message for a disk that is full or not writable, else None."""
     for link in _chain(error):
         number = _os_error_number(link)
-        if number in FULL:
+        if number in DISK_FULL_ERRNOS:
             return (
                 f"The disk is full: {title} of {model_id} does not fit into {place}{_free(place)}. Make room there, or "
                 f"{_ELSEWHERE}."

@@ -1,7 +1,7 @@
 """Loading of weights from files to their shards on the chips, in the target format, at the speed of the disk.
 
 Several threads read and decode layers of a stacked weight while earlier shards are copied to the chips. The host holds
-the shards that are read ahead and those on their way to the chips, at most `AHEAD_BYTES` together or else one shard. A
+the shards that are read ahead and those on their way to the chips, at most `READ_AHEAD_BYTES` together or else one shard. A
 weight with a value that is not finite is an error.
 """
 
@@ -24,35 +24,35 @@ from jax.sharding import Sharding
 from .. import host_memory
 from ..files import CheckpointError, Index, TensorFile
 from ..programs.modules import Network, Weight
-from ..programs.weights import WORTH, Weights, round_weight, summed
+from ..programs.weights import SCALE_SUFFIX, Weights, find_int8_weights, quantize_weight
 from ..progress import Progress
 from ..units import GB, MIB
 from .placement import PutsInFlight, place, shards_of
 
 # Threads that read: more than cores, because they also wait for the disk. They do not hold Python's lock.
-READERS = min(16, 2 * (os.cpu_count() or 1))
-AHEAD_BYTES = 2**30
+READ_THREADS = min(16, 2 * (os.cpu_count() or 1))
+READ_AHEAD_BYTES = 2**30
 SECONDS_BETWEEN_TEXTS = 0.5
 NUMPY_VIEWS = {torch.bfloat16: (torch.int16, jax.numpy.bfloat16), torch.float32: (torch.float32, np.float32)}
 
 
-class Changed(Protocol):
+class ModifiedWeights(Protocol):
     """Weights that differ from the files, and a method that reads one."""
 
     names: frozenset[str]  # of the weights
 
     def read(
-        self, reader: "Reader", name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+        self, reader: "TensorReader", name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
     ) -> jax.Array: ...
 
 
-def load(
+def load_weights(
     network: Network,
     files: Mapping[str, tuple[TensorFile, ...]],
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     title: str,
     progress: Progress,
-    changed: Changed | None = None,
+    changed: ModifiedWeights | None = None,
     weights: Weights | None = None,
     check: Callable[[str], None] = lambda what: None,
 ) -> Weights:
@@ -64,7 +64,7 @@ def load(
     changed: weights that differ from the files; None if none do.
     weights: loaded weights, of which those in `wanted` are freed one by one and replaced; None for an empty dict.
     check: called before the chips round a weight to int8, which follows all changes.
-    A cancel stops between two tensors and discards the weights read so far. Raises `HostFull` before any byte is read
+    A cancel stops between two tensors and discards the weights read so far. Raises `HostMemoryError` before any byte is read
     if the host's memory is too small.
     """
     size_bytes = _host_bytes(network, files, wanted, replaces=weights is not None)
@@ -75,16 +75,16 @@ def load(
     weights = {} if weights is None else weights
     merged = frozenset() if changed is None else changed.names
     with host_memory.explained(f"Loading {title}"), contextlib.ExitStack() as stack:
-        reader = Reader(stack, progress.check_cancelled)
-        numbers = {name: want for name, want in wanted.items() if not name.endswith(WORTH)}
+        reader = TensorReader(stack, progress.check_cancelled)
+        numbers = {name: want for name, want in wanted.items() if not name.endswith(SCALE_SUFFIX)}
         plain = {name: want for name, want in numbers.items() if name not in merged}
-        axes = summed(network) if len(numbers) < len(wanted) else {}
+        axes = find_int8_weights(network) if len(numbers) < len(wanted) else {}
         in_flight = PutsInFlight()
         # Nested, so that the reading threads end before their files are closed.
-        with read_shards(reader.unchecked(), network, files, plain, in_flight) as ahead:
+        with read_shards(reader.for_background_threads(), network, files, plain, in_flight) as ahead:
             for name, want in numbers.items():
                 progress.check_cancelled()
-                for old_name in (name, name + WORTH):
+                for old_name in (name, name + SCALE_SUFFIX):
                     if old_name in weights:
                         weights[old_name].delete()
                 if changed is not None and name in merged:
@@ -94,8 +94,8 @@ def load(
                 if want.dtype == jax.numpy.int8:
                     check(f"round {name}")
                     in_flight.wait_for_all()  # which holds what is rounded
-                    weights[name], weights[name + WORTH] = round_weight(
-                        weights[name], axes[name], want, wanted[name + WORTH]
+                    weights[name], weights[name + SCALE_SUFFIX] = quantize_weight(
+                        weights[name], axes[name], want, wanted[name + SCALE_SUFFIX]
                     )
                 meter.add(int(np.prod(want.shape)) * want.dtype.itemsize)
     jax.block_until_ready(weights)
@@ -114,7 +114,7 @@ def _host_bytes(
     replaces: the loaded weights replace others of the same size.
     Shards that are read ahead are not counted, because their number follows the available memory.
     """
-    numbers = {name: want for name, want in wanted.items() if not name.endswith(WORTH)}
+    numbers = {name: want for name, want in wanted.items() if not name.endswith(SCALE_SUFFIX)}
     pieces = (
         shard.size_bytes
         for name, want in numbers.items()
@@ -161,7 +161,7 @@ class _PendingShard:
     def size_bytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
-    def begin(self, pool: ThreadPoolExecutor, reader: "Reader") -> None:
+    def begin(self, pool: ThreadPoolExecutor, reader: "TensorReader") -> None:
         layers = range(*self.index[0].indices(len(self.files))) if self.weight.stacked else range(1)
         inner = self.index[1:] if self.weight.stacked else self.index
         shape = self.shape[1:] if self.weight.stacked else self.shape
@@ -170,7 +170,7 @@ class _PendingShard:
             pool.submit(self._read, reader, row, self.files[layer], inner) for row, layer in enumerate(layers)
         ]
 
-    def _read(self, reader: "Reader", row: int, file: TensorFile, index: Index) -> None:
+    def _read(self, reader: "TensorReader", row: int, file: TensorFile, index: Index) -> None:
         assert self.array is not None
         self.array[row] = _slice(reader, file, index, self.weight)
         _check_finite(self.array[row], file)
@@ -185,7 +185,7 @@ class _PendingShard:
 
 @contextlib.contextmanager
 def read_shards(
-    reader: "Reader",
+    reader: "TensorReader",
     network: Network,
     files: Mapping[str, tuple[TensorFile, ...]],
     wanted: Mapping[str, jax.ShapeDtypeStruct],
@@ -197,12 +197,12 @@ def read_shards(
     files: of each weight, by its name.
     wanted: shape, dtype and sharding of each weight, by name.
     in_flight: shards on their way to the chips; they count towards the limit.
-    Shards are read ahead up to `AHEAD_BYTES` and half of the host's available memory.
+    Shards are read ahead up to `READ_AHEAD_BYTES` and half of the host's available memory.
     """
     pieces = [piece for name, want in wanted.items() for piece in _PendingShard.of(network, name, files[name], want)]
-    pool = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
+    pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="weights")
     available = host_memory.available_bytes()
-    most = AHEAD_BYTES if available is None else min(AHEAD_BYTES, available // 2)
+    most = READ_AHEAD_BYTES if available is None else min(READ_AHEAD_BYTES, available // 2)
 
     def results() -> Iterator[np.ndarray]:
         waiting, begun = deque(pieces), deque[_PendingShard]()
@@ -248,7 +248,7 @@ class _TransferMeter:
             self.progress.text(f"Loading {self.title}: {sizes}, {minutes}:{seconds:02} left")
 
 
-class Reader:
+class TensorReader:
     """Open safetensors files, closed by the stack. `check` raises if the user cancelled."""
 
     def __init__(self, stack: contextlib.ExitStack, check: Callable[[], None]) -> None:
@@ -259,9 +259,9 @@ class Reader:
         self.lock = threading.Lock()
         self.stop = threading.Event()
 
-    def unchecked(self) -> "Reader":
+    def for_background_threads(self) -> "TensorReader":
         """Return a reader for other threads, which does not ask for cancellation and ends with `stop`."""
-        reader = Reader(self.stack, lambda: None)
+        reader = TensorReader(self.stack, lambda: None)
         reader.check = reader._end
         return reader
 
@@ -304,7 +304,7 @@ def _check_whole(path: str, before: os.stat_result) -> None:
         )
 
 
-def read_layer(reader: Reader, file: TensorFile, weight: Weight, sharding: Sharding) -> jax.Array:
+def read_layer(reader: TensorReader, file: TensorFile, weight: Weight, sharding: Sharding) -> jax.Array:
     """Return one layer of a weight with this `sharding`: bfloat16 if the file is, else float32.
 
     reader, file: the source.
@@ -332,7 +332,7 @@ def _array(piece: torch.Tensor) -> np.ndarray:
     return piece.view(view).numpy().view(dtype)
 
 
-def _slice(reader: Reader, file: TensorFile, index: Index, weight: Weight) -> torch.Tensor:
+def _slice(reader: TensorReader, file: TensorFile, index: Index, weight: Weight) -> torch.Tensor:
     """Return part of one layer of a weight, which may be a slice of the file's tensor."""
     read = functools.partial(reader.slice, file)
     return read(index) if weight.cut is None else weight.cut.read(index, read)

@@ -18,7 +18,7 @@ LORA_EXPERTS = ("both", "high", "low")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldTensors:
+class InMemoryLora:
     """The tensors of a LoRA that another program has read."""
 
     title: str  # of the LoRA, for messages
@@ -33,11 +33,11 @@ class Lora:
     path: str  # of the file, or the title of `held`
     strength: float
     expert: str = LORA_EXPERTS[0]  # the denoiser that is changed: both, the first ("high" noise) or the second
-    held: HeldTensors | None = None  # changes in memory instead of a file
+    held: InMemoryLora | None = None  # changes in memory instead of a file
     component: str = ""  # the network that is changed, if it is not a denoiser; "" for denoisers
 
     @property
-    def source(self) -> "str | HeldTensors":
+    def source(self) -> "str | InMemoryLora":
         return self.held or self.path
 
 
@@ -60,18 +60,18 @@ class ModelRef:
 
     @property
     def spec(self) -> ModelSpec:
-        return models.spec_by_name(self.spec_name)
+        return models.lookup_spec(self.spec_name)
 
     def locate(self) -> checkpoint.Checkpoint:
         """Return the model's checkpoint."""
         return checkpoint.locate(self.spec, self.model_id, self.folders, is_partial=self.is_partial)
 
-    def resolve(self, progress: Progress) -> "Resolved":
+    def resolve(self, progress: Progress) -> "ResolvedModel":
         """Return description, checkpoint and configs, downloaded if need be. Raises `CheckpointError` if it cannot
         run.
         """
         located = self.locate()
-        return Resolved(spec=located.spec, checkpoint=located, configs=located.configs(progress))
+        return ResolvedModel(spec=located.spec, checkpoint=located, configs=located.configs(progress))
 
     def check(self) -> None:
         """Raise `ValueError` with a sentence for the user if it cannot work. Reads no weights and makes no request."""
@@ -79,7 +79,7 @@ class ModelRef:
         self.spec.check_input("quality", self.quality)
         self.locate().check()
 
-    def loras_of(self, component: str) -> tuple[Lora, ...]:
+    def select_loras(self, component: str) -> tuple[Lora, ...]:
         """Return the LoRAs that change a component, without those of strength 0."""
         experts = self.spec.denoiser.experts
         if component not in experts:
@@ -91,7 +91,7 @@ class ModelRef:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved:
+class ResolvedModel:
     """A model that can run: description, checkpoint, and the config of each component by name."""
 
     spec: ModelSpec
@@ -100,7 +100,7 @@ class Resolved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class PlannedGeneration:
     """A generation to come."""
 
     model: ModelRef
@@ -125,7 +125,7 @@ def choose_model(
     progress: see `variant`.
     Raises `ValueError` as `ModelRef.check`.
     """
-    spec = variant(spec, model_id, folders, progress)
+    spec = resolve_variant(spec, model_id, folders, progress)
     model = ModelRef(
         spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders, loras=loras
     )
@@ -133,17 +133,17 @@ def choose_model(
     return model
 
 
-def assumed(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> str:
+def describe_ambiguity(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -> str:
     """Return a note for the user if single files could be another model of the family of `spec` as well; else "".
 
     folders: searched for `model_id`.
     """
-    if not parts.is_of_files(model_id):
+    if not parts.names_single_files(model_id):
         return ""
     return parts.resolve(model_id, [other for other in models.SPECS if other.family == spec.family], folders).assumed
 
 
-def choose_part(
+def choose_partial_model(
     specs: Sequence[ModelSpec],
     model_id: str,
     *,
@@ -164,7 +164,7 @@ def choose_part(
     )
 
 
-def variant(
+def resolve_variant(
     spec: ModelSpec | None, model_id: str, folders: tuple[str, ...] = (), progress: Progress | None = None
 ) -> ModelSpec:
     """Return the model of the family of `spec` that `model_id` is, by its id, or by its index and configs; else `spec`.
@@ -175,7 +175,7 @@ def variant(
     progress: for downloading the index, and configs if need be; None to look only at local files.
     Raises `ValueError` without `spec` if no family fits.
     """
-    if parts.is_of_files(model_id):
+    if parts.names_single_files(model_id):
         family = [member for member in models.SPECS if spec is None or member.family == spec.family]
         return parts.resolve(model_id, family, folders).spec
     if spec is None:
@@ -193,9 +193,9 @@ def variant(
         if progress is not None:
             checkpoint.locate(fitting[0], model_id, folders).home(progress)
         names = {component.folder for member in fitting for component in member.components}
-        configs = checkpoint.local_configs(model_id, names, folders)
-        fitting = [member for member in fitting if compatibility.configs_fit(member, model_id, configs)] or fitting
-        fitting = [max(fitting, key=lambda one: compatibility.likeness(one, configs))]
+        configs = checkpoint.read_local_configs(model_id, names, folders)
+        fitting = [member for member in fitting if compatibility.can_run_configs(member, model_id, configs)] or fitting
+        fitting = [max(fitting, key=lambda one: compatibility.count_published_values(one, configs))]
     return (fitting or same_class or family)[0]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import models
 from ..files import CheckpointError, TensorFile
 from ..formats import contents
-from ..formats.contents import Held
+from ..formats.contents import NetworkFile
 from ..model_spec import Component, Json, ModelSpec
 from ..models.layouts import LAYOUTS, published, told
 from . import assembled, compatibility, hub
@@ -39,11 +39,11 @@ _DENOISERS = frozenset(spec.component(name).class_name for spec in models.SPECS 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class ResolvedFiles:
     """A model of single files."""
 
     spec: ModelSpec
-    parts: Mapping[str, Held]  # networks by folder of the model
+    parts: Mapping[str, NetworkFile]  # networks by folder of the model
     configs: Mapping[str, Json]  # by folder of the model
     rest: str = ""  # entry with the remaining components; "" if there is no such entry
     # Note for the user if it could be another model as well, and question if a value is undetermined; "" otherwise.
@@ -55,7 +55,7 @@ class Parts:
 class _FileSelection:
     """The contents of a model id."""
 
-    networks: tuple[Held, ...]  # in files
+    networks: tuple[NetworkFile, ...]  # in files
     specs: tuple[ModelSpec, ...] = ()  # models that are named
     rest: str = ""  # entry with the remaining components, or ""
 
@@ -74,41 +74,41 @@ class _Problem:
     sentence: str
 
 
-def choices(folders: Sequence[str]) -> list[str]:
+def list_local_models(folders: Sequence[str]) -> list[str]:
     """Return the model ids that need no download: folders in diffusers layout, the Hub's cache, and the built-in
     ones.
     """
     class_names = {name for spec in models.SPECS for name in spec.published.pipeline_classes}
     local = [path.parent.name for folder in folders for path in sorted(Path(folder).glob(f"*/{hub.INDEX}"))]
-    cached = [name for name, index in hub.downloaded() if index.get("_class_name") in class_names]
+    cached = [name for name, index in hub.list_cached_models() if index.get("_class_name") in class_names]
     return list(dict.fromkeys([*local, *cached, *(spec.miniature.id for spec in models.SPECS)]))
 
 
-def entries(model_id: str) -> list[str]:
+def split_entries(model_id: str) -> list[str]:
     """Return the entries of a list of files."""
     return [entry.strip() for entry in model_id.split(SEPARATOR) if entry.strip()]
 
 
-def is_of_files(model_id: str) -> bool:
+def names_single_files(model_id: str) -> bool:
     """Return whether a model id names single files."""
-    names = entries(model_id)
+    names = split_entries(model_id)
     return len(names) > 1 or any(contents.is_weights(entry) for entry in names)
 
 
-def find(entry: str, folders: Sequence[str]) -> Path:
+def find_file(entry: str, folders: Sequence[str]) -> Path:
     """Return the path of an entry's file. Raises `CheckpointError` if it does not exist."""
     path = os.path.expanduser(entry)
     for place in (path, *(os.path.join(folder, entry) for folder in folders)):
         if "\0" not in place and os.path.isfile(place):
             return Path(place)
-    known = {name for folder in folders for name in files_in(folder)}
+    known = {name for folder in folders for name in list_weight_paths(folder)}
     near = difflib.get_close_matches(entry, known, n=3)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     where = ", ".join(folders) or "the working folder"
     raise CheckpointError(f"There is no file {entry} (looked in {where}).{hint}")
 
 
-def files_in(folder: str) -> Iterator[str]:
+def list_weight_paths(folder: str) -> Iterator[str]:
     """Yield the weight files below a folder in order, relative to it."""
     count = 0
     for root, inner, files in os.walk(folder):
@@ -125,19 +125,19 @@ def _select_files(model_id: str, folders: Sequence[str]) -> _FileSelection:
     """Return the contents of a model id. Raises `CheckpointError` for entries that are missing or contradict each
     other.
     """
-    networks: list[Held] = []
+    networks: list[NetworkFile] = []
     specs, rest = [], []
     paths: set[Path] = set()
     by_name = {spec.name: spec for spec in models.SPECS}
-    for entry in entries(model_id):
+    for entry in split_entries(model_id):
         if entry in by_name:
             specs.append(by_name[entry])
         elif contents.is_weights(entry):
-            path = find(entry, folders)
+            path = find_file(entry, folders)
             # A file with two merged experts is named twice, and may hold the other networks too.
             networks += [
                 network
-                for network in contents.networks(path, LAYOUTS)
+                for network in contents.find_networks(path, LAYOUTS)
                 if path.resolve() not in paths or network.layout.class_name in _DENOISERS
             ]
             paths.add(path.resolve())
@@ -158,25 +158,27 @@ def read_tensor(tensor: TensorFile) -> "torch.Tensor":
     from . import load  # imports torch, which choosing a model must not
 
     with contextlib.ExitStack() as stack:
-        return load.Reader(stack, lambda: None).slice(tensor, ())
+        return load.TensorReader(stack, lambda: None).slice(tensor, ())
 
 
-def spec_of(model: str, folders: Sequence[str] = ()) -> ModelSpec:
+def resolve_spec(model: str, folders: Sequence[str] = ()) -> ModelSpec:
     """Return the model of a name, or that of single files with their configs instead of the published ones.
 
     folders: searched for the files.
     """
-    if not is_of_files(model):
-        return models.spec_by_name(model)
+    if not names_single_files(model):
+        return models.lookup_spec(model)
     resolved = resolve(model, models.SPECS, folders, needs_all=False)
 
     def with_own(part: Component) -> Component:
-        return replace(part, config=compatibility.own_config(part, resolved.configs.get(part.folder, part.config)))
+        return replace(part, config=compatibility.select_config(part, resolved.configs.get(part.folder, part.config)))
 
     return replace(resolved.spec, components=tuple(map(with_own, resolved.spec.components)))
 
 
-def resolve(model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = (), *, needs_all: bool = True) -> Parts:
+def resolve(
+    model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = (), *, needs_all: bool = True
+) -> ResolvedFiles:
     """Return the model among `specs` that the files of a model id are. Reads headers alone.
 
     folders: searched for the files and for missing networks.
@@ -193,7 +195,7 @@ def resolve(model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = 
                 f"of {selection.specs[0].family}."
             )
     results = [_fit(spec, selection, folders, needs_all=needs_all) for spec in candidates]
-    fitting = [result for result in results if isinstance(result, Parts)]
+    fitting = [result for result in results if isinstance(result, ResolvedFiles)]
     problems = [result for result in results if isinstance(result, _Problem)]
     if not fitting:
         raise CheckpointError(_best_problem(model_id, candidates, problems, selection))
@@ -204,29 +206,29 @@ def resolve(model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = 
         log.warning("%s Until then it runs as ComfyUI runs it.", best.question)
     if not needs_all or not (titles := _denoiser_titles(best)):
         return best
-    notes = [told.distilled_sentence(best.spec, titles)]
+    notes = [told.warn_distilled(best.spec, titles)]
     key = (_num_differences(best), _num_experts(best))
     alike = (other for other in fitting if (_num_differences(other), _num_experts(other)) == key)
     rivals = [other.spec for other in alike if other is not best and not selection.specs]
     if rivals and not _is_rest(best.spec, selection) and not told.is_decided(best.spec, rivals, titles):
-        if any(told.differences(rival) != told.differences(best.spec) for rival in rivals):
-            raise CheckpointError(told.open_sentence(model_id, [best.spec, *rivals]))
-        notes.insert(0, told.assumed_sentence(rivals))
+        if any(told.distinguishing_settings(rival) != told.distinguishing_settings(best.spec) for rival in rivals):
+            raise CheckpointError(told.explain_ambiguity(model_id, [best.spec, *rivals]))
+        notes.insert(0, told.warn_assumed(rivals))
     if assumed := "; ".join(filter(None, notes)):
         log.warning("%s is taken for %s; %s.", model_id, best.spec.title, assumed)
     return replace(best, assumed=assumed)
 
 
-def _rank_key(one: Parts, given: _FileSelection) -> tuple[bool, bool, float, float]:
+def _rank_key(one: ResolvedFiles, given: _FileSelection) -> tuple[bool, bool, float, float]:
     """Return the rank of a model that fits.
 
     In this order count: published file names, the model that the user names for the rest, words in the names, and the
         number of published sizes.
     """
-    words = set().union(*map(told.words_of, given.titles))
-    hint = sum(1.0 if word in words else -0.4 for word in told.words_of(one.spec.name))
+    words = set().union(*map(told.split_words, given.titles))
+    hint = sum(1.0 if word in words else -0.4 for word in told.split_words(one.spec.name))
     is_published = told.is_published(one.spec, _denoiser_titles(one))
-    return is_published, _is_rest(one.spec, given), hint, compatibility.likeness(one.spec, one.configs)
+    return is_published, _is_rest(one.spec, given), hint, compatibility.count_published_values(one.spec, one.configs)
 
 
 def _is_rest(spec: ModelSpec, given: _FileSelection) -> bool:
@@ -240,16 +242,16 @@ def _denoisers(spec: ModelSpec, placed: Json) -> list[Any]:
     return [placed[folder] for folder in folders if folder in placed]
 
 
-def _denoiser_titles(one: Parts) -> list[str]:
+def _denoiser_titles(one: ResolvedFiles) -> list[str]:
     """Return names and titles of the denoisers' files, in lower case."""
     return [title.lower() for network in _denoisers(one.spec, one.parts) for title in network.contents.titles]
 
 
-def _num_experts(one: Parts) -> int:
+def _num_experts(one: ResolvedFiles) -> int:
     return len(one.spec.denoiser.experts)
 
 
-def _num_differences(one: Parts) -> int:
+def _num_differences(one: ResolvedFiles) -> int:
     """Return how many values of the denoisers' configs differ from the published ones.
 
     Values that no tensor determines do not count.
@@ -264,7 +266,9 @@ def _num_differences(one: Parts) -> int:
     )
 
 
-def _fit(spec: ModelSpec, given: _FileSelection, folders: Sequence[str], *, needs_all: bool) -> "Parts | _Problem":
+def _fit(
+    spec: ModelSpec, given: _FileSelection, folders: Sequence[str], *, needs_all: bool
+) -> "ResolvedFiles | _Problem":
     """Return the model of these networks, or the reason why `spec` does not fit."""
     if spec.vae.light and any(
         network.layout.class_name == spec.vae.light.component.class_name for network in given.networks
@@ -274,7 +278,7 @@ def _fit(spec: ModelSpec, given: _FileSelection, folders: Sequence[str], *, need
     if isinstance(placed, _Problem):
         return placed
     components = {name: spec.parts_of(name)[0] for name in dict.fromkeys(part.folder for part in spec.components)}
-    known = told.Said(names=(*(named.name for named in given.specs), *filter(None, [given.rest])), asks=True)
+    known = told.DeclaredFlags(names=(*(named.name for named in given.specs), *filter(None, [given.rest])), asks=True)
     try:
         configs, question = _configs(spec, placed, known)
     except CheckpointError as error:
@@ -291,25 +295,27 @@ def _fit(spec: ModelSpec, given: _FileSelection, folders: Sequence[str], *, need
         if match is None:
             return _Problem(5, _missing_sentence(spec, components[name]))
         placed[name], configs[name] = match
-    return Parts(spec=spec, parts=placed, configs=configs, rest=given.rest, question=question)
+    return ResolvedFiles(spec=spec, parts=placed, configs=configs, rest=given.rest, question=question)
 
 
-def _configs(spec: ModelSpec, placed: Mapping[str, Held], said: told.Said) -> tuple[dict[str, Json], str]:
+def _configs(
+    spec: ModelSpec, placed: Mapping[str, NetworkFile], said: told.DeclaredFlags
+) -> tuple[dict[str, Json], str]:
     """Return the config of each folder that is in a file, and the question to the user about them, or ""."""
     try:
-        return {name: assembled.folder_config(network, spec, name, said) for name, network in placed.items()}, ""
-    except told.OpenError as error:
+        return {name: assembled.build_folder_config(network, spec, name, said) for name, network in placed.items()}, ""
+    except told.AmbiguousModelError as error:
         return _configs(spec, placed, replace(said, asks=False))[0], str(error)
 
 
-def _place(spec: ModelSpec, networks: Sequence[Held]) -> "dict[str, Held] | _Problem":
+def _place(spec: ModelSpec, networks: Sequence[NetworkFile]) -> "dict[str, NetworkFile] | _Problem":
     """Return the networks by folder of the model; denoisers keep their order."""
     free: dict[str, list[str]] = {}
     for component in spec.components:
         places = free.setdefault(component.class_name, [])
         if component.folder not in places:
             places.append(component.folder)
-    placed: dict[str, Held] = {}
+    placed: dict[str, NetworkFile] = {}
     for network in networks:
         places = free.get(network.layout.class_name)
         if places is None:
@@ -328,7 +334,7 @@ def _place(spec: ModelSpec, networks: Sequence[Held]) -> "dict[str, Held] | _Pro
     return placed
 
 
-def _experts_problem(spec: ModelSpec, placed: Mapping[str, Held], *, has_rest: bool) -> str | None:
+def _experts_problem(spec: ModelSpec, placed: Mapping[str, NetworkFile], *, has_rest: bool) -> str | None:
     """Return why the denoisers of a model with two experts are incomplete, or swapped according to the file names."""
     experts = [spec.component(name).folder for name in spec.denoiser.experts]
     present = [name for name in experts if name in placed]
@@ -353,23 +359,25 @@ def _experts_problem(spec: ModelSpec, placed: Mapping[str, Held], *, has_rest: b
     return None
 
 
-def _relative_problem(spec: ModelSpec, placed: Mapping[str, Held]) -> str | None:
+def _relative_problem(spec: ModelSpec, placed: Mapping[str, NetworkFile]) -> str | None:
     """Return what the denoisers' files are according to their names, if that is not this model."""
-    problems = (told.relative(network, spec) or told.expert(network, spec) for network in _denoisers(spec, placed))
+    problems = (
+        told.find_relative(network, spec) or told.read_expert(network, spec) for network in _denoisers(spec, placed)
+    )
     return next(filter(None, problems), None)
 
 
-def _problem(spec: ModelSpec, placed: Mapping[str, Held], configs: Mapping[str, Json]) -> str | None:
+def _problem(spec: ModelSpec, placed: Mapping[str, NetworkFile], configs: Mapping[str, Json]) -> str | None:
     """Return why the model cannot run these configs."""
     if problem := _blind_problem(spec, placed):
         return problem
     known = [component for component in spec.components if component.folder in placed]
     for component in known:
         path = str(placed[component.folder].path)
-        config = compatibility.own_config(component, configs[component.folder])
+        config = compatibility.select_config(component, configs[component.folder])
         if found := compatibility.config_problem(spec, component, path, config, _advice(spec, component)):
             return found
-    named = {part.name: compatibility.own_config(part, configs[part.folder]) for part in known}
+    named = {part.name: compatibility.select_config(part, configs[part.folder]) for part in known}
     files = {part.name: str(placed[part.folder].path) for part in known}
     return compatibility.sizes_problem(spec, " and ".join(dict.fromkeys(files.values())), named, files)
 
@@ -377,24 +385,24 @@ def _problem(spec: ModelSpec, placed: Mapping[str, Held], configs: Mapping[str, 
 def _find_missing(
     spec: ModelSpec,
     component: Component,
-    placed: Mapping[str, Held],
+    placed: Mapping[str, NetworkFile],
     configs: Mapping[str, Json],
     folders: Sequence[str],
-) -> tuple[Held, dict[str, Any]] | None:
+) -> tuple[NetworkFile, dict[str, Any]] | None:
     """Return the file in the application's folders that is this component, with its config; None without one.
 
     A file with a published name has precedence, then the largest, which is the most exact of several formats.
     """
-    candidates: list[tuple[bool, int, str, Held, dict[str, Any]]] = []
+    candidates: list[tuple[bool, int, str, NetworkFile, dict[str, Any]]] = []
     place = _FOLDERS.get(component.folder, "text_encoders")
     for folder in (folder for folder in folders if Path(folder).name.lower() in _LOOKED_THROUGH):
-        for name in files_in(folder):
+        for name in list_weight_paths(folder):
             path = Path(folder, name)
             try:
-                for match in contents.networks(path, LAYOUTS):
+                for match in contents.find_networks(path, LAYOUTS):
                     if match.layout.class_name != component.class_name:
                         continue
-                    config = assembled.folder_config(match, spec, component.folder)
+                    config = assembled.build_folder_config(match, spec, component.folder)
                     both = {**placed, component.folder: match}
                     if _problem(spec, both, {**configs, component.folder: config}) is None:
                         is_own = told.is_published(spec, [path.name.lower()], place)
@@ -415,11 +423,11 @@ def _advice(spec: ModelSpec, component: Component) -> str:
     """Return the sentence that names a file to use instead."""
     is_denoiser = component.name in spec.denoiser.experts
     folder = "diffusion_models" if is_denoiser else _FOLDERS.get(component.folder, "text_encoders")
-    file = published.part(spec.name, folder)
+    file = published.find_part(spec.name, folder)
     return f"Choose one of {spec.title}, such as {file.name}." if file else f"Choose one of {spec.title}."
 
 
-def _blind_problem(spec: ModelSpec, placed: Mapping[str, Held]) -> str | None:
+def _blind_problem(spec: ModelSpec, placed: Mapping[str, NetworkFile]) -> str | None:
     """Return why a text encoder's file lacks the vision tower that the model needs."""
     for component in spec.components:
         prefixes = tuple(start for start in component.aliases if start.endswith("."))
@@ -436,7 +444,7 @@ def _blind_problem(spec: ModelSpec, placed: Mapping[str, Held]) -> str | None:
 
 def _missing_sentence(spec: ModelSpec, component: Component) -> str:
     folder = _FOLDERS.get(component.folder, "text_encoders")
-    file = published.part(spec.name, folder)
+    file = published.find_part(spec.name, folder)
     what = f"{file.name} of {file.repository}" if file else f"the file of a {component.class_name}"
     return (
         f"{spec.title}: its {component.folder} ({component.class_name}) is in none of the files, and in none of "
@@ -449,8 +457,8 @@ def _best_problem(
     model_id: str, candidates: Sequence[ModelSpec], problems: "Sequence[_Problem]", given: _FileSelection
 ) -> str:
     """Return the sentence of the most likely model: the nearest to fitting, then by the files' names."""
-    words = set().union(*map(told.words_of, given.titles))
+    words = set().union(*map(told.split_words, given.titles))
     pairs = list(zip(candidates, problems, strict=True))
     if not pairs:
         return f"model_id is {model_id}: there is no such model."
-    return max(pairs, key=lambda pair: (pair[1].nearness, len(told.words_of(pair[0].name) & words)))[1].sentence
+    return max(pairs, key=lambda pair: (pair[1].nearness, len(told.split_words(pair[0].name) & words)))[1].sentence

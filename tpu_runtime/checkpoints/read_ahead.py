@@ -9,16 +9,16 @@ from ..units import GIB
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 * 2**20
+CHUNK_BYTES = 16 * 2**20
 # Share of the available memory. Reading more would only evict the files read first.
-MOST_OF_MEMORY = 0.5
+MAX_MEMORY_SHARE = 0.5
 
 
-def read_ahead(files: Iterable[Path], check: Callable[[], None]) -> int:
+def prefetch_files(files: Iterable[Path], check: Callable[[], None]) -> int:
     """Read files in order, as many as memory holds, and return the bytes read. `check` raises to end it."""
     available = available_bytes() or 0
-    room = available * MOST_OF_MEMORY
-    piece, done = bytearray(PIECE_BYTES), 0
+    room = available * MAX_MEMORY_SHARE
+    piece, done = bytearray(CHUNK_BYTES), 0
     for path in files:
         if done + path.stat().st_size > room:
             log.info("%s is not read ahead: %.1f GiB of memory are available.", path.name, available / GIB)

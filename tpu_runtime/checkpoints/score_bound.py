@@ -9,32 +9,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...attention.policy import SCORE_BOUND
+from ...attention.policy import MAX_BOUNDED_SCORE
 from ..files import TensorFile
 from ..model_spec import Component, HeadNorms, ModelSpec
 from .checkpoint import read_headers
-from .load import Reader
-from .weight_names import by_own_names
+from .load import TensorReader
+from .weight_names import key_by_module_name
 
 LOG2_E = math.log2(math.e)
 
-Added = Mapping[str, torch.Tensor]
-NOTHING: Added = {}
+WeightDeltas = Mapping[str, torch.Tensor]
+NO_DELTAS: WeightDeltas = {}
 
 
-def is_bounded(spec: ModelSpec, component: Component, folder: Path, added: Added = NOTHING) -> bool:
-    """Return whether no score of the denoiser in `folder` can exceed `SCORE_BOUND`, in base 2, for any input.
+def is_bounded(spec: ModelSpec, component: Component, folder: Path, added: WeightDeltas = NO_DELTAS) -> bool:
+    """Return whether no score of the denoiser in `folder` can exceed `MAX_BOUNDED_SCORE`, in base 2, for any input.
 
     component: the denoiser.
     added: differences of LoRAs by weight name.
     """
     if not spec.denoiser.head_norms:
         return False
-    tensors = by_own_names(read_headers(folder, component), component.aliases)
-    return all(score_bound(tensors, norms, added) <= SCORE_BOUND for norms in spec.denoiser.head_norms)
+    tensors = key_by_module_name(read_headers(folder, component), component.aliases)
+    return all(compute_score_bound(tensors, norms, added) <= MAX_BOUNDED_SCORE for norms in spec.denoiser.head_norms)
 
 
-def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, added: Added = NOTHING) -> float:
+def compute_score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, added: WeightDeltas = NO_DELTAS) -> float:
     """Return the largest possible score of any layer, in base 2 and with the scale of attention.
 
     A normalised head has length `sqrt(head_dim)`, and its rotary embedding turns pairs of neighbours. A score is
@@ -51,7 +51,7 @@ def score_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, added: Adde
     return max(_layer_bound(tensors, norms, layer, added) for layer in layers)
 
 
-def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str, added: Added) -> float:
+def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str, added: WeightDeltas) -> float:
     def gains(names: Sequence[str]) -> list[tuple[np.ndarray, float]]:
         return [_gain_and_bias(tensors, name.replace("*", layer), added) for name in names]
 
@@ -69,7 +69,7 @@ def _bound(q_gain: np.ndarray, q_bias: float, k_gain: np.ndarray, k_bias: float)
     return LOG2_E / length * (product + biases)
 
 
-def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str, added: Added) -> tuple[np.ndarray, float]:
+def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str, added: WeightDeltas) -> tuple[np.ndarray, float]:
     """Return the larger gain of each pair of neighbours, `[head_dim / 2]`, and the length of the bias."""
 
     def read(name: str) -> np.ndarray:
@@ -83,4 +83,4 @@ def _gain_and_bias(tensors: Mapping[str, TensorFile], norm: str, added: Added) -
 
 def _read(file: TensorFile) -> np.ndarray:
     with contextlib.ExitStack() as stack:
-        return Reader(stack, lambda: None).slice(file, ()).to(torch.float64).numpy()
+        return TensorReader(stack, lambda: None).slice(file, ()).to(torch.float64).numpy()

@@ -30,7 +30,7 @@ _SHARED = "shared.json"
 PACKED = ".safetensors.xz"
 
 
-def trained(model_id: str) -> Path | None:
+def find_trained(model_id: str) -> Path | None:
     """Return the folder of a trained one, assembled in the cache on first use; None for any other id."""
     packed = _find_packed_folder(model_id)
     return _join_shared(packed) if packed else None
@@ -67,7 +67,7 @@ def _join_shared(own: Path) -> Path:
         for path, packed in weights.items():
             _unpack(packed, path)
 
-    return folders.kept("tiny", f"trained-{own.name}-{digest}", make)
+    return folders.ensure_cached_folder("tiny", f"trained-{own.name}-{digest}", make)
 
 
 def _unpack(packed: Sequence[Path], path: Path) -> None:
@@ -79,12 +79,12 @@ def _unpack(packed: Sequence[Path], path: Path) -> None:
 
     tensors: dict[str, torch.Tensor] = {}
     for source in packed:
-        tensors |= unpacked(source)
+        tensors |= unpack_weights(source)
     nonempty = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     save_file(nonempty, path, metadata={"format": "pt"})
 
 
-def unpacked(path: Path) -> "dict[str, torch.Tensor]":
+def unpack_weights(path: Path) -> "dict[str, torch.Tensor]":
     """Return the tensors of packed weights."""
     from safetensors.torch import load
 
@@ -97,17 +97,17 @@ def _decompress(path: Path) -> bytes:
     return lzma.decompress(path.read_bytes())
 
 
-def texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
+def trained_texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
     """Return texts that a trained one understands, by input; {} for any other id."""
     return spec.miniature.texts if _find_packed_folder(model_id) else {}
 
 
-def folder(spec: ModelSpec, model_id: str) -> Path:
+def find_folder(spec: ModelSpec, model_id: str) -> Path:
     """Return the folder of one of `spec.miniature.ids`, created if it is not part of the pack."""
-    return trained(model_id) or ensure(spec)
+    return find_trained(model_id) or ensure_random(spec)
 
 
-def ensure(spec: ModelSpec) -> Path:
+def ensure_random(spec: ModelSpec) -> Path:
     """Return the folder of a model's tiny checkpoint with random weights, created if need be."""
     description = {
         "version": VERSION,
@@ -117,21 +117,21 @@ def ensure(spec: ModelSpec) -> Path:
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
     name = f"{spec.miniature.id.removeprefix('tiny/')}-{digest}"
-    return folders.kept("tiny", name, lambda scratch: _write_components(spec, scratch, 0))
+    return folders.ensure_cached_folder("tiny", name, lambda scratch: _write_components(spec, scratch, 0))
 
 
-def write(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
+def write_random(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
     """Write a random checkpoint with the `tiny` configs of `spec`'s components to `folder`, completely or not at
     all.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folders.scratch_for(folder) as scratch:
+    with folders.open_scratch_folder(folder) as scratch:
         _write_components(spec, scratch, seed)
 
 
 def _write_components(spec: ModelSpec, folder: Path, seed: int) -> None:
     written: list[str] = []
-    for name, component in networks(spec).items():
+    for name, component in list_networks(spec).items():
         # Experts of one class must not be equal: mixing them up would not be noticed.
         same = written.count(component.class_name)
         written.append(component.class_name)
@@ -141,7 +141,7 @@ def _write_components(spec: ModelSpec, folder: Path, seed: int) -> None:
     write_description(spec, folder)
 
 
-def networks(spec: ModelSpec) -> dict[str, Component]:
+def list_networks(spec: ModelSpec) -> dict[str, Component]:
     """Return the network in each folder, or the whole model of which several are parts."""
     by_folder: dict[str, Component] = {}
     for name in dict.fromkeys(component.folder for component in spec.components):
@@ -158,7 +158,7 @@ def write_description(spec: ModelSpec, folder: Path) -> None:
     files.
     """
     index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
-    index |= {name: [component.library, component.class_name] for name, component in networks(spec).items()}
+    index |= {name: [component.library, component.class_name] for name, component in list_networks(spec).items()}
     index |= {text.tokenizer_folder: ["transformers", text.tokenizer_class] for text in spec.text_encoders}
     index["scheduler"] = ["diffusers", spec.recipe.scheduler["_class_name"]]
     described = {"scheduler/scheduler_config.json": spec.recipe.scheduler, "model_index.json": index}
@@ -179,7 +179,7 @@ def write_weights(component: Component, folder: Path, seed: int) -> None:
 
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(seed)
-        module = modules.construct(component, component.tiny)
+        module = modules.construct_upstream(component, component.tiny)
         for norm in module.modules():
             # Fresh running statistics are the identity: omitting them would not be noticed.
             if isinstance(norm, torch.nn.modules.batchnorm._BatchNorm) and norm.track_running_stats:

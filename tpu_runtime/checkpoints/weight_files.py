@@ -18,11 +18,11 @@ from pathlib import Path
 from ..progress import Progress
 from ..units import MIB
 
-AT_ONCE = 4
+MAX_PARALLEL = 4
 # Attempts without a new byte before a download fails, and the first pause between attempts, which doubles.
-TRIES, PAUSE_S = 5, 1.0
+MAX_RETRIES, PAUSE_S = 5, 1.0
 # Interval of progress reports and checks for cancellation.
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 class DamagedError(OSError):
@@ -46,7 +46,7 @@ class WeightFile:
         return self.target.with_name(self.target.name + ".part")
 
     @property
-    def here_bytes(self) -> int:
+    def local_bytes(self) -> int:
         """Bytes of it on this machine."""
         if self.is_here:
             return self.size_bytes
@@ -55,7 +55,7 @@ class WeightFile:
         return 0
 
 
-def find(
+def list_hub_files(
     model_id: str, commit: str, names: Sequence[str], target: Callable[[str, str], Path], is_here: Callable[[str], bool]
 ) -> list[WeightFile]:
     """Return those of `names` that the Hub has, by one listing of the commit.
@@ -82,9 +82,9 @@ def find(
 
 def download(files: Sequence[WeightFile], progress: Progress) -> None:
     """Complete the files, several in parallel. Partial files stay if it fails or is cancelled."""
-    transfer = _Download(done=sum(file.here_bytes for file in files))
+    transfer = _Download(done=sum(file.local_bytes for file in files))
     total = sum(file.size_bytes for file in files)
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="download") as pool:
+    with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="download") as pool:
         futures = [pool.submit(transfer.run, file) for file in files if not file.target.exists()]
         try:
             _watch(futures, transfer, total, progress)
@@ -96,7 +96,7 @@ def download(files: Sequence[WeightFile], progress: Progress) -> None:
 def _watch(futures: Sequence[Future[None]], transfer: "_Download", total: int, progress: Progress) -> None:
     """Report progress until all are done. Raises the first error, or that of a cancel."""
     while True:
-        done, pending = wait(futures, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
+        done, pending = wait(futures, timeout=POLL_S, return_when=FIRST_EXCEPTION)
         progress.check_cancelled()
         progress.step(int(transfer.done // MIB), max(1, int(total // MIB)), "MiB")
         for future in done:
@@ -138,7 +138,7 @@ class _Download:
                         raise  # a refusal; other errors are broken connections and server errors
                     lost = error
                 failures = 0 if part.tell() > start else failures + 1
-                if failures == TRIES:
+                if failures == MAX_RETRIES:
                     raise lost or DamagedError(f"{file.name} ends early")
                 if lost:
                     self.stop.wait(PAUSE_S * 2**failures)

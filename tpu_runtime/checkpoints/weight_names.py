@@ -8,14 +8,14 @@ from typing import TypeVar
 from ..files import CheckpointError, read_json
 from ..model_spec import Component
 
-Found = TypeVar("Found")
+Value = TypeVar("Found")
 # Names of weight indices, the variant's before the last dot.
 _INDICES = re.compile(r".+\.safetensors\.index(\.[\w-]+)?\.json")
 # How the libraries name the weights of one file.
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
 
-def weight_names(folder: Path, component: Component) -> list[str]:
+def list_weight_names(folder: Path, component: Component) -> list[str]:
     """Return names of a component's weight files: those of its index that hold a used tensor, or the single one.
 
     Looks for an index and for a single file with an unusual name; the files need not be there. A folder may have the
@@ -49,26 +49,26 @@ def _usualness(name: str, usual: str) -> tuple[bool, bool, str]:
 
 def _select_used_files(component: Component, weight_map: Mapping[str, str]) -> set[str]:
     """Return the files of a weight index that hold a tensor which `only` and `layers` of a component keep."""
-    files = by_own_names(weight_map, component.aliases)
+    files = key_by_module_name(weight_map, component.aliases)
     used: dict[str, range] = {}
     for path in component.blocks:
-        numbers = [number for name in files if (number := layer_of(name, path)) is not None]
+        numbers = [number for name in files if (number := layer_index(name, path)) is not None]
         used[path] = range(max(numbers, default=-1) + 1)[component.layers or slice(None)]
 
     def is_loaded(name: str) -> bool:
-        layers = [(number, used[path]) for path in used if (number := layer_of(name, path)) is not None]
+        layers = [(number, used[path]) for path in used if (number := layer_index(name, path)) is not None]
         return name.startswith(component.only or "") and all(number in used_layers for number, used_layers in layers)
 
     return {file for name, file in files.items() if is_loaded(name)}
 
 
-def layer_of(name: str, path: str) -> int | None:
+def layer_index(name: str, path: str) -> int | None:
     """Return the index of the layer that a weight belongs to, in the list at `path`; None outside of it."""
     number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
     return int(number) if number.isdecimal() else None
 
 
-def own_name(name: str, aliases: Mapping[str, str]) -> str:
+def to_module_name(name: str, aliases: Mapping[str, str]) -> str:
     """Return a checkpoint's name as the module has it: the longest prefix in `aliases` is replaced, then the full
     name.
     """
@@ -77,7 +77,7 @@ def own_name(name: str, aliases: Mapping[str, str]) -> str:
     return aliases.get(name, name)
 
 
-def by_own_names(tensors: Mapping[str, Found], aliases: Mapping[str, str]) -> dict[str, Found]:
+def key_by_module_name(tensors: Mapping[str, Value], aliases: Mapping[str, str]) -> dict[str, Value]:
     """Return values by the module's names of tensors. If two names are one weight, the module's own has precedence."""
-    pairs = [(own_name(name, aliases), name) for name in tensors]
+    pairs = [(to_module_name(name, aliases), name) for name in tensors]
     return {module_name: tensors[name] for module_name, name in sorted(pairs, key=lambda pair: pair[0] == pair[1])}

@@ -68,7 +68,7 @@ class _Branch:
         return range(self.target, self.address + _DELAY_SLOTS + 1)
 
 
-def cost_of(text: str, grid: tuple[int, ...], *, reruns: bool = False, skipped: int = 0) -> Cost:
+def count_cycles(text: str, grid: tuple[int, ...], *, reruns: bool = False, skipped: int = 0) -> Cost:
     """Return the cost of a kernel from the `text` of its final bundles, over all steps of `grid`.
 
     reruns: whether a conditional part repeats the work. skipped: turns of its longest loop that may be skipped.
@@ -185,7 +185,7 @@ def _exclusive(branches: list[_Branch], weights: Mapping[int, int]) -> list[tupl
     return pairs
 
 
-def grid_of(body: str) -> tuple[int, ...]:
+def read_grid(body: str) -> tuple[int, ...]:
     """Return the grid of a serialized Mosaic module. Raises `ValueError` if it is not constant."""
     from jax.extend.mlir import ir
     from jaxlib.mosaic.python import tpu
@@ -201,7 +201,7 @@ def grid_of(body: str) -> tuple[int, ...]:
     return grid
 
 
-def measure(request: Mapping[str, Any], folder: Path) -> Cost:
+def measure_kernel(request: Mapping[str, Any], folder: Path) -> Cost:
     """Compile the kernel of `request` alone and return its cost.
 
     libtpu must dump into `folder`, which is empty before.
@@ -225,7 +225,7 @@ def measure(request: Mapping[str, Any], folder: Path) -> Cost:
         legacy_backend_config=request["config"],
     )
     try:
-        grid = grid_of(config["custom_call_config"]["body"])
+        grid = read_grid(config["custom_call_config"]["body"])
         jax.jit(lambda *values: call(*values)).lower(*operands).compile()
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         return Cost(error=str(error).partition("\n")[0][:300])
@@ -234,12 +234,12 @@ def measure(request: Mapping[str, Any], folder: Path) -> Cost:
     profile = "".join(path.read_text() for path in folder.glob("ffi_call*_static_llo_profile.textproto"))
     estimated = re.search(r"estimated_cycles: (\d+)", profile)
     options = {"reruns": request["reruns"], "skipped": request["skipped"]}
-    cost = cost_of(dumps[0], grid, **options) if dumps else Cost()
+    cost = count_cycles(dumps[0], grid, **options) if dumps else Cost()
     return replace(cost, estimated=float(estimated.group(1)) if estimated else None)
 
 
 def _main(folder: Path) -> None:
-    cost = measure(json.load(sys.stdin), folder)
+    cost = measure_kernel(json.load(sys.stdin), folder)
     (folder / RESULT).write_text(json.dumps(asdict(cost)))
 
 

@@ -80,7 +80,7 @@ def topology(name: str) -> Topology:
     raise ValueError(f"there is no topology {name!r}; there are {known}.")
 
 
-def topology_of(device_kind: str, num_devices: int) -> Topology | None:
+def find_topology(device_kind: str, num_devices: int) -> Topology | None:
     """The slice that devices of this kind and number are; None for one that is not listed, or no TPU."""
     same = (found for found in TOPOLOGIES if found.chip.device_kind == device_kind)
     return next((found for found in same if found.num_devices == num_devices), None)

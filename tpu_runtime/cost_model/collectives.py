@@ -30,7 +30,7 @@ class Transfer:
         return self.instruction.op_name
 
 
-def transfer_of(op: Instruction, computation: hlo.Computation, module: hlo.Module) -> Transfer | None:
+def find_transfer(op: Instruction, computation: hlo.Computation, module: hlo.Module) -> Transfer | None:
     """Return the collective that instruction `op` of `computation` starts, ends or is; None for other instructions.
 
     module: that the computation is part of.
@@ -64,8 +64,8 @@ def _within(op: Instruction, called: hlo.Computation) -> Transfer | None:
         return None
     if op.opcode in ("async-start", "call-start"):
         return _make_transfer(inner, called, phase="start", key=op.name)
-    targets = {op.attribute("custom_call_target") for op in called.instructions if op.opcode == "custom-call"}
-    channel = f"channel {inner.attribute('channel_id')}"
+    targets = {op.find_attribute("custom_call_target") for op in called.instructions if op.opcode == "custom-call"}
+    channel = f"channel {inner.find_attribute('channel_id')}"
     if '"AsyncCollectiveStart"' in targets:
         return _make_transfer(inner, called, phase="start", key=channel)
     if '"AsyncCollectiveDone"' in targets:
@@ -82,18 +82,18 @@ def _make_transfer(op: Instruction, computation: hlo.Computation, *, phase: str,
     kind = op.opcode.removesuffix("-start")
     operands = [computation.by_name[operand] for operand in op.operands if operand in computation.by_name]
     size = float(sum(operand.size_bytes for operand in operands))
-    groups = groups_of(op)
+    groups = parse_groups(op)
     if kind == "all-gather":
         size *= len(groups[0])
     return Transfer(instruction=op, kind=kind, phase=phase, key=key, size=size, groups=groups)
 
 
-def groups_of(op: Instruction) -> interconnect.Groups:
+def parse_groups(op: Instruction) -> interconnect.Groups:
     """Return the groups of devices that exchange, or the pairs of a permute.
 
     Raises `ValueError` for an unknown format.
     """
-    text = op.attribute("source_target_pairs") or op.attribute("replica_groups") or ""
+    text = op.find_attribute("source_target_pairs") or op.find_attribute("replica_groups") or ""
     listed = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
     if listed:
         return listed

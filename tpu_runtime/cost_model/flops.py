@@ -37,7 +37,7 @@ class Flops:
         return Flops(total=self.total * times, kernels=self.kernels * times, charged=self.charged * times)
 
 
-def count(jaxpr: core.Jaxpr | core.ClosedJaxpr, mxu_width: int) -> Flops:
+def count_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr, mxu_width: int) -> Flops:
     """Return the FLOPs of one run.
 
     The largest branch of a conditional counts; a loop without a known count runs once.
@@ -68,7 +68,7 @@ def _product(flops: float, depth: int, mxu_width: int) -> Flops:
 
 
 def _cond(equation: Any, mxu_width: int) -> Flops:
-    branches = (count(branch, mxu_width) for branch in equation.params["branches"])
+    branches = (count_flops(branch, mxu_width) for branch in equation.params["branches"])
     return max(branches, key=lambda flops: flops.total)
 
 
@@ -79,7 +79,7 @@ def _shard_map(equation: Any, mxu_width: int) -> Flops:
     """
     mesh = equation.params["mesh"]
     axes = {axis for spec in equation.params["in_specs"] for axis in _axes(spec)}
-    return count(equation.params["jaxpr"], mxu_width) * math.prod(mesh.shape[axis] for axis in axes)
+    return count_flops(equation.params["jaxpr"], mxu_width) * math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _axes(spec: Any) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _axes(spec: Any) -> Iterator[str]:
 def _pallas(equation: Any, mxu_width: int) -> Flops:
     grid = equation.params["grid_mapping"].grid
     steps = math.prod(size for size in grid if isinstance(size, int))
-    body = count(equation.params["jaxpr"], mxu_width) * steps
+    body = count_flops(equation.params["jaxpr"], mxu_width) * steps
     stated = equation.params["cost_estimate"]
     total = float(stated.flops) if stated is not None and stated.flops else body.total
     charged = total * (body.charged / body.total if body.total else 1.0)
@@ -103,7 +103,7 @@ def _pallas(equation: Any, mxu_width: int) -> Flops:
 def _others(equation: Any, mxu_width: int) -> Flops:
     total = Flops()
     for inner in inner_jaxprs(equation):
-        total += count(inner, mxu_width)
+        total += count_flops(inner, mxu_width)
     return total
 
 
@@ -118,17 +118,17 @@ def inner_jaxprs(equation: Any) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
 _RULES: Mapping[str, Callable[[Any, int], Flops]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    "scan": lambda equation, width: count(equation.params["jaxpr"], width) * equation.params["length"],
+    "scan": lambda equation, width: count_flops(equation.params["jaxpr"], width) * equation.params["length"],
     "cond": _cond,
     "shard_map": _shard_map,
     "pallas_call": _pallas,
     # Their rules for derivatives are programs too, but only one of them runs.
-    "custom_jvp_call": lambda equation, width: count(equation.params["call_jaxpr"], width),
-    "custom_vjp_call": lambda equation, width: count(equation.params["call_jaxpr"], width),
+    "custom_jvp_call": lambda equation, width: count_flops(equation.params["call_jaxpr"], width),
+    "custom_vjp_call": lambda equation, width: count_flops(equation.params["call_jaxpr"], width),
 }
 
 
-def traced(program: Program) -> core.ClosedJaxpr:
+def trace_program(program: Program) -> core.ClosedJaxpr:
     """Return the jaxpr of `program`; lowering it before or after is not slower."""
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
         return jax.jit(program.fn).trace(*program.arguments).jaxpr

@@ -1,4 +1,4 @@
-"""Parser of the scheduled program that XLA prints (`Compiled.as_text()`), as far as predictions need it.
+"""Parser of the scheduled program that XLA prints (`CompiledProgram.as_text()`), as far as predictions need it.
 
 Instructions keep the schedule's order. Written for libtpu 0.0.42.1, whose instructions may span lines.
 """
@@ -41,7 +41,7 @@ class Array:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-def arrays(shape: str) -> tuple[Array, ...]:
+def parse_arrays(shape: str) -> tuple[Array, ...]:
     """Return the arrays of a shape text; for a tuple all of them, nested or not."""
     return tuple(
         Array(dtype=dtype, dims=tuple(int(dim) for dim in dims.split(",") if dim))
@@ -49,7 +49,7 @@ def arrays(shape: str) -> tuple[Array, ...]:
     )
 
 
-def names(text: str) -> tuple[str, ...]:
+def parse_names(text: str) -> tuple[str, ...]:
     """Return the names of instructions and computations in `text`."""
     return tuple(_NAMES.findall(text))
 
@@ -68,13 +68,13 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        return arrays(self.shape)
+        return parse_arrays(self.shape)
 
     @property
     def size_bytes(self) -> int:
         return sum(array.size_bytes for array in self.arrays)
 
-    def attribute(self, name: str) -> str | None:
+    def find_attribute(self, name: str) -> str | None:
         """Return an attribute: `{...}`, a quoted string, each with its delimiters, or a bare word; None if missing."""
         match = re.search(rf"(?:^|[ ,]){name}=", self.attributes)
         if not match:
@@ -88,7 +88,7 @@ class Instruction:
 
     def needed(self, name: str) -> str:
         """Return an attribute that every instruction of this opcode has."""
-        value = self.attribute(name)
+        value = self.find_attribute(name)
         assert value is not None, f"{self.name} has no {name}"
         return value
 
@@ -104,7 +104,7 @@ class Instruction:
 
     @property
     def backend_config(self) -> Mapping[str, Any]:
-        return json.loads(self.attribute("backend_config") or "{}")
+        return json.loads(self.find_attribute("backend_config") or "{}")
 
     @property
     def op_name(self) -> str:
@@ -156,7 +156,7 @@ def _short(file: str) -> str:
     return file.removeprefix(ours).rpartition("/site-packages/")[2]
 
 
-def parse(text: str) -> Module:
+def parse_module(text: str) -> Module:
     """Return the scheduled module. Raises `ValueError` if `text` is not one."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("this HLO text is not scheduled: it was not returned by a TPU's compiler.")
@@ -190,7 +190,7 @@ def _instruction(line: str) -> Instruction:
         name=left.removeprefix("ROOT ").removeprefix("%"),
         shape=right[:shape_end],
         opcode=opcode,
-        operands=names(operand_text),
+        operands=parse_names(operand_text),
         operand_text=operand_text,
         attributes=rest[operands_end:].removeprefix(", "),
         is_root=left.startswith("ROOT "),

@@ -39,7 +39,7 @@ _DTYPES = {
     "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2",
 }
-_SKIPPED = re.compile(rf"{names.SKIPPED}\W+(\d+)")
+_SKIPPED = re.compile(rf"{names.SKIPPED_TURNS}\W+(\d+)")
 # Parts of the call's configuration that are the compiler's input; it adds the rest itself.
 _GIVEN = ("flag_configs", "scoped_memory_configs", "custom_call_config")
 
@@ -79,28 +79,28 @@ class MosaicCall:
         return signature(self.config, self.operands, self.results, self.skipped)
 
 
-def kernel_of(call: hlo.Instruction) -> MosaicCall | None:
+def parse_kernel(call: hlo.Instruction) -> MosaicCall | None:
     """Return the kernel that `call` runs; None if it does not call one."""
-    if call.opcode != "custom-call" or TARGET not in (call.attribute("custom_call_target") or ""):
+    if call.opcode != "custom-call" or TARGET not in (call.find_attribute("custom_call_target") or ""):
         return None
-    config, skipped = call.backend_config, _SKIPPED.search(call.attribute("frontend_attributes") or "")
+    config, skipped = call.backend_config, _SKIPPED.search(call.find_attribute("frontend_attributes") or "")
     return MosaicCall(
         name=call.name,
         config=json.dumps({name: config[name] for name in _GIVEN if name in config}, sort_keys=True),
-        operands=hlo.arrays(call.attribute("operand_layout_constraints") or ""),
+        operands=hlo.parse_arrays(call.find_attribute("operand_layout_constraints") or ""),
         results=call.arrays,
         skipped=int(skipped.group(1)) if skipped else 0,
     )
 
 
-def find(module: hlo.Module) -> tuple[MosaicCall, ...]:
+def find_kernels(module: hlo.Module) -> tuple[MosaicCall, ...]:
     """Return the kernels of `module`, equal ones once."""
     calls = (call for computation in module.computations.values() for call in computation.instructions)
-    kernels = {kernel.key: kernel for kernel in map(kernel_of, calls) if kernel is not None}
+    kernels = {kernel.key: kernel for kernel in map(parse_kernel, calls) if kernel is not None}
     return tuple(kernels.values())
 
 
-def measure(kernels: Iterable[MosaicCall], target: Topology) -> Mapping[str, bundles.Cost]:
+def measure_kernels(kernels: Iterable[MosaicCall], target: Topology) -> Mapping[str, bundles.Cost]:
     """Return the cost of one call of each kernel on one device of `target`, by key.
 
     The cost of a kernel that the compiler rejects alone has an `error`.

@@ -12,7 +12,7 @@ from .hlo import Instruction
 _FLOATS = ("bf16", "f16", "f32")  # narrower formats are faster than the known peak
 
 
-def least_cycles(op: Instruction, module: hlo.Module, chip: Chip) -> float:
+def min_matmul_cycles(op: Instruction, module: hlo.Module, chip: Chip) -> float:
     """Return the cycles of an instruction's products at the bfloat16 peak; 0 without any.
 
     op: a product, or a fusion of several. module: that it is part of. chip: whose peak.
@@ -45,7 +45,7 @@ def _multiplications(op: Instruction, left: hlo.Array, right: hlo.Array, out: hl
     labels = re.split(r"_|->", op.needed("dim_labels"))
     pairs = zip(labels, (left, right, out), strict=True)
     of_left, of_right, of_out = (dict(zip(names, x.dims, strict=True)) for names, x in pairs)
-    window = dict(re.findall(r"(\w+)=([\w-]+)", op.attribute("window") or ""))
+    window = dict(re.findall(r"(\w+)=([\w-]+)", op.find_attribute("window") or ""))
     total = of_out["b"] * of_out["f"] * of_right["i"]
     for index, dim in enumerate(sorted(name for name in of_out if name.isdigit())):
 

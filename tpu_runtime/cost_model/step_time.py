@@ -13,9 +13,9 @@ from ...sharding.mesh import Device
 from . import hlo, interconnect, products, trip_count
 from .bundles import Cost
 from .chips import Chip
-from .collectives import Transfer, transfer_of
+from .collectives import Transfer, find_transfer
 from .hlo import Instruction
-from .kernels import kernel_of
+from .kernels import parse_kernel
 
 # Opcodes without a cost of their own: copies between memories overlap with the computation.
 _FREE = frozenset(
@@ -95,7 +95,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class TimingTarget:
     """Hardware and assumptions that a schedule is timed with."""
 
     chip: Chip
@@ -107,7 +107,7 @@ class Machine:
     start_s: float = interconnect.START_S  # seconds before a collective's first byte
 
 
-def timing(module: hlo.Module, machine: Machine) -> Timing:
+def predict_timing(module: hlo.Module, machine: TimingTarget) -> Timing:
     """Return the timing of one run. Raises `NotImplementedError` if the count of a loop depends on data."""
     scope = trip_count.Scope(module=module, computation=module.computations[module.entry])
     return _Schedule(machine=machine, scope=scope).run()
@@ -120,7 +120,7 @@ class _Schedule:
     A transfer that waits for its links starts when they are free.
     """
 
-    machine: Machine
+    machine: TimingTarget
     scope: trip_count.Scope
     total: Timing = field(default_factory=Timing)
     links_free: dict[interconnect.Cable, float] = field(default_factory=dict)
@@ -145,9 +145,9 @@ class _Schedule:
             self.total += choose(branches, key=lambda branch: branch.cycles)
         elif found.opcode == "call":
             self.total += self._inner(self._plain(found.computation("to_apply")))
-        elif (kernel := kernel_of(found)) is not None:
+        elif (kernel := parse_kernel(found)) is not None:
             self._kernel(found, kernel.moved_bytes, self.machine.kernels.get(kernel.key, Cost()))
-        elif (transfer := transfer_of(found, self.scope.computation, module)) is not None:
+        elif (transfer := find_transfer(found, self.scope.computation, module)) is not None:
             self._transfer(found, transfer)
         else:
             self._plain_operation(found)
@@ -170,7 +170,7 @@ class _Schedule:
 
     def _plain_operation(self, found: Instruction) -> None:
         cycles = self._copy_cycles(found) if found.estimated_cycles is None else found.estimated_cycles
-        if least := products.least_cycles(found, self.scope.module, self.machine.chip):
+        if least := products.min_matmul_cycles(found, self.scope.module, self.machine.chip):
             cycles = max(cycles or 0.0, least)
         if cycles is not None:
             self.total += Timing(xla=cycles, operations=(self._operation(found, cycles),))
@@ -232,18 +232,18 @@ class _Schedule:
 
 
 def _is_free(found: Instruction) -> bool:
-    target = found.attribute("custom_call_target") if found.opcode == "custom-call" else None
+    target = found.find_attribute("custom_call_target") if found.opcode == "custom-call" else None
     return found.opcode in _FREE or target in _FREE_CALLS or found.size_bytes <= _TRIVIAL_BYTES
 
 
 def _branches(conditional: Instruction) -> list[str]:
-    listed = conditional.attribute("branch_computations")
+    listed = conditional.find_attribute("branch_computations")
     if listed:
         return re.findall(r"%([^\s,{}]+)", listed)
     return [conditional.computation("true_computation"), conditional.computation("false_computation")]
 
 
-def dearest(timing: Timing, count: int) -> list[Operation]:
+def most_expensive(timing: Timing, count: int) -> list[Operation]:
     """Return the `count` most expensive operations; operations of equal source, opcode, shape and cost are merged."""
 
     def place(op: Operation) -> tuple[object, ...]:
@@ -253,7 +253,7 @@ def dearest(timing: Timing, count: int) -> list[Operation]:
     return sorted(joined, key=lambda operation: operation.cycles, reverse=True)[:count]
 
 
-def merged(collectives: Iterable[Collective]) -> list[Collective]:
+def merge_collectives(collectives: Iterable[Collective]) -> list[Collective]:
     """Return collectives with those of equal kind, bytes and overlap merged, the longest first."""
     joined = _merge(collectives, lambda op: (op.kind, op.bytes, op.overlapped), ("times", "seconds", "exposed_s"))
     return sorted(joined, key=lambda op: op.seconds, reverse=True)

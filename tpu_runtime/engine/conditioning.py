@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..model_spec import SIZE, Json, ModelSpec, Settings
+from ..model_spec import SIZE_INPUTS, Json, ModelSpec, Settings
 from ..models import SPECS
 from ..programs import finite
-from ..programs.generation import Denoising
-from .payloads import Conditioning, ImageCondition, conditioning_entry
+from ..programs.generation import DenoisingPlan
+from .payloads import Conditioning, ImageCondition, unpack_conditioning
 
 # Names of the arrays of image embeddings that a text encoder takes, with the image's index.
-SEEN = r"seen_\d+"
+IMAGE_EMBEDDING_NAME = r"seen_\d+"
 
 
-def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
+def build_conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
     """Return one prompt's CONDITIONING: the first encoder's states, with all lengths and the other states in its dict.
 
     encoded: for each text encoder its states `[rows, max_length, dim]` float32 and lengths `[rows]`.
@@ -31,7 +31,7 @@ def conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray
     return [[info.pop(main), {**info, "length": info[f"{main}_length"]}]]
 
 
-def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
+def check_image_count(spec: ModelSpec, settings: Settings, number: int) -> None:
     """Raise `ValueError` if the model does not support `number` images of the sizes in `settings`.
 
     number: 1 for a first frame, 2 for a first and a last frame.
@@ -61,12 +61,14 @@ def check_pictures(spec: ModelSpec, settings: Settings, number: int) -> None:
         )
 
 
-def condition(spec: ModelSpec, settings: Settings, tensors: Mapping[str, torch.Tensor | np.ndarray]) -> ImageCondition:
+def build_condition(
+    spec: ModelSpec, settings: Settings, tensors: Mapping[str, torch.Tensor | np.ndarray]
+) -> ImageCondition:
     """Return an encoded image with the size that it was encoded for; references have no size.
 
     tensors: the arrays of `condition_shapes` by name, of any shape `[...]`; each is copied.
     """
-    size = {} if spec.pictures.are_references else {name: getattr(settings, name) for name in SIZE}
+    size = {} if spec.pictures.are_references else {name: getattr(settings, name) for name in SIZE_INPUTS}
     owned = {name: _copy_to_torch(x) for name, x in tensors.items()}
     return ImageCondition(tpu_family=spec.family, **size, tensors=owned)
 
@@ -79,8 +81,8 @@ def _copy_to_torch(x: torch.Tensor | np.ndarray) -> torch.Tensor:
     return x.clone() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
 
 
-def denoiser_inputs(
-    plan: Denoising, prompt: Conditioning, negative: Conditioning | None, condition: ImageCondition | None
+def build_denoiser_inputs(
+    plan: DenoisingPlan, prompt: Conditioning, negative: Conditioning | None, condition: ImageCondition | None
 ) -> dict[str, np.ndarray]:
     """Return the text inputs of all guidance branches and the condition's arrays, by name.
 
@@ -89,20 +91,20 @@ def denoiser_inputs(
     Raises `ValueError` if a value does not fit the model.
     """
     named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
-    rows = [_text_row(plan, name, named[name]) for name in list(named)[: plan.guided.branches]]
+    rows = [_text_row(plan, name, named[name]) for name in list(named)[: plan.largest_group.branches]]
     arrays = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     return {**arrays, **_condition_arrays(plan, condition)}
 
 
-def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[str, np.ndarray]:
+def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dict[str, np.ndarray]:
     """Return one branch's states `[1, max_length, dim]` and lengths `[1]` of every text encoder, by name."""
     spec, config = plan.spec, plan.config
     if given is None:
         raise ValueError(
-            f"{spec.title}: {name} is not connected, and guidance_scale is {plan.guided.guidance_scale}. Connect it, "
+            f"{spec.title}: {name} is not connected, and guidance_scale is {plan.largest_group.guidance_scale}. Connect it, "
             "or set guidance_scale to 1."
         )
-    main, info = conditioning_entry(spec, name, given)
+    main, info = unpack_conditioning(spec, name, given)
     row: dict[str, np.ndarray] = {}
     for index, text in enumerate(spec.text_encoders):
         tensor = main if index == 0 else info.get(text.name)
@@ -113,7 +115,7 @@ def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[st
                 f"{spec.title}: {name} has {text.name} of shape {actual_shape}; this model takes {shape}. Encode it "
                 f"with {spec.family}TextEncoder and the same model_id."
             )
-        finite.check_given(spec.title, name, tensor)
+        finite.check_finite(spec.title, name, tensor)
         row[text.name] = tensor.to(torch.float32).cpu().numpy()
         length = info.get(f"{text.name}_length", text.max_length)
         if not isinstance(length, int) or not 0 <= length <= text.max_length:
@@ -125,14 +127,14 @@ def _text_row(plan: Denoising, name: str, given: Conditioning | None) -> dict[st
     return row
 
 
-def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str, np.ndarray]:
+def _condition_arrays(plan: DenoisingPlan, given: ImageCondition | None) -> dict[str, np.ndarray]:
     """Return the denoiser's arrays of an encoded image by name, zeros if `given` is None and the model runs without
     one.
     """
     spec = plan.spec
-    shapes = spec.conditions(plan.config, plan.latent_shape)
+    shapes = spec.condition_shapes(plan.config, plan.latent_shape)
     if given is not None and spec.pictures.are_references:
-        references = {name: x for name, x in given["tensors"].items() if not re.fullmatch(SEEN, name)}
+        references = {name: x for name, x in given["tensors"].items() if not re.fullmatch(IMAGE_EMBEDDING_NAME, name)}
         shapes = {name: _reference_shape(plan, name, x) for name, x in references.items()}
     if not shapes:
         return {}
@@ -145,7 +147,7 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
             f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder. Connect "
             f"{spec.family}ImageEncoder with the model of the sampler."
         )
-    is_of_size = all(given.get(name) == getattr(plan.settings, name) for name in SIZE)
+    is_of_size = all(given.get(name) == getattr(plan.settings, name) for name in SIZE_INPUTS)
     for name, shape in shapes.items():
         tensor = given["tensors"].get(name)
         if tensor is None or tuple(tensor.shape) != shape:
@@ -157,11 +159,11 @@ def _condition_arrays(plan: Denoising, given: ImageCondition | None) -> dict[str
                 if is_of_size
                 else f"{spec.title}: the condition was encoded for {size}; encode it for the video's size."
             )
-        finite.check_given(spec.title, "condition", tensor)
+        finite.check_finite(spec.title, "condition", tensor)
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
 
 
-def seen(spec: ModelSpec, given: ImageCondition | None, width: int) -> list[torch.Tensor]:
+def get_image_embeddings(spec: ModelSpec, given: ImageCondition | None, width: int) -> list[torch.Tensor]:
     """Return the image embeddings for the text encoder in their order, `[1, rows, columns, width]` float32 each.
 
     given: an encoded image, or None for no embeddings.
@@ -170,7 +172,7 @@ def seen(spec: ModelSpec, given: ImageCondition | None, width: int) -> list[torc
     """
     if given is None:
         return []
-    embeddings = {name: x for name, x in given["tensors"].items() if re.fullmatch(SEEN, name)}
+    embeddings = {name: x for name, x in given["tensors"].items() if re.fullmatch(IMAGE_EMBEDDING_NAME, name)}
     if given["tpu_family"] != spec.family or not embeddings:
         raise ValueError(
             f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder of another model. Connect "
@@ -182,14 +184,14 @@ def seen(spec: ModelSpec, given: ImageCondition | None, width: int) -> list[torc
                 f"{spec.title}: the condition holds {name} of shape {tuple(x.shape)}; it must be (1, rows, columns, "
                 f"{width}). Connect {spec.family}ImageEncoder with the model of the text encoder."
             )
-        finite.check_given(spec.title, "condition", x)
+        finite.check_finite(spec.title, "condition", x)
     return [
         embeddings[name].to(torch.float32).cpu().contiguous()
         for name in sorted(embeddings, key=lambda name: int(name[5:]))
     ]
 
 
-def _reference_shape(plan: Denoising, name: str, reference: torch.Tensor) -> tuple[int, ...]:
+def _reference_shape(plan: DenoisingPlan, name: str, reference: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a reference image's latents `[1, channels, height, width]`, which have a size of their
     own.
     """
@@ -202,7 +204,7 @@ def _reference_shape(plan: Denoising, name: str, reference: torch.Tensor) -> tup
     return shape
 
 
-def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
+def get_latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
     """Return the samples of a LATENT, `[batch, channels, (frames,) height, width]` float32 on the CPU.
 
     Raises `ValueError` for the LATENT of another model.
@@ -217,7 +219,7 @@ def latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Tensor:
         )
     if not samples.numel():
         raise ValueError(f"{spec.title}: the LATENT has shape {tuple(samples.shape)}, which is empty. Sample it again.")
-    finite.check_given(spec.title, "the LATENT", samples)
+    finite.check_finite(spec.title, "the LATENT", samples)
     return samples.to(torch.float32).cpu()
 
 
@@ -229,7 +231,7 @@ _PICTURES = "Encode the image with this model's VAE and the length of this video
 _SEEN = "Encode the image with this model's image encoder."
 
 
-def check_asked(spec: ModelSpec, config: Json, sample: torch.Tensor, inputs: Mapping[str, np.ndarray]) -> None:
+def check_call_inputs(spec: ModelSpec, config: Json, sample: torch.Tensor, inputs: Mapping[str, np.ndarray]) -> None:
     """Raise `ValueError` if a denoiser does not accept a sample or an input.
 
     config: the denoiser's own.
@@ -254,7 +256,7 @@ def check_asked(spec: ModelSpec, config: Json, sample: torch.Tensor, inputs: Map
         if states is None:
             raise ValueError(f"{spec.title}: {text.name} is missing; its network takes {width} wide states. {advice}")
         _check_shape(spec, text.name, states.shape, ("rows", "tokens", width), advice)
-    condition_shapes = spec.conditions(config, (1, *shape[1:]))
+    condition_shapes = spec.condition_shapes(config, (1, *shape[1:]))
     for name, x in inputs.items():
         if len(x) not in (1, rows):
             raise ValueError(

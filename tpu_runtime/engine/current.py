@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from ..hosts import place
 from ..hosts.distributed import SUPERVISED
-from ..hosts.together import RESTART
+from ..hosts.together import RESTART_EXIT_CODE
 from ..machine.device_access import open_devices
-from ..progress import Progress, in_daemon
+from ..progress import Progress, run_in_daemon_thread
 
 if TYPE_CHECKING:
     from ..hosts.leader import Leader
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Environment variable: set if the process may restart itself, as under `setup.py start`.
-RESTARTS = "COMFYUI_TPU_RESTARTS"
+RESTART_VARIABLE = "COMFYUI_TPU_RESTARTS"
 # Delay before the process ends, so that the last messages reach the user.
-LAST_WORDS_S = 2.0
+FLUSH_DELAY_S = 2.0
 
 _engine: "Engine | None" = None
 _leader: "Leader | None" = None
@@ -39,7 +39,7 @@ _ends_at_exit = False
 _when_stuck: list[Callable[[str], None]] = []
 
 
-def engine(progress: Progress) -> "Engine":
+def get_engine(progress: Progress) -> "Engine":
     """Return the engine; made on first use, which opens the devices.
 
     With several hosts, wait until all have joined. Raises `HostsError` if one does not come.
@@ -47,23 +47,23 @@ def engine(progress: Progress) -> "Engine":
     global _engine
     with _lock:
         if _engine is None:
-            leader = listen()
-            with leader.joining(progress) if leader else contextlib.nullcontext():
+            leader = listen_for_hosts()
+            with leader.join(progress) if leader else contextlib.nullcontext():
                 from .engine import Engine
 
                 chips = open_devices(progress.text, progress.check_cancelled)
                 _engine = Engine(chips, hosts=leader, when_halted=_schedule_restart)
             if leader is not None and _ends_at_exit:
-                atexit.register(leave)  # again: runs before JAX's own handlers, which wait for the other hosts
+                atexit.register(exit_process)  # again: runs before JAX's own handlers, which wait for the other hosts
         return _engine
 
 
-def listen() -> "Leader | None":
+def listen_for_hosts() -> "Leader | None":
     """Start to accept the engine's other hosts, if this process was started as the first of several; else return
     None.
     """
     global _leader
-    own_place = place.from_environment()
+    own_place = place.rank_from_environment()
     if _leader is None and own_place is not None:
         from ..hosts.leader import Leader
 
@@ -76,7 +76,7 @@ def listen() -> "Leader | None":
     return _leader
 
 
-def when_stuck(say: Callable[[str], None]) -> None:
+def on_fatal(say: Callable[[str], None]) -> None:
     """Register a callback for a stage that is stuck on the chips while the process ends: no error can be raised there.
 
     say: gets the sentence for the user.
@@ -92,17 +92,17 @@ def _start_again(sentence: str, stuck: Progress | None) -> None:
     try:
         for say in [stuck.text, *_when_stuck] if stuck else ():
             say(sentence)
-        time.sleep(LAST_WORDS_S)
+        time.sleep(FLUSH_DELAY_S)
     finally:
-        _end(RESTART)
+        _end(RESTART_EXIT_CODE)
 
 
 def _schedule_restart() -> None:
     """Schedule a restart, if allowed, after the stage has reported that the chips were lost to this process."""
     if os.environ.get(SUPERVISED):
-        in_daemon(lambda: (time.sleep(LAST_WORDS_S), _end(RESTART)), "comfyui-tpu-halted")
-    elif os.environ.get(RESTARTS):
-        in_daemon(lambda: (time.sleep(LAST_WORDS_S), restart()), "comfyui-tpu-halted")
+        run_in_daemon_thread(lambda: (time.sleep(FLUSH_DELAY_S), _end(RESTART_EXIT_CODE)), "comfyui-tpu-halted")
+    elif os.environ.get(RESTART_VARIABLE):
+        run_in_daemon_thread(lambda: (time.sleep(FLUSH_DELAY_S), restart()), "comfyui-tpu-halted")
 
 
 def restart() -> None:
@@ -119,28 +119,28 @@ def restart() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def compilers() -> list[threading.Thread]:
+def compile_threads() -> list[threading.Thread]:
     """Return the threads that may be tracing or in an XLA compilation."""
     programs = sys.modules.get(f"{__package__}.program_cache")
     return [thread for thread in threading.enumerate() if programs and thread.name == programs.COMPILER]
 
 
-def leave(status: int = 0) -> None:
+def exit_process(status: int = 0) -> None:
     """End the process at once if XLA compiles or other hosts have joined, which JAX would wait for.
 
     For an application that knows its exit code (`status`), as its last call.
     """
     if _leader is not None:
         _leader.close()
-    if (_leader is not None and _engine is not None) or compilers():
+    if (_leader is not None and _engine is not None) or compile_threads():
         _end(status)
 
 
-def leave_at_exit() -> None:
+def register_exit() -> None:
     """Register `leave` to run at exit of an application whose exit code is 0 after a normal end."""
     global _ends_at_exit
     _ends_at_exit = True
-    atexit.register(leave)
+    atexit.register(exit_process)
 
 
 def _end(status: int) -> None:
@@ -157,10 +157,10 @@ def _wait() -> None:
     """
     if _engine is not None:
         _engine.expect(())
-    for thread in compilers():
+    for thread in compile_threads():
         thread.join()
 
 
-def current() -> "Engine | None":
+def current_engine() -> "Engine | None":
     """Return the engine, or None if no stage has made it."""
     return _engine

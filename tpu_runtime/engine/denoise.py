@@ -20,22 +20,22 @@ import torch
 
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
-from ..hosts.together import Together
+from ..hosts.together import HostGroup
 from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..model_spec import Call, Settings
 from ..model_spec.functions import Decode
 from ..programs import denoise_step, solver_table
 from ..programs.executables import Executable
-from ..programs.generation import Denoising
-from ..programs.network_call import CallRequest, caller
+from ..programs.generation import DenoisingPlan
+from ..programs.network_call import CallRequest, make_call
 from ..programs.solver_table import SolverTable
 from ..programs.step_reuse import CachedDenoiser, Runnable
 from ..progress import Preview
 from . import conditioning
 from .overlap_check import FirstStep
-from .payloads import CARRIED, Carried, Latent
-from .program_cache import Wanted
-from .stage import Stage
+from .payloads import SOLVER_KEY, Latent, SolverCheckpoint
+from .program_cache import ProgramRequest
+from .stage import StageContext
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ Inputs = Mapping[str, np.ndarray]
 
 # Dispatch the next step this long before the current one should finish: it hides host work, and a cancel wastes at most
 # one extra step.
-AHEAD_S = 0.5
+DISPATCH_LEAD_S = 0.5
 _POLL_S = 0.002  # poll interval: an early end of a step is noticed within this time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class SolverState:
     """Solver state between two denoising steps."""
 
     table: SolverTable  # coefficients of the solver
@@ -59,7 +59,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class InFlightStep:
     """A dispatched step that has not been awaited."""
 
     index: int  # of the step, from 0
@@ -68,20 +68,20 @@ class Launched:
     picture: jax.Array | None = None  # preview frame `[height, width, 3]`; None without a light decoder
 
 
-def denoise(
-    stage: Stage, plan: Denoising, standing: Standing, programs: Mapping[str, Runnable] | None = None
-) -> tuple[Standing, np.ndarray]:
+def run_steps(
+    stage: StageContext, plan: DenoisingPlan, standing: SolverState, programs: Mapping[str, Runnable] | None = None
+) -> tuple[SolverState, np.ndarray]:
     """Run the steps of `plan` and return the final state and the last estimate of the end result, both on the host.
 
     Waits for every step with at most one more in flight, so that progress is accurate and a cancel stops within one
     step.
     standing: the state before the first step.
-    programs: by expert; None for those of `denoiser_programs`.
+    programs: by expert; None for those of `get_denoiser_programs`.
     """
     spec, progress, table, steps = plan.spec, stage.progress, standing.table, plan.steps
-    programs = dict(programs or denoiser_programs(stage, plan, standing.inputs))
+    programs = dict(programs or get_denoiser_programs(stage, plan, standing.inputs))
     decode_preview = _preview_decoder(stage, plan)
-    noises = table.noises(lambda: spec.recipe.noise(plan.latent_shape, standing.generator).numpy(), steps)
+    noises = table.draw_noises(lambda: spec.recipe.noise(plan.latent_shape, standing.generator).numpy(), steps)
     noise, state, launched = next(noises), standing.state, None
     for expert, indices in itertools.groupby(steps, lambda index: plan.experts[index][0]):
         group = tuple(indices)
@@ -93,8 +93,8 @@ def denoise(
                 progress.text(f"Denoising, {len(steps)} steps")
                 progress.step(0, len(steps), "step")
             stage.check(f"step {index + 1} of {expert}")
-            with progress.activity.spends("running_s"):
-                state = solver_table.with_noise(state, noise)
+            with progress.activity.timed("running_s"):
+                state = solver_table.insert_noise(state, noise)
                 times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
                 args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
                 first = _first_step(stage, plan, standing, program, args, expert) if index == group[0] else None
@@ -103,51 +103,59 @@ def denoise(
                     stage.overlap.compare(first, weights, (*state, denoised, is_finite))
                 state, before = tuple(state), launched
                 # Dispatched right after its step, so that the preview is ready when the step is.
-                launched = Launched(
+                launched = InFlightStep(
                     index=index, denoised=denoised, is_finite=is_finite, picture=decode_preview(denoised)
                 )
                 noise = next(noises, None)  # drawn while the devices compute
                 if before is not None:
-                    _settle(stage, plan, before)
-                if index < group[-1] and _goes_ahead(stage, program):
-                    _near_end(stage, launched)
+                    _await_step(stage, plan, before)
+                if index < group[-1] and _can_dispatch_ahead(stage, program):
+                    _sleep_until_near_end(stage, launched)
                 else:
-                    _settle(stage, plan, launched)
+                    _await_step(stage, plan, launched)
                     launched = None
     final_state = tuple(np.array(group) for group in state)
     return replace(standing, state=final_state), np.array(denoised)
 
 
 def _first_step(
-    stage: Stage, plan: Denoising, standing: Standing, program: Runnable, args: denoise_step.StepArgs, expert: str
+    stage: StageContext,
+    plan: DenoisingPlan,
+    standing: SolverState,
+    program: Runnable,
+    args: denoise_step.StepArgs,
+    expert: str,
 ) -> FirstStep | None:
     """Return an expert's first step with these arguments, where it is to be compared with its form without overlap."""
-    if stage.overlap is None or type(stage.hosts) is not Together:
+    if stage.overlap is None or type(stage.hosts) is not HostGroup:
         return None
 
-    def wanted_of(overlaps: bool) -> Wanted:
+    def wanted_of(overlaps: bool) -> ProgramRequest:
         without = stage.target.fallbacks if overlaps else stage.target.fallbacks | WITHOUT_OVERLAP
         form = replace(stage, target=replace(stage.target, fallbacks=without))
-        return programs_wanted(form, plan, standing.inputs)[expert][0]
+        return denoiser_requests(form, plan, standing.inputs)[expert][0]
 
     return stage.overlap.first_step(program, args, wanted_of)
 
 
-def measured(stage: Stage, plan: Denoising, standing: Standing) -> tuple[tuple[float, ...], ...]:
-    """Return the ratios of `Curve` for the steps that `plan` runs, one tuple per branch. An expert's first step has
+def measure_magcache(stage: StageContext, plan: DenoisingPlan, standing: SolverState) -> tuple[tuple[float, ...], ...]:
+    """Return the ratios of `MagCacheCurve` for the steps that `plan` runs, one tuple per branch. An expert's first step has
     1.
     """
-    programs = denoiser_programs(stage, plan, standing.inputs)
-    denoise(stage, plan, standing, programs)
+    programs = get_denoiser_programs(stage, plan, standing.inputs)
+    run_steps(stage, plan, standing, programs)
     columns = []
     for program in programs.values():
         assert isinstance(program, CachedDenoiser)
         rows = [np.asarray(row).tolist() for row in program.ratios]
-        columns += [[1.0] * plan.guided.branches, *([*row, *row[-1:]][: plan.guided.branches] for row in rows)]
+        columns += [
+            [1.0] * plan.largest_group.branches,
+            *([*row, *row[-1:]][: plan.largest_group.branches] for row in rows),
+        ]
     return tuple(zip(*columns, strict=True))
 
 
-def _goes_ahead(stage: Stage, program: Runnable) -> bool:
+def _can_dispatch_ahead(stage: StageContext, program: Runnable) -> bool:
     """Return whether the next step may be dispatched before this one has ended.
 
     That needs a known step time. A step cache forbids it: kept features of two steps would be in memory at once.
@@ -155,18 +163,18 @@ def _goes_ahead(stage: Stage, program: Runnable) -> bool:
     return stage.progress.activity.seconds_per_unit is not None and isinstance(program, Executable)
 
 
-def _near_end(stage: Stage, launched: Launched) -> None:
-    """Wait until a step that starts now should end within `AHEAD_S`, or has ended."""
-    wait_until = time.monotonic() + (stage.progress.activity.seconds_per_unit or 0.0) - AHEAD_S
+def _sleep_until_near_end(stage: StageContext, launched: InFlightStep) -> None:
+    """Wait until a step that starts now should end within `DISPATCH_LEAD_S`, or has ended."""
+    wait_until = time.monotonic() + (stage.progress.activity.seconds_per_unit or 0.0) - DISPATCH_LEAD_S
     while time.monotonic() < wait_until and not launched.is_finite.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
         time.sleep(_POLL_S)
 
 
-def _settle(stage: Stage, plan: Denoising, launched: Launched) -> None:
+def _await_step(stage: StageContext, plan: DenoisingPlan, launched: InFlightStep) -> None:
     """Wait for a step and report it. Raises `NotFinite` if its values are not finite."""
     if not launched.is_finite:
         what = f"from step {launched.index + 1} of {plan.table.num_steps} on, the latents"
-        raise stage.not_finite(what, stage.model.loras)
+        raise stage.not_finite_error(what, stage.model.loras)
 
     def fetch(array: jax.Array) -> torch.Tensor:
         return torch.from_numpy(np.array(array))
@@ -193,13 +201,13 @@ def _place_args(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tu
     return put(state, shapes.state), put(rows, shapes.inputs)
 
 
-def _preview_decoder(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax.Array | None]:
+def _preview_decoder(stage: StageContext, plan: DenoisingPlan) -> Callable[[jax.Array], jax.Array | None]:
     """Return a function from an estimate `[1, *latent]` to its middle frame `[height, width, 3]`, which it dispatches.
 
     It returns None for models whose decoder is not the light one, with several hosts, and if memory is short.
     """
     decode, light = stage.spec.vae.decode, stage.spec.vae.light
-    if light is None or decode is not light.decode or type(stage.hosts) is not Together:
+    if light is None or decode is not light.decode or type(stage.hosts) is not HostGroup:
         return lambda denoised: None
     middle, shape = plan.latent_shape[2] // 2, (*plan.latent_shape[:2], 1, *plan.latent_shape[3:])
     # A scale and an offset for each value.
@@ -210,7 +218,7 @@ def _preview_decoder(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax
         executables[request.key] = stage.program(request)
         return executables[request.key]
 
-    _first_chunk(decode, caller(load, lambda executable, request: executable.program.zeros()), torch.zeros(shape))
+    _first_chunk(decode, make_call(load, lambda executable, request: executable.program.zeros()), torch.zeros(shape))
     *_, last = executables.values()
     weights = stage.weights(light.component.name, last)
 
@@ -222,7 +230,7 @@ def _preview_decoder(stage: Stage, plan: Denoising) -> Callable[[jax.Array], jax
         if is_unloaded or not stage.device_cache.has_room(last, runs=True):
             return None
         frame = denoised[:, :, middle : middle + 1] * (scale - offset) + offset
-        return _first_chunk(decode, caller(lambda request: executables[request.key], run), frame)[0]
+        return _first_chunk(decode, make_call(lambda request: executables[request.key], run), frame)[0]
 
     return decode_frame
 
@@ -232,11 +240,11 @@ def _first_chunk(decode: Decode, call: Call, latents: Any) -> Any:
     return next(iter(decode(call, latents, lambda done, total: None)))
 
 
-def plan_of(stage: Stage, settings: Settings) -> Denoising:
+def make_plan(stage: StageContext, settings: Settings) -> DenoisingPlan:
     """Return the denoising plan of a generation with these settings and the checkpoint's scheduler."""
     spec, source, progress = stage.spec, stage.found, stage.progress
-    scale = guider.scale_for(source, settings.guidance_scale, progress)
-    return Denoising.of(
+    scale = guider.resolve_guidance_scale(source, settings.guidance_scale, progress)
+    return DenoisingPlan.of(
         spec,
         replace(settings, guidance_scale=scale),
         stage.resolved.configs,
@@ -245,9 +253,9 @@ def plan_of(stage: Stage, settings: Settings) -> Denoising:
     )
 
 
-def denoiser_programs(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, Runnable]:
+def get_denoiser_programs(stage: StageContext, plan: DenoisingPlan, inputs: Inputs) -> dict[str, Runnable]:
     """Return the callable of every expert by name. All programs are compiled before the first step."""
-    requests = programs_wanted(stage, plan, inputs)
+    requests = denoiser_requests(stage, plan, inputs)
     for later in [request for own_requests in requests.values() for request in own_requests][1:]:
         stage.program_cache.note(later)  # compiled in parallel with the first
     programs: dict[str, Runnable] = {}
@@ -257,13 +265,13 @@ def denoiser_programs(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str
         num_tokens = plan.spec.geometry.num_tokens(plan.latent_shape)
         programs[expert] = (
             full
-            if plan.guided.kind == "plain"
+            if plan.largest_group.kind == "plain"
             else CachedDenoiser(full=full, cached=next(iter(cached), None), is_full=is_full, num_tokens=num_tokens)
         )
     return programs
 
 
-def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, list[Wanted]]:
+def denoiser_requests(stage: StageContext, plan: DenoisingPlan, inputs: Inputs) -> dict[str, list[ProgramRequest]]:
     """Return the program requests of every expert by name: one, or with a step cache that of full and of cached steps.
 
     Experts share a program, unless only one of them is guided.
@@ -274,14 +282,14 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
         name: x.shape for name, x in inputs.items() if spec.pictures.are_references and name.startswith("reference_")
     }
     bounded = all(
-        score_bound.is_bounded(spec, component, stage.fetched(component), stage.added_to_norms(component))
+        score_bound.is_bounded(spec, component, stage.fetch_weights(component), stage.norm_deltas(component))
         for component in map(spec.component, spec.denoiser.experts)
     )
     shape = replace(plan.shape, references=references, bounded=bounded)
-    requests: dict[str, list[Wanted]] = {}
-    for passage in plan.passages:
+    requests: dict[str, list[ProgramRequest]] = {}
+    for passage in plan.step_groups:
         requests.setdefault(passage.expert, []).append(
-            Wanted(
+            ProgramRequest(
                 title=f"the denoiser for {settings.width}x{settings.height}, {settings.num_frames} frames",
                 key=("denoise", spec.name, plan.config, target, plan.latent_shape,
                      passage.branches, shape.num_memory, shape.timestep_dtype, passage.kind, bounded, settings.quality,
@@ -295,7 +303,9 @@ def programs_wanted(stage: Stage, plan: Denoising, inputs: Inputs) -> dict[str, 
 # --- first and last state ---------------------------------------------------------------------------------------------
 
 
-def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, say: Callable[[str], None]) -> Standing:
+def initial_state(
+    plan: DenoisingPlan, inputs: Inputs, latents: Mapping[str, Any] | None, say: Callable[[str], None]
+) -> SolverState:
     """Return the state before the first step. Raises `ValueError` for latents that are missing or do not fit.
 
     inputs: constant denoiser inputs by name.
@@ -311,7 +321,7 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
             "start_step 0 and add_noise on."
         )
     unscaled = None if latents is None else _to_solver_scale(plan, latents)
-    carried = None if latents is None or settings.add_noise else latents.get(CARRIED)
+    carried = None if latents is None or settings.add_noise else latents.get(SOLVER_KEY)
     if latents is not None and carried is not None:
         problem, standing = _resume(plan, inputs, latents["samples"], carried)
         if standing is not None:
@@ -326,13 +336,13 @@ def begin(plan: Denoising, inputs: Inputs, latents: Mapping[str, Any] | None, sa
     else:
         clean, noisy = map(float, table.levels[start])
         sample = clean * unscaled + noisy * noise
-    return Standing(
+    return SolverState(
         table=table, state=solver_table.initial_state(sample.numpy(), table.num_memory), inputs=inputs,
         generator=generator, origin=origin,
     )  # fmt: skip
 
 
-def end(plan: Denoising, standing: Standing, denoised: np.ndarray) -> Latent:
+def to_latent(plan: DenoisingPlan, standing: SolverState, denoised: np.ndarray) -> Latent:
     """Return the LATENT after the last step that ran.
 
     denoised: that step's estimate of the end result, `[1, *latent]` float32.
@@ -345,37 +355,39 @@ def end(plan: Denoising, standing: Standing, denoised: np.ndarray) -> Latent:
     if not settings.return_with_leftover_noise:
         return {"samples": finish(torch.from_numpy(denoised))}
     samples = finish(sample / float(table.levels[step, 0]))
-    carried: Carried = {
+    carried: SolverCheckpoint = {
         "solver": table.digest,
-        "samples": digest(samples),
+        "samples": hash_latents(samples),
         "begin": table.begin,
         "step": step,
         "state": torch.from_numpy(np.concatenate(standing.state)),
         "generator": standing.generator.get_state(),
         "origin": standing.origin,
     }
-    return {"samples": samples, CARRIED: carried}
+    return {"samples": samples, SOLVER_KEY: carried}
 
 
-def digest(samples: torch.Tensor) -> str:
+def hash_latents(samples: torch.Tensor) -> str:
     """Return a digest of latents `[batch, channels, ...]`, which shows whether a node changed them."""
     return hashlib.sha256(
         repr(tuple(samples.shape)).encode() + samples.float().cpu().contiguous().numpy().tobytes()
     ).hexdigest()
 
 
-def _resume(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: Carried) -> tuple[str, Standing | None]:
+def _resume(
+    plan: DenoisingPlan, inputs: Inputs, samples: torch.Tensor, carried: SolverCheckpoint
+) -> tuple[str, SolverState | None]:
     """Return "" and the state where another sampler stopped, or the reason why it cannot be resumed and None.
 
     samples: of the LATENT, `[1, channels, ...]`.
     """
     start, shape = plan.steps.start, plan.latent_shape
-    if carried["samples"] != digest(samples):
+    if carried["samples"] != hash_latents(samples):
         return "another node changed them", None
     if carried["step"] != start:
         return f"they were left before step {carried['step']}, and start_step is {start}", None
     begun = min(max(carried["begin"], 0), start)
-    table = solver_table.table_for(plan.spec, plan.scheduler, plan.settings, shape, begun)
+    table = solver_table.build_table(plan.spec, plan.scheduler, plan.settings, shape, begun)
     if carried["solver"] != table.digest:
         return "they were left by another solver, or for other sigmas, shift or number of steps", None
     state = carried["state"]
@@ -387,7 +399,7 @@ def _resume(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: Car
         generator.set_state(carried["generator"])
     except (RuntimeError, TypeError):  # of another length, or of another type
         return "what they carry is damaged", None
-    standing = Standing(
+    standing = SolverState(
         table=table,
         # Copied: the state of a step is donated to it, and the latents stay in ComfyUI's cache.
         state=tuple(state.float().numpy()[:, None].copy()),
@@ -398,14 +410,14 @@ def _resume(plan: Denoising, inputs: Inputs, samples: torch.Tensor, carried: Car
     return "", standing
 
 
-def _to_solver_scale(plan: Denoising, latents: Mapping[str, Any]) -> torch.Tensor:
+def _to_solver_scale(plan: DenoisingPlan, latents: Mapping[str, Any]) -> torch.Tensor:
     """Return the latents `[1, *latent]` in the solver's scale and layout: the inverse of `plan.finish`.
 
     `finish` is one factor and one offset per value, and may drop first frames that only fill up patches. The first
     frame that is there is repeated for those, as upstream does with images.
     """
     spec, shape = plan.spec, plan.latent_shape
-    samples = conditioning.latent_samples(spec, latents)
+    samples = conditioning.get_latent_samples(spec, latents)
     offset, scale = (plan.finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
     if len(samples) > 1 and samples.shape[1:] == offset.shape[1:]:
         raise ValueError(

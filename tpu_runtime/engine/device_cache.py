@@ -19,8 +19,8 @@ from ..cache.store import signature
 from ..programs.executables import Executable
 from ..programs.step_reuse import Runnable
 from ..programs.weights import Weights
-from ..units import GIB, readable
-from .memory_advice import VARIABLE, OutOfMemory
+from ..units import GIB, format_size
+from .memory_advice import HBM_VARIABLE, OutOfMemory
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(kw_only=True)
-class Resident:
+class ResidentWeights:
     """A component's weights on the devices."""
 
     id: str  # digest of the cache key
@@ -55,12 +55,12 @@ def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | 
 
     reserve_share: of the reported memory, kept free.
     """
-    if limit := os.environ.get(VARIABLE):
+    if limit := os.environ.get(HBM_VARIABLE):
         try:
             return int(float(limit) * GIB)
         except ValueError:
-            raise ValueError(f"{VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
-    memory = device_memory.of(device) if device.platform == "tpu" else device_memory.DeviceMemory()
+            raise ValueError(f"{HBM_VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
+    memory = device_memory.memory_stats(device) if device.platform == "tpu" else device_memory.DeviceMemory()
     if memory.limit_bytes is None:
         return None
     budget = int(memory.limit_bytes * (1 - reserve_share))
@@ -76,7 +76,7 @@ class DeviceCache:
     def __init__(self, device: Device, reserve_share: float | None = None) -> None:
         self._device = device
         self._reserve_share = RESERVE_SHARE if reserve_share is None else reserve_share
-        self._held: OrderedDict[Key, Resident | Executable] = OrderedDict()
+        self._held: OrderedDict[Key, ResidentWeights | Executable] = OrderedDict()
         self._workspace_bytes = 0  # of the program that ran last
         self._lock = threading.RLock()
 
@@ -88,9 +88,9 @@ class DeviceCache:
         model: str,
         size_bytes: int,
         running: Runnable,
-        load: Callable[[Resident | None], tuple[Weights, frozenset[str]]],
+        load: Callable[[ResidentWeights | None], tuple[Weights, frozenset[str]]],
         variant: str = "",
-    ) -> Resident:
+    ) -> ResidentWeights:
         """Return the resident component `key`, loaded if need be, with enough free memory to run the program `running`.
 
         component, model: names for messages.
@@ -111,7 +111,7 @@ class DeviceCache:
                 if current is not None:  # some of its weights may be deleted
                     self._evict(key)
                 raise
-            loaded = Resident(
+            loaded = ResidentWeights(
                 id=signature(key), component=component, model=model, weights=weights, size_bytes=size_bytes,
                 variant=variant, changed=changed,
             )  # fmt: skip
@@ -119,7 +119,7 @@ class DeviceCache:
                 self._held[key] = loaded
         self._workspace_bytes = running.workspace_bytes
         resident = self._mark_used(key)
-        assert isinstance(resident, Resident)
+        assert isinstance(resident, ResidentWeights)
         resident.last_used = time.time()
         return resident
 
@@ -128,7 +128,7 @@ class DeviceCache:
         key = ("program", digest)
         with self._lock:
             program = self._mark_used(key) if key in self._held else None
-        assert not isinstance(program, Resident)
+        assert not isinstance(program, ResidentWeights)
         return program
 
     def drop_program(self, digest: str) -> None:
@@ -156,11 +156,11 @@ class DeviceCache:
         """Keep a loaded program; evict the least recently used ones above `MAX_PROGRAMS`."""
         with self._lock:
             self._held["program", digest] = program
-            programs = [key for key, entry in self._held.items() if not isinstance(entry, Resident)]
+            programs = [key for key, entry in self._held.items() if not isinstance(entry, ResidentWeights)]
             for key in programs[:-MAX_PROGRAMS]:
                 self._evict(key)
 
-    def _mark_used(self, key: Key) -> Resident | Executable:
+    def _mark_used(self, key: Key) -> ResidentWeights | Executable:
         with self._lock:
             self._held.move_to_end(key)
             return self._held[key]
@@ -173,8 +173,8 @@ class DeviceCache:
         needed = running.workspace_bytes + sum(part.code_bytes for part in running.parts)
         if size_bytes + needed > budget:
             raise OutOfMemory(
-                f"{title} needs {readable(size_bytes)} for its weights and {readable(needed)} to run, on each chip; a "
-                f"chip has {readable(budget)}."
+                f"{title} needs {format_size(size_bytes)} for its weights and {format_size(needed)} to run, on each chip; a "
+                f"chip has {format_size(budget)}."
             )
         kept = {id(part) for part in running.parts}
         with self._lock:
@@ -187,8 +187,8 @@ class DeviceCache:
     def _evict(self, key: Key) -> None:
         with self._lock:
             entry = self._held.pop(key)
-        if isinstance(entry, Resident):
-            log.info("%s is unloaded from the devices (%s a chip)", entry.title, readable(entry.size_bytes))
+        if isinstance(entry, ResidentWeights):
+            log.info("%s is unloaded from the devices (%s a chip)", entry.title, format_size(entry.size_bytes))
             for array in entry.weights.values():
                 array.delete()
 
@@ -202,29 +202,29 @@ class DeviceCache:
         """Bytes of all loaded programs."""
         return sum(program.code_bytes for program in self.programs())
 
-    def list(self) -> tuple[Resident, ...]:
+    def list(self) -> tuple[ResidentWeights, ...]:
         # Iterate over a copy: the monitor reads from another thread.
-        return tuple(entry for entry in tuple(self._held.values()) if isinstance(entry, Resident))
+        return tuple(entry for entry in tuple(self._held.values()) if isinstance(entry, ResidentWeights))
 
     def programs(self) -> tuple[Executable, ...]:
-        return tuple(entry for entry in tuple(self._held.values()) if not isinstance(entry, Resident))
+        return tuple(entry for entry in tuple(self._held.values()) if not isinstance(entry, ResidentWeights))
 
     def drop(self, ids: Iterable[str]) -> None:
         """Unload single residents. Ids that are not resident are ignored."""
         chosen = set(ids)
         with self._lock:
             for key, entry in list(self._held.items()):
-                if isinstance(entry, Resident) and entry.id in chosen:
+                if isinstance(entry, ResidentWeights) and entry.id in chosen:
                     self._evict(key)
 
-    def release_in_stages(self, model: str) -> Iterator[str]:
+    def unload_in_stages(self, model: str) -> Iterator[str]:
         """Unload in order of reload cost, and yield the title of every unloaded group, so that a caller can retry in
         between.
 
         Compiled programs are unloaded first, then weights of models other than `model` from the least recently used on,
         then everything.
         """
-        programs = [key for key, entry in self._held.items() if not isinstance(entry, Resident)]
+        programs = [key for key, entry in self._held.items() if not isinstance(entry, ResidentWeights)]
         for key in programs:
             self._evict(key)
         if programs:
@@ -244,9 +244,9 @@ class DeviceCache:
                 self._evict(key)
 
 
-def _is_other(held: Resident | Executable, model: str) -> TypeGuard[Resident]:
-    return isinstance(held, Resident) and held.model != model
+def _is_other(held: ResidentWeights | Executable, model: str) -> TypeGuard[ResidentWeights]:
+    return isinstance(held, ResidentWeights) and held.model != model
 
 
-def _bytes(held: Resident | Executable) -> int:
-    return held.size_bytes if isinstance(held, Resident) else held.code_bytes
+def _bytes(held: ResidentWeights | Executable) -> int:
+    return held.size_bytes if isinstance(held, ResidentWeights) else held.code_bytes

@@ -20,48 +20,48 @@ from ...sharding.mesh import Device
 from .. import device_memory, host_memory, refusal, versions
 from .. import precision as precisions
 from ..cache import xla_cache
-from ..checkpoints.model_ref import Expected, ModelRef
-from ..hosts.together import Elsewhere, Ending, Together
+from ..checkpoints.model_ref import ModelRef, PlannedGeneration
+from ..hosts.together import AttemptOutcome, HostGroup, RemoteAttemptFailed
 from ..machine import record
 from ..machine.device_access import open_devices
-from ..machine.fallbacks import Halted, Unsupported, halted
-from ..machine.ladder import Ladder
+from ..machine.fallbacks import ChipHalted, Unsupported, classify_halt
+from ..machine.ladder import FallbackPolicy
 from ..machine.record import MachineRecord
 from ..model_spec import QUALITIES, STAGES, Settings
 from ..programs import executables, modules
 from ..programs.finite import NotFinite
-from ..programs.program import Target, step_options
-from ..progress import Progress, Silent, in_daemon
+from ..programs.program import CompileTarget, step_compiler_options
+from ..progress import Progress, SilentProgress, run_in_daemon_thread
 from . import memory_advice, profiling, run, telemetry
 from .device_cache import DeviceCache
 from .memory_advice import OutOfMemory
 from .overlap_check import OverlapChecks
-from .program_cache import COMPILER, ProgramCache
+from .program_cache import COMPILE_THREAD, ProgramCache
 from .prompt_cache import PromptCache
-from .stage import Stage
+from .stage import StageContext
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-class Dropped(Exception):
+class BackgroundCancelled(Exception):
     """Cancellation of background work."""
 
 
-class Ahead(Silent):
-    """Progress sink for background work. Not displayed; raises once `is_dropped` is set.
+class BackgroundProgress(SilentProgress):
+    """Progress sink for background work. Not displayed; raises once `is_cancelled` is set.
 
     noted: prefetched stages by name, with the settings that their programs were requested for, None before that.
     """
 
     def __init__(self) -> None:
-        self.is_dropped = False
+        self.is_cancelled = False
         self.noted: dict[str, Settings | None] = {}
 
     def check_cancelled(self) -> None:
-        if self.is_dropped:
-            raise Dropped
+        if self.is_cancelled:
+            raise BackgroundCancelled
 
 
 class Engine:
@@ -77,38 +77,38 @@ class Engine:
         self,
         chips: Sequence[Device] | None = None,
         kernel: Kernel = "auto",
-        hosts: Together | None = None,
+        hosts: HostGroup | None = None,
         when_halted: Callable[[], None] = lambda: None,
     ) -> None:
         versions.warn_once()
         versions.check()
         self.devices = tuple(chips or open_devices())
-        self.ladder = Ladder(self.devices)
+        self.ladder = FallbackPolicy(self.devices)
         if self.ladder.record.keeps_programs:
             xla_cache.use_persistent_cache()
-        self.compilations = xla_cache.compilations()
-        self.own = tuple(device for device in self.devices if device.process_index == jax.process_index())
-        self.hosts = hosts or Together()
+        self.compilations = xla_cache.count_compilations()
+        self.local_devices = tuple(device for device in self.devices if device.process_index == jax.process_index())
+        self.hosts = hosts or HostGroup()
         self.kernel: Kernel = kernel
-        self.lost: Halted | None = None
+        self.lost: ChipHalted | None = None
         self._when_halted = when_halted
         self.counts: Counter[str] = Counter(load=0, merge=0, encode=0, compile=0)
         machine = self.ladder.record
-        self.device_cache = DeviceCache(self.own[0], machine.reserve_share)
+        self.device_cache = DeviceCache(self.local_devices[0], machine.reserve_share)
         self.program_cache = ProgramCache(self.device_cache, self.counts, machine.compilers_behind)
         self.prompt_cache = PromptCache()
         self.activity: telemetry.Activity | None = None
         self.last_run: telemetry.LastRun | None = None
-        self.peak_bytes = [0] * len(self.own)
+        self.peak_bytes = [0] * len(self.local_devices)
         self._generation: telemetry.LastRun | None = None
         self._lock = threading.RLock()
-        self._expected: dict[ModelRef, Expected] = {}
-        self._ahead = Ahead()
+        self._expected: dict[ModelRef, PlannedGeneration] = {}
+        self._ahead = BackgroundProgress()
         self.overlap_checks = OverlapChecks(
             programs=self.program_cache, chips=self.device_cache, verdicts=self.ladder, lock=self._lock
         )
 
-    def expect(self, generations: Iterable[Expected]) -> None:
+    def expect(self, generations: Iterable[PlannedGeneration]) -> None:
         """Announce the generations about to run, replacing the earlier announcement. Nothing happens until a stage of
         one runs.
         """
@@ -122,19 +122,19 @@ class Engine:
             self._cancel_background()
 
     def prepare(self, calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> None:
-        """Compile the programs of single calls in the background, in this order (see `run.note_call`)."""
+        """Compile the programs of single calls in the background, in this order (see `run.precompile_call`)."""
         ahead = self._ahead
 
         def work() -> None:
             for model, arguments in calls:
-                watched = telemetry.Watched(
+                watched = telemetry.TrackedProgress(
                     host=ahead, activity=telemetry.Activity(stage="warmup", model=model.model_id)
                 )
                 watched.check_cancelled()
-                run.note_call(self._stage(model, watched), **arguments)
+                run.precompile_call(self._stage(model, watched), **arguments)
 
-        if type(self.hosts) is Together:
-            _run_in_background(work, COMPILER)
+        if type(self.hosts) is HostGroup:
+            _run_in_background(work, COMPILE_THREAD)
 
     def free(self, ids: Iterable[str] | None = None) -> None:
         """Unload weights and compiled programs.
@@ -166,11 +166,11 @@ class Engine:
     def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
         """Run one stage on all hosts and return its result.
 
-        stage: a key of `run.WORK`.
+        stage: a key of `run.STAGE_FUNCTIONS`.
         arguments: of that function (see `pipeline`).
         Runs one stage at a time and without gradients. ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
-        if stage in run.CALLS and type(self.hosts) is not Together:
+        if stage in run.CALL_FUNCTIONS and type(self.hosts) is not HostGroup:
             raise ValueError(
                 "This TPU has several hosts, and ComfyUI's own samplers and loaders would send each step's numbers to "
                 "all of them. Use this pack's own nodes, or the TPU of one host."
@@ -185,18 +185,18 @@ class Engine:
             self.activity = activity
             try:
                 if self.lost is not None:
-                    raise Halted(str(self.lost))
+                    raise ChipHalted(str(self.lost))
                 with profiling.trace_stage(stage):
                     result = self._run_with_fallbacks(stage, model, progress, activity, arguments)
                 if stage in STAGES:
                     progress.text(activity.summary())
             except BaseException:
                 self._cancel_background()
-                self.ladder.gave_up()
+                self.ladder.rollback()
                 raise
             finally:
                 self.activity = None
-                self.note_peak()
+                self.update_peak_bytes()
             self._record_stage(activity)
             return result
 
@@ -212,8 +212,8 @@ class Engine:
                 lambda: self._open_stage(model, settings, progress, activity), _classify_failure
             )
             try:
-                result = self._within_memory(
-                    context, functools.partial(run.WORK[stage], context, **arguments), settings
+                result = self._run_with_oom_retry(
+                    context, functools.partial(run.STAGE_FUNCTIONS[stage], context, **arguments), settings
                 )
             except Unsupported as error:
                 if (sentence := self.ladder.down(error)) is None:
@@ -223,10 +223,10 @@ class Engine:
                 if (sentence := self.ladder.try_without_overlap(options)) is None:
                     raise
             except jax.errors.JaxRuntimeError as error:
-                last = executables.last_started()
-                halt = halted(error, last.program.name if last else stage, last.kernels if last else ())
+                last = executables.last_executed()
+                halt = classify_halt(error, last.program.name if last else stage, last.kernels if last else ())
                 if halt is None:
-                    raise refusal.of_host(str(error)) or error from None
+                    raise refusal.parse_host_error(str(error)) or error from None
                 self.lost = self.ladder.halted(halt)
                 self._when_halted()
                 raise self.lost from None
@@ -237,29 +237,31 @@ class Engine:
             log.warning("%s", sentence)
             progress.text(sentence)
 
-    def _step_options(self, stage: Stage) -> Mapping[str, str]:
+    def _step_options(self, stage: StageContext) -> Mapping[str, str]:
         """Return the compiler options of a denoising step before any is left out."""
         config = stage.config(stage.spec.denoiser.experts[0])
-        return step_options(stage.target.mesh(stage.spec.parallelism.arranged(len(self.devices), 1, config)))
+        return step_compiler_options(stage.target.mesh(stage.spec.parallelism.mesh_shape(len(self.devices), 1, config)))
 
     def _open_stage(
         self, model: ModelRef, settings: Settings | None, progress: Progress, activity: telemetry.Activity
-    ) -> Stage:
+    ) -> StageContext:
         """Return the stage's context with its checkpoint located, after starting background work for later stages."""
-        stage = self._stage(model, telemetry.Watched(host=progress, activity=activity))
+        stage = self._stage(model, telemetry.TrackedProgress(host=progress, activity=activity))
         self._prefetch(stage, model, settings)
         return stage
 
-    def _stage(self, model: ModelRef, watched: telemetry.Watched) -> Stage:
+    def _stage(self, model: ModelRef, watched: telemetry.TrackedProgress) -> StageContext:
         # All hosts must leave out the same: the leader's record counts.
-        without = record.parsed(self.hosts.decide(MachineRecord(fallbacks=self.ladder.fallbacks).to_json())).fallbacks
-        return Stage(
+        without = record.parse_record(
+            self.hosts.broadcast(MachineRecord(fallbacks=self.ladder.fallbacks).to_json())
+        ).fallbacks
+        return StageContext(
             model=model,
             resolved=model.resolve(watched),
-            target=Target(
+            target=CompileTarget(
                 devices=self.devices,
-                precision=precisions.resolve(model.precision, self.devices[0].platform),
-                pictures=precisions.of_pictures(model.precision, self.devices[0].platform),
+                precision=precisions.resolve_precision(model.precision, self.devices[0].platform),
+                pictures=precisions.resolve_image_precision(model.precision, self.devices[0].platform),
                 kernel=self.kernel,
                 fallbacks=without,
             ),
@@ -272,7 +274,7 @@ class Engine:
             overlap=self.overlap_checks,
         )
 
-    def _prefetch(self, stage: Stage, model: ModelRef, settings: Settings | None) -> None:
+    def _prefetch(self, stage: StageContext, model: ModelRef, settings: Settings | None) -> None:
         """Start to compile and to read from disk, in the background, what the later stages need."""
         expected = self._expected.get(_without_loras(model))
         if expected is None or stage.name not in STAGES:
@@ -285,21 +287,25 @@ class Engine:
         uncompiled = [name for name in stages if settings is not None and prefetched.get(name) != settings]
         prefetched.update(dict.fromkeys(unread))
         prefetched.update(dict.fromkeys(uncompiled, settings))
-        quiet = replace(stage, progress=telemetry.Watched(host=self._ahead, activity=replace(stage.progress.activity)))
-        if unread and len(self.own) == len(self.devices):  # with several hosts each needs only part of each file
-            _run_in_background(lambda: run.read_ahead(quiet, unread), "comfyui-tpu-read")
+        quiet = replace(
+            stage, progress=telemetry.TrackedProgress(host=self._ahead, activity=replace(stage.progress.activity))
+        )
+        if unread and len(self.local_devices) == len(
+            self.devices
+        ):  # with several hosts each needs only part of each file
+            _run_in_background(lambda: run.prefetch_weights(quiet, unread), "comfyui-tpu-read")
         if settings is not None and uncompiled:
-            with stage.progress.activity.spends("importing_s"):
+            with stage.progress.activity.timed("importing_s"):
                 modules.import_upstream(model.spec.components)  # not safe in two threads at once
-            _run_in_background(lambda: run.note(quiet, settings, uncompiled), COMPILER)
+            _run_in_background(lambda: run.precompile_stages(quiet, settings, uncompiled), COMPILE_THREAD)
 
     def _cancel_background(self) -> None:
         """Cancel background work, except for compilations that XLA has begun."""
-        self._ahead.is_dropped = True
-        self._ahead = Ahead()
+        self._ahead.is_cancelled = True
+        self._ahead = BackgroundProgress()
         self.program_cache.drop()
 
-    def _within_memory(self, stage: Stage, work: Callable[[], Result], settings: Settings | None) -> Result:
+    def _run_with_oom_retry(self, stage: StageContext, work: Callable[[], Result], settings: Settings | None) -> Result:
         """Run `work`; after out-of-memory errors retry it following each step of unloading, then raise `OutOfMemory`
         with advice.
 
@@ -313,16 +319,16 @@ class Engine:
             try:
                 with host_memory.explained(f"{stage.spec.title}, stage {stage.name},"):
                     return self.hosts.attempt(work, _classify_failure)
-            except refusal.HostFull as error:
+            except refusal.HostMemoryError as error:
                 # Arrays on the chips need no host memory, unless the host is the device.
                 host_reason, again = str(error), self.devices[0].platform == "cpu"
                 reason = host_reason
-            except refusal.DoesNotFit as error:
-                advice = memory_advice.compiler_sentence(
+            except refusal.CompileOutOfMemory as error:
+                advice = memory_advice.compile_refusal_message(
                     stage.spec, stage.name, settings, error.refused, len(self.devices)
                 )
                 raise OutOfMemory(advice) from None
-            except (OutOfMemory, Elsewhere, jax.errors.JaxRuntimeError) as error:
+            except (OutOfMemory, RemoteAttemptFailed, jax.errors.JaxRuntimeError) as error:
                 # Keep only its text: the error's traceback holds arrays.
                 reason, again = _out_of_memory(error)
                 host_reason = ""
@@ -330,18 +336,20 @@ class Engine:
                 break
         self._clear()
         if host_reason:
-            raise refusal.HostFull(host_reason)
-        raise OutOfMemory(memory_advice.sentence(stage.spec, stage.name, settings, reason, len(self.devices)))
+            raise refusal.HostMemoryError(host_reason)
+        raise OutOfMemory(
+            memory_advice.out_of_memory_message(stage.spec, stage.name, settings, reason, len(self.devices))
+        )
 
-    def _unload_in_stages(self, stage: Stage) -> Iterator[str]:
+    def _unload_in_stages(self, stage: StageContext) -> Iterator[str]:
         """Yield the title of each unloaded group. With several hosts unload everything at once: their contents may
         differ.
         """
-        if type(self.hosts) is not Together:
+        if type(self.hosts) is not HostGroup:
             self._clear()
             yield "everything else"
             return
-        for unloaded in self.device_cache.release_in_stages(stage.found.model_id):
+        for unloaded in self.device_cache.unload_in_stages(stage.found.model_id):
             self._ahead.noted.clear()
             yield unloaded
 
@@ -352,15 +360,15 @@ class Engine:
         generation = self._generation
         if generation is None or generation.model != activity.model or activity.stage in dict(generation.stages):
             generation = telemetry.LastRun(model=activity.model)
-        generation.add(activity, device_memory.fullest(self.own))
+        generation.add(activity, device_memory.max_memory_stats(self.local_devices))
         self.last_run = generation
         self._generation = None if activity.stage == "decode" else generation
         if activity.stage == "decode":
             log.info("%s", generation)
 
-    def note_peak(self) -> list[int]:
+    def update_peak_bytes(self) -> list[int]:
         """Return the bytes held on each own device now, and update `peak_bytes`."""
-        held_bytes = telemetry.held_bytes(self.own)
+        held_bytes = telemetry.bytes_in_use(self.local_devices)
         self.peak_bytes = [max(pair) for pair in zip(held_bytes, self.peak_bytes, strict=True)]
         return held_bytes
 
@@ -384,19 +392,19 @@ def _run_in_background(work: Callable[[], None], name: str) -> None:
         try:
             with torch.no_grad():
                 work()
-        except Dropped:
+        except BackgroundCancelled:
             pass
         except Exception as error:  # the stage that needs the result meets the same error and reports it
             log.warning("Nothing more is prepared in the background: %s: %s", type(error).__name__, error)
 
-    in_daemon(quietly, name)
+    run_in_daemon_thread(quietly, name)
 
 
-def _classify_failure(error: BaseException) -> Ending:
+def _classify_failure(error: BaseException) -> AttemptOutcome:
     """Return `"no room"` if memory cannot suffice, "again" if unloading may help, "failed" for other errors."""
-    if isinstance(error, OutOfMemory | refusal.HostFull):
+    if isinstance(error, OutOfMemory | refusal.HostMemoryError):
         return "no room"
-    if not isinstance(error, jax.errors.JaxRuntimeError) or refusal.of_host(str(error)):
+    if not isinstance(error, jax.errors.JaxRuntimeError) or refusal.parse_host_error(str(error)):
         return "failed"
     return "again" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
 
@@ -405,7 +413,7 @@ def _out_of_memory(error: Exception) -> tuple[str, bool]:
     """Return the first line of an out-of-memory error, of this or another host, and whether to retry. Raise any other
     error.
     """
-    ending = error.ending if isinstance(error, Elsewhere) else _classify_failure(error)
+    ending = error.ending if isinstance(error, RemoteAttemptFailed) else _classify_failure(error)
     if ending == "failed":
         raise error
     return str(error).partition("\n")[0], ending == "again"

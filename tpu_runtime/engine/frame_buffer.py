@@ -45,7 +45,7 @@ class PendingFrames:
         self.wait()
         for shard in self._shards:
             _, rows, columns, _ = shard.index
-            out[:, rows, columns].copy_(as_tensor(np.asarray(shard.data))[self._kept])
+            out[:, rows, columns].copy_(to_tensor(np.asarray(shard.data))[self._kept])
 
 
 class FrameBuffer:
@@ -72,7 +72,7 @@ class FrameBuffer:
         return self._frames[: self._count]
 
 
-def one_behind(chunks: Iterable[PendingFrames], take: Callable[[PendingFrames], None]) -> int:
+def consume_with_lookahead(chunks: Iterable[PendingFrames], take: Callable[[PendingFrames], None]) -> int:
     """Pass each chunk to `take` after the next one was launched. Return the number of chunks."""
     count, before = 0, None
     for chunk in chunks:
@@ -84,7 +84,7 @@ def one_behind(chunks: Iterable[PendingFrames], take: Callable[[PendingFrames], 
     return count
 
 
-def as_tensor(array: np.ndarray) -> torch.Tensor:
+def to_tensor(array: np.ndarray) -> torch.Tensor:
     """Return a read-only array `[...]` as a tensor, without a copy if NumPy allows it."""
     try:
         return torch.from_dlpack(array)

@@ -4,18 +4,18 @@ import math
 import os
 
 from ..model_spec import ModelSpec, Settings
-from ..refusal import Refusal
+from ..refusal import MemoryRefusal
 
-VARIABLE = "COMFYUI_TPU_HBM_GIB"
+HBM_VARIABLE = "COMFYUI_TPU_HBM_GIB"
 # Factors for height and width of the proposed smaller sizes.
-SHARES = (0.75, 0.5)
+SIDE_FACTORS = (0.75, 0.5)
 
 
 class OutOfMemory(RuntimeError):
     """An error for something that does not fit on the devices; the message says what would."""
 
 
-def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
+def out_of_memory_message(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
     """Return the message after out-of-memory retries: the failure, the actions taken and settings that need less.
 
     stage: its name.
@@ -23,9 +23,9 @@ def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str
     reason: the first line of the last error.
     num_devices: chips in use.
     """
-    advice = ", or ".join(smaller(spec, settings)) if settings else "smaller or fewer frames"
-    limit = os.environ.get(VARIABLE)
-    lifted = f" {VARIABLE} limits a chip to {limit} GiB here; raise it if the chip has more." if limit else ""
+    advice = ", or ".join(suggest_smaller(spec, settings)) if settings else "smaller or fewer frames"
+    limit = os.environ.get(HBM_VARIABLE)
+    lifted = f" {HBM_VARIABLE} limits a chip to {limit} GiB here; raise it if the chip has more." if limit else ""
     return (
         f"{spec.title} ran out of TPU memory in stage {stage} on {num_devices} chips, with everything else unloaded: "
         f"{reason.removesuffix('.')}. All of it was freed. Needs less: {advice}.{lifted} "
@@ -33,8 +33,8 @@ def sentence(spec: ModelSpec, stage: str, settings: Settings | None, reason: str
     )
 
 
-def compiler_sentence(
-    spec: ModelSpec, stage: str, settings: Settings | None, refused: Refusal, num_devices: int
+def compile_refusal_message(
+    spec: ModelSpec, stage: str, settings: Settings | None, refused: MemoryRefusal, num_devices: int
 ) -> str:
     """Return the message for a program that the compiler `refused`: which memory is too small, and what may help.
 
@@ -42,7 +42,7 @@ def compiler_sentence(
     settings: of the generation, None if unknown.
     num_devices: chips in use.
     """
-    advice = ", or ".join(smaller(spec, settings)) if settings else "smaller or fewer frames"
+    advice = ", or ".join(suggest_smaller(spec, settings)) if settings else "smaller or fewer frames"
     if refused.memory == "VMEM":
         return (
             f"{spec.title} does not compile in stage {stage} on {num_devices} chips: {refused.sentence}. Unloading "
@@ -56,16 +56,16 @@ def compiler_sentence(
     )
 
 
-def smaller(spec: ModelSpec, settings: Settings) -> list[str]:
+def suggest_smaller(spec: ModelSpec, settings: Settings) -> list[str]:
     """Return settings that need less memory, each with its saving. Memory other than weights grows with the tokens."""
     tokens = _tokens(spec, settings.height, settings.width, settings.num_frames)
     suggestions = []
-    if not spec.is_image and (frames := spec.whole_numbers("num_frames").at_most(settings.num_frames // 2)):
+    if not spec.is_image and (frames := spec.whole_numbers("num_frames").largest_allowed(settings.num_frames // 2)):
         share = _tokens(spec, settings.height, settings.width, frames) / tokens
         suggestions.append(f"num_frames {frames} instead of {settings.num_frames} ({_less(share)})")
-    for factor in SHARES:
+    for factor in SIDE_FACTORS:
         height, width = (
-            spec.whole_numbers(name).at_most(math.ceil(size * factor))
+            spec.whole_numbers(name).largest_allowed(math.ceil(size * factor))
             for name, size in (("height", settings.height), ("width", settings.width))
         )
         if height and width:

@@ -18,8 +18,8 @@ from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..machine.record import MachineRecord
 from ..programs.executables import Executable
 from ..programs.weights import Weights
-from ..progress import in_daemon
-from .program_cache import Compilation, Wanted
+from ..progress import run_in_daemon_thread
+from .program_cache import PendingCompilation, ProgramRequest
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ MAX_WAIT_S = 2 * 3600.0
 class Programs(Protocol):
     """The compiled programs of a process, as far as they are asked for here."""
 
-    def note(self, wanted: Wanted) -> Compilation | Executable: ...
+    def note(self, wanted: ProgramRequest) -> PendingCompilation | Executable: ...
 
 
 class HeldPrograms(Protocol):
@@ -55,8 +55,8 @@ class FirstStep:
     the host, for a program may overwrite its own.
     """
 
-    wanted: Wanted
-    without: Wanted
+    wanted: ProgramRequest
+    without: ProgramRequest
     args: tuple[Any, ...]
 
 
@@ -71,7 +71,7 @@ class OverlapChecks:
     _begun: set[str] = field(default_factory=set)
 
     def first_step(
-        self, program: object, args: tuple[Any, ...], wanted_of: Callable[[bool], Wanted]
+        self, program: object, args: tuple[Any, ...], wanted_of: Callable[[bool], ProgramRequest]
     ) -> FirstStep | None:
         """Return the step that `program` is about to make with `args`, if it is to be compared: the program is new to
         this machine and overlaps transfers. `wanted_of` returns the program with overlap or without.
@@ -90,7 +90,7 @@ class OverlapChecks:
     def compare(self, step: FirstStep, weights: Weights, results: Any) -> None:
         """Compare a step's `results` in a thread, as soon as the other form is compiled and no stage runs."""
         kept, held = jax.device_get(results), dict(weights)
-        in_daemon(lambda: self._quietly(step, held, kept), THREAD)
+        run_in_daemon_thread(lambda: self._quietly(step, held, kept), THREAD)
 
     def _quietly(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:
         try:
@@ -100,9 +100,9 @@ class OverlapChecks:
 
     def _compare(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:
         coming = self.programs.note(step.without)
-        if isinstance(coming, Compilation):
+        if isinstance(coming, PendingCompilation):
             coming.done.wait(MAX_WAIT_S)
-        other = coming.found if isinstance(coming, Compilation) else coming
+        other = coming.found if isinstance(coming, PendingCompilation) else coming
         if other is None:
             return
         with self.lock:

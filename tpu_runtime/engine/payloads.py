@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from ..files import parse_json
-from ..model_spec import SIZE, ModelSpec
+from ..model_spec import SIZE_INPUTS, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ Conditioning = list
 _IGNORED = "pooled_output"
 
 
-class Carried(TypedDict):
+class SolverCheckpoint(TypedDict):
     """Solver state in a LATENT, from which another sampler resumes (see `denoise`)."""
 
     solver: str  # digest of the solver's table
@@ -31,14 +31,14 @@ class Carried(TypedDict):
 
 
 # Key of the solver's state in a LATENT with leftover noise; other nodes pass it on.
-CARRIED = "tpu_solver"
+SOLVER_KEY = "tpu_solver"
 
 
 class Latent(TypedDict):
     """ComfyUI's LATENT."""
 
     samples: "torch.Tensor"  # [batch, channels, (latent_frames,) latent_height, latent_width], CPU float32
-    tpu_solver: NotRequired[Carried]
+    tpu_solver: NotRequired[SolverCheckpoint]
 
 
 class ImageCondition(TypedDict):
@@ -51,7 +51,7 @@ class ImageCondition(TypedDict):
     tensors: "dict[str, torch.Tensor]"  # by the name of the denoiser's input, CPU float32
 
 
-def conditioning_entry(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Mapping[str, Any]]:
+def unpack_conditioning(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Mapping[str, Any]]:
     """Return the embeddings `[1, length, dim]` and the dict of input `name`. Raises `ValueError` for unsupported
     content.
 
@@ -132,7 +132,7 @@ def unpack_embeddings(
             return None
         return [[tensors[name], {"tpu_family": family, **below(name, tensors), **below(name, numbers)}]]
 
-    size = {name: number for name, number in below(_CONDITION, numbers).items() if name in SIZE}
+    size = {name: number for name, number in below(_CONDITION, numbers).items() if name in SIZE_INPUTS}
     arrays = below(_CONDITION, tensors)
     condition = ImageCondition(tpu_family=family, **size, tensors=arrays) if arrays else None
     return conditioning(_PROMPTS[0]), conditioning(_PROMPTS[1]), condition
@@ -143,7 +143,7 @@ def pack_latents(latents: Mapping[str, Any]) -> bytes:
     import torch
 
     tensors = {"latents": latents["samples"]}
-    for name, value in latents.get(CARRIED, {}).items():
+    for name, value in latents.get(SOLVER_KEY, {}).items():
         if isinstance(value, str):
             value = torch.tensor(list(bytes.fromhex(value)), dtype=torch.uint8)
         tensors[f"{_SOLVER}.{name}"] = torch.tensor(value) if isinstance(value, int) else value
@@ -157,12 +157,12 @@ def unpack_latents(content: bytes) -> Latent | None:
         return None
     carried: dict[str, Any] = {}
     try:
-        for name, kind in Carried.__annotations__.items():
+        for name, kind in SolverCheckpoint.__annotations__.items():
             tensor = tensors[f"{_SOLVER}.{name}"]
             carried[name] = bytes(tensor.tolist()).hex() if kind is str else int(tensor) if kind is int else tensor
     except (KeyError, TypeError, ValueError, RuntimeError):  # not there, or not as it was packed
         return {"samples": tensors["latents"]}
-    return {"samples": tensors["latents"], CARRIED: cast(Carried, carried)}
+    return {"samples": tensors["latents"], SOLVER_KEY: cast(SolverCheckpoint, carried)}
 
 
 def _pack(tensors: "Mapping[str, torch.Tensor]", numbers: Mapping[str, int]) -> bytes:

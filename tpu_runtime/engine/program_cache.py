@@ -19,38 +19,38 @@ import jax
 import torch
 
 from ..cache.store import Store, signature
-from ..cache.xla_cache import when_missed
+from ..cache.xla_cache import on_cache_miss
 from ..machine.fallbacks import Unsupported
 from ..programs import executables
 from ..programs.executables import Executable
-from ..programs.program import TRACING, Program
-from ..progress import in_daemon
-from ..refusal import DoesNotFit
+from ..programs.program import TRACE_LOCK, Program
+from ..progress import run_in_daemon_thread
+from ..refusal import CompileOutOfMemory
 from . import telemetry
 from .device_cache import DeviceCache
 
 log = logging.getLogger(__name__)
 
 # Name of the threads that compile. A process waits for these before it ends (see `current`).
-COMPILER = "comfyui-tpu-compile"
+COMPILE_THREAD = "comfyui-tpu-compile"
 # Background compilations at a time, unless the machine's record has another number. XLA has threads of its own.
-MAX_BEHIND = 2
+MAX_BACKGROUND_COMPILES = 2
 # Poll interval for cancellation, in seconds.
-LOOK_AGAIN_S = 0.2
+POLL_S = 0.2
 # Last compile time of each kind of program, in seconds: the estimate for the next one.
-SECONDS = Store("compile_seconds")
+COMPILE_TIMES = Store("compile_seconds")
 # Waits that should be shorter show no progress bar.
-LEAST_BAR_S = 10
+MIN_BAR_S = 10
 # Upper bound of a believable compile time: a cache file may hold anything.
-LONGEST_S = 24 * 3600
+MAX_COMPILE_S = 24 * 3600
 # Unit of that progress bar.
-SECOND = "second"
+BAR_UNIT = "second"
 # Errors that a second compilation would raise again.
-_FINAL = (DoesNotFit, Unsupported)
+_FINAL = (CompileOutOfMemory, Unsupported)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ProgramRequest:
     """A request for a program."""
 
     title: str  # for messages
@@ -71,10 +71,10 @@ class Wanted:
 
 
 @dataclass(eq=False, kw_only=True)
-class Compilation:
+class PendingCompilation:
     """A program that is waiting to be compiled, being compiled, or was refused."""
 
-    wanted: Wanted
+    wanted: ProgramRequest
     digest: str
     started: float | None = None  # monotonic seconds; None while it waits
     is_awaited: bool = False  # by a stage
@@ -84,13 +84,13 @@ class Compilation:
     error: BaseException | None = None  # the reason of a refusal
     _program: Program | None = None
 
-    def not_cached(self) -> None:
+    def mark_new(self) -> None:
         self.is_new = True
 
     @property
     def program(self) -> Program:
         if self._program is None:  # else no need to wait while another thread traces
-            with TRACING:
+            with TRACE_LOCK:
                 self._program = self._program or self.wanted.build()
         return self._program
 
@@ -99,16 +99,16 @@ class ProgramCache:
     """Compiled programs by key, loaded on the devices. `counts["compile"]` counts those that were in no cache."""
 
     def __init__(self, device_cache: DeviceCache, counts: Counter[str], max_behind: int | None = None) -> None:
-        self._max_behind = MAX_BEHIND if max_behind is None else max_behind
+        self._max_behind = MAX_BACKGROUND_COMPILES if max_behind is None else max_behind
         self._device_cache = device_cache
         self._counts = counts
         self._lock = threading.Lock()
         # Programs that are not loaded yet, by digest: waiting (in `_queue`), compiling, or refused.
-        self._pending: dict[str, Compilation] = {}
-        self._queue: list[Compilation] = []
+        self._pending: dict[str, PendingCompilation] = {}
+        self._queue: list[PendingCompilation] = []
         self._num_threads = 0
 
-    def get(self, wanted: Wanted, progress: telemetry.Watched) -> Executable:
+    def get(self, wanted: ProgramRequest, progress: telemetry.TrackedProgress) -> Executable:
         """Return the program: loaded, or compiled now. Waits if another thread compiles it. Raises its compile
         error.
         """
@@ -117,13 +117,13 @@ class ProgramCache:
         with self._lock:
             if (loaded := self._device_cache.program(digest)) is not None:
                 return loaded
-            pending = self._pending.setdefault(digest, Compilation(wanted=wanted, digest=digest))
+            pending = self._pending.setdefault(digest, PendingCompilation(wanted=wanted, digest=digest))
             if pending in self._queue:
                 self._queue.remove(pending)
             is_ours, started = pending.started is None, pending.started or time.monotonic()
             pending.started, pending.is_awaited = started, True
         if is_ours:
-            in_daemon(lambda: self._compile(pending), COMPILER)
+            run_in_daemon_thread(lambda: self._compile(pending), COMPILE_THREAD)
         self._wait(pending, time.monotonic() - started, progress)
         if pending.found is not None:
             return pending.found
@@ -134,7 +134,7 @@ class ProgramCache:
             raise pending.error
         return self.get(wanted, progress)  # it failed in the background: compile it here
 
-    def _wait(self, pending: Compilation, age_s: float, progress: telemetry.Watched) -> None:
+    def _wait(self, pending: PendingCompilation, age_s: float, progress: telemetry.TrackedProgress) -> None:
         """Wait for a compilation, reporting progress. Raises if the user cancels.
 
         age_s: seconds since it began.
@@ -147,7 +147,7 @@ class ProgramCache:
         activity, waiting = progress.activity, time.monotonic()
         began, shown_s = waiting - age_s, None
         try:
-            while not pending.done.wait(LOOK_AGAIN_S):
+            while not pending.done.wait(POLL_S):
                 progress.check_cancelled()
                 if not pending.is_new:
                     continue
@@ -156,15 +156,15 @@ class ProgramCache:
                     progress.text(f"Compiling {pending.wanted.title} ({', '.join(facts)})")
                 # The bar stays below its end until the program is ready.
                 now = int(min(time.monotonic() - began, expected_s - 1))
-                if expected_s >= LEAST_BAR_S and now != shown_s:
-                    progress.step(now, int(expected_s), SECOND)
+                if expected_s >= MIN_BAR_S and now != shown_s:
+                    progress.step(now, int(expected_s), BAR_UNIT)
                     shown_s = now
         finally:
             pending.is_awaited = activity.compiling = False
-            activity.spent("compiling_s" if pending.is_new else "preparing_s", time.monotonic() - waiting)
+            activity.add_time("compiling_s" if pending.is_new else "preparing_s", time.monotonic() - waiting)
         progress.check_cancelled()
 
-    def note(self, wanted: Wanted) -> Compilation | Executable:
+    def note(self, wanted: ProgramRequest) -> PendingCompilation | Executable:
         """Return the program, or its pending compilation, which is queued to run in the background."""
         digest = wanted.digest
         with self._lock:
@@ -172,14 +172,14 @@ class ProgramCache:
                 return loaded
             pending = self._pending.get(digest)
             if pending is None:
-                pending = self._pending[digest] = Compilation(wanted=wanted, digest=digest)
+                pending = self._pending[digest] = PendingCompilation(wanted=wanted, digest=digest)
                 self._queue.append(pending)
             if self._queue and self._num_threads < self._max_behind:
                 self._num_threads += 1
-                in_daemon(self._compile_in_background, COMPILER)
+                run_in_daemon_thread(self._compile_in_background, COMPILE_THREAD)
         return pending
 
-    def unload(self, wanted: Wanted) -> None:
+    def unload(self, wanted: ProgramRequest) -> None:
         """Unload the program, so that `get` loads it again."""
         self._device_cache.drop_program(wanted.digest)
 
@@ -228,13 +228,13 @@ class ProgramCache:
                     pending.error,
                 )
 
-    def _compile(self, pending: Compilation) -> None:
+    def _compile(self, pending: PendingCompilation) -> None:
         try:
             began = time.monotonic()
-            with torch.no_grad(), when_missed(pending.not_cached):  # gradients are enabled in a new thread
-                executable, pending.is_new = executables.obtain(pending.program)
+            with torch.no_grad(), on_cache_miss(pending.mark_new):  # gradients are enabled in a new thread
+                executable, pending.is_new = executables.compile_or_load(pending.program)
             if pending.is_new:
-                SECONDS.put(pending.wanted.kind, f"{time.monotonic() - began:.1f}".encode())
+                COMPILE_TIMES.put(pending.wanted.kind, f"{time.monotonic() - began:.1f}".encode())
             with self._lock:
                 # If it does not fit next to the running program, its stage loads it from XLA's cache later.
                 if pending.is_awaited or self._device_cache.has_room(executable):
@@ -248,10 +248,10 @@ class ProgramCache:
         pending.done.set()
 
 
-def _expected_s(wanted: Wanted) -> float:
+def _expected_s(wanted: ProgramRequest) -> float:
     """Return the last compile time of such a program in seconds; 0 if unknown."""
     try:
-        seconds = float(SECONDS.get(wanted.kind) or 0)
+        seconds = float(COMPILE_TIMES.get(wanted.kind) or 0)
     except ValueError:
         return 0.0
-    return seconds if 0 < seconds < LONGEST_S else 0.0
+    return seconds if 0 < seconds < MAX_COMPILE_S else 0.0

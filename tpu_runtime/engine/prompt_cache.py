@@ -16,7 +16,7 @@ MAX_IN_MEMORY = 16
 
 Encoded = tuple[Conditioning, Conditioning | None]
 # Placeholder on a follower that lacks the leader's entry: only the leader's result is used.
-NOBODYS: Encoded = ([], None)
+FOLLOWER_RESULT: Encoded = ([], None)
 
 
 class PromptCache:
@@ -35,7 +35,7 @@ class PromptCache:
             encoded = encode()
             STORE.put(key, payloads.pack_embeddings(*encoded))
         if encoded is None:
-            return NOBODYS
+            return FOLLOWER_RESULT
         self._kept[key] = encoded
         if len(self._kept) > MAX_IN_MEMORY:
             self._kept.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The stages of a generation, single calls of networks, and warming up: functions of a `Stage`, by name in `WORK`."""
+"""The stages of a generation, single calls of networks, and warming up: functions of a `StageContext`, by name in `STAGE_FUNCTIONS`."""
 
 import functools
 import hashlib
@@ -15,26 +15,26 @@ from .. import media, tokens, versions
 from ..cache.store import signature
 from ..checkpoints import read_ahead as reading
 from ..checkpoints import score_bound, tiny
-from ..model_spec import QUALITIES, STAGES, Curve, MagCache, ModelSpec, Settings, TextEncoding
+from ..model_spec import QUALITIES, STAGES, MagCache, MagCacheCurve, ModelSpec, Settings, TextEncoding
 from ..programs import denoise_step, generation, network_call
 from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
-from ..progress import TOLD
+from ..progress import SHOWN_TO_USER
 from . import conditioning
 from . import denoise as denoising
-from .frame_buffer import FrameBuffer, PendingFrames, as_tensor, one_behind
+from .frame_buffer import FrameBuffer, PendingFrames, consume_with_lookahead, to_tensor
 from .payloads import Conditioning, ImageCondition, Latent
-from .program_cache import Compilation, Wanted
-from .stage import Stage
+from .program_cache import PendingCompilation, ProgramRequest
+from .stage import StageContext
 
 log = logging.getLogger(__name__)
 
-PROMPTS = ("prompt", "negative prompt")
-MOST_WORDS = 8  # unknown words listed in a warning of a tiny model
+PROMPT_NAMES = ("prompt", "negative prompt")
+MAX_WORDS = 8  # unknown words listed in a warning of a tiny model
 
 
 def encode(
-    stage: Stage, prompt: str, negative_prompt: str, condition: ImageCondition | None = None
+    stage: StageContext, prompt: str, negative_prompt: str, condition: ImageCondition | None = None
 ) -> tuple[Conditioning, Conditioning | None]:
     """Return prompt and negative prompt as CONDITIONING, cached by content; no negative one if the model has no
     guidance.
@@ -45,35 +45,37 @@ def encode(
     prompts = (prompt, negative_prompt) if spec.recipe.guidance == "cfg" else (prompt,)
     folders = [(spec.component(text.component).folder, text.tokenizer_folder) for text in spec.text_encoders]
     identities = [tuple(stage.found.identity(folder, stage.progress) for folder in pair) for pair in folders]
-    sources = (*versions.environment(), versions.source_digest())
+    sources = (*versions.list_program_environment(), versions.source_digest())
     looking = [text for text in spec.text_encoders if text.tokenize_beside]
     width = int(stage.config(looking[0].component)["hidden_size"]) if looking else 0
-    embeddings = conditioning.seen(spec, condition if looking else None, width)
+    embeddings = conditioning.get_image_embeddings(spec, condition if looking else None, width)
     embedding_digests = [(x.shape, hashlib.sha256(x.numpy().tobytes()).hexdigest()) for x in embeddings]
     key = signature(spec.name, identities, stage.target.precision, prompts, sources, *embedding_digests)
-    encoded = stage.prompt_cache.get(key, spec.family, lambda: _encode(stage, prompts, embeddings), stage.hosts.decide)
+    encoded = stage.prompt_cache.get(
+        key, spec.family, lambda: _encode(stage, prompts, embeddings), stage.hosts.broadcast
+    )
     if warnings := [
         sentence
-        for named in zip(PROMPTS, prompts, encoded, strict=False)
+        for named in zip(PROMPT_NAMES, prompts, encoded, strict=False)
         for sentence in _prompt_warnings(stage, *named)
     ]:
         stage.progress.activity.remark = " ".join(warnings)
-        log.warning("%s", " ".join(warnings), extra={TOLD: True})
+        log.warning("%s", " ".join(warnings), extra={SHOWN_TO_USER: True})
     return encoded
 
 
-def _prompt_warnings(stage: Stage, name: str, prompt: str, encoded: Conditioning | None) -> Iterator[str]:
+def _prompt_warnings(stage: StageContext, name: str, prompt: str, encoded: Conditioning | None) -> Iterator[str]:
     """Yield sentences about parts of a prompt that do not reach the model as they may be meant.
 
     name: one of `PROMPTS`.
     """
     title = stage.spec.title
-    if literals := ", ".join(tokens.literals(prompt)):
+    if literals := ", ".join(tokens.find_literal_syntax(prompt)):
         yield (
             f"{title}: {literals} in the {name} is taken literally; it has no special meaning here. Describe it in "
             "words."
         )
-    if name == PROMPTS[0] and (example := tiny.texts(stage.spec, stage.found.model_id).get("prompt")):
+    if name == PROMPT_NAMES[0] and (example := tiny.trained_texts(stage.spec, stage.found.model_id).get("prompt")):
         yield from _warn_unknown_words(stage, prompt, example)
     for text in stage.spec.text_encoders if encoded else ():
         assert encoded
@@ -81,17 +83,17 @@ def _prompt_warnings(stage: Stage, name: str, prompt: str, encoded: Conditioning
         if encoded[0][1].get(f"{text.name}_length", text.max_length) < text.max_length:
             continue
         tokenizer = tokens.load_tokenizer(stage.found.folder(text.tokenizer_folder, stage.progress))
-        number, words = tokens.cut_off(text, tokenizer, prompt)
+        number, words = tokens.count_truncated(text, tokenizer, prompt)
         if number:
             encoder = text.component.replace("_", " ")
-            start = f", from {tokens.shown(words)} on" if words else ""
+            start = f", from {tokens.quote_truncated(words)} on" if words else ""
             yield (
                 f"{title}: the {name} has {text.max_length + number} tokens, and the {encoder} takes "
                 f"{text.max_length}: the last {number} are cut off{start}. Shorten it."
             )
 
 
-def _warn_unknown_words(stage: Stage, prompt: str, example: str) -> Iterator[str]:
+def _warn_unknown_words(stage: StageContext, prompt: str, example: str) -> Iterator[str]:
     """Yield sentences about words that a trained tiny model never saw and cannot draw.
 
     example: a prompt that it knows.
@@ -100,28 +102,28 @@ def _warn_unknown_words(stage: Stage, prompt: str, example: str) -> Iterator[str
         yield f'The prompt is empty. The miniature knows "{example}".'
         return
     tokenizer = tokens.load_tokenizer(stage.found.folder(stage.spec.text_encoders[0].tokenizer_folder, stage.progress))
-    words = list(itertools.islice(tokens.unknown(tokenizer, prompt), MOST_WORDS + 1))
+    words = list(itertools.islice(tokens.find_unknown_words(tokenizer, prompt), MAX_WORDS + 1))
     if words:
-        listed = ", ".join(word[: tokens.SHOWN] for word in words[:MOST_WORDS])
-        more = " and others" if len(words) > MOST_WORDS else ""
+        listed = ", ".join(word[: tokens.MAX_QUOTE_LENGTH] for word in words[:MAX_WORDS])
+        more = " and others" if len(words) > MAX_WORDS else ""
         yield f'The miniature does not know: {listed}{more}. It knows "{example}".'
 
 
 def _encode(
-    stage: Stage, prompts: Sequence[str], seen: Sequence[torch.Tensor]
+    stage: StageContext, prompts: Sequence[str], seen: Sequence[torch.Tensor]
 ) -> tuple[Conditioning, Conditioning | None]:
     """Return CONDITIONING of one or two prompts.
 
     seen: image embeddings `[1, rows, columns, width]` each.
     """
     encoded = [_encode_text(stage, text, prompts, seen) for text in stage.spec.text_encoders]
-    rows = [conditioning.conditioning(stage.spec, encoded, row) for row in range(len(prompts))]
+    rows = [conditioning.build_conditioning(stage.spec, encoded, row) for row in range(len(prompts))]
     stage.counts["encode"] += 1
     return rows[0], rows[1] if len(rows) > 1 else None
 
 
 def _encode_text(
-    stage: Stage, text: TextEncoding, prompts: Sequence[str], seen: Sequence[torch.Tensor]
+    stage: StageContext, text: TextEncoding, prompts: Sequence[str], seen: Sequence[torch.Tensor]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return states `[rows, max_length, dim]` and lengths `[rows]` of one text encoder.
 
@@ -137,18 +139,18 @@ def _encode_text(
     return states, mask.sum(axis=1).astype(np.int32)
 
 
-def encode_image(stage: Stage, image: torch.Tensor, settings: Settings) -> ImageCondition:
+def encode_image(stage: StageContext, image: torch.Tensor, settings: Settings) -> ImageCondition:
     """Return an IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition."""
-    images = media.pictures(image)
-    conditioning.check_pictures(stage.spec, settings, len(images))
+    images = media.to_rgb(image)
+    conditioning.check_image_count(stage.spec, settings, len(images))
     assert stage.spec.pictures.encode is not None
     stage.progress.text("Encoding the image")
     tensors = stage.spec.pictures.encode(stage.call, images, settings, stage.config(stage.spec.vae.component))
-    return conditioning.condition(stage.spec, settings, tensors)
+    return conditioning.build_condition(stage.spec, settings, tensors)
 
 
 def denoise(
-    stage: Stage,
+    stage: StageContext,
     settings: Settings,
     prompt_embeds: Conditioning,
     negative_prompt_embeds: Conditioning | None,
@@ -161,36 +163,38 @@ def denoise(
     condition: an encoded image or None.
     latents: a LATENT to start from; None for noise.
     """
-    plan = denoising.plan_of(stage, settings)
-    inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
-    standing = denoising.begin(plan, inputs, latents, stage.progress.text)
-    return denoising.end(plan, *denoising.denoise(stage, plan, standing))
+    plan = denoising.make_plan(stage, settings)
+    inputs = conditioning.build_denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
+    standing = denoising.initial_state(plan, inputs, latents, stage.progress.text)
+    return denoising.to_latent(plan, *denoising.run_steps(stage, plan, standing))
 
 
 def calibrate(
-    stage: Stage,
+    stage: StageContext,
     settings: Settings,
     prompt_embeds: Conditioning,
     negative_prompt_embeds: Conditioning | None,
     condition: ImageCondition | None = None,
-) -> Curve:
+) -> MagCacheCurve:
     """Return MagCache's curve of a model, measured in one generation of full steps without sparse attention.
 
     prompt_embeds, negative_prompt_embeds, condition: as for `denoise`.
     """
     quality = min(settings.quality, QUALITIES[1], key=QUALITIES.index)
-    plan = denoising.plan_of(stage, replace(settings, step_cache=MagCache(threshold=0.0), quality=quality))
-    inputs = conditioning.denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
-    return Curve(ratios=denoising.measured(stage, plan, denoising.begin(plan, inputs, None, stage.progress.text)))
+    plan = denoising.make_plan(stage, replace(settings, step_cache=MagCache(threshold=0.0), quality=quality))
+    inputs = conditioning.build_denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
+    return MagCacheCurve(
+        ratios=denoising.measure_magcache(stage, plan, denoising.initial_state(plan, inputs, None, stage.progress.text))
+    )
 
 
-def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
+def decode(stage: StageContext, latents: Mapping[str, Any]) -> torch.Tensor:
     """Return the samples `[batch, channels, ...]` of a LATENT as IMAGE frames `[n, height, width, 3]`."""
-    samples = conditioning.latent_samples(stage.spec, latents)
+    samples = conditioning.get_latent_samples(stage.spec, latents)
     stage.progress.text("Decoding")
     geometry, num_latent_frames = stage.spec.geometry, samples.shape[2] if samples.ndim == 5 else 1
     buffer = FrameBuffer(len(samples) * ((num_latent_frames - 1) * geometry.stride_t + 1))
-    spends = stage.progress.activity.spends
+    spends = stage.progress.activity.timed
 
     def take(chunk: PendingFrames) -> None:
         with spends("running_s"):
@@ -201,12 +205,12 @@ def decode(stage: Stage, latents: Mapping[str, Any]) -> torch.Tensor:
 
     for sample in samples:
         report = stage.report("chunk")
-        count = one_behind(stage.spec.vae.decode(stage.call, sample[None], report), take)
+        count = consume_with_lookahead(stage.spec.vae.decode(stage.call, sample[None], report), take)
         report(count, count)
     return buffer.frames
 
 
-def warm(stage: Stage, settings: Settings) -> int:
+def warm_up(stage: StageContext, settings: Settings) -> int:
     """Compile every program of a generation with these settings without loading weights; return how many were new."""
     before = stage.counts["compile"]
     _each_program(stage, settings, STAGES, lambda wanted: stage.program_cache.get(wanted, stage.progress))
@@ -217,7 +221,7 @@ def warm(stage: Stage, settings: Settings) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PredictionRequest:
     """A request for a denoiser's prediction for rows of a sample, all at one timestep."""
 
     sample: torch.Tensor  # [rows, *latent] float32
@@ -236,7 +240,7 @@ class _BranchBatch:
     rows: int  # 1 or 2
 
 
-def _split_branches(spec: ModelSpec, prediction: Prediction) -> Iterator[_BranchBatch]:
+def _split_branches(spec: ModelSpec, prediction: PredictionRequest) -> Iterator[_BranchBatch]:
     """Yield the rows of a prediction in batches."""
     sample = prediction.sample.numpy()
     number = max(len(sample), *(len(x) for x in prediction.inputs.values()))
@@ -251,23 +255,23 @@ def _split_branches(spec: ModelSpec, prediction: Prediction) -> Iterator[_Branch
         yield _BranchBatch(sample=select(sample, rows), inputs=inputs, rows=rows.stop - start)
 
 
-def predict(stage: Stage, prediction: Prediction) -> torch.Tensor:
+def predict(stage: StageContext, prediction: PredictionRequest) -> torch.Tensor:
     """Return the prediction `[rows, *latent]` float32. Rows are independent."""
     name, results = stage.spec.denoiser.experts[prediction.expert], []
-    conditioning.check_asked(stage.spec, stage.config(name), prediction.sample, prediction.inputs)
+    conditioning.check_call_inputs(stage.spec, stage.config(name), prediction.sample, prediction.inputs)
     for part in _split_branches(stage.spec, prediction):
         executable = stage.executable(_prediction_request(stage, name, part))
         weights = stage.weights(name, executable)
         stage.check(f"a prediction of {name}")
         result, is_finite = executable(weights, part.sample, np.float32(prediction.timestep), part.inputs)
-        results.append(as_tensor(np.asarray(result)))
+        results.append(to_tensor(np.asarray(result)))
         if not is_finite:
-            raise stage.not_finite("values of the denoiser", stage.model.loras)
+            raise stage.not_finite_error("values of the denoiser", stage.model.loras)
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-def states(
-    stage: Stage,
+def encode_tokens(
+    stage: StageContext,
     encoder: int,
     ids: np.ndarray,
     mask: np.ndarray,
@@ -289,23 +293,23 @@ def states(
     return torch.from_numpy(np.array(states_))
 
 
-def _with_depth(stage: Stage, component: str, depth: Mapping[str, int]) -> Stage:
+def _with_depth(stage: StageContext, component: str, depth: Mapping[str, int]) -> StageContext:
     """Return the stage with values of a component's config replaced."""
     configs = {**stage.resolved.configs, component: {**stage.config(component), **depth}}
     return replace(stage, resolved=replace(stage.resolved, configs=configs))
 
 
-def look(stage: Stage, prepared: Sequence[Any]) -> torch.Tensor:
+def encode_vision(stage: StageContext, prepared: Sequence[Any]) -> torch.Tensor:
     """Return the image encoder's output `[rows, tokens, dim]` for a preprocessed image.
 
-    prepared: arguments of `model_spec.functions.Look` after the call.
+    prepared: arguments of `model_spec.functions.EncodeVision` after the call.
     """
     if stage.spec.pictures.look is None:
         raise ValueError(f"{stage.spec.title} has no image encoder.")
     return torch.from_numpy(np.array(stage.spec.pictures.look(stage.call, *prepared)))
 
 
-def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
+def encode_pixels(stage: StageContext, pixels: torch.Tensor) -> torch.Tensor:
     """Return samples of a LATENT `[1, channels, ...]` for frames `[1, 3, frames, height, width]` in -1..1.
 
     An image is one frame.
@@ -316,17 +320,17 @@ def latents(stage: Stage, pixels: torch.Tensor) -> torch.Tensor:
     return encode(stage.call, pixels, stage.report("chunk"))
 
 
-def _prediction_request(stage: Stage, name: str, part: _BranchBatch) -> Wanted:
+def _prediction_request(stage: StageContext, name: str, part: _BranchBatch) -> ProgramRequest:
     """Return the program request of a batch of a prediction by the denoiser `name`."""
     spec, config, component = stage.spec, stage.config(name), stage.spec.component(name)
-    folder = stage.fetched(component)
-    bounded = score_bound.is_bounded(spec, component, folder, stage.added_to_norms(component))
+    folder = stage.fetch_weights(component)
+    bounded = score_bound.is_bounded(spec, component, folder, stage.norm_deltas(component))
     shape = StepShape(
         latent_shape=(1, *part.sample.shape[1:]), branches=part.rows, quality=stage.model.quality, bounded=bounded,
         num_memory=0, timestep_dtype=np.dtype(np.float32),
     )  # fmt: skip
     shapes = {name: (x.shape, x.dtype) for name, x in part.inputs.items()}
-    return Wanted(
+    return ProgramRequest(
         title=f"the denoiser for {_size(spec, part.sample.shape)}",
         key=(
             "predict",
@@ -338,7 +342,9 @@ def _prediction_request(stage: Stage, name: str, part: _BranchBatch) -> Wanted:
             shape.quality,
             *sorted((n, str(s)) for n, s in shapes.items()),
         ),
-        build=lambda: denoise_step.prediction_program(spec, config, stage.target, shape, part.sample.shape, shapes),
+        build=lambda: denoise_step.build_prediction_program(
+            spec, config, stage.target, shape, part.sample.shape, shapes
+        ),
     )
 
 
@@ -349,7 +355,9 @@ def _size(spec: ModelSpec, shape: tuple[int, ...]) -> str:
     return f"{width * geometry.stride_hw}x{height * geometry.stride_hw}, {number} frames"
 
 
-def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple[int, ...] = ()) -> None:
+def precompile_call(
+    stage: StageContext, prediction: PredictionRequest | None = None, decoded: tuple[int, ...] = ()
+) -> None:
     """Compile the programs of single calls in the background.
 
     prediction: a prediction like the one to come.
@@ -357,11 +365,11 @@ def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple
     With neither, the programs of the text encoders.
     """
     spec = stage.spec
-    call = network_call.caller(lambda request: _note(stage, stage.wanted(request)).program, generation.zeros)
+    call = network_call.make_call(lambda request: _note(stage, stage.wanted(request)).program, generation.zero_results)
     if prediction is not None:
         name = spec.denoiser.experts[prediction.expert]
         # The program depends on some of the weights, and downloads belong to the stage, which reports them.
-        if stage.found.weights_here(spec.component(name)):
+        if stage.found.local_weight_files(spec.component(name)):
             for part in _split_branches(spec, prediction):
                 _note(stage, _prediction_request(stage, name, part))
     elif decoded:
@@ -377,29 +385,34 @@ def note_call(stage: Stage, prediction: Prediction | None = None, decoded: tuple
 
 _STAGES = (encode, encode_image, denoise, decode)
 # Calls of ComfyUI's own nodes.
-CALLS: Mapping[str, Callable[..., Any]] = {"predict": predict, "states": states, "look": look, "latents": latents}
-WORK: Mapping[str, Callable[..., Any]] = {
+CALL_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "predict": predict,
+    "states": encode_tokens,
+    "look": encode_vision,
+    "latents": encode_pixels,
+}
+STAGE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **dict(zip(STAGES, _STAGES, strict=True)),
-    **CALLS,
-    "warmup": warm,
+    **CALL_FUNCTIONS,
+    "warmup": warm_up,
     "calibrate": calibrate,
 }
 
 
-def _note(stage: Stage, wanted: Wanted) -> Compilation | Executable:
+def _note(stage: StageContext, wanted: ProgramRequest) -> PendingCompilation | Executable:
     stage.progress.check_cancelled()
     return stage.program_cache.note(wanted)
 
 
-def note(stage: Stage, settings: Settings, stages: Sequence[str]) -> None:
+def precompile_stages(stage: StageContext, settings: Settings, stages: Sequence[str]) -> None:
     """Compile the programs of later stages (names of `model_spec.STAGES`) in the background."""
     # The program depends on some of the weights, and downloads belong to the stage, which reports them.
-    is_here = all(stage.found.weights_here(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
+    is_here = all(stage.found.local_weight_files(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
     names = [name for name in stages if is_here or name != "denoise"]
     _each_program(stage, settings, names, functools.partial(_note, stage))
 
 
-def read_ahead(stage: Stage, stages: Sequence[str]) -> None:
+def prefetch_weights(stage: StageContext, stages: Sequence[str]) -> None:
     """Read the weights of the denoiser and the decoder into the kernel's page cache before these stages load them."""
     names = [
         *(stage.spec.denoiser.experts if "denoise" in stages else ()),
@@ -407,24 +420,27 @@ def read_ahead(stage: Stage, stages: Sequence[str]) -> None:
     ]
     loaded = [(resident.component, resident.model) for resident in stage.device_cache.list()]
     files = [
-        stage.found.weights_here(stage.spec.component(name))
+        stage.found.local_weight_files(stage.spec.component(name))
         for name in names
         if (name, stage.found.model_id) not in loaded
     ]
-    reading.read_ahead(itertools.chain.from_iterable(files), stage.progress.check_cancelled)
+    reading.prefetch_files(itertools.chain.from_iterable(files), stage.progress.check_cancelled)
 
 
 def _each_program(
-    stage: Stage, settings: Settings, stages: Sequence[str], prepare: Callable[[Wanted], Compilation | Executable]
+    stage: StageContext,
+    settings: Settings,
+    stages: Sequence[str],
+    prepare: Callable[[ProgramRequest], PendingCompilation | Executable],
 ) -> None:
     """Pass every program of these stages to `prepare`, in the order in which they run. Loads no weights."""
-    plan = denoising.plan_of(stage, settings)
-    call = network_call.caller(lambda request: prepare(stage.wanted(request)).program, generation.zeros)
+    plan = denoising.make_plan(stage, settings)
+    call = network_call.make_call(lambda request: prepare(stage.wanted(request)).program, generation.zero_results)
     for name in STAGES:
         if name in stages and name != "denoise":
-            generation.rehearse(plan, call, (name,))
+            generation.dry_run(plan, call, (name,))
         elif name in stages:
-            usual = stage.spec.pictures.usual.items()
+            usual = stage.spec.pictures.planned_shapes.items()
             inputs = {name: np.broadcast_to(np.float32(0), shape) for name, shape in usual}
-            for wanted in itertools.chain.from_iterable(denoising.programs_wanted(stage, plan, inputs).values()):
+            for wanted in itertools.chain.from_iterable(denoising.denoiser_requests(stage, plan, inputs).values()):
                 prepare(wanted)

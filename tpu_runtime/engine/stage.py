@@ -14,36 +14,36 @@ import torch
 from ..cache.store import signature
 from ..checkpoints import checkpoint, load
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.model_ref import Lora, ModelRef, Resolved
-from ..hosts.together import Together
+from ..checkpoints.model_ref import Lora, ModelRef, ResolvedModel
+from ..hosts.together import HostGroup
 from ..loras import apply
 from ..model_spec import Call, Component, Json, ModelSpec
 from ..programs import finite, network_call
 from ..programs.executables import Executable
-from ..programs.program import Target
+from ..programs.program import CompileTarget
 from ..programs.step_reuse import Runnable
-from ..programs.weights import WORTH, Weights, bytes_per_chip, described
+from ..programs.weights import SCALE_SUFFIX, Weights, bytes_per_chip, shared_network
 from . import telemetry
-from .device_cache import DeviceCache, Resident
+from .device_cache import DeviceCache, ResidentWeights
 from .frame_buffer import PendingFrames
 from .overlap_check import OverlapChecks
-from .program_cache import ProgramCache, Wanted
+from .program_cache import ProgramCache, ProgramRequest
 from .prompt_cache import PromptCache
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StageContext:
     """Networks, weights and progress for the host code of a stage."""
 
     model: ModelRef  # as requested
-    resolved: Resolved  # its spec, checkpoint and configs
-    target: Target  # devices, precision and kernels to compile for
-    progress: telemetry.Watched  # of the application, with the stage's activity
+    resolved: ResolvedModel  # its spec, checkpoint and configs
+    target: CompileTarget  # devices, precision and kernels to compile for
+    progress: telemetry.TrackedProgress  # of the application, with the stage's activity
     device_cache: DeviceCache
     program_cache: ProgramCache
     prompt_cache: PromptCache
     counts: Counter[str]  # of the engine
-    hosts: Together  # all hosts of the engine
+    hosts: HostGroup  # all hosts of the engine
     overlap: OverlapChecks | None = None  # None: first steps are not compared
 
     @property
@@ -65,15 +65,15 @@ class Stage:
     @property
     def call(self) -> Call:
         """Function that runs a network (see `model_spec.Call`)."""
-        return network_call.caller(self.program, self._execute)
+        return network_call.make_call(self.program, self._execute)
 
     def program(self, request: network_call.CallRequest) -> Executable:
         return self.executable(self.wanted(request))
 
-    def executable(self, wanted: Wanted) -> Executable:
+    def executable(self, wanted: ProgramRequest) -> Executable:
         """Return a loaded program, the same on all hosts."""
         program = self.program_cache.get(wanted, self.progress)
-        while not self.hosts.agree(f"load {wanted.title}, {wanted.digest[:12]}", program.runs):
+        while not self.hosts.barrier(f"load {wanted.title}, {wanted.digest[:12]}", program.runs):
             self.program_cache.unload(wanted)
             program = self.program_cache.get(wanted, self.progress)
         return program
@@ -83,12 +83,12 @@ class Stage:
         `what`.
         """
         self.progress.check_cancelled()
-        self.hosts.agree(f"run {what}")
+        self.hosts.barrier(f"run {what}")
 
-    def wanted(self, request: network_call.CallRequest) -> Wanted:
+    def wanted(self, request: network_call.CallRequest) -> ProgramRequest:
         """Return the program request for a call."""
         config = self.config(request.component)
-        return Wanted(
+        return ProgramRequest(
             title=f"the {request.component.replace('_', ' ')}",
             key=(self.spec.name, config, self.target, *request.key),
             build=lambda: request.program(self.spec, config, self.target),
@@ -99,8 +99,8 @@ class Stage:
         weights = self.weights(request.component, executable)
         self.check(executable.program.name)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, request.args)
-        failure = functools.partial(self.not_finite, f"values of the {request.component.replace('_', ' ')}")
-        with self.progress.activity.spends("running_s"):
+        failure = functools.partial(self.not_finite_error, f"values of the {request.component.replace('_', ' ')}")
+        with self.progress.activity.timed("running_s"):
             result, carried, is_finite = executable(weights, *args)
             if request.defers:
                 return PendingFrames(result, is_finite, failure), carried
@@ -109,10 +109,10 @@ class Stage:
             raise failure()
         return result, carried
 
-    def not_finite(self, what: str, loras: Sequence[Lora] = ()) -> finite.NotFinite:
+    def not_finite_error(self, what: str, loras: Sequence[Lora] = ()) -> finite.NotFinite:
         """Return the error for `what`, values that are not finite, computed by weights with these LoRAs."""
         names = [Path(lora.path).name for lora in loras if lora.strength]
-        return finite.failure(self.spec.title, what, self.target.precision, names)
+        return finite.not_finite_error(self.spec.title, what, self.target.precision, names)
 
     def weights(self, name: str, executable: Runnable) -> Weights:
         """Return the weights of the component `name` as `executable` takes them, loaded if they are not resident."""
@@ -120,12 +120,12 @@ class Stage:
         abstract = executable.program.weights
         assert abstract is not None
 
-        loras = self.model.loras_of(name)
+        loras = self.model.select_loras(name)
         # Models that share a file need not need the same layers of it.
         program, identity = executable.program, self.found.identity(component.folder, self.progress)
         key = (name, identity, program.precision, program.weights_digest)
-        variant = apply.variant(loras)
-        if not self.hosts.agree(f"use {name} of {self.found.model_id}", self.device_cache.state(key, variant)):
+        variant = apply.hash_variant(loras)
+        if not self.hosts.barrier(f"use {name} of {self.found.model_id}", self.device_cache.state(key, variant)):
             self.device_cache.drop([signature(key)])
         resident = self.device_cache.get(
             key,
@@ -141,36 +141,36 @@ class Stage:
         activity.needed_bytes = max(activity.needed_bytes, needed)
         return resident.weights
 
-    def fetched(self, component: Component) -> Path:
+    def fetch_weights(self, component: Component) -> Path:
         """Return a component's folder after downloading its weights if need be."""
-        with self.progress.activity.spends("downloading_s"):
+        with self.progress.activity.timed("downloading_s"):
             return self.found.fetch_weights(component, self.progress)
 
-    def added_to_norms(self, component: Component) -> dict[str, torch.Tensor]:
+    def norm_deltas(self, component: Component) -> dict[str, torch.Tensor]:
         """Return the sums of all LoRA differences of a denoiser's norms and biases, by name."""
-        loras = self.model.loras_of(component.name)
+        loras = self.model.select_loras(component.name)
         if not loras or not self.spec.denoiser.head_norms:
             return {}
-        network = described(component, self.config(component.name))
-        return apply.vectors(loras, network, self.progress)
+        network = shared_network(component, self.config(component.name))
+        return apply.sum_vector_deltas(loras, network, self.progress)
 
     def _load(
         self,
         component: Component,
         loras: tuple[Lora, ...],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
-        resident: Resident | None,
+        resident: ResidentWeights | None,
     ) -> tuple[Weights, frozenset[str]]:
         """Return a component's weights with `loras` merged, and the names of the changed ones.
 
         abstract: shape, dtype and sharding of every weight by name.
         resident: a resident variant, of which only the differing weights are read again; else None.
         """
-        folder = self.fetched(component)
-        network = described(component, self.config(component.name))
-        files = checkpoint.match(network, checkpoint.read_headers(folder, component), folder)
-        changed = apply.changes(loras, network, self.check)
-        self.hosts.agree(f"read {component.name}, {checkpoint.content(files)}, {apply.content(loras)}")
+        folder = self.fetch_weights(component)
+        network = shared_network(component, self.config(component.name))
+        files = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
+        changed = apply.make_merge(loras, network, self.check)
+        self.hosts.barrier(f"read {component.name}, {checkpoint.content_signature(files)}, {apply.hash_loras(loras)}")
         self.counts["merge"] += bool(changed.names)
         title = f"{component.name} of {self.found.model_id}"
         if loras:
@@ -179,10 +179,10 @@ class Stage:
             self.counts["load"] += 1
         else:
             stale = resident.changed | changed.names
-            abstract = {name: want for name, want in abstract.items() if name.removesuffix(WORTH) in stale}
+            abstract = {name: want for name, want in abstract.items() if name.removesuffix(SCALE_SUFFIX) in stale}
         activity, kept = self.progress.activity, resident.weights if resident else None
-        with activity.spends("loading_s"):
-            weights = load.load(network, files, abstract, title, self.progress, changed, kept, self.check)
+        with activity.timed("loading_s"):
+            weights = load.load_weights(network, files, abstract, title, self.progress, changed, kept, self.check)
         activity.loaded_bytes += sum(math.prod(want.shape) * want.dtype.itemsize for want in abstract.values())
         return weights, changed.names
 

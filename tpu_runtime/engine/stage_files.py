@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..files import parse_json, write_file
 from . import payloads
-from .payloads import Conditioning, ImageCondition, Latent, conditioning_entry
+from .payloads import Conditioning, ImageCondition, Latent, unpack_conditioning
 
 if TYPE_CHECKING:
     from ..checkpoints.model_ref import ModelRef
@@ -43,10 +43,10 @@ def save_embeddings(
     condition: an encoded image or None.
     Raises `StageFileError` if the folder cannot be written or has files of another origin.
     """
-    check_ours(folder)
+    check_ownership(folder)
     for name, value in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if value is not None:
-            conditioning_entry(model.spec, name, value)
+            unpack_conditioning(model.spec, name, value)
     _replace(folder / EMBEDDINGS, payloads.pack_embeddings(prompt_embeds, negative_prompt_embeds, condition))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
@@ -72,7 +72,7 @@ def _embeddings(
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
     """Write a LATENT to `folder`. Raises `StageFileError` if that fails."""
-    check_ours(folder)
+    check_ownership(folder)
     _replace(folder / LATENTS, payloads.pack_latents(latents))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
@@ -107,14 +107,14 @@ def update_config(folder: Path, values: Mapping[str, Any]) -> None:
     _replace(folder / CONFIG, json.dumps(merged, indent=2, ensure_ascii=False).encode())
 
 
-def present(folder: Path) -> dict[str, int]:
+def list_stage_files(folder: Path) -> dict[str, int]:
     """Return the stage files in `folder` by name, with their modification times in nanoseconds."""
     with _as_sentence(folder):
         paths = [folder / name for name in (EMBEDDINGS, LATENTS)]
         return {path.name: path.stat().st_mtime_ns for path in paths if path.is_file()}
 
 
-def check_ours(folder: Path) -> None:
+def check_ownership(folder: Path) -> None:
     """Raise `StageFileError` if `folder` has files of these names that this pack did not write."""
     with _as_sentence(folder):
         foreign = [name for name in (EMBEDDINGS, LATENTS) if (folder / name).exists() and not _is_ours(folder / name)]
@@ -160,7 +160,7 @@ def _load(folder: Path, name: str, stage: str, model: "ModelRef", unpack: Callab
     if writer != model.spec_name:
         raise StageFileError(f"{folder} was made by {writer}; it cannot be continued with {model.spec_name}.")
     path = folder / name
-    if name not in present(folder):
+    if name not in list_stage_files(folder):
         raise StageFileError(f"{path} is missing; run `comfyui-tpu {stage} --folder {folder}` first.")
     with _as_sentence(path):
         try:

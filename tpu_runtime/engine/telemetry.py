@@ -11,12 +11,12 @@ from ...sharding.mesh import Device
 from .. import device_memory
 from ..device_memory import DeviceMemory
 from ..programs.program import shard_bytes
-from ..progress import TOOK, Preview, Progress
-from ..units import GIB, loaded
+from ..progress import DURATION_PREFIX, Preview, Progress
+from ..units import GIB, format_load_rate
 
 # Shorter parts of a stage are left out of its summary.
-LEAST_SAID_S = 0.1
-LEAST_PACE_S = 0.005  # a faster step would show as 0.00 s
+MIN_REPORTED_S = 0.1
+MIN_PACE_S = 0.005  # a faster step would show as 0.00 s
 
 
 @dataclass(kw_only=True)
@@ -44,7 +44,7 @@ class Activity:
     unit_started: float | None = None  # monotonic seconds of the first report in `unit`
     unit_first: int = 0  # `done` in that report
 
-    def reached(self, done: int, total: int, unit: str) -> None:
+    def update_progress(self, done: int, total: int, unit: str) -> None:
         """Update the progress: `done` of `total` in `unit`."""
         if unit != self.unit or self.unit_started is None or done < self.done:
             # Counted from the first report on: earlier time belongs to other work.
@@ -59,21 +59,21 @@ class Activity:
         return (time.monotonic() - self.unit_started) / (self.done - self.unit_first)
 
     @contextlib.contextmanager
-    def spends(self, part: str) -> Iterator[None]:
+    def timed(self, part: str) -> Iterator[None]:
         """Add the duration of the block to the field `part`."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self.spent(part, time.monotonic() - began)
+            self.add_time(part, time.monotonic() - began)
 
-    def spent(self, part: str, span_s: float) -> None:
+    def add_time(self, part: str, span_s: float) -> None:
         setattr(self, part, getattr(self, part) + span_s)
 
     def pace(self) -> str:
-        """Return the seconds per step as text; "" if unknown or below `LEAST_PACE_S`."""
+        """Return the seconds per step as text; "" if unknown or below `MIN_PACE_S`."""
         seconds = self.seconds_per_unit if self.unit == "step" else None
-        return f"{seconds:.2f} s a step" if seconds and seconds >= LEAST_PACE_S else ""
+        return f"{seconds:.2f} s a step" if seconds and seconds >= MIN_PACE_S else ""
 
     def summary(self) -> str:
         """Return the time that the stage and each kind of work took, as its last status line. The parts add up."""
@@ -83,7 +83,7 @@ class Activity:
             "preparing programs": self.preparing_s, "downloading": self.downloading_s,
             "loading": self.loading_s, "running": self.running_s,
         }  # fmt: skip
-        shown = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= LEAST_SAID_S}
+        shown = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= MIN_REPORTED_S}
         # Each part is rounded separately, so their sum may slightly exceed the total.
         shown["other work on the host"] = round(max(0.0, total_s - sum(shown.values())), 1)
         total_s = sum(shown.values())
@@ -91,9 +91,11 @@ class Activity:
         texts = [
             f"{name} {seconds:.1f} s{pace if name == 'running' else ''}"
             for name, seconds in shown.items()
-            if seconds >= LEAST_SAID_S
+            if seconds >= MIN_REPORTED_S
         ]
-        took = f"{TOOK} {total_s:.1f} s: {', '.join(texts)}" if texts else f"{TOOK} {total_s:.1f} s"
+        took = (
+            f"{DURATION_PREFIX} {total_s:.1f} s: {', '.join(texts)}" if texts else f"{DURATION_PREFIX} {total_s:.1f} s"
+        )
         return f"{took}. {self.remark}" if self.remark else took
 
     def describe(self) -> dict[str, object]:
@@ -106,7 +108,7 @@ class Activity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class TrackedProgress:
     """The application's progress, with every report also recorded in an `Activity`."""
 
     host: Progress
@@ -117,7 +119,7 @@ class Watched:
         self.host.text(message)
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
-        self.activity.reached(done, total, unit)
+        self.activity.update_progress(done, total, unit)
         self.host.step(done, total, unit, preview)
 
     def check_cancelled(self) -> None:
@@ -166,13 +168,13 @@ class LastRun:
         if self.memory.known:
             parts.append(f"the fullest chip reports {self.memory}")
         if self.loaded_bytes:
-            parts.append(loaded(self.loaded_bytes, self.loading_s))
+            parts.append(format_load_rate(self.loaded_bytes, self.loading_s))
         return f"{self.model}: {', '.join(parts)}"
 
 
-def held_bytes(devices: Sequence[Device]) -> list[int]:
+def bytes_in_use(devices: Sequence[Device]) -> list[int]:
     """Return the bytes in use on each of `devices`: as reported, or else the size of this process's live arrays."""
-    reported = [device_memory.of(device).in_use_bytes for device in devices]
+    reported = [device_memory.memory_stats(device).in_use_bytes for device in devices]
     known = [used for used in reported if used is not None]
     if len(known) == len(reported):
         return known

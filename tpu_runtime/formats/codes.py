@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..files import CheckpointError, Made, TensorFile, parse_json
+from ..files import CheckpointError, TensorFile, TensorView, parse_json
 from . import quantized, tokenizer_files
-from .decode import GROUP_MXFP8, GROUP_NVFP4, Bits4, Mxfp8, Nvfp4, Rotated, Scaled
+from .decode import GROUP_MXFP8, GROUP_NVFP4, BitsAndBytes4, Mxfp8, Nvfp4, RotatedCodes, ScaledCodes
 
 log = logging.getLogger(__name__)
 
-METADATA = "_quantization_metadata"
+QUANTIZATION_METADATA = "_quantization_metadata"
 FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _FP8_DTYPES = {name: dtype for dtype, name in FP8.items()}
 # Names of the supported formats; all others are refused by name.
@@ -40,14 +40,14 @@ _TILES = (16, 32, 64, 128, 256, 512, 1024)
 # A block's number in a layer's name.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Limits of the description of one layer (bytes) and of a metadata entry (characters): many times the published ones.
-MOST_OF_A_LAYER, MOST_SAID = 2**12, 2**20
+MAX_DESCRIPTION_BYTES, MAX_METADATA_LENGTH = 2**12, 2**20
 # The tensors that describe others, with their bytes, by name.
 Descriptions = Mapping[str, tuple[TensorFile, bytes]]
 # Returns the first tensor of these names in the same layer, or None.
 Companion = Callable[..., TensorFile | None]
 
 
-def decoded(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> dict[str, TensorFile]:
+def decode_tensors(tensors: Mapping[str, TensorFile], metadata: Mapping[str, str]) -> dict[str, TensorFile]:
     """Return the tensors by name, quantised ones as views of their decoded values, without scales and marks.
 
     metadata: of the header.
@@ -96,7 +96,7 @@ def _warn_bare(bare: Sequence[TensorFile], scaled: Iterable[str]) -> None:
 def _refuse(tensors: Mapping[str, TensorFile]) -> None:
     """Raise `CheckpointError` with the writer's name if a tensor still holds codes. A tokenizer's bytes are allowed."""
     dtypes = {name: x.dtype for name, x in tensors.items() if name.rpartition(".")[2] not in tokenizer_files.TENSORS}
-    if problem := quantized.method_of_tensors(dtypes):
+    if problem := quantized.detect_in_tensors(dtypes):
         name, method = problem
         raise CheckpointError(
             f"{tensors[name].path}: the weights are quantized with {method} ({name} is {tensors[name].dtype}, with its "
@@ -108,11 +108,11 @@ def _join(layer: str, own: str) -> str:
     return f"{layer}.{own}" if layer else own
 
 
-def _shape(made: Made) -> tuple[int, ...]:
-    if isinstance(made, Bits4 | Nvfp4):
+def _shape(made: TensorView) -> tuple[int, ...]:
+    if isinstance(made, BitsAndBytes4 | Nvfp4):
         return made.shape
-    assert isinstance(made, Scaled | Mxfp8 | Rotated)
-    return (made.codes if isinstance(made, Rotated) else made).weight.shape
+    assert isinstance(made, ScaledCodes | Mxfp8 | RotatedCodes)
+    return (made.codes if isinstance(made, RotatedCodes) else made).weight.shape
 
 
 def _descriptions(tensors: Mapping[str, TensorFile]) -> Descriptions:
@@ -128,10 +128,10 @@ def _descriptions(tensors: Mapping[str, TensorFile]) -> Descriptions:
         leaf = name.rpartition(".")[2]
         if leaf != "comfy_quant" and not leaf.startswith(_BITS4_OWN):
             continue
-        if tensor.dtype != "U8" or math.prod(tensor.shape) > MOST_OF_A_LAYER:
+        if tensor.dtype != "U8" or math.prod(tensor.shape) > MAX_DESCRIPTION_BYTES:
             raise CheckpointError(
                 f"{tensor.path}: {tensor.name} is {tensor.dtype} of shape {tensor.shape}; a description of a format is "
-                f"U8, {MOST_OF_A_LAYER} bytes at most. Download it again."
+                f"U8, {MAX_DESCRIPTION_BYTES} bytes at most. Download it again."
             )
         by_file.setdefault(tensor.path, []).append(tensor)
     for path, described in by_file.items():
@@ -144,22 +144,25 @@ def _read_marks(described: Descriptions, metadata: Mapping[str, str]) -> Iterato
     """Yield layers whose format the file states, with the statement. Those of the header come first; others replace
     them.
     """
-    if METADATA in metadata:
-        header = _json(bounded(metadata[METADATA], METADATA), f"the metadata {METADATA}")
+    if QUANTIZATION_METADATA in metadata:
+        header = _json(
+            check_metadata_length(metadata[QUANTIZATION_METADATA], QUANTIZATION_METADATA),
+            f"the metadata {QUANTIZATION_METADATA}",
+        )
         layers = header.get("layers")
         if not isinstance(layers, dict) or not all(isinstance(entry, dict) for entry in layers.values()):
-            raise CheckpointError(f"The metadata {METADATA} of the file has no layers. Download it again.")
+            raise CheckpointError(f"The metadata {QUANTIZATION_METADATA} of the file has no layers. Download it again.")
         yield from layers.items()
     for name, (tensor, content) in described.items():
         if name.rpartition(".")[2] == "comfy_quant":
             yield name.rpartition(".")[0], _json(content, f"{tensor.path}: {name}")
 
 
-def bounded(text: str, name: str) -> str:
+def check_metadata_length(text: str, name: str) -> str:
     """Return an entry of a file's metadata. Raises `CheckpointError` if it is longer than any published one."""
-    if len(text) > MOST_SAID:
+    if len(text) > MAX_METADATA_LENGTH:
         raise CheckpointError(
-            f"The metadata {name} of the file has {len(text)} characters; {MOST_SAID} are read at most. Use a file "
+            f"The metadata {name} of the file has {len(text)} characters; {MAX_METADATA_LENGTH} are read at most. Use a file "
             "that is published so."
         )
     return text
@@ -181,7 +184,7 @@ def _make_decoder(
     tensors: Mapping[str, TensorFile],
     formats: Mapping[str, Mapping[str, Any]],
     described: Descriptions,
-) -> Made | None:
+) -> TensorView | None:
     """Return the view that decodes a layer's weight; None if it holds numbers."""
 
     def companion(*names: str) -> TensorFile | None:
@@ -194,7 +197,7 @@ def _make_decoder(
     scale = companion("weight_scale")
     if (
         scale is not None
-        and scale.dtype in quantized.FLOATS
+        and scale.dtype in quantized.FLOAT_DTYPES
         and weight.dtype in (*FP8, "I8")
         and companion("weight_packed") is None
     ):
@@ -206,7 +209,7 @@ def _make_decoder(
     return _bitsandbytes(weight, tensors, described)
 
 
-def _make_tiled_codes(weight: TensorFile, scale: TensorFile) -> Scaled:
+def _make_tiled_codes(weight: TensorFile, scale: TensorFile) -> ScaledCodes:
     """Return codes with the scales of transformers: one, one a row, or a grid of tiles, whose size follows from its
     shape.
     """
@@ -217,11 +220,11 @@ def _make_tiled_codes(weight: TensorFile, scale: TensorFile) -> Scaled:
     sizes = ", ".join(map(str, _TILES))
     _check(
         weight,
-        rows > 0 and columns > 0 and scale.dtype in quantized.FLOATS,
+        rows > 0 and columns > 0 and scale.dtype in quantized.FLOAT_DTYPES,
         f"of shape {weight.shape} has a weight_scale_inv of {scale.dtype} and {scale.shape}, and it is a number, one a "
         f"row, or a grid of tiles whose sides are {sizes} or divide the weight's",
     )
-    return Scaled(weight=weight, scale=scale, dtype=weight.dtype, tile=(rows, columns))
+    return ScaledCodes(weight=weight, scale=scale, dtype=weight.dtype, tile=(rows, columns))
 
 
 def _tile(size: int, count: int) -> int:
@@ -237,7 +240,7 @@ def _tile(size: int, count: int) -> int:
     return fitting.pop() if len(fitting) == 1 else 0
 
 
-def _make_marked_codes(weight: TensorFile, statement: Mapping[str, Any], companion: Companion) -> Made | None:
+def _make_marked_codes(weight: TensorFile, statement: Mapping[str, Any], companion: Companion) -> TensorView | None:
     """Return the view that decodes a weight in the format that its layer states; None if it holds numbers."""
     kind = statement.get("format")
     params = statement.get("params")
@@ -247,7 +250,7 @@ def _make_marked_codes(weight: TensorFile, statement: Mapping[str, Any], compani
             f"{weight.path}: {weight.name} is quantized as {str(kind)[:60]}, which is not supported; supported are "
             f"{', '.join(FORMATS)}. Use a file of one of these, or of bfloat16, float16 or float32."
         )
-    if weight.dtype in quantized.FLOATS:
+    if weight.dtype in quantized.FLOAT_DTYPES:
         return None  # marked, but not quantized
     scale = companion("weight_scale", "scale_weight")
     if scale is None:
@@ -261,11 +264,11 @@ def _make_marked_codes(weight: TensorFile, statement: Mapping[str, Any], compani
         )
     if kind == "int8_tensorwise":
         codes = _make_scaled_codes(weight, scale)
-        return Rotated(codes=codes, size=_rotation(weight, statement)) if statement.get("convrot") else codes
+        return RotatedCodes(codes=codes, size=_rotation(weight, statement)) if statement.get("convrot") else codes
     return _make_block_codes(kind, weight, scale, companion)
 
 
-def _make_block_codes(kind: str, weight: TensorFile, scale: TensorFile, companion: Companion) -> Made:
+def _make_block_codes(kind: str, weight: TensorFile, scale: TensorFile, companion: Companion) -> TensorView:
     """Return codes in groups of columns that share a scale; the scales are stored in tiles."""
     _check(weight, len(weight.shape) == 2, f"is {kind} of {len(weight.shape)} dimensions")
     rows, columns = weight.shape
@@ -298,7 +301,7 @@ def _rotation(weight: TensorFile, said: Mapping[str, Any]) -> int:
     return size
 
 
-def _make_scaled_codes(weight: TensorFile, scale: TensorFile) -> Scaled:
+def _make_scaled_codes(weight: TensorFile, scale: TensorFile) -> ScaledCodes:
     """Return codes with one scale, one scale a row, or scales of blocks of columns. Raises `CheckpointError` for
     other shapes.
     """
@@ -309,11 +312,11 @@ def _make_scaled_codes(weight: TensorFile, scale: TensorFile) -> Scaled:
     fits = size == 1 or of_rows or (of_blocks and shape[1] and columns % shape[1] == 0)
     _check(
         weight,
-        bool(fits) and scale.dtype in quantized.FLOATS,
+        bool(fits) and scale.dtype in quantized.FLOAT_DTYPES,
         f"of shape {weight.shape} has scales of {scale.dtype} and {shape}, and they are one number, one a row, or "
         "[rows, blocks of columns, 1]",
     )
-    return Scaled(weight=weight, scale=scale, dtype=weight.dtype)
+    return ScaledCodes(weight=weight, scale=scale, dtype=weight.dtype)
 
 
 def _bits4(name: str, tensors: Mapping[str, TensorFile]) -> Iterator[str]:
@@ -322,7 +325,7 @@ def _bits4(name: str, tensors: Mapping[str, TensorFile]) -> Iterator[str]:
     yield from (below for leaf in names if (below := f"{name}.{leaf}") in tensors)
 
 
-def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile], described: Descriptions) -> Made | None:
+def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile], described: Descriptions) -> TensorView | None:
     below = {name.removeprefix(f"{weight.name}."): tensors[name] for name in _bits4(weight.name, tensors)}
     state = next((leaf for leaf in below if leaf.startswith(_BITS4)), None)
     if state is None or not {"absmax", "quant_map"} <= below.keys():
@@ -344,6 +347,6 @@ def _bitsandbytes(weight: TensorFile, tensors: Mapping[str, TensorFile], describ
             "scale_values": below["nested_quant_map"], "scale_scale": below["nested_absmax"],
             "scale_block": inner, "offset": offset,
         }  # fmt: skip
-    return Bits4(
+    return BitsAndBytes4(
         weight=weight, shape=tuple(shape), block=block, values=below["quant_map"], scale=below["absmax"], **nested
     )

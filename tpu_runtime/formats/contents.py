@@ -11,9 +11,9 @@ from typing import Any
 from ..files import CheckpointError, TensorFile, parse_json, read_header
 from . import codes, gguf_file, gguf_header, unlike
 from .layout import FileLayout
-from .stored import HeadsInterleaved, made_of
+from .stored import HeadView, view
 
-SUFFIXES = (".safetensors", ".sft", gguf_file.SUFFIX)
+WEIGHT_SUFFIXES = (".safetensors", ".sft", gguf_file.SUFFIX)
 # Prefixes of a network's names in a file of several networks, and prefixes that tools add in a file of one.
 _IN_CHECKPOINTS = re.compile(
     r"(model\.diffusion_model\.|model\.model\.|net\.|vae\.|first_stage_model\.|text_encoders\.\w+\.transformer\."
@@ -30,7 +30,7 @@ _MOST_NETWORKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contents:
+class FileContents:
     """A file's tensors by name, quantised ones as views, and its metadata."""
 
     path: Path
@@ -43,7 +43,7 @@ class Contents:
         is too long.
         """
         try:
-            value = parse_json(codes.bounded(self.metadata.get("config", "{}"), "config"))
+            value = parse_json(codes.check_metadata_length(self.metadata.get("config", "{}"), "config"))
         except CheckpointError:
             raise
         except ValueError:
@@ -58,10 +58,10 @@ class Contents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class NetworkFile:
     """A network in a file."""
 
-    contents: Contents
+    contents: FileContents
     prefix: str  # of its names in the file
     layout: FileLayout
     tensors: Mapping[str, TensorFile]  # by their names after the prefix
@@ -71,11 +71,11 @@ class Held:
         return self.contents.path
 
 
-def read(path: Path) -> Contents:
+def read_contents(path: Path) -> FileContents:
     """Return the contents of a file. Raises `CheckpointError` for other files and unsupported formats."""
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in WEIGHT_SUFFIXES:
         raise CheckpointError(
-            f"{path}: weights are read from files that end in {', '.join(SUFFIXES)}; what else is called a checkpoint "
+            f"{path}: weights are read from files that end in {', '.join(WEIGHT_SUFFIXES)}; what else is called a checkpoint "
             "may hold programs. Get the model as one of these."
         )
     try:
@@ -86,19 +86,19 @@ def read(path: Path) -> Contents:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: Path, size: int, modified: int) -> Contents:
+def _read(path: Path, size: int, modified: int) -> FileContents:
     if path.suffix == gguf_file.SUFFIX:
-        tensors, fields = gguf_file.read_header(path)
-        architecture = gguf_file.text_of(fields, "general.architecture") or ""
+        tensors, fields = gguf_file.read_gguf(path)
+        architecture = gguf_file.get_text(fields, "general.architecture") or ""
         split_fields = {name: fields[name] for name in unlike.SPLIT if name in fields}
         numbers = {name: str(value) for name, value in split_fields.items() if isinstance(value, int)}
-        metadata = {**(gguf_file.metadata_of(path, fields) or {}), **numbers}
-        return Contents(path=path, tensors=_deinterleave_heads(tensors, architecture, fields), metadata=metadata)
-    tensors, metadata = header(path)
-    return Contents(path=path, tensors=codes.decoded(tensors, metadata), metadata=metadata)
+        metadata = {**(gguf_file.read_metadata(path, fields) or {}), **numbers}
+        return FileContents(path=path, tensors=_deinterleave_heads(tensors, architecture, fields), metadata=metadata)
+    tensors, metadata = read_safetensors_header(path)
+    return FileContents(path=path, tensors=codes.decode_tensors(tensors, metadata), metadata=metadata)
 
 
-def header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
+def read_safetensors_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
     """Return the stored tensors of a safetensors file and its metadata. Raises `CheckpointError` for other files."""
     from safetensors import SafetensorError
 
@@ -130,17 +130,17 @@ def _deinterleave_heads(
             raise CheckpointError(
                 f"{tensor.path}: {name} of shape {tensor.shape} is not of {str(heads)[:80]} heads. Get it again."
             )
-        views[name] = made_of(tensor, tensor.shape, HeadsInterleaved(tensor, heads))
+        views[name] = view(tensor, tensor.shape, HeadView(tensor, heads))
     return views
 
 
-def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
+def find_networks(path: Path, layouts: Sequence[FileLayout]) -> list[NetworkFile]:
     """Return the networks in a file. Raises `CheckpointError` if no layout matches."""
-    contents = read(path)
-    unlike.check_whole(path, contents.metadata)
+    contents = read_contents(path)
+    unlike.check_not_sharded(path, contents.metadata)
     matches = list(_networks(contents, layouts))
     if not matches:
-        unlike.check_known(path, contents.tensors.keys())
+        unlike.check_not_partial(path, contents.tensors.keys())
         names = list(contents.tensors)
         shown = ", ".join(name[:80] for name in names[:_NAMES_IN_TEXT]) or "none"
         raise CheckpointError(
@@ -158,7 +158,7 @@ def networks(path: Path, layouts: Sequence[FileLayout]) -> list[Held]:
     return matches
 
 
-def _networks(contents: Contents, layouts: Sequence[FileLayout]) -> Iterator[Held]:
+def _networks(contents: FileContents, layouts: Sequence[FileLayout]) -> Iterator[NetworkFile]:
     matches = (_IN_CHECKPOINTS.match(name) for name in contents.tensors)
     prefixes = dict.fromkeys(match.group() for match in matches if match)
     if len(prefixes) > _MOST_NETWORKS:
@@ -171,12 +171,12 @@ def _networks(contents: Contents, layouts: Sequence[FileLayout]) -> Iterator[Hel
         if is_found and prefix in _ALONE:
             return
         tensors = {name[len(prefix) :]: tensor for name, tensor in contents.tensors.items() if name.startswith(prefix)}
-        layout = next((layout for layout in layouts if layout.is_in(tensors)), None)
+        layout = next((layout for layout in layouts if layout.matches(tensors)), None)
         if layout is not None:
             is_found = True
-            yield Held(contents=contents, prefix=prefix, layout=layout, tensors=tensors)
+            yield NetworkFile(contents=contents, prefix=prefix, layout=layout, tensors=tensors)
 
 
 def is_weights(name: str | os.PathLike[str]) -> bool:
     """Return whether a name has the ending of a supported file of weights."""
-    return os.fspath(name).endswith(SUFFIXES)
+    return os.fspath(name).endswith(WEIGHT_SUFFIXES)

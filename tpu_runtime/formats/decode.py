@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..files import Index, TensorFile
-from .stored import Read, bounds, full
+from .stored import ReadTensor, index_bounds, slice_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ GROUP_MXFP8, GROUP_NVFP4 = 32, 16
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def numbers(codes: "torch.Tensor", dtype: str) -> "torch.Tensor":
+def to_float32(codes: "torch.Tensor", dtype: str) -> "torch.Tensor":
     """Return 8-bit numbers `[...]` in float32. In uint8 they are the bytes of fp8, which `dtype` names as
     safetensors does.
     """
@@ -31,7 +31,7 @@ def numbers(codes: "torch.Tensor", dtype: str) -> "torch.Tensor":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaled:
+class ScaledCodes:
     """Codes times a scale."""
 
     weight: TensorFile
@@ -40,9 +40,9 @@ class Scaled:
     tile: tuple[int, int] | None = None  # rows and columns that share a scale
     times: float = 1.0  # multiplies all scales
 
-    def read(self, index: Index, read: Read) -> "torch.Tensor":
+    def read(self, index: Index, read: ReadTensor) -> "torch.Tensor":
         index = index or (slice(None),) * len(self.weight.shape)
-        codes = numbers(read(self.weight, index), self.dtype)
+        codes = to_float32(read(self.weight, index), self.dtype)
         scale = read(self.scale, ()).float() * self.times
         return codes * self._broadcast_scales(scale, index)
 
@@ -50,9 +50,9 @@ class Scaled:
         """Return the scales of a shard, in a shape that broadcasts to it."""
         if scale.numel() == 1:
             return scale.reshape(())
-        rows = bounds(index[0], self.weight.shape[0])
+        rows = slice_bounds(index[0], self.weight.shape[0])
         if self.tile is not None or (scale.ndim == 3 and scale.shape[1] > 1):
-            columns = bounds(index[1], self.weight.shape[1])
+            columns = slice_bounds(index[1], self.weight.shape[1])
             tile = self.tile or (1, self.weight.shape[1] // scale.shape[1])
             return _spread(_spread(scale.reshape(scale.shape[:2]), 0, tile[0], rows), 1, tile[1], columns)
         return scale.reshape(-1, *[1] * (len(index) - 1))[slice(*rows)]
@@ -65,7 +65,7 @@ def _spread(scale: "torch.Tensor", dim: int, size: int, wanted: tuple[int, int])
     return scales.repeat_interleave(size, dim).narrow(dim, wanted[0] - first * size, wanted[1] - wanted[0])
 
 
-def unswizzled(scales: "torch.Tensor", rows: int, columns: int) -> "torch.Tensor":
+def unswizzle(scales: "torch.Tensor", rows: int, columns: int) -> "torch.Tensor":
     """Return block scales `[rows, columns]` from the layout of NVIDIA's tensor cores, tiles of 128 x 4.
 
     scales: `[...]` with the tiles' elements in order.
@@ -84,12 +84,12 @@ class Mxfp8:
     scale: TensorFile
     multiple = GROUP_MXFP8
 
-    def read(self, index: Index, read: Read) -> "torch.Tensor":
+    def read(self, index: Index, read: ReadTensor) -> "torch.Tensor":
         import torch
 
-        rows, columns = full(index, self.weight.shape)
-        codes = numbers(read(self.weight, (slice(*rows), slice(*columns))), "F8_E4M3")
-        exponents = unswizzled(
+        rows, columns = index_bounds(index, self.weight.shape)
+        codes = to_float32(read(self.weight, (slice(*rows), slice(*columns))), "F8_E4M3")
+        exponents = unswizzle(
             read(self.scale, ()).view(torch.uint8), self.weight.shape[0], self.weight.shape[1] // GROUP_MXFP8
         )
         exponents = _spread(exponents[slice(*rows)], 1, GROUP_MXFP8, columns).int()
@@ -110,22 +110,22 @@ class Nvfp4:
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], 2 * self.weight.shape[1]
 
-    def read(self, index: Index, read: Read) -> "torch.Tensor":
+    def read(self, index: Index, read: ReadTensor) -> "torch.Tensor":
         import torch
 
-        rows, (start, stop) = full(index, self.shape)
+        rows, (start, stop) = index_bounds(index, self.shape)
         packed = read(self.weight, (slice(*rows), slice(start // 2, -(-stop // 2)))).view(torch.uint8)
         codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1)[:, start % 2 :][:, : stop - start]
         values = torch.tensor([*_FP4, *(-value for value in _FP4)])[codes.int()]
-        scales = unswizzled(read(self.scale, ()), self.shape[0], self.shape[1] // GROUP_NVFP4)
-        scales = numbers(scales[slice(*rows)], "F8_E4M3") * read(self.scale_2, ()).float()
+        scales = unswizzle(read(self.scale, ()), self.shape[0], self.shape[1] // GROUP_NVFP4)
+        scales = to_float32(scales[slice(*rows)], "F8_E4M3") * read(self.scale_2, ()).float()
         values = values * _spread(scales, 1, GROUP_NVFP4, (start, stop))
         if self.input_scale is not None:
             values = values * read(self.input_scale, ()).float().flatten()[start:stop]
         return values
 
 
-def hadamard(size: int) -> "torch.Tensor":
+def hadamard_matrix(size: int) -> "torch.Tensor":
     """Return ConvRot's regular Hadamard matrix `[size, size]` with rows of length 1; `size` is a power of 4."""
     import torch
 
@@ -137,21 +137,21 @@ def hadamard(size: int) -> "torch.Tensor":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotated:
+class RotatedCodes:
     """Weights whose columns were rotated in groups of `size` before quantisation."""
 
-    codes: Scaled
+    codes: ScaledCodes
     size: int
 
-    def read(self, index: Index, read: Read) -> "torch.Tensor":
-        rows, columns = full(index, self.codes.weight.shape)
+    def read(self, index: Index, read: ReadTensor) -> "torch.Tensor":
+        rows, columns = index_bounds(index, self.codes.weight.shape)
         rotated = self.codes.read((slice(*rows), slice(None)), read)
-        values = (rotated.unflatten(1, (-1, self.size)) @ hadamard(self.size).T).flatten(1)
+        values = (rotated.unflatten(1, (-1, self.size)) @ hadamard_matrix(self.size).T).flatten(1)
         return values[:, slice(*columns)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bits4:
+class BitsAndBytes4:
     """bitsandbytes' 4-bit codes, two a byte, the first in the high half, in blocks of `block` elements of the flat
     tensor.
     """
@@ -166,10 +166,10 @@ class Bits4:
     scale_block: int = 1
     offset: float = 0.0  # added to decoded scales
 
-    def read(self, index: Index, read: Read) -> "torch.Tensor":
+    def read(self, index: Index, read: ReadTensor) -> "torch.Tensor":
         import torch
 
-        (start, stop), *_ = full(index, self.shape)
+        (start, stop), *_ = index_bounds(index, self.shape)
         size = math.prod(self.shape[1:])
         first, last = start * size, stop * size
         packed = read(self.weight, (slice(first // 2, -(-last // 2)), slice(None))).flatten().view(torch.uint8)
@@ -178,7 +178,7 @@ class Bits4:
         elements = (read(self.values, ()).float()[codes.int()] * scales).reshape(stop - start, *self.shape[1:])
         return elements[(slice(None), *index[1:])] if index else elements
 
-    def _scales(self, read: Read) -> "torch.Tensor":
+    def _scales(self, read: ReadTensor) -> "torch.Tensor":
         scales = read(self.scale, ())
         if self.scale_values is None or self.scale_scale is None:
             return scales.float()

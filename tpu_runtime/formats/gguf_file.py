@@ -17,7 +17,7 @@ import numpy as np
 from ..files import CheckpointError, Index, TensorFile, check_names
 from . import gguf_header
 from .gguf_header import Fields, HeaderError
-from .stored import Read, full
+from .stored import ReadTensor, index_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ FORMATS = (
 # Fields that name the model.
 TITLES = ("general.name", "general.basename", "general.finetune")
 # Config keys of a language model that do not follow from shapes, by the ending of the field's name.
-NUMBERS = {"rope.freq_base": "rope_theta", "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+CONFIG_NUMBERS = {"rope.freq_base": "rope_theta", "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 # Their bounds.
 _BOUNDS = {"rope_theta": (1.0, 1e10), "rms_norm_eps": (1e-10, 1e-2)}
 # Elements decoded at a time, because decoding makes several copies.
@@ -41,7 +41,7 @@ _AT_ONCE = 2**22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Packed:
+class GgufTensor:
     """A tensor in blocks, in the order of its elements."""
 
     path: Path
@@ -51,10 +51,10 @@ class Packed:
     block: int  # elements per block
     size: int  # bytes per block
 
-    def read(self, index: Index, read: Read) -> "torch.Tensor":
+    def read(self, index: Index, read: ReadTensor) -> "torch.Tensor":
         import torch
 
-        (start, stop), *_ = full(index, self.shape) if self.shape else [(0, 1)]
+        (start, stop), *_ = index_bounds(index, self.shape) if self.shape else [(0, 1)]
         width = math.prod(self.shape[1:])
         values = torch.empty((stop - start) * width)
         first, step = start * width, max(self.block, _AT_ONCE // self.block * self.block)
@@ -82,7 +82,7 @@ class Packed:
         return quants.dequantize(data.reshape(1, -1), kind).reshape(-1)
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorFile], Fields]:
+def read_gguf(path: Path) -> tuple[dict[str, TensorFile], Fields]:
     """Return the tensors of a GGUF file by name, and its fields. Reads no weights.
 
     Raises `CheckpointError` for an incomplete file or an unsupported format.
@@ -94,7 +94,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorFile], Fields]:
 @functools.lru_cache(maxsize=16)
 def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, TensorFile], Fields]:
     try:
-        fields, tensors, data = gguf_header.read(path)
+        fields, tensors, data = gguf_header.read_gguf_header(path)
     except HeaderError as error:
         raise CheckpointError(f"{path} is not a complete, supported GGUF file ({error}). Get it again.") from None
     check_names(path, tensors)
@@ -113,7 +113,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Tensor
                 "downloading. Get it again."
             )
         shape = _shape(path, name, shape, fields)
-        made = Packed(path=path, offset=begin, kind=kind, shape=shape, block=block, size=block_bytes)
+        made = GgufTensor(path=path, offset=begin, kind=kind, shape=shape, block=block, size=block_bytes)
         files[name] = TensorFile(path=path, name=name, shape=shape, dtype="F32", made=made)
     return files, fields
 
@@ -158,7 +158,7 @@ def _shape(path: Path, name: str, shape: tuple[int, ...], fields: Fields) -> tup
     return noted_shape
 
 
-def text_of(fields: Mapping[str, Any], name: str) -> str | None:
+def get_text(fields: Mapping[str, Any], name: str) -> str | None:
     """Return a field if it is a text, else None."""
     value = fields.get(name)
     return value if isinstance(value, str) else None
@@ -167,20 +167,20 @@ def text_of(fields: Mapping[str, Any], name: str) -> str | None:
 def _title(fields: Mapping[str, Any], name: str) -> str | None:
     """Return a title; None if its bytes are not UTF-8: a model runs without a title."""
     try:
-        return text_of(fields, name)
+        return get_text(fields, name)
     except CheckpointError:
         return None
 
 
-def metadata_of(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
+def read_metadata(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the file's metadata of its model as text: titles by name, and numbers by config key.
 
     path: for messages.
     Raises `CheckpointError` for a number out of bounds.
     """
     metadata = {name: text for name in TITLES if (text := _title(fields, name))}
-    architecture = text_of(fields, "general.architecture") or ""
-    for ending, key in NUMBERS.items():
+    architecture = get_text(fields, "general.architecture") or ""
+    for ending, key in CONFIG_NUMBERS.items():
         title = f"{architecture}.{ending}"
         if (number := fields.get(title)) is None:
             continue

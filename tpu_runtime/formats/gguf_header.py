@@ -20,7 +20,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _ARRAY, _ALIGNED_BY = 8, 9, "general.alignment"
 _VERSIONS, _ALIGNMENT = (2, 3), 32
 # Limits of a header's bytes, fields, tensors, texts in arrays and dimensions: several times the largest published ones.
-MOST_BYTES, MOST_FIELDS, MOST_TENSORS, MOST_TEXTS, MOST_DIMENSIONS = 2**27, 2**14, 2**14, 2**21, 4
+MAX_HEADER_BYTES, MAX_FIELDS, MAX_TENSORS, MAX_TEXTS, MAX_DIMENSIONS = 2**27, 2**14, 2**14, 2**21, 4
 _LONGEST_NAME = 2**16
 _AT_ONCE = 2**18
 _LENGTH = struct.Struct("<Q")
@@ -40,7 +40,7 @@ class FieldPlace(NamedTuple):
     stop: int
 
 
-class Tensor(NamedTuple):
+class GgufTensorInfo(NamedTuple):
     """A tensor's description."""
 
     shape: tuple[int, ...]  # last dimension last
@@ -95,11 +95,11 @@ class Header(NamedTuple):
     """A file's fields, tensors, and offset of the data section."""
 
     fields: Fields
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensorInfo]
     data: int
 
 
-def read(path: Path) -> Header:
+def read_gguf_header(path: Path) -> Header:
     """Return the header of a file. Raises `HeaderError` for other bytes, `OSError` if it cannot be read."""
     with path.open("rb", buffering=0) as file:
         stamp = _stamp(file)
@@ -112,8 +112,8 @@ def read(path: Path) -> Header:
         if version not in _VERSIONS:
             raise HeaderError(f"its version is {version}, and versions {_VERSIONS[0]} and {_VERSIONS[1]} are read")
         num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
-        places = dict(_unique(cursor.field() for _ in _check_count(num_fields, MOST_FIELDS, "fields")))
-        tensors = dict(_unique(cursor.tensor() for _ in _check_count(num_tensors, MOST_TENSORS, "tensors")))
+        places = dict(_unique(cursor.field() for _ in _check_count(num_fields, MAX_FIELDS, "fields")))
+        tensors = dict(_unique(cursor.tensor() for _ in _check_count(num_tensors, MAX_TENSORS, "tensors")))
         fields = Fields(path, stamp, places)
         alignment = fields.get(_ALIGNED_BY, _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -125,7 +125,7 @@ class _Cursor:
     """A reading position in a file. Raises `HeaderError` at the end of the file or of the longest allowed header."""
 
     def __init__(self, file: FileIO, size: int) -> None:
-        self._file, self._end = file, min(size, MOST_BYTES)
+        self._file, self._end = file, min(size, MAX_HEADER_BYTES)
         self._buffer, self._start, self._at, self._texts = b"", 0, 0, 0
 
     @property
@@ -145,8 +145,8 @@ class _Cursor:
             self._raise_end()
 
     def _raise_end(self) -> None:
-        if self._end == MOST_BYTES:
-            raise HeaderError(f"its header is longer than {MOST_BYTES // 2**20} MiB, which no published one is")
+        if self._end == MAX_HEADER_BYTES:
+            raise HeaderError(f"its header is longer than {MAX_HEADER_BYTES // 2**20} MiB, which no published one is")
         raise HeaderError(f"it ends within its header, after {self._end} bytes")
 
     def bytes(self, count: int) -> bytes:
@@ -164,8 +164,8 @@ class _Cursor:
 
     def skip_texts(self, count: int) -> None:
         self._texts += count
-        if self._texts > MOST_TEXTS:
-            raise HeaderError(f"its lists have {self._texts} texts, and {MOST_TEXTS} are read at most")
+        if self._texts > MAX_TEXTS:
+            raise HeaderError(f"its lists have {self._texts} texts, and {MAX_TEXTS} are read at most")
         unpack = _LENGTH.unpack_from
         for _ in range(count):
             if self._at + 8 > len(self._buffer):
@@ -197,12 +197,12 @@ class _Cursor:
         else:
             raise HeaderError(f"a field is of kind {kind}, which is not a number, text or list of these")
 
-    def tensor(self) -> tuple[str, Tensor]:
+    def tensor(self) -> tuple[str, GgufTensorInfo]:
         name, dimensions = self.name(), self.number("I")
-        if dimensions > MOST_DIMENSIONS:
-            raise HeaderError(f"a tensor has {dimensions} dimensions, and {MOST_DIMENSIONS} are read at most")
+        if dimensions > MAX_DIMENSIONS:
+            raise HeaderError(f"a tensor has {dimensions} dimensions, and {MAX_DIMENSIONS} are read at most")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
-        return name, Tensor(shape, self.number("I"), self.number("Q"))
+        return name, GgufTensorInfo(shape, self.number("I"), self.number("Q"))
 
 
 def _check_count(count: int, most: int, what: str) -> range:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile
-from ..model_spec import Table
+from ..model_spec import KeyTable
 
 Config = dict[str, Any]
-AGAIN = "Download it again, or choose another."
+DOWNLOAD_AGAIN = "Download it again, or choose another."
 
 
-class Shapes(Mapping[str, tuple[int, ...]]):
+class TensorShapes(Mapping[str, tuple[int, ...]]):
     """Shapes of a network's tensors by its own names. Missing tensors and other dimensions raise `CheckpointError`."""
 
     def __init__(self, tensors: Mapping[str, TensorFile]) -> None:
@@ -21,7 +21,9 @@ class Shapes(Mapping[str, tuple[int, ...]]):
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         if name not in self._tensors:
-            raise CheckpointError(f"{self.path}: the weight {name} is missing; the file is incomplete. {AGAIN}")
+            raise CheckpointError(
+                f"{self.path}: the weight {name} is missing; the file is incomplete. {DOWNLOAD_AGAIN}"
+            )
         return self._tensors[name].shape
 
     def __contains__(self, name: object) -> bool:
@@ -51,7 +53,7 @@ class Shapes(Mapping[str, tuple[int, ...]]):
 
     def count(self, path: str) -> int:
         """Return the number of layers in the list at `path`."""
-        return count(self._tensors, path)
+        return count_layers(self._tensors, path)
 
     @property
     def path(self) -> Path:
@@ -59,13 +61,13 @@ class Shapes(Mapping[str, tuple[int, ...]]):
         return next((tensor.path for tensor in self._tensors.values()), Path("the file"))
 
 
-def count(names: Iterable[str], path: str) -> int:
+def count_layers(names: Iterable[str], path: str) -> int:
     """Return the number of layers in the list at `path`, from the names of tensors."""
     matches = (re.match(rf"{re.escape(path)}\.(\d{{1,6}})\.", name) for name in names)
     return max((int(match.group(1)) for match in matches if match), default=-1) + 1
 
 
-def under(theirs: str, own: str, pairs: Mapping[str, str]) -> dict[str, str]:
+def prefix_keys(theirs: str, own: str, pairs: Mapping[str, str]) -> dict[str, str]:
     """Return entries of a key map: pairs of original and own names within a module, with the module's names `theirs`
     and `own`.
     """
@@ -90,9 +92,9 @@ class FileLayout:
     class_name: str
     marks: tuple[tuple[str, ...], ...]  # alternatives of tensors that must all exist, or with `!` must not
     # from shapes by own names and the published config: the config's values that tensors determine
-    config: Callable[[Shapes, Mapping[str, Any]], Config]
+    config: Callable[[TensorShapes, Mapping[str, Any]], Config]
     # from names: original names of its modules, if its component does not have them
-    table: Callable[[Iterable[str]], Table] | None = None
+    table: Callable[[Iterable[str]], KeyTable] | None = None
     # prefixes of names that only another network has, with its description; `*` is a number
     refused: Mapping[str, str] = field(default_factory=dict)
     # patterns of file names (lower case, `-` between words) of other networks with the same tensors
@@ -101,7 +103,7 @@ class FileLayout:
     flags: Mapping[str, Flag] = field(default_factory=dict)  # config keys that weights do not determine
     chat_template: str | None = None  # of a tokenizer in the file
 
-    def is_in(self, names: Iterable[str]) -> bool:
+    def matches(self, names: Iterable[str]) -> bool:
         """Return whether tensor names match one of `marks`."""
         known = names if isinstance(names, set | frozenset | dict) else set(names)
         return any(all(_has(mark, known) for mark in marks) for marks in self.marks)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..files import CheckpointError, TensorFile
-from ..model_spec import Rows, Table
+from ..model_spec import KeyTable, RowSlice
 from . import stored
 
 # Prefixes that trainers add to a module's name, also several. Kohya and LyCORIS also replace dots by underscores.
@@ -19,19 +19,19 @@ _KOHYA, _COMFYUI = "lora_unet_", "diffusion_model."
 _UNDERSCORED = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_+")
 
 
-class Names:
+class KeyMap:
     """A map of names in a file to a network's modules, from the names of its `weights` and the `table` of original
     names.
     """
 
-    def __init__(self, weights: Iterable[str], table: Table) -> None:
+    def __init__(self, weights: Iterable[str], table: KeyTable) -> None:
         self.weights = frozenset(weights)
         own_names = {*self.weights, *(name.rpartition(".")[0] for name in self.weights)}
         self._dotted = {name: name for name in own_names}
         self._underscored = {name.replace(".", "_"): name for name in own_names}
         self._table = table
 
-    def find(self, name: str) -> tuple[Rows, ...]:
+    def find(self, name: str) -> tuple[RowSlice, ...]:
         """Return the rows that a name of a module or parameter stands for, with or without a trainer's prefix; () if
         unknown.
 
@@ -41,11 +41,11 @@ class Names:
             targets = self._look_up(name[match.end() :], self._underscored, "_")
         else:
             # A network's own names may begin as trainers' prefixes do: `model.layers` of a language model.
-            targets = self._look_up(name if name in self._dotted else bare(name), self._dotted, ".")
+            targets = self._look_up(name if name in self._dotted else strip_prefixes(name), self._dotted, ".")
         return targets if all(rows.name in self._dotted for rows in targets) else ()
 
-    def _look_up(self, name: str, own: Mapping[str, str], dot: str) -> tuple[Rows, ...]:
-        return (Rows(own[name]),) if name in own else looked_up(name, self._table, dot)
+    def _look_up(self, name: str, own: Mapping[str, str], dot: str) -> tuple[RowSlice, ...]:
+        return (RowSlice(own[name]),) if name in own else lookup(name, self._table, dot)
 
     def comfyui_order(self, name: str, prefixes: Sequence[str]) -> int | None:
         """Return the rank of a name among those that ComfyUI accepts for one module of a LoRA; None for other names.
@@ -81,19 +81,19 @@ class Names:
         return {".": frozenset(named | parts), "_": frozenset(name.replace(".", "_") for name in named)}
 
 
-def looked_up(name: str, table: Table, dot: str = ".") -> tuple[Rows, ...]:
+def lookup(name: str, table: KeyTable, dot: str = ".") -> tuple[RowSlice, ...]:
     """Return the rows that an original name of a module or parameter stands for; () if the table does not have it.
 
     dot: separator in `name`.
     """
     for pattern, target in table.items():
         if match := _regex(pattern.replace(".", dot)).fullmatch(name):
-            rows = (Rows(target),) if isinstance(target, str) else target
+            rows = (RowSlice(target),) if isinstance(target, str) else target
             return tuple(replace(target, name=_fill(target.name, match.groups())) for target in rows)
     return ()
 
 
-def translated(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, TensorFile]:
+def to_diffusers(tensors: Mapping[str, TensorFile], table: KeyTable) -> dict[str, TensorFile]:
     """Return tensors by the names of diffusers and transformers. Names that the table does not have stay.
 
     Raises `CheckpointError` if two tensors get one name.
@@ -101,10 +101,10 @@ def translated(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, Ten
     views: dict[str, TensorFile] = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        rows = looked_up(module, table) if table else ()
+        rows = lookup(module, table) if table else ()
         # The authors of Flux call the weight of a norm its scale.
         ending = f".{'weight' if leaf == 'scale' else leaf}" if rows else ""
-        for target in rows or looked_up(name, table) or (Rows(name),):
+        for target in rows or lookup(name, table) or (RowSlice(name),):
             if target.name + ending in views:
                 raise CheckpointError(
                     f"{tensor.path}: {views[target.name + ending].name} and {tensor.name} are both "
@@ -116,11 +116,11 @@ def translated(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, Ten
                         f"{tensor.path}: {tensor.name} has shape {tensor.shape}, whose rows are no {target.of} equal "
                         "groups. The file is damaged, or of another model."
                     )
-            views[target.name + ending] = stored.of_rows(tensor, target.groups, target.of)
+            views[target.name + ending] = stored.row_view(tensor, target.groups, target.of)
     return views
 
 
-def originals(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, TensorFile]:
+def to_original(tensors: Mapping[str, TensorFile], table: KeyTable) -> dict[str, TensorFile]:
     """Return tensors of diffusers and transformers by their original names, with rows in the original order.
 
     The inverse of `translated`. If a module has several original names, the table's last one counts, which is
@@ -132,29 +132,29 @@ def originals(tensors: Mapping[str, TensorFile], table: Table) -> dict[str, Tens
         module, _, leaf = name.rpartition(".")
         theirs = _find_original(module, table)
         end = f".{leaf}" if theirs else ""
-        pattern, rows = theirs or _find_original(name, table) or (name, Rows(name))
+        pattern, rows = theirs or _find_original(name, table) or (name, RowSlice(name))
         if (rows.groups, rows.of) == ((0,), 1):
             views[pattern + end] = tensor
             continue
         group_views = groups.setdefault(pattern + end, {})
         for place, group in enumerate(rows.groups):
-            group_views[group] = stored.of_rows(tensor, (place,), len(rows.groups))
+            group_views[group] = stored.row_view(tensor, (place,), len(rows.groups))
     for name, parts in groups.items():
-        joined = stored.Joined(tuple(parts[group] for group in sorted(parts)))
-        views[name] = stored.made_of(joined.sources[0], joined.shape, joined)
+        joined = stored.ConcatenatedView(tuple(parts[group] for group in sorted(parts)))
+        views[name] = stored.view(joined.sources[0], joined.shape, joined)
     return views
 
 
-def _find_original(name: str, table: Table) -> tuple[str, Rows] | None:
+def _find_original(name: str, table: KeyTable) -> tuple[str, RowSlice] | None:
     """Return the original name of a module or parameter, and its rows there; None if unknown."""
     for pattern, target in reversed(tuple(table.items())):
-        for rows in (Rows(target),) if isinstance(target, str) else target:
+        for rows in (RowSlice(target),) if isinstance(target, str) else target:
             if match := _regex(rows.name).fullmatch(name):
                 return _fill(pattern, match.groups()), rows
     return None
 
 
-def bare(name: str) -> str:
+def strip_prefixes(name: str) -> str:
     """Return a module's name without trainers' prefixes."""
     while prefix := next((prefix for prefix in _DOTTED if name.startswith(prefix)), ""):
         name = name.removeprefix(prefix)

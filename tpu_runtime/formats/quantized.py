@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Dtypes read as numbers, as named in safetensors' headers. fp8 alone is a plain cast; with a scale it is a code.
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-READ = FLOATS | {"F8_E4M3", "F8_E5M2"}
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+READABLE_DTYPES = FLOAT_DTYPES | {"F8_E4M3", "F8_E5M2"}
 ADVICE = "Such codes are not decoded here. Use a checkpoint whose weights are bfloat16, float16 or float32."
 # Methods in a config that are supported, because marks in the files state each layer's format (see `formats.codes`).
-DECODED = ("bitsandbytes", "fp8")
+DECODED_METHODS = ("bitsandbytes", "fp8")
 
 # Names in a layer and the tool that writes them, the most specific ones first.
 _WRITERS = (
@@ -39,7 +39,7 @@ _WRITERS = (
 _MARKS = re.compile("scale|absmax|quant_state|SCB|comfy_quant|qzeros|_amax")
 
 
-def method_of_config(config: Mapping[str, Any]) -> str | None:
+def detect_in_config(config: Mapping[str, Any]) -> str | None:
     """Return the quantisation method in a component's `config.json`, or None.
 
     `compression_config` is an older key of compressed-tensors. A model of several networks may have the entry in one
@@ -53,17 +53,17 @@ def method_of_config(config: Mapping[str, Any]) -> str | None:
             )
             return method_name or "a method that its config does not name"
     parts = (part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping))
-    return next((method for part in parts if (method := method_of_config(part))), None)
+    return next((method for part in parts if (method := detect_in_config(part))), None)
 
 
-def method_of_tensors(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
+def detect_in_tensors(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the first tensor that holds codes, and the method that wrote it; None if all hold numbers.
 
     dtypes: of the tensors by name, as safetensors names them.
     Codes have a dtype other than floating point, or fp8, and the same layer has tensors that decode them. Integers
     without such, as positions, are ignored.
     """
-    suspects = [name for name, dtype in dtypes.items() if dtype not in FLOATS]
+    suspects = [name for name, dtype in dtypes.items() if dtype not in FLOAT_DTYPES]
     marks, described = _marks(dtypes) if suspects else (Counter(), set())
     for name in suspects:
         layer, _, leaf = name.rpartition(".")

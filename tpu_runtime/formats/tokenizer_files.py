@@ -50,7 +50,7 @@ class TokenizerFile:
     name: str  # of the tensor, or the prefix of GGUF's fields
 
 
-def embedded(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> TokenizerFile | None:
+def find_tokenizer(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> TokenizerFile | None:
     """Return the tokenizer in a file for the network with this `prefix`; None without one, or for an unsupported GGUF
     kind.
 
@@ -58,9 +58,9 @@ def embedded(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") ->
     In a checkpoint of several networks the tensor is inside the encoder, or next to it as ComfyUI saves it.
     """
     if path.suffix == gguf_file.SUFFIX:
-        fields = gguf_file.read_header(path)[1]
-        kind = gguf_file.text_of(fields, f"{_GGUF}model")
-        is_known = kind == "t5" or (kind == "gpt2" and gguf_file.text_of(fields, f"{_GGUF}pre") in _WORDS)
+        fields = gguf_file.read_gguf(path)[1]
+        kind = gguf_file.get_text(fields, f"{_GGUF}model")
+        is_known = kind == "t5" or (kind == "gpt2" and gguf_file.get_text(fields, f"{_GGUF}pre") in _WORDS)
         return TokenizerFile(path, _GGUF) if is_known else None
     candidates = (name for leaf in TENSORS for name in tensors if name.rpartition(".")[2] == leaf)
     nearest = max(candidates, key=lambda name: _nearness(name, prefix), default="")
@@ -73,21 +73,21 @@ def _nearness(name: str, prefix: str) -> int:
     return len(place) if prefix.startswith(place) else len(prefix) if place.startswith(prefix) else -1
 
 
-def carried(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> dict[str, bytes]:
+def read_tokenizers(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> dict[str, bytes]:
     """Return the contents of the tokenizers in a file, by their tensor names in safetensors files.
 
     tensors, prefix: as for `embedded`.
     """
-    if (tokenizer_file := embedded(path, tensors, prefix)) is None:
+    if (tokenizer_file := find_tokenizer(path, tensors, prefix)) is None:
         return {}
     if tokenizer_file.name == _GGUF:
         values = _fields(path)
-        is_t5 = gguf_file.text_of(values, "model") == "t5"
+        is_t5 = gguf_file.get_text(values, "model") == "t5"
         return {SENTENCEPIECE: _sentencepiece_of_gguf(values).SerializeToString()} if is_t5 else {}
     return {tokenizer_file.name.rpartition(".")[2]: _bytes(tokenizer_file)}
 
 
-def of_folder(folder: Path) -> dict[str, bytes]:
+def read_folder_tokenizer(folder: Path) -> dict[str, bytes]:
     """Return `carried` for a tokenizer's folder: its own file, or the SentencePiece model of `tokenizer.json`."""
     for file, name in (("spiece.model", SENTENCEPIECE), ("tekken.json", TEKKEN)):
         if (folder / file).is_file():
@@ -124,7 +124,7 @@ def _sentencepiece_of_json(said: Mapping[str, Any], own: Mapping[str, Any]) -> A
     return model
 
 
-def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None) -> int:
+def write_tokenizer(carried: TokenizerFile, folder: Path, chat_template: str | None = None) -> int:
     """Write the tokenizer of a file into a folder, and return its number of tokens. Raises `CheckpointError` if
     invalid.
 
@@ -132,7 +132,7 @@ def write(carried: TokenizerFile, folder: Path, chat_template: str | None = None
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tokens.guarded(carried.path):
+        with tokens.guard_panics(carried.path):
             tokenizer, names = _read(carried)
             tokenizer.save(str(folder / "tokenizer.json"))
             size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -153,7 +153,7 @@ def _read(carried: TokenizerFile) -> tuple[Any, dict[str, str]]:
     """Return a tokenizer, and its begin, end, padding and unknown tokens by their config keys."""
     if carried.name == _GGUF:
         values = _fields(carried.path)
-        is_t5 = gguf_file.text_of(values, "model") == "t5"
+        is_t5 = gguf_file.get_text(values, "model") == "t5"
         return _sentencepiece(_sentencepiece_of_gguf(values)) if is_t5 else _byte_pairs_of_gguf(values)
     content = _bytes(carried)
     if carried.name.rpartition(".")[2] == TEKKEN:
@@ -165,7 +165,7 @@ def _read(carried: TokenizerFile) -> tuple[Any, dict[str, str]]:
 
 def _fields(path: Path) -> Mapping[str, Any]:
     """Return a GGUF file's fields of its tokenizer."""
-    return gguf_file.read_header(path)[1].below(_GGUF)
+    return gguf_file.read_gguf(path)[1].below(_GGUF)
 
 
 def _bytes(carried: TokenizerFile) -> bytes:
@@ -261,7 +261,7 @@ def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
 
 def _byte_pairs_of_gguf(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """Return Qwen's or Mistral's tokenizer from GGUF's fields: tokens in order, and byte pairs in merging order."""
-    words = _WORDS[str(gguf_file.text_of(fields, "pre"))]
+    words = _WORDS[str(gguf_file.get_text(fields, "pre"))]
     texts, kinds = fields["tokens"], fields["token_type"]
     by_kind = {kind: [token for token, k in zip(texts, kinds, strict=True) if k == kind] for kind in set(kinds)}
     unused = set(by_kind.get(_UNUSED, ()))

@@ -14,7 +14,7 @@ SPLIT = _COUNT, _NUMBER = "split.count", "split.no"
 _SIGHT = ("v.blk.", "mm.", "v.patch_embd")
 
 
-def check_whole(path: Path, metadata: Mapping[str, str]) -> None:
+def check_not_sharded(path: Path, metadata: Mapping[str, str]) -> None:
     """Raise `CheckpointError` for a shard of a checkpoint; `metadata` is the file's."""
     match = _SHARD.fullmatch(path.name)
     number, total = (int(match["number"]), int(match["total"])) if match else (1, 1)
@@ -34,7 +34,7 @@ def check_whole(path: Path, metadata: Mapping[str, str]) -> None:
     )
 
 
-def check_known(path: Path, names: Collection[str]) -> None:
+def check_not_partial(path: Path, names: Collection[str]) -> None:
     """Raise `CheckpointError` for a file with an incomplete network that its tensors' `names` identify."""
     if any(name.startswith(_SIGHT) for name in names):
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 import os
 
-from .place import Place
+from .place import HostRank
 
 # Set in processes that are started again when they end.
 SUPERVISED = "COMFYUI_TPU_SUPERVISED"
@@ -14,7 +14,7 @@ HEARTBEAT_S = 300
 SHUTDOWN_S = 5
 
 
-def start(place: Place) -> None:
+def initialize(place: HostRank) -> None:
     """Initialize `jax.distributed`, before JAX touches a device. Returns when all processes have called it."""
     import jax
 
@@ -31,7 +31,7 @@ def start(place: Place) -> None:
     )
 
 
-def what_now() -> str:
+def recovery_advice() -> str:
     """Return the sentence that follows the report of a lost host."""
     if os.environ.get(SUPERVISED):
         return "All hosts start again; queue the prompt again in a minute."

@@ -11,12 +11,24 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..line import wire
-from ..line.link import Gone, MachineLink, Refused, connect
-from ..line.records import Answer, Ask, AskRows, At, Begin, Bye, ChipRows, Ended, Log, Stop, Text
-from ..progress import Progress, Silent, in_daemon
+from ..line.link import Connection, ConnectionLost, HandshakeRejected, connect
+from ..line.records import (
+    AbortAttempt,
+    AttemptEnded,
+    BarrierReached,
+    ChipStats,
+    GetChipStats,
+    Invoke,
+    LogLine,
+    Reply,
+    Shutdown,
+    Start,
+    StatusText,
+)
+from ..progress import Progress, SilentProgress, run_in_daemon_thread
 from . import distributed, terms
-from .place import Place
-from .together import RESTART, Arguments, ChipRow, Ending, Result, Stopped, Together
+from .place import HostRank
+from .together import RESTART_EXIT_CODE, Arguments, AttemptAborted, AttemptOutcome, ChipRow, HostGroup, Result
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +36,15 @@ PAUSE_S = 1.0
 # The engine's methods that the leader may call between stages. Any other request is a stage.
 REQUESTS = ("expect", "free", "free_titled")
 # The most tensor bytes in a message, and the messages of a leader.
-_MOST_BYTES, _SAID = 2**34, (Answer, AskRows, Bye, Ask, Stop)
+_MAX_TENSOR_BYTES, _LEADER_MESSAGES = 2**34, (Reply, GetChipStats, Shutdown, Invoke, AbortAttempt)
 
 
-class Follower(Together):
-    """The hosts of an engine, in a follower. When the leader disconnects, the process exits with `RESTART`."""
+class Follower(HostGroup):
+    """The hosts of an engine, in a follower. When the leader disconnects, the process exits with `RESTART_EXIT_CODE`."""
 
     is_leader = False
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: HostRank) -> None:
         self._place = place
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._is_stopped = threading.Event()
@@ -44,45 +56,47 @@ class Follower(Together):
         """Wait for the leader, then join this process's chips to all others. Raises Refused."""
         self._link = self._connect()
         try:
-            first = self._link.receive((Begin, Bye))
-        except Gone as error:
+            first = self._link.receive((Start, Shutdown))
+        except ConnectionLost as error:
             self._link.close()
-            raise Refused(f"The leader closed the connection ({error}); it may be starting or shutting down.") from None
-        if isinstance(first, Bye):
-            raise Refused(f"The leader does not begin: {first.why}.")
-        terms.take_over(first.environment)
+            raise HandshakeRejected(
+                f"The leader closed the connection ({error}); it may be starting or shutting down."
+            ) from None
+        if isinstance(first, Shutdown):
+            raise HandshakeRejected(f"The leader does not begin: {first.why}.")
+        terms.apply_environment(first.environment)
         log.info("Joining %d hosts", self._place.count)
-        self._hearing = in_daemon(self._hear, "comfyui-tpu-follower")
+        self._hearing = run_in_daemon_thread(self._hear, "comfyui-tpu-follower")
         logging.getLogger(__name__.partition(".")[0]).addHandler(_ToLeader(self._link))
-        distributed.start(self._place)
+        distributed.initialize(self._place)
 
-    def obey(self, engine: Any, chips: Callable[[Any], list[ChipRow]]) -> None:
+    def serve_leader(self, engine: Any, chips: Callable[[Any], list[ChipRow]]) -> None:
         """Execute the leader's requests on `engine` until the leader disconnects, then exit.
 
         chips: returns the monitor's rows of the engine's own chips.
         """
         self._rows = lambda: chips(engine)
-        log.info("Following with %d of %d chips", len(engine.own), len(engine.devices))
+        log.info("Following with %d of %d chips", len(engine.local_devices), len(engine.devices))
         while True:
             message = self._messages.get()
-            if not isinstance(message, Ask):
+            if not isinstance(message, Invoke):
                 continue
             if message.name in REQUESTS:
                 getattr(engine, message.name)(**message.arguments)
                 continue
             try:
-                engine.run(message.name, **message.arguments, progress=Silent())
+                engine.run(message.name, **message.arguments, progress=SilentProgress())
                 log.info("%s: done", message.name)
             except Exception as error:  # of any kind: the leader has received it, and reports it to the user
                 log.info("%s: %s: %s", message.name, type(error).__name__, error)
 
-    def _connect(self) -> MachineLink:
+    def _connect(self) -> Connection:
         is_logged = False
-        hello = {"process": self._place.process, "count": self._place.count, "terms": terms.terms()}
+        hello = {"process": self._place.process, "count": self._place.count, "terms": terms.host_versions()}
         while True:
             try:
                 return connect(self._place.address, hello)
-            except Refused:
+            except HandshakeRejected:
                 raise
             except OSError as error:
                 if not is_logged:
@@ -94,18 +108,22 @@ class Follower(Together):
         """Receive the leader's messages until it disconnects."""
         try:
             while True:
-                self._take(self._link.receive(_SAID, values=wire.MODELS, most_bytes=_MOST_BYTES))
-        except Gone as error:
+                self._take(
+                    self._link.receive(_LEADER_MESSAGES, values=wire.MODEL_RECORDS, most_bytes=_MAX_TENSOR_BYTES)
+                )
+        except ConnectionLost as error:
             self._end(f"the connection to the leader was lost ({error})")
 
     def _take(self, message: object) -> None:
-        if isinstance(message, Bye):
+        if isinstance(message, Shutdown):
             self._end(message.why)
-        elif isinstance(message, AskRows):
+        elif isinstance(message, GetChipStats):
             if self._answering is None or self._answering.done():  # a chip may hang
-                self._answering = in_daemon(lambda: self._link.tell(ChipRows(self._rows())), "comfyui-tpu-rows")
+                self._answering = run_in_daemon_thread(
+                    lambda: self._link.tell(ChipStats(self._rows())), "comfyui-tpu-rows"
+                )
         else:
-            if isinstance(message, Stop):
+            if isinstance(message, AbortAttempt):
                 self._is_stopped.set()
             self._messages.put(message)
 
@@ -113,51 +131,51 @@ class Follower(Together):
         """Exit at once: the chips may wait for other hosts that have left, and JAX would wait for its coordinator."""
         log.warning("Starting again: %s", why)
         logging.shutdown()
-        os._exit(RESTART)
+        os._exit(RESTART_EXIT_CODE)
 
-    # -- see `Together`; only the leader announces -------------------------------------------------------------------
+    # -- see `HostGroup`; only the leader announces -------------------------------------------------------------------
 
     def stage(self, name: str, arguments: Arguments, progress: Progress) -> contextlib.AbstractContextManager[Progress]:
         return contextlib.nullcontext(_Reporting(self._link, self._is_stopped))
 
-    def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
-        self._link.tell(Ended(own, str(error)))
+    def _verdict(self, own: AttemptOutcome | None, error: BaseException | None) -> tuple[AttemptOutcome | None, str]:
+        self._link.tell(AttemptEnded(own, str(error)))
         verdict = self._next("verdict")
         self._is_stopped.clear()
         return verdict, "another host's attempt did not succeed"
 
-    def agree(self, what: str, state: object = None) -> bool:
+    def barrier(self, what: str, state: object = None) -> bool:
         if self._is_stopped.is_set():
-            raise Stopped
-        self._link.tell(At(what, state))
+            raise AttemptAborted
+        self._link.tell(BarrierReached(what, state))
         return self._next("go")
 
-    def decide(self, value: Result) -> Result:
+    def broadcast(self, value: Result) -> Result:
         return self._next("decided")
 
     def _next(self, name: str) -> Any:
         """Return the value of the leader's next answer to `name`. Raises Stopped if the attempt is aborted."""
         while True:
             message = self._messages.get()
-            if isinstance(message, Answer) and message.to == name:
+            if isinstance(message, Reply) and message.to == name:
                 return message.value
-            if isinstance(message, Stop) and name != "verdict":
-                raise Stopped
+            if isinstance(message, AbortAttempt) and name != "verdict":
+                raise AttemptAborted
 
 
-class _Reporting(Silent):
+class _Reporting(SilentProgress):
     """Progress that is reported to the leader, and that ends when the leader aborts the attempt."""
 
-    def __init__(self, link: MachineLink, is_stopped: threading.Event) -> None:
+    def __init__(self, link: Connection, is_stopped: threading.Event) -> None:
         self._link, self._is_stopped = link, is_stopped
 
     def text(self, message: str) -> None:
         log.info("%s", message)
-        self._link.tell(Text(message))
+        self._link.tell(StatusText(message))
 
     def check_cancelled(self) -> None:
         if self._is_stopped.is_set():
-            raise Stopped
+            raise AttemptAborted
 
 
 class _ToLeader(logging.Handler):
@@ -166,10 +184,10 @@ class _ToLeader(logging.Handler):
     A logging thread holds a lock that the connections' thread may need, so it does not wait for that thread.
     """
 
-    def __init__(self, link: MachineLink) -> None:
+    def __init__(self, link: Connection) -> None:
         super().__init__(logging.INFO)
         self._link = link
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(f"{__package__}".replace("hosts", "line")):  # sending logs, which would recurse
-            self._link.post(Log(record.getMessage()[:1000]))
+            self._link.post(LogLine(record.getMessage()[:1000]))

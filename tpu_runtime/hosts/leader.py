@@ -9,55 +9,55 @@ from collections.abc import Callable, Iterator
 
 from .. import versions
 from ..line import wire
-from ..line.link import Door, Gone, Hello, MachineLink
-from ..line.records import Answer, Ask, AskRows, At, Begin, Bye, Ended, Stop
-from ..progress import Progress, in_daemon
+from ..line.link import Connection, ConnectionLost, Hello, RpcServer
+from ..line.records import AbortAttempt, AttemptEnded, BarrierReached, GetChipStats, Invoke, Reply, Shutdown, Start
+from ..progress import Progress, run_in_daemon_thread
 from . import distributed, terms
-from .member import HEARD, Guarded, Member
-from .place import Place
-from .together import ENDINGS, Arguments, ChipRow, Ending, HostsError, Result, Together
+from .member import FOLLOWER_MESSAGES, GuardedProgress, Peer
+from .place import HostRank
+from .together import OUTCOMES, Arguments, AttemptOutcome, ChipRow, HostGroup, HostsError, Result
 
 log = logging.getLogger(__name__)
 
 # How long a prompt waits for followers that have not connected, in seconds.
-LATE_S = 45.0
+JOIN_TIMEOUT_S = 45.0
 # How long a host may take to end an aborted attempt, in seconds; after that it is stuck in a program.
-STUCK_S = 30.0
+ABORT_TIMEOUT_S = 30.0
 # How long a stage may take to end by itself after the loss of a host, in seconds.
 GRACE_S = 5.0
 # While waiting for a host: seconds between checks for a cancel, and seconds until the status names the host.
-LOOK_S, SAY_S = 0.2, 2.0
+POLL_S, REPORT_DELAY_S = 0.2, 2.0
 # How long the loss of a host may take to be noticed here, in seconds; the chips may fail first.
-TELL_S = 1.0
+LOSS_NOTICE_S = 1.0
 
 
-class Leader(Together):
+class Leader(HostGroup):
     """The hosts of an engine, in the leader.
 
     `end` is called in a thread of its own when a host is lost and the process must be started again. It receives a
     sentence, and the progress of the stage if that is stuck on the chips, which nothing can interrupt.
     """
 
-    def __init__(self, place: Place, end: Callable[[str, Progress | None], None]) -> None:
+    def __init__(self, place: HostRank, end: Callable[[str, Progress | None], None]) -> None:
         self._place, self._end = place, end
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, Peer] = {}
         self._refused: dict[str, str] = {}
         self._begun = False
-        self._door: Door | None = None
-        self._running: Guarded | None = None
+        self._door: RpcServer | None = None
+        self._running: GuardedProgress | None = None
         self._changed = threading.Condition()
         self.lost: str | None = None
 
-    def members(self) -> list[Member]:
+    def peers(self) -> list[Peer]:
         """Return the connected followers, by rank."""
         return [self._members[process] for process in sorted(self._members)]
 
     def _tell(self, message: object) -> None:
-        for member in self.members():
+        for member in self.peers():
             member.link.tell(message)  # a lost connection is handled by `_hear`
 
     @contextlib.contextmanager
-    def joining(self, progress: Progress) -> Iterator[None]:
+    def join(self, progress: Progress) -> Iterator[None]:
         """Wait for all followers, then join their chips to this process's. The chips are started within this context.
 
         Raises HostsError for missing followers.
@@ -68,9 +68,9 @@ class Leader(Together):
 
     def close(self) -> None:
         """Release the followers, because the process ends."""
-        self._tell(Bye("the leader ended"))
+        self._tell(Shutdown("the leader ended"))
 
-    # -- see `Together` ------------------------------------------------------------------------------------------------
+    # -- see `HostGroup` ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def stage(self, name: str, arguments: Arguments, progress: Progress) -> Iterator[Progress]:
@@ -79,12 +79,12 @@ class Leader(Together):
             yield guarded
 
     def tell(self, request: str, arguments: Arguments) -> None:
-        self._tell(Ask(request, dict(arguments)))
+        self._tell(Invoke(request, dict(arguments)))
 
-    def agree(self, what: str, state: object = None) -> bool:
+    def barrier(self, what: str, state: object = None) -> bool:
         self._check_progress()
         states = [state]
-        for member in self.members():
+        for member in self.peers():
             if (message := self._next(member)) is None:
                 raise HostsError(f"{member.title} ended the stage early; its checkpoint differs.")
             if message.what != what:
@@ -94,26 +94,26 @@ class Leader(Together):
                 )
             states.append(message.state)
         is_same = all(other == states[0] for other in states)
-        self._tell(Answer("go", is_same))
+        self._tell(Reply("go", is_same))
         return is_same
 
-    def decide(self, value: Result) -> Result:
-        self._tell(Answer("decided", value))
+    def broadcast(self, value: Result) -> Result:
+        self._tell(Reply("decided", value))
         return value
 
     def rows(self) -> list[ChipRow]:
-        self._tell(AskRows())
-        return [row for member in self.members() for row in member.rows]
+        self._tell(GetChipStats())
+        return [row for member in self.peers() for row in member.rows]
 
     # -- how an attempt ends -------------------------------------------------------------------------------------------
 
-    def _wait_for_ends(self, deadline: float | None = None) -> None:
+    def _wait_for_outcomes(self, deadline: float | None = None) -> None:
         """Wait until all followers have ended the attempt; `deadline` is set for followers that were told to abort."""
-        for member in self.members():
+        for member in self.peers():
             while self._next(member, deadline) is not None:
-                member.link.tell(Stop())  # it waits at a barrier that nobody else reaches
+                member.link.tell(AbortAttempt())  # it waits at a barrier that nobody else reaches
 
-    def _verdict(self, own: Ending | None, error: BaseException | None) -> tuple[Ending | None, str]:
+    def _verdict(self, own: AttemptOutcome | None, error: BaseException | None) -> tuple[AttemptOutcome | None, str]:
         """Return the outcome of an attempt, after an error here or elsewhere, or a cancel.
 
         Waits until the attempt has ended on all hosts.
@@ -121,18 +121,18 @@ class Leader(Together):
         if error is not None:
             is_of_chips = isinstance(error, RuntimeError) and not isinstance(error, HostsError)
             # The chips may fail first when a host is lost, with an error of their own.
-            self._raise_if_lost(error, TELL_S if is_of_chips else 0.0)
-            self._tell(Stop())
-            self._wait_for_ends(time.monotonic() + STUCK_S)
-        failures = [failure for member in self.members() if (failure := member.failure())]
+            self._raise_if_lost(error, LOSS_NOTICE_S if is_of_chips else 0.0)
+            self._tell(AbortAttempt())
+            self._wait_for_outcomes(time.monotonic() + ABORT_TIMEOUT_S)
+        failures = [failure for member in self.peers() if (failure := member.failure())]
         endings = {own, *(failure.ending for failure in failures)}
-        verdict: Ending | None = next((ending for ending in ENDINGS if ending in endings), None)
-        for member in self.members():
+        verdict: AttemptOutcome | None = next((ending for ending in OUTCOMES if ending in endings), None)
+        for member in self.peers():
             member.forget_attempt()
-        self._tell(Answer("verdict", verdict))
+        self._tell(Reply("verdict", verdict))
         return verdict, next((str(failure) for failure in failures if failure.ending == verdict), "")
 
-    def _next(self, member: Member, deadline: float | None = None) -> At | None:
+    def _next(self, member: Peer, deadline: float | None = None) -> BarrierReached | None:
         """Return a follower's next message of the attempt; None once it has ended the attempt.
 
         Meanwhile the status names the host that is waited for, and the user may cancel. With a `deadline` neither
@@ -140,13 +140,13 @@ class Leader(Together):
         """
         began, shown = time.monotonic(), ""
         while member.ended is None:
-            if (message := member.next(LOOK_S)) is not None:
+            if (message := member.next(POLL_S)) is not None:
                 return message
             self._raise_if_lost()
             if deadline is None:
                 self._check_progress()
                 text = f"Waiting for {member}{': ' if member.text else ''}{member.text}"
-                if time.monotonic() - began > SAY_S and text != shown and self._running:
+                if time.monotonic() - began > REPORT_DELAY_S and text != shown and self._running:
                     shown = text
                     self._running.text(text)
             elif time.monotonic() > deadline:
@@ -164,7 +164,7 @@ class Leader(Together):
         if self._door is not None:
             return
         versions.source_digest()  # reads the pack's source, before a follower waits for it
-        door, port = Door(self._problem, self._hear), self._place.address.port
+        door, port = RpcServer(self._problem, self._hear), self._place.address.port
         try:
             door.listen("", port)
         except OSError as error:
@@ -185,20 +185,20 @@ class Leader(Together):
             hosts = f"host{'s' if len(missing) > 1 else ''} {names} of {self._place.count}"
             if self._refused:
                 raise HostsError(" ".join(self._refused.values()))
-            if time.monotonic() - began > LATE_S:
+            if time.monotonic() - began > JOIN_TIMEOUT_S:
                 raise HostsError(
-                    f"This TPU has {self._place.count} hosts, and {hosts} did not connect within {LATE_S:.0f} s. Start "
+                    f"This TPU has {self._place.count} hosts, and {hosts} did not connect within {JOIN_TIMEOUT_S:.0f} s. Start "
                     f"there: comfyui-tpu follow --coordinator {self._place.address} --process "
                     f"{missing[0]} --of {self._place.count}. Then queue the prompt again."
                 )
-            progress.text(f"Waiting for {hosts}, {began + LATE_S - time.monotonic():.0f} s more")
+            progress.text(f"Waiting for {hosts}, {began + JOIN_TIMEOUT_S - time.monotonic():.0f} s more")
             progress.check_cancelled()
             with self._changed:
                 self._changed.wait(1.0)
         progress.text(f"Joining {self._place.count} hosts")
-        self._tell(Begin(terms.environment()))
+        self._tell(Start(terms.shared_environment()))
         try:
-            distributed.start(self._place)
+            distributed.initialize(self._place)
         except RuntimeError as error:
             self._lost(f"The hosts could not be joined ({str(error).partition(chr(10))[0]}).")
             raise HostsError(str(self.lost)) from error
@@ -219,7 +219,7 @@ class Leader(Together):
                 f"{title} was started as process {process} of {count}, but the leader was started for {place.count} "
                 f"hosts. Start it with --process 1 to {place.count - 1} --of {place.count}."
             )
-        elif other := terms.difference(terms.terms(), dict(hello["terms"])):
+        elif other := terms.describe_difference(terms.host_versions(), dict(hello["terms"])):
             problem = (
                 f"{title} cannot join: its versions differ ({other:.1000}). Update this pack and its "
                 "packages to the same versions on all hosts: python3 setup.py update."
@@ -235,8 +235,8 @@ class Leader(Together):
             self._changed.notify_all()
         return problem
 
-    async def _hear(self, link: MachineLink, hello: Hello, address: str) -> None:
-        member = Member(int(hello["process"]), address, link)
+    async def _hear(self, link: Connection, hello: Hello, address: str) -> None:
+        member = Peer(int(hello["process"]), address, link)
         with self._changed:
             if self._members.setdefault(member.process, member) is not member:
                 return
@@ -244,20 +244,20 @@ class Leader(Together):
         log.info("%s is connected", member)
         try:
             while True:
-                message = await link.get(HEARD, wire.SETTINGS)
-                member.hear(message)
-                if isinstance(message, Ended) and message.ending:
-                    asyncio.get_running_loop().call_later(STUCK_S, self._look_after, member, message)
-        except Gone as error:
+                message = await link.get(FOLLOWER_MESSAGES, wire.SETTINGS_RECORDS)
+                member.handle(message)
+                if isinstance(message, AttemptEnded) and message.ending:
+                    asyncio.get_running_loop().call_later(ABORT_TIMEOUT_S, self._look_after, member, message)
+        except ConnectionLost as error:
             self._gone(member, str(error))
 
     # -- lost hosts ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _at_work(self, progress: Progress) -> Iterator[Guarded]:
+    def _at_work(self, progress: Progress) -> Iterator[GuardedProgress]:
         """Enter the progress of a stage. It raises for lost hosts, and is passed to `end` if the stage is stuck."""
         self._raise_if_lost()
-        self._running = Guarded(inner=progress, check=self._check)
+        self._running = GuardedProgress(inner=progress, check=self._check)
         try:
             yield self._running
         finally:
@@ -268,7 +268,7 @@ class Leader(Together):
     def _check(self) -> None:
         """Raise, in the stage's thread, if a host is lost or has failed."""
         self._raise_if_lost()
-        for member in self.members():
+        for member in self.peers():
             if (failure := member.failure()) is not None:
                 raise failure
 
@@ -278,12 +278,12 @@ class Leader(Together):
         if self.lost is not None:
             raise HostsError(self.lost) from cause
 
-    def _look_after(self, member: Member, message: Ended) -> None:
+    def _look_after(self, member: Peer, message: AttemptEnded) -> None:
         """Declare a host lost whose attempt failed long ago, if this process still waits for it on the chips."""
         if member.ended is message:
             self._lost(f"{member.title} failed: {message.error}")
 
-    def _gone(self, member: Member, why: str) -> None:
+    def _gone(self, member: Peer, why: str) -> None:
         with self._changed:
             if not self._begun:
                 del self._members[member.process]
@@ -297,11 +297,11 @@ class Leader(Together):
         with self._changed:
             if self.lost is not None:
                 return
-            self.lost = f"{why} {distributed.what_now()}"
+            self.lost = f"{why} {distributed.recovery_advice()}"
             self._changed.notify_all()
-        for member in self.members():
-            member.link.post(Bye(why))  # one may be stuck
-        in_daemon(lambda: self._end_all(f"{self.lost}"), "comfyui-tpu-hosts-end")
+        for member in self.peers():
+            member.link.post(Shutdown(why))  # one may be stuck
+        run_in_daemon_thread(lambda: self._end_all(f"{self.lost}"), "comfyui-tpu-hosts-end")
 
     def _end_all(self, sentence: str) -> None:
         log.error("%s", sentence)

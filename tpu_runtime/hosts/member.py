@@ -7,18 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..line.link import MachineLink
-from ..line.records import At, ChipRows, Ended, Log, Text
+from ..line.link import Connection
+from ..line.records import AttemptEnded, BarrierReached, ChipStats, LogLine, StatusText
 from ..progress import Preview, Progress
-from .together import ChipRow, Elsewhere
+from .together import ChipRow, RemoteAttemptFailed
 
-HEARD, _LOG_LINES = (At, Ended, Log, ChipRows, Text), 5
+FOLLOWER_MESSAGES, _LOG_LINES = (BarrierReached, AttemptEnded, LogLine, ChipStats, StatusText), 5
 
 
-class Member:
+class Peer:
     """A follower, as the leader sees it. The connections' loop calls `hear`; another thread reads the rest."""
 
-    def __init__(self, process: int, address: str, link: MachineLink) -> None:
+    def __init__(self, process: int, address: str, link: Connection) -> None:
         self.process, self.link = process, link
         self.text = ""
         self.log: deque[str] = deque(maxlen=_LOG_LINES)
@@ -34,38 +34,42 @@ class Member:
         """Return the name for the start of a sentence."""
         return f"Host {self._name}"
 
-    def hear(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         """Store or queue a message of the follower."""
-        if isinstance(message, Text):
+        if isinstance(message, StatusText):
             self.text = message.text
-        elif isinstance(message, Log):
+        elif isinstance(message, LogLine):
             self.log.append(message.text)
-        elif isinstance(message, ChipRows):
+        elif isinstance(message, ChipStats):
             self.rows = message.rows
-        elif isinstance(message, Ended):
+        elif isinstance(message, AttemptEnded):
             self.ended = message
             self._messages.put(None)
         else:
             self._messages.put(message)
 
-    def next(self, timeout_s: float) -> At | None:
+    def next(self, timeout_s: float) -> BarrierReached | None:
         """Return the follower's next message of this attempt; None after `timeout_s`, or once its attempt has ended."""
         with contextlib.suppress(queue.Empty):
             return self._messages.get(timeout=timeout_s)
 
-    def failure(self) -> Elsewhere | None:
+    def failure(self) -> RemoteAttemptFailed | None:
         """Return the error of the follower's attempt, or None."""
         outcome = self.ended
-        return Elsewhere(outcome.ending, f"{self.title}: {outcome.error}") if outcome and outcome.ending else None
+        return (
+            RemoteAttemptFailed(outcome.ending, f"{self.title}: {outcome.error}")
+            if outcome and outcome.ending
+            else None
+        )
 
     def forget_attempt(self) -> None:
         """Reset the state of the attempt."""
-        self.ended: Ended | None = None
-        self._messages: queue.SimpleQueue[At | None] = queue.SimpleQueue()
+        self.ended: AttemptEnded | None = None
+        self._messages: queue.SimpleQueue[BarrierReached | None] = queue.SimpleQueue()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guarded:
+class GuardedProgress:
     """A host's progress that also raises if another host fails or disconnects."""
 
     inner: Progress

@@ -19,7 +19,7 @@ _EXAMPLE = "0/2@10.0.0.2:8476"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class HostRank:
     """The rank `process` of `count`. Process 0 is the leader; it listens at `address` and at the next port."""
 
     process: int
@@ -39,10 +39,10 @@ class Place:
         return f"{self.process}/{self.count}@{self.address}"
 
 
-def parse(text: str) -> Place:
+def parse_rank(text: str) -> HostRank:
     """Parse `PROCESS/COUNT@HOST:PORT`, or `auto`. Raises ValueError for anything else."""
     if text.strip() == AUTO:
-        return of_tpu()
+        return detect_rank()
     match = re.fullmatch(r"(\d+)/(\d+)@\[?([^\s/@\]]+)\]?:(\d+)", text.strip())
     if match is None:
         raise ValueError(f"{VARIABLE} is {text!r}; it must be {AUTO}, or PROCESS/COUNT@HOST:PORT such as {_EXAMPLE}.")
@@ -51,13 +51,13 @@ def parse(text: str) -> Place:
         raise ValueError(f"{VARIABLE} is {text!r}; processes of {count} are 0 to {count - 1}.")
     if not 0 < port < 65535:
         raise ValueError(f"{VARIABLE} is {text!r}; the port must be 1 to 65534.")
-    return Place(process=process, count=count, address=Address(host=match[3], port=port))
+    return HostRank(process=process, count=count, address=Address(host=match[3], port=port))
 
 
-def from_environment() -> Place | None:
+def rank_from_environment() -> HostRank | None:
     """Return the rank in `COMFYUI_TPU_HOSTS`; None if it is not set, or if there is only one host."""
     text = os.environ.get(VARIABLE, "").strip()
-    place = parse(text) if text else None
+    place = parse_rank(text) if text else None
     return place if place and place.count > 1 else None
 
 
@@ -68,7 +68,7 @@ def _ask_metadata(name: str) -> str:
 
 
 @functools.cache
-def of_tpu(environment: Mapping[str, str] | None = None, ask: Callable[[str], str] = _ask_metadata) -> Place:
+def detect_rank(environment: Mapping[str, str] | None = None, ask: Callable[[str], str] = _ask_metadata) -> HostRank:
     """Detect the rank as JAX does: on GKE from variables, on Compute Engine from the metadata server.
 
     environment: None: that of this process. ask: returns an attribute of the metadata server.
@@ -89,4 +89,4 @@ def of_tpu(environment: Mapping[str, str] | None = None, ask: Callable[[str], st
     first = hosts[0].strip()
     fields = first.split(":")  # a name, a name with a port, or name:id:address
     address = Address(host=fields[2] if len(fields) == 3 else fields[0], port=PORT)
-    return Place(process=int(process), count=len(hosts), address=address)
+    return HostRank(process=int(process), count=len(hosts), address=address)

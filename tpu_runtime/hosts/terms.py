@@ -11,24 +11,24 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def terms() -> dict[str, str]:
+def host_versions() -> dict[str, str]:
     """Return the versions of packages, and a digest of the pack's source, by name."""
-    return {**versions.of_results(), "the pack's source": versions.source_digest()[:12]}
+    return {**versions.list_result_versions(), "the pack's source": versions.source_digest()[:12]}
 
 
-def difference(leaders: Mapping[str, str], followers: Mapping[str, str]) -> str | None:
+def describe_difference(leaders: Mapping[str, str], followers: Mapping[str, str]) -> str | None:
     """Return the versions that differ, in words, or None."""
     names = [name for name in {**leaders, **followers} if leaders.get(name) != followers.get(name)]
     differences = [f"{name}: {followers.get(name, 'none')} there, {leaders.get(name, 'none')} here" for name in names]
     return "; ".join(differences) or None
 
 
-def environment() -> dict[str, str | None]:
+def shared_environment() -> dict[str, str | None]:
     """Return the values of `VARIABLES` in this process."""
     return {name: os.environ.get(name) for name in VARIABLES}
 
 
-def take_over(environment: Mapping[str, str | None]) -> None:
+def apply_environment(environment: Mapping[str, str | None]) -> None:
     """Set `VARIABLES`, and nothing else, to the leader's values, before JAX is imported."""
     for name in VARIABLES:
         if (value := environment.get(name)) is None:

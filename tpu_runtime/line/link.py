@@ -28,20 +28,20 @@ log = logging.getLogger(__name__)
 # Seconds between two pings of a silent connection; without an answer it counts as lost after 1.5 times as long.
 HEARTBEAT_S = 20.0
 # Deadline to connect and authenticate, in seconds; most unauthenticated connections; delay after a wrong token.
-LATE_S, MOST_STRANGERS, WRONG_S = 10.0, 64, 1.0
+CONNECT_TIMEOUT_S, MAX_UNAUTHENTICATED, REJECT_DELAY_S = 10.0, 64, 1.0
 _PATH, _HELLO, _REFUSED = "/line", "X-Hello", "X-Refused"
-_PIECE, _AHEAD, _LOOK_S = 2**20, 16, 0.1
+_PIECE, _AHEAD, _POLL_S = 2**20, 16, 0.1
 _CLOSED = "it closed the connection"
 # The exceptions of aiohttp for a lost connection.
 _ERRORS = (OSError, RuntimeError, aiohttp.ClientError)
 _HEAD: dict[str, Any] = {"max_line_size": 1024, "max_field_size": 4096, "max_headers": 32}
 
 
-class Gone(ConnectionError):
+class ConnectionLost(ConnectionError):
     """The peer cannot be reached, or the connection to it was lost."""
 
 
-class Refused(Gone):
+class HandshakeRejected(ConnectionLost):
     """The peer rejected the handshake; the message is its reason."""
 
 
@@ -50,7 +50,7 @@ Hello = Mapping[str, Any]  # a handshake: what a peer reports about itself
 _starting, _loop = threading.Lock(), None
 
 
-def loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all connections, which runs in a thread of its own."""
     global _loop
     with _starting:
@@ -60,22 +60,22 @@ def loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-def run(work: "Coroutine[Any, Any, Result]", look: Callable[[], None] = lambda: None) -> "Result":
+def run_on_loop(work: "Coroutine[Any, Any, Result]", look: Callable[[], None] = lambda: None) -> "Result":
     """Run `work` on the event loop from another thread, and return its result.
 
     look: called meanwhile, ten times a second; its exception cancels `work`.
     """
-    future = asyncio.run_coroutine_threadsafe(work, loop())
+    future = asyncio.run_coroutine_threadsafe(work, event_loop())
     try:
         look()  # at least once, even if each of many calls is done at once
-        while not wait([future], _LOOK_S).done:
+        while not wait([future], _POLL_S).done:
             look()
         return future.result()
     finally:
         future.cancel()
 
 
-class MachineLink:
+class Connection:
     """A connection over which several threads may send messages. `close` ends it at once."""
 
     def __init__(self, line: Any, end: Callable[[], Awaitable[Any]], heartbeat_s: float) -> None:
@@ -83,7 +83,7 @@ class MachineLink:
         self._sending = asyncio.Lock()
         # Frames are read in advance, so that pings are answered while no message is awaited.
         self._frames: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(_AHEAD)
-        self._reading = loop().create_task(self._read())
+        self._reading = event_loop().create_task(self._read())
 
     async def _read(self) -> None:
         is_open = True
@@ -94,16 +94,16 @@ class MachineLink:
 
     def send(self, message: object, look: Callable[[], None] = lambda: None) -> None:
         """Send a message from another thread. Raises Gone. look: see `run`."""
-        run(self.put(*wire.pack(message)), look)
+        run_on_loop(self.put(*wire.pack(message)), look)
 
     def tell(self, message: object) -> None:
         """Send a message, and ignore a lost connection."""
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(ConnectionLost):
             self.send(message)
 
     def post(self, message: object) -> None:
         """Send a message without waiting; it is dropped if it cannot be sent."""
-        asyncio.run_coroutine_threadsafe(self.put(*wire.pack(message)), loop())
+        asyncio.run_coroutine_threadsafe(self.put(*wire.pack(message)), event_loop())
 
     async def say(self, message: object) -> None:
         """Send a message, on the event loop."""
@@ -118,23 +118,25 @@ class MachineLink:
                 for start in range(0, len(body), _PIECE):
                     await self._line.send_bytes(memoryview(body)[start : start + _PIECE])
         except _ERRORS:
-            raise Gone(_CLOSED) from None
+            raise ConnectionLost(_CLOSED) from None
 
-    async def get(self, messages: Sequence[type], values: Sequence[type] = wire.SETTINGS, most_bytes: int = 0) -> Any:
+    async def get(
+        self, messages: Sequence[type], values: Sequence[type] = wire.SETTINGS_RECORDS, most_bytes: int = 0
+    ) -> Any:
         """Return the next message, which must be one of `messages`. Raises Gone, also for an invalid message.
 
         values: records that it may contain. most_bytes: limit of its tensors.
         """
         try:
-            size, packed = wire.read_head(await self._frame(WSMsgType.TEXT), most_bytes)
+            size, packed = wire.read_header(await self._frame(WSMsgType.TEXT), most_bytes)
             body = bytearray()
             async for piece in self.pieces(size):
                 body += piece
             unpack = functools.partial(wire.unpack, packed, body, messages, values)
             return await asyncio.to_thread(unpack) if body else unpack()
-        except wire.WireError as error:
+        except wire.CodecError as error:
             await self.end()
-            raise Gone(f"{error}") from None
+            raise ConnectionLost(f"{error}") from None
 
     async def pieces(self, size: int) -> AsyncIterator[bytes]:
         """Yield the chunks of `size` bytes as they arrive."""
@@ -142,7 +144,7 @@ class MachineLink:
             piece = await self._frame(WSMsgType.BINARY)
             size -= len(piece)
             if size < 0 or not piece:
-                raise wire.WireError("more bytes were received than announced, or an empty frame")
+                raise wire.CodecError("more bytes were received than announced, or an empty frame")
             yield piece
 
     async def _frame(self, kind: WSMsgType) -> Any:
@@ -151,14 +153,14 @@ class MachineLink:
             if frame.type == kind:
                 return frame.data
             if frame.type in (WSMsgType.TEXT, WSMsgType.BINARY):
-                raise wire.WireError("a message of another type was expected")
+                raise wire.CodecError("a message of another type was expected")
         if isinstance(self._line.exception(), TimeoutError):
-            raise Gone(f"nothing was received from it for {self._silence_s:.0f} s")
-        raise Gone(_CLOSED)
+            raise ConnectionLost(f"nothing was received from it for {self._silence_s:.0f} s")
+        raise ConnectionLost(_CLOSED)
 
     def receive(self, messages: Sequence[type], look: Callable[[], None] = lambda: None, **limits: Any) -> Any:
         """Return the next message, from another thread. limits: see `get`; look: see `run`."""
-        return run(self.get(messages, **limits), look)
+        return run_on_loop(self.get(messages, **limits), look)
 
     async def end(self) -> None:
         """Close the connection at once. Unread frames are dropped, so that the reader task does not block."""
@@ -170,41 +172,41 @@ class MachineLink:
 
     def close(self) -> None:
         """Close the connection at once, from another thread."""
-        asyncio.run_coroutine_threadsafe(self.end(), loop())
+        asyncio.run_coroutine_threadsafe(self.end(), event_loop())
 
 
-def connect(where: trust.Address, hello: Hello, look: Callable[[], None] = lambda: None, **options: Any) -> MachineLink:
+def connect(where: trust.Address, hello: Hello, look: Callable[[], None] = lambda: None, **options: Any) -> Connection:
     """Return a connection to a machine that listens.
 
     where: its address. hello: the handshake. look: see `run`. Raises Refused with the peer's reason, TimeoutError if it
     does not answer, ConnectionRefusedError if nothing listens, and Gone.
     """
     try:
-        return run(_connect(where, hello, trust.token(), trust.client_tls(), **options), look)
+        return run_on_loop(_connect(where, hello, trust.read_token(), trust.make_client_tls(), **options), look)
     except aiohttp.WSServerHandshakeError as error:
         reason = unquote((error.headers or {}).get(_REFUSED, ""))
-        raise Refused(redact(reason)[:1000] or f"{error.status} {error.message}") from None
+        raise HandshakeRejected(redact(reason)[:1000] or f"{error.status} {error.message}") from None
     except aiohttp.ClientConnectorError as error:
-        raise (error.os_error if isinstance(error.os_error, OSError) else Gone(str(error))) from None
+        raise (error.os_error if isinstance(error.os_error, OSError) else ConnectionLost(str(error))) from None
     except aiohttp.ClientError as error:
-        raise Gone(redact(str(error)) or type(error).__name__) from None
+        raise ConnectionLost(redact(str(error)) or type(error).__name__) from None
 
 
 async def _connect(
     where: trust.Address, hello: Hello, token: str, tls: Any, heartbeat_s: float = HEARTBEAT_S
-) -> MachineLink:
+) -> Connection:
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        async with asyncio.timeout(LATE_S):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             line = await session.ws_connect(
                 f"{'wss' if tls else 'ws'}://{where}{_PATH}",
                 headers={"Authorization": f"Bearer {token}", _HELLO: quote(json.dumps(hello))},
                 heartbeat=heartbeat_s, max_msg_size=2 * _PIECE, compress=0, ssl=tls or True,
             )  # fmt: skip
-        return MachineLink(line, stack.pop_all().aclose, heartbeat_s)
+        return Connection(line, stack.pop_all().aclose, heartbeat_s)
 
 
-class Door(web.Server):
+class RpcServer(web.Server):
     """A server that listens at one port, and authenticates peers.
 
     welcome: `welcome(hello, address)` returns why a peer is rejected, or None. speak: has the connection until it
@@ -215,16 +217,16 @@ class Door(web.Server):
     def __init__(
         self,
         welcome: Callable[[Hello, str], str | None],
-        speak: Callable[[MachineLink, Hello, str], Awaitable[None]],
+        speak: Callable[[Connection, Hello, str], Awaitable[None]],
         pages: Mapping[str, Callable[[], str]] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         quiet = logging.getLogger(f"{__name__}.aiohttp")
         quiet.setLevel(logging.CRITICAL)
-        super().__init__(self._answer, loop=loop(), access_log=None, logger=quiet, lingering_time=0.0, **_HEAD)
+        super().__init__(self._answer, loop=event_loop(), access_log=None, logger=quiet, lingering_time=0.0, **_HEAD)
         self._welcome, self._speak, self._pages, self._heartbeat_s = welcome, speak, pages or {}, heartbeat_s
         self._strangers: set[Any] = set()
-        self._token = trust.make_token(log.warning).encode()
+        self._token = trust.ensure_token(log.warning).encode()
         self._listening: asyncio.Server | None = None
 
     def listen(self, host: str, port: int) -> int:
@@ -232,7 +234,7 @@ class Door(web.Server):
         both = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=both)
-        self._listening = run(loop().create_server(self, sock=listening, ssl=trust.server_tls()))  # pyright: ignore[reportArgumentType]
+        self._listening = run_on_loop(event_loop().create_server(self, sock=listening, ssl=trust.make_server_tls()))  # pyright: ignore[reportArgumentType]
         return listening.getsockname()[1]
 
     def close(self) -> None:
@@ -242,15 +244,17 @@ class Door(web.Server):
             for transport in list(self._connections.values()):
                 transport.abort()
 
-        run(close())
+        run_on_loop(close())
 
     def connection_made(self, handler: Any, transport: Any) -> None:
         super().connection_made(handler, transport)
-        if len(self._strangers) >= MOST_STRANGERS:
-            loop().call_soon(transport.abort)  # after aiohttp has set the connection up
+        if len(self._strangers) >= MAX_UNAUTHENTICATED:
+            event_loop().call_soon(transport.abort)  # after aiohttp has set the connection up
         else:
             self._strangers.add(handler)
-            loop().call_later(LATE_S, lambda: transport.abort() if handler in self._strangers else None)
+            event_loop().call_later(
+                CONNECT_TIMEOUT_S, lambda: transport.abort() if handler in self._strangers else None
+            )
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         self._strangers.discard(handler)
@@ -263,9 +267,9 @@ class Door(web.Server):
             return _respond(200, page())
         header = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(header, b"Bearer " + self._token):
-            await asyncio.sleep(WRONG_S)  # it still counts as unauthenticated, which limits the rate of guesses
+            await asyncio.sleep(REJECT_DELAY_S)  # it still counts as unauthenticated, which limits the rate of guesses
             return _respond(
-                401, f"the token is wrong or missing: set {trust.VARIABLE} to the one of the other machine."
+                401, f"the token is wrong or missing: set {trust.TOKEN_VARIABLE} to the one of the other machine."
             )
         if page is not None:
             return _respond(200, page())
@@ -290,9 +294,9 @@ class Door(web.Server):
 
         try:
             await line.prepare(request)
-            link = MachineLink(line, end, self._heartbeat_s)
+            link = Connection(line, end, self._heartbeat_s)
             await self._speak(link, hello, address)
-        except (OSError, wire.WireError) as error:  # `Gone` among them
+        except (OSError, wire.CodecError) as error:  # `ConnectionLost` among them
             log.info("%s disconnected: %s", address, error)
         except Exception:  # of any kind: other connections are not affected
             log.exception("the link with %s failed", address)

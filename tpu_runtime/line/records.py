@@ -1,18 +1,18 @@
 """The messages of the protocol. A receiver names those it expects; any other ends the connection.
 
-See `MachineLink.get`.
+See `Connection.get`.
 """
 
 from typing import Any, NamedTuple
 
 
-class Text(NamedTuple):
+class StatusText(NamedTuple):
     """A line for the status."""
 
     text: str
 
 
-class Ask(NamedTuple):
+class Invoke(NamedTuple):
     """A call of a stage or of another method, with its arguments."""
 
     name: str
@@ -22,26 +22,26 @@ class Ask(NamedTuple):
 # --- from `serve` to a client
 
 
-class Load(NamedTuple):
+class ServerLoad(NamedTuple):
     """The server's first message."""
 
     requests: int  # running and queued
     model: str  # the last one that ran; "" before any
 
 
-class NeedFile(NamedTuple):
+class FileRequest(NamedTuple):
     """A request for the file with this SHA-256. The client sends `File`, then its bytes."""
 
     digest: str
 
 
-class File(NamedTuple):
+class FileHeader(NamedTuple):
     """The header of a file."""
 
     size: int  # bytes that follow
 
 
-class Step(NamedTuple):
+class StepDone(NamedTuple):
     """Progress of a stage, see `Progress.step`."""
 
     done: int
@@ -51,13 +51,13 @@ class Step(NamedTuple):
     latents: Any = None  # a tensor of the preview; None without one
 
 
-class Result(NamedTuple):
+class StageResult(NamedTuple):
     """The result of a call."""
 
     value: Any
 
 
-class Failed(NamedTuple):
+class StageFailed(NamedTuple):
     """An error of a call."""
 
     kind: str  # class of the error that the client raises; "" for others
@@ -67,30 +67,30 @@ class Failed(NamedTuple):
 # --- from the leader to its followers
 
 
-class Begin(NamedTuple):
+class Start(NamedTuple):
     """All hosts are connected."""
 
     environment: dict  # variables that all hosts use (see `terms`)
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """The leader's answer to a waiting follower."""
 
     to: str  # "go" after a barrier, "decided" for a value, "verdict" for an attempt
     value: Any
 
 
-class Stop(NamedTuple):
+class AbortAttempt(NamedTuple):
     """Abort this attempt."""
 
 
-class AskRows(NamedTuple):
-    """A request for `ChipRows`."""
+class GetChipStats(NamedTuple):
+    """A request for `ChipStats`."""
 
     pass
 
 
-class Bye(NamedTuple):
+class Shutdown(NamedTuple):
     """The leader ends."""
 
     why: str
@@ -99,27 +99,27 @@ class Bye(NamedTuple):
 # --- from a follower to the leader
 
 
-class At(NamedTuple):
+class BarrierReached(NamedTuple):
     """The follower has reached a barrier."""
 
     what: str  # it is about to do
     state: Any  # compared with that of the other hosts
 
 
-class Ended(NamedTuple):
+class AttemptEnded(NamedTuple):
     """The follower's attempt has ended."""
 
-    ending: Any  # an `Ending`, or None after success
+    ending: Any  # an `AttemptOutcome`, or None after success
     error: str
 
 
-class Log(NamedTuple):
+class LogLine(NamedTuple):
     """A line of the follower's log."""
 
     text: str
 
 
-class ChipRows(NamedTuple):
+class ChipStats(NamedTuple):
     """Statistics of the follower's chips, as the monitor shows them."""
 
     rows: list

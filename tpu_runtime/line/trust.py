@@ -10,47 +10,51 @@ from pathlib import Path
 
 from ..redact import redact
 
-VARIABLE, LISTED = "COMFYUI_TPU_TOKEN", "COMFYUI_TPU_REMOTES"
+TOKEN_VARIABLE, REMOTES_VARIABLE = "COMFYUI_TPU_TOKEN", "COMFYUI_TPU_REMOTES"
 # PEM files: a server's certificate, its key, and the authority that a client accepts.
-CERTIFICATE, KEY, AUTHORITY = "COMFYUI_TPU_TLS_CERT", "COMFYUI_TPU_TLS_KEY", "COMFYUI_TPU_TLS_CA"
+TLS_CERT_VARIABLE, TLS_KEY_VARIABLE, TLS_CA_VARIABLE = (
+    "COMFYUI_TPU_TLS_CERT",
+    "COMFYUI_TPU_TLS_KEY",
+    "COMFYUI_TPU_TLS_CA",
+)
 DEFAULT_PORT = 8190
 _OTHERS = 0o077
 
 
-class TrustError(ValueError):
+class AuthError(ValueError):
     """A secret, an address or a certificate is missing or invalid; the message is a sentence for the user."""
 
 
-def folder() -> Path:
+def config_folder() -> Path:
     """Return the folder of this machine's settings, with the files `token` and `remotes`."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "comfyui-tpu"
 
 
-def token() -> str:
+def read_token() -> str:
     """Return the shared secret: `COMFYUI_TPU_TOKEN`, or the file `token`. Raises TrustError if there is neither."""
-    if secret := os.environ.get(VARIABLE, "").strip():
+    if secret := os.environ.get(TOKEN_VARIABLE, "").strip():
         return secret
-    path = folder() / "token"
+    path = config_folder() / "token"
     try:
         if path.stat().st_mode & _OTHERS:
-            raise TrustError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
+            raise AuthError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
         secret = path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         secret = ""
     if not secret:
-        raise TrustError(
-            f"There is no token, which both machines must have: set {VARIABLE} to that of the other machine, "
+        raise AuthError(
+            f"There is no token, which both machines must have: set {TOKEN_VARIABLE} to that of the other machine, "
             f"which printed it when it was created, or copy its file {path}."
         )
     return secret
 
 
-def make_token(say: Callable[[str], object]) -> str:
+def ensure_token(say: Callable[[str], object]) -> str:
     """Return the shared secret, or create it and pass the command for other machines to `say`."""
     try:
-        return token()
-    except TrustError:
-        path, made = folder() / "token", secrets.token_urlsafe(24)
+        return read_token()
+    except AuthError:
+        path, made = config_folder() / "token", secrets.token_urlsafe(24)
         if path.exists():
             raise
     try:
@@ -58,8 +62,8 @@ def make_token(say: Callable[[str], object]) -> str:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(made + "\n")
     except OSError as error:
-        raise TrustError(f"{path} cannot be written ({error.strerror}). Set {VARIABLE} here and there.") from None
-    say(f"A token was created and saved in {path}. On every other machine: export {VARIABLE}={made}")
+        raise AuthError(f"{path} cannot be written ({error.strerror}). Set {TOKEN_VARIABLE} here and there.") from None
+    say(f"A token was created and saved in {path}. On every other machine: export {TOKEN_VARIABLE}={made}")
     return made
 
 
@@ -74,7 +78,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """Parse HOST or HOST:PORT, optionally with http://. Raises ValueError for anything else."""
     match = re.fullmatch(r"(?:http://)?(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::(\d{1,5}))?/?", text.strip())
     port = int(match[3] or DEFAULT_PORT) if match else 0
@@ -88,35 +92,37 @@ def parse(text: str) -> Address:
 
 def check_listed(address: Address) -> None:
     """Raise TrustError if the owner of this machine has not listed `address`: a workflow may name any address."""
-    path, lines = folder() / "remotes", os.environ.get(LISTED, "").split(",")
+    path, lines = config_folder() / "remotes", os.environ.get(REMOTES_VARIABLE, "").split(",")
     try:
         lines += [line.partition("#")[0] for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError):
         pass  # nothing is listed there
-    if address not in [parse(line) for line in lines if line.strip()]:
-        raise TrustError(
+    if address not in [parse_address(line) for line in lines if line.strip()]:
+        raise AuthError(
             f"{address} is not listed by the owner of this machine, so no token, prompt, image or LoRA is sent there. "
-            f"If it is yours, add the line {address} to {path}, or set {LISTED}."
+            f"If it is yours, add the line {address} to {path}, or set {REMOTES_VARIABLE}."
         )
 
 
-def server_tls() -> ssl.SSLContext | None:
+def make_server_tls() -> ssl.SSLContext | None:
     """Return the TLS context of a server, if `COMFYUI_TPU_TLS_CERT` names a certificate; else None."""
-    if not (certificate := os.environ.get(CERTIFICATE)):
+    if not (certificate := os.environ.get(TLS_CERT_VARIABLE)):
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(certificate, os.environ.get(KEY))
+        context.load_cert_chain(certificate, os.environ.get(TLS_KEY_VARIABLE))
     except OSError as error:
-        raise TrustError(f"{CERTIFICATE} and {KEY} are not a certificate and its key ({redact(str(error))}).") from None
+        raise AuthError(
+            f"{TLS_CERT_VARIABLE} and {TLS_KEY_VARIABLE} are not a certificate and its key ({redact(str(error))})."
+        ) from None
     return context
 
 
-def client_tls() -> ssl.SSLContext | None:
+def make_client_tls() -> ssl.SSLContext | None:
     """Return the TLS context of a client, if `COMFYUI_TPU_TLS_CA` names an authority; else None."""
-    if not (authority := os.environ.get(AUTHORITY)):
+    if not (authority := os.environ.get(TLS_CA_VARIABLE)):
         return None
     try:
         return ssl.create_default_context(cafile=authority)
     except OSError as error:
-        raise TrustError(f"{AUTHORITY} is not a certificate ({redact(str(error))}).") from None
+        raise AuthError(f"{TLS_CA_VARIABLE} is not a certificate ({redact(str(error))}).") from None

@@ -1,25 +1,25 @@
 """Encoding of messages: JSON, with their tensors as the bytes of a safetensors file.
 
-Nothing is unpickled, so that no code from another machine runs. Anything unexpected raises `WireError`.
+Nothing is unpickled, so that no code from another machine runs. Anything unexpected raises `CodecError`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checkpoints.model_ref import Expected, Lora, ModelRef
+from ..checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from ..files import parse_json
-from ..model_spec import Curve, MagCache, Settings, StepCache
+from ..model_spec import MagCache, MagCacheCurve, Settings, StepCache
 
 # Records that arguments may contain; those of `MODELS` name files of the machine that reads them.
-SETTINGS = (Settings, StepCache, MagCache, Curve)
-MODELS = (Expected, Lora, ModelRef, *SETTINGS)
+SETTINGS_RECORDS = (Settings, StepCache, MagCache, MagCacheCurve)
+MODEL_RECORDS = (PlannedGeneration, Lora, ModelRef, *SETTINGS_RECORDS)
 # Most characters of a message's JSON.
-MOST_HEAD = 2**20
+MAX_HEADER_LENGTH = 2**20
 _TENSOR, _TUPLE, _RECORD = "__tensor__", "__tuple__", "__record__"
 
 
-class WireError(RuntimeError):
+class CodecError(RuntimeError):
     """Data that was received, or is to be sent, is not a valid message."""
 
 
@@ -35,12 +35,12 @@ def pack(message: object) -> tuple[str, bytes]:
 
         body = save(tensors)
     head = json.dumps([len(body), packed])
-    if len(head) > MOST_HEAD:
-        raise WireError(f"a message has {len(head)} characters; it may have {MOST_HEAD}")
+    if len(head) > MAX_HEADER_LENGTH:
+        raise CodecError(f"a message has {len(head)} characters; it may have {MAX_HEADER_LENGTH}")
     return head, body
 
 
-def read_head(head: str, most_bytes: int) -> tuple[int, Any]:
+def read_header(head: str, most_bytes: int) -> tuple[int, Any]:
     """Parse a message's JSON: how many bytes of tensors follow, and the packed message.
 
     most_bytes: limit of the tensors. Raises WireError.
@@ -48,13 +48,15 @@ def read_head(head: str, most_bytes: int) -> tuple[int, Any]:
     try:
         size, packed = parse_json(head)
     except (TypeError, ValueError) as error:
-        raise WireError(f"a message cannot be read ({error})") from None
+        raise CodecError(f"a message cannot be read ({error})") from None
     if type(size) is not int or not 0 <= size <= most_bytes:
-        raise WireError(f"a message claims {size!r:.40} bytes of tensors, where {most_bytes} are allowed")
+        raise CodecError(f"a message claims {size!r:.40} bytes of tensors, where {most_bytes} are allowed")
     return size, packed
 
 
-def unpack(packed: Any, body: bytes | bytearray, messages: Sequence[type], values: Sequence[type] = SETTINGS) -> Any:
+def unpack(
+    packed: Any, body: bytes | bytearray, messages: Sequence[type], values: Sequence[type] = SETTINGS_RECORDS
+) -> Any:
     """Decode a message, which must be one of `messages`. Raises WireError.
 
     packed, body: its JSON value and tensors. values: records that it may contain.
@@ -69,9 +71,9 @@ def unpack(packed: Any, body: bytes | bytearray, messages: Sequence[type], value
             tensors = load(bytes(body))
         message = _unpack(packed, tensors, {record.__name__: record for record in (*messages, *values)})
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise WireError(f"a message cannot be read ({type(error).__name__}: {error!s:.200})") from None
+        raise CodecError(f"a message cannot be read ({type(error).__name__}: {error!s:.200})") from None
     if not isinstance(message, tuple(messages)):
-        raise WireError("a message of another type was expected")
+        raise CodecError("a message of another type was expected")
     return message
 
 
@@ -80,7 +82,7 @@ def _pack(value: Any, tensors: dict[str, Any]) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(name): _pack(item, tensors) for name, item in value.items()}
-    if isinstance(value, MODELS) or hasattr(value, "_fields"):
+    if isinstance(value, MODEL_RECORDS) or hasattr(value, "_fields"):
         named = {name: _pack(getattr(value, name), tensors) for name in type(value).__annotations__}
         return {_RECORD: type(value).__name__, **named}
     if isinstance(value, tuple | list):

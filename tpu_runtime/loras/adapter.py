@@ -19,15 +19,15 @@ import torch
 
 from ..cache.store import signature
 from ..checkpoints import load
-from ..checkpoints.model_ref import HeldTensors
+from ..checkpoints.model_ref import InMemoryLora
 from ..files import TensorFile, parse_json, read_header
 from ..formats import quantized
-from ..formats.names import SECOND_EXPERT, Names, bare
-from ..programs.modules import Cut, Network
-from .change import Change, LoraError, short
-from .factors import LOHA, LOKRS, LORA, Shape, WrongShape, factors
-from .peft_config import PeftConfig, of_component
-from .spellings import Spelling, settled
+from ..formats.names import SECOND_EXPERT, KeyMap, strip_prefixes
+from ..programs.modules import Network, WeightSlice
+from .change import LoraError, WeightChange, shorten_value
+from .factors import LOHA, LOKRS, LORA, Shape, ShapeMismatch, make_factors
+from .peft_config import PeftConfig, select_component
+from .spellings import NamedChange, resolve_spellings
 
 # Names of a LoRA's two matrices. ComfyUI does not accept the last pair; of several others in a module the last counts.
 _MATRICES = (
@@ -88,12 +88,12 @@ class Adapter:
     """A file's changes to one network."""
 
     path: Path  # of the file, or the title
-    changes: Mapping[str, tuple[Change, ...]]  # by the weight's name in a checkpoint
+    changes: Mapping[str, tuple[WeightChange, ...]]  # by the weight's name in a checkpoint
     unused: tuple[str, ...]  # names that match nothing
-    misfit: str  # of the first module with another shape: what would have to match; "" if all match
-    held: HeldTensors | None = None  # tensors in memory instead of a file
+    incompatible: str  # of the first module with another shape: what would have to match; "" if all match
+    held: InMemoryLora | None = None  # tensors in memory instead of a file
 
-    def tensor(self, reader: load.Reader, name: str) -> torch.Tensor:
+    def tensor(self, reader: load.TensorReader, name: str) -> torch.Tensor:
         """Return a tensor of the file in float32 on the host, in the file's shape `[...]`."""
         if self.held is None:
             return reader.slice(TensorFile(path=self.path, name=name, shape=()), ()).float()
@@ -102,12 +102,12 @@ class Adapter:
 
 
 # A LoRA: the path of a file, or tensors in memory.
-Source = str | HeldTensors
+Source = str | InMemoryLora
 
 
-def identity(source: Source) -> str:
+def identify_source(source: Source) -> str:
     """Return a digest that changes when the file does. Raises `LoraError` if the file is missing."""
-    if isinstance(source, HeldTensors):
+    if isinstance(source, InMemoryLora):
         return source.digest
     try:
         stat = os.stat(source)
@@ -118,37 +118,37 @@ def identity(source: Source) -> str:
     return signature(source, stat.st_size, stat.st_mtime_ns)
 
 
-def content(source: Source) -> str:
+def hash_content(source: Source) -> str:
     """Return a digest of size and header that is equal for two copies of a file."""
-    if isinstance(source, HeldTensors):
+    if isinstance(source, InMemoryLora):
         return source.digest
     shapes, config = _header(source)
     return signature(os.stat(source).st_size, sorted(shapes.items()), sorted(config.items()) if config else None)
 
 
-def read(source: Source, network: Network, check: Callable[[], None] = lambda: None) -> Adapter:
+def read_adapter(source: Source, network: Network, check: Callable[[], None] = lambda: None) -> Adapter:
     """Return a file's changes to a network. Raises `LoraError` for one that is damaged or unsupported.
 
     check: raises if the user cancelled.
     Tensors are read only if several names are the same weight.
     """
-    in_memory = source if isinstance(source, HeldTensors) else None
+    in_memory = source if isinstance(source, InMemoryLora) else None
     path = source if isinstance(source, str) else source.title
     shapes, config = (
         _header(path) if in_memory is None else ({n: tuple(x.shape) for n, x in in_memory.tensors.items()}, {})
     )
-    peft = PeftConfig(path, of_component(config, network.component.name))
+    peft = PeftConfig(path, select_component(config, network.component.name))
     spellings, misfit = _spellings(path, network, shapes, peft)
-    adapter = Adapter(path=Path(path), changes={}, unused=(), misfit=misfit, held=in_memory)
-    changes: dict[str, tuple[Change, ...]] = {}
+    adapter = Adapter(path=Path(path), changes={}, unused=(), incompatible=misfit, held=in_memory)
+    changes: dict[str, tuple[WeightChange, ...]] = {}
     used: set[str] = set()
     sizes = {source: parameter.tensor_shape for parameter in network.weights.values() for source in parameter.sources}
     with contextlib.ExitStack() as stack:
-        reader = load.Reader(stack, check)
+        reader = load.TensorReader(stack, check)
         for weight, named_changes in spellings.items():
             kept, repeated = named_changes, []
             if len(named_changes) > 1:
-                kept, repeated = settled(
+                kept, repeated = resolve_spellings(
                     adapter.path, weight, sizes[weight], named_changes, functools.partial(adapter.tensor, reader)
                 )
             changes[weight] = tuple(spelling.change for spelling in kept)
@@ -158,46 +158,46 @@ def read(source: Source, network: Network, check: Callable[[], None] = lambda: N
 
 def _spellings(
     path: str, network: Network, shapes: Mapping[str, Shape], peft: PeftConfig
-) -> tuple[Mapping[str, list[Spelling]], str]:
+) -> tuple[Mapping[str, list[NamedChange]], str]:
     """Return all changes by the weight's name in a checkpoint, and the first mismatch of shapes as text, or ""."""
     component = network.component
     weights: dict[str, Shape] = {}
-    cuts: dict[str, list[Cut | None]] = defaultdict(list)
+    cuts: dict[str, list[WeightSlice | None]] = defaultdict(list)
     for parameter in network.weights.values():
         for source in parameter.sources:
             weights[source] = parameter.tensor_shape
             cuts[source].append(parameter.cut)
-    names = Names(weights, component.makers_names)
+    names = KeyMap(weights, component.original_keys)
     peft.check_whole(_whole(names, shapes))
     modules = _modules(_names_for_component(component.name, shapes))
-    spellings: dict[str, list[Spelling]] = defaultdict(list)
+    spellings: dict[str, list[NamedChange]] = defaultdict(list)
     misfit = ""
     for (module, adapter, pair), parts_by_kind in modules.items():
         # An alpha and a magnitude say nothing of the matrices, and an alpha has no adapter's name.
         others = {**modules.get((module, "", ""), {}), **modules.get((module, adapter, ""), {})}
         parts = {**{part: others[part] for part in _SHARED if part in others}, **parts_by_kind}
         _check_sizes(path, parts, shapes)
-        targets, scaling = names.find(module), peft.scaling(module, bare(module))
+        targets, scaling = names.find(module), peft.scaling(module, strip_prefixes(module))
         for rows in targets:
             for weight, chosen in _find_changed_weights(rows.name, parts, weights):
                 meta = {part: torch.empty(shapes[name], device="meta") for part, name in chosen.items()}
                 try:
-                    delta = factors(meta, rows, weights[weight])
+                    delta = make_factors(meta, rows, weights[weight])
                     for cut in cuts[weight]:
                         delta.of(cut)
-                except WrongShape as error:
+                except ShapeMismatch as error:
                     size = "x".join(map(str, weights[weight]))
                     misfit = misfit or f"{module} is for {error}, but {weight} is {size}"
                     continue
                 if pair == _PEFT_PAIR:
                     peft.check_module(module, "magnitude" in parts)
                 spellings[weight].append(
-                    Spelling(
+                    NamedChange(
                         module=module,
                         adapter=adapter,
                         pair=pair,
                         target=targets,
-                        change=Change(parts=chosen, rows=rows, scaling=scaling),
+                        change=WeightChange(parts=chosen, rows=rows, scaling=scaling),
                     )
                 )
     for weight, parts_by_kind in spellings.items():
@@ -225,7 +225,7 @@ def _modules(names: Iterable[str]) -> dict[tuple[str, str, str], dict[str, str]]
     return {key: {part: name for part, (_, name) in parts.items()} for key, parts in by_module.items()}
 
 
-def _order(place: int | None, one: Spelling) -> tuple[int, int] | None:
+def _order(place: int | None, one: NamedChange) -> tuple[int, int] | None:
     """Return the rank of a change among the names that ComfyUI accepts; `place` is the rank of its module's name."""
     parts = one.change.parts
     if place is None or one.adapter not in ("", _DEFAULT_ADAPTER) or one.pair == _OTHER_PAIR or "up_bias" in parts:
@@ -236,7 +236,7 @@ def _order(place: int | None, one: Spelling) -> tuple[int, int] | None:
     return place, len(_DOWNS) + 2 * kind - (one.pair == _NORM)
 
 
-def _whole(names: Names, shapes: Iterable[str]) -> Iterator[str]:
+def _whole(names: KeyMap, shapes: Iterable[str]) -> Iterator[str]:
     """Yield the file's names of full weights and biases of a network, which PEFT saves next to changes."""
     for name in shapes:
         module, _, leaf = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").rpartition(".")
@@ -310,7 +310,7 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
         ) from None
     for name, tensor in tensors.items():
         split = _split(name)
-        taken = quantized.READ | _INTEGERS if split and split[2] == ".alpha" else quantized.READ
+        taken = quantized.READABLE_DTYPES | _INTEGERS if split and split[2] == ".alpha" else quantized.READABLE_DTYPES
         if split is not None and tensor.dtype not in taken:
             raise LoraError(
                 f"The LoRA {path}: {name} holds {tensor.dtype}, and changes are floating point numbers. "
@@ -322,7 +322,7 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
         raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
     if not isinstance(config, dict):
         raise LoraError(
-            f"The LoRA {path}: PEFT's config in it is {short(config)}, and no object of options. Save it again with "
+            f"The LoRA {path}: PEFT's config in it is {shorten_value(config)}, and no object of options. Save it again with "
             "PEFT, or choose another."
         )
     shapes = {name: tensor.shape for name, tensor in tensors.items()}

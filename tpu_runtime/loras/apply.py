@@ -11,12 +11,12 @@ from ..cache.store import signature
 from ..checkpoints import load
 from ..checkpoints.model_ref import LORA_EXPERTS, Lora, ModelRef
 from ..programs.modules import Network
-from ..programs.weights import described
+from ..programs.weights import shared_network
 from ..progress import Progress
 from . import adapter
 from .adapter import Adapter
 from .change import LoraError
-from .merge import Merge
+from .merge import LoraMerge
 
 log = logging.getLogger(__name__)
 
@@ -24,28 +24,28 @@ log = logging.getLogger(__name__)
 NAMES_IN_TEXT = 8
 
 
-def variant(loras: Sequence[Lora]) -> str:
+def hash_variant(loras: Sequence[Lora]) -> str:
     """Return a digest of the files and strengths of LoRAs, "" without any."""
-    return signature([(adapter.identity(lora.source), lora.strength) for lora in loras]) if loras else ""
+    return signature([(adapter.identify_source(lora.source), lora.strength) for lora in loras]) if loras else ""
 
 
-def content(loras: Sequence[Lora]) -> str:
+def hash_loras(loras: Sequence[Lora]) -> str:
     """Return a digest that is equal on hosts with the same files."""
-    return signature([(adapter.content(lora.source), lora.strength) for lora in loras]) if loras else "no LoRA"
+    return signature([(adapter.hash_content(lora.source), lora.strength) for lora in loras]) if loras else "no LoRA"
 
 
-def changes(loras: Sequence[Lora], network: Network, check: Callable[[str], None] = lambda what: None) -> Merge:
+def make_merge(loras: Sequence[Lora], network: Network, check: Callable[[str], None] = lambda what: None) -> LoraMerge:
     """Return the merge of LoRAs into a network. `check` is called before the chips merge the named weight."""
-    return Merge([(adapter.read(lora.source, network), lora) for lora in loras], network, check)
+    return LoraMerge([(adapter.read_adapter(lora.source, network), lora) for lora in loras], network, check)
 
 
-def vectors(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:
+def sum_vector_deltas(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:
     """Return the sums of LoRA differences of one-dimensional weights, `[size]` float32, by name in a checkpoint."""
     with contextlib.ExitStack() as stack:
-        return changes(loras, network).vectors(load.Reader(stack, progress.check_cancelled))
+        return make_merge(loras, network).vectors(load.TensorReader(stack, progress.check_cancelled))
 
 
-def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
+def add_lora(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
     """Return the model with one more LoRA, and a report on the file's changes.
 
     Raises `LoraError` if nothing in the file matches, or if the model does not have the expert.
@@ -58,12 +58,14 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
     # Experts have the same architecture: one network represents all, under the name of each.
     first = spec.component(spec.denoiser.experts[0])
     with torch.inference_mode(False):  # ComfyUI calls nodes in inference mode
-        network = described(first, model.resolve(progress).configs[first.name])
+        network = shared_network(first, model.resolve(progress).configs[first.name])
     chosen = [
-        name for name in spec.denoiser.experts if replace(model, loras=(replace(lora, strength=1.0),)).loras_of(name)
+        name
+        for name in spec.denoiser.experts
+        if replace(model, loras=(replace(lora, strength=1.0),)).select_loras(name)
     ]
     adapters = [
-        adapter.read(lora.source, replace(network, component=spec.component(name)), progress.check_cancelled)
+        adapter.read_adapter(lora.source, replace(network, component=spec.component(name)), progress.check_cancelled)
         for name in chosen
     ]
     combined = next((candidate for candidate in adapters if candidate.changes), adapters[0])
@@ -75,7 +77,7 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
     text = f"{name}, strength {lora.strength:g}: changes {len(combined.changes)} weights of {spec.title}."
     if combined.unused:
         log.warning("%s: not applied to %s: %s", combined.path, spec.title, ", ".join(combined.unused))
-        why = f" ({combined.misfit})" if combined.misfit else ""
+        why = f" ({combined.incompatible})" if combined.incompatible else ""
         text += f" Not applied, {len(combined.unused)} tensors{why}: {_some(combined.unused)}."
     progress.text(text)
     return replace(model, loras=(*model.loras, lora)), text
@@ -84,14 +86,14 @@ def add(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]
 def _nothing_fits(found: Adapter, model: ModelRef, network: Network) -> str:
     """Return the message with the file's names and the expected ones."""
     title = model.spec.title
-    if found.misfit:
+    if found.incompatible:
         return (
-            f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.misfit}. Choose one "
+            f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.incompatible}. Choose one "
             f"made for {title}."
         )
     matrices = (weight.sources[0] for weight in network.weights.values() if weight.stacked and len(weight.shape) > 2)
     weight_name = next(name for name in matrices if name.endswith(".weight"))
-    theirs = [name.replace("*", "0") for name in network.component.makers_names if "*" in name]
+    theirs = [name.replace("*", "0") for name in network.component.original_keys if "*" in name]
     expected = " or ".join([weight_name.removesuffix(".weight"), *theirs[:1]])
     return (
         f"The LoRA {found.path} changes nothing of {title}. It has {_some(found.unused)}; expected are names of the "

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..model_spec import Rows
+from ..model_spec import RowSlice
 from ..redact import SafeError
-from .factors import Factors, Shape, factors
+from .factors import DeltaFactors, Shape, make_factors
 
 # Upper bound of an alpha, above which weights overflow.
 _LARGEST_ALPHA = 1e6
@@ -20,7 +20,7 @@ class LoraError(SafeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class AlphaScaling:
     """PEFT's scale factor of a module in a file without alphas: `alpha / rank ** power`."""
 
     alpha: float | None = None  # None for a factor of 1
@@ -29,22 +29,22 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class WeightChange:
     """A file's change to one weight of one layer."""
 
     parts: Mapping[str, str]  # tensor names by part (see `factors`)
-    rows: Rows  # of the weight that are changed
-    scaling: Scaling = field(default_factory=Scaling)  # by PEFT's config
+    rows: RowSlice  # of the weight that are changed
+    scaling: AlphaScaling = field(default_factory=AlphaScaling)  # by PEFT's config
 
-    def read(self, path: Path, tensors: Mapping[str, torch.Tensor], shape: Shape) -> tuple[Factors, float]:
+    def read(self, path: Path, tensors: Mapping[str, torch.Tensor], shape: Shape) -> tuple[DeltaFactors, float]:
         """Return the factors for the whole weight of `shape`, and their scale factor other than the strength.
 
         tensors: of the file by part, in float32, as in `factors`: `[rank, in]`, `[out, rank]` or the weight's shape.
         """
-        delta = factors(tensors, self.rows, shape)
+        delta = make_factors(tensors, self.rows, shape)
         return delta, self._scale(path, tensors, delta)
 
-    def _scale(self, path: Path, tensors: Mapping[str, torch.Tensor], found: Factors) -> float:
+    def _scale(self, path: Path, tensors: Mapping[str, torch.Tensor], found: DeltaFactors) -> float:
         is_product = bool(found.pairs) or found.rank is not None
         if is_product and found.rank is not None and "alpha" in tensors:
             return check_alpha(path, self.parts["alpha"], tensors["alpha"].item()) / found.rank
@@ -62,13 +62,13 @@ def check_alpha(path: str | Path, name: str, alpha: Any) -> float:
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
         raise LoraError(
-            f"The LoRA {path}: {name} is {short(alpha)}; an alpha is a number between 0 and {_LARGEST_ALPHA:g}. "
+            f"The LoRA {path}: {name} is {shorten_value(alpha)}; an alpha is a number between 0 and {_LARGEST_ALPHA:g}. "
             "Choose another."
         )
     return float(alpha)
 
 
-def short(value: object) -> str:
+def shorten_value(value: object) -> str:
     """Return the `repr` of an untrusted value, truncated to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

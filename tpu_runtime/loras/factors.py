@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..model_spec import Rows
-from ..programs.modules import Cut
+from ..model_spec import RowSlice
+from ..programs.modules import WeightSlice
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
@@ -25,12 +25,12 @@ LOKRS = tuple(
 )
 
 
-class WrongShape(ValueError):
+class ShapeMismatch(ValueError):
     """Tensors that cannot be a change of this weight; the text is the shape that they are for."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factors:
+class DeltaFactors:
     """A difference of a weight `[*out, *in]`: the element-wise product of `up @ down` of all pairs, or `dense`."""
 
     pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # `up` [*out, rank] and `down` [rank, *in]
@@ -39,11 +39,11 @@ class Factors:
     magnitude: torch.Tensor | None = None
     rank: int | None = None  # divisor of alpha; None without one
 
-    def of(self, cut: Cut | None) -> "Factors":
+    def of(self, cut: WeightSlice | None) -> "DeltaFactors":
         """Return the factors for a parameter that is a slice of the weight; `cut` is None for the weight itself."""
         if cut is None:
             return self
-        return Factors(
+        return DeltaFactors(
             pairs=tuple(_cut_pair(cut, *pair) for pair in self.pairs),
             dense=None if self.dense is None else cut.take(self.dense),
             magnitude=None if self.magnitude is None else _cut_magnitude(cut, self.magnitude),
@@ -51,13 +51,13 @@ class Factors:
         )
 
 
-def _part(cut: Cut, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def _part(cut: WeightSlice, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the groups of `cut` in a factor or vector `[...]` whose dimension `dim` is cut."""
     dims = range(tensor.ndim + isinstance(cut.taken, slice))
     return replace(cut, shape=tuple(tensor.shape), dim=dim, order=tuple(dims)).take(tensor)
 
 
-def _cut_pair(cut: Cut, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _cut_pair(cut: WeightSlice, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factors of a slice of a matrix, which may have the matrix's columns first."""
     up, down = (_part(cut, up, 0), down) if cut.dim == 0 else (up, _part(cut, down, 1))
     rows = up.ndim - 1
@@ -67,11 +67,11 @@ def _cut_pair(cut: Cut, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Ten
     return down.movedim(0, -1), up.movedim(-1, 0)
 
 
-def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
+def _cut_magnitude(cut: WeightSlice, magnitude: torch.Tensor) -> torch.Tensor:
     """Return the norms of a slice's rows or columns, from those of the matrix."""
     along = 0 if magnitude.shape[1] == 1 else 1
     if along != cut.dim and cut.taken != slice(None):
-        raise WrongShape("a dora_scale whose norm other weights have a part in")
+        raise ShapeMismatch("a dora_scale whose norm other weights have a part in")
     vector, dims = magnitude.flatten(), len(cut.order)
     part = _part(cut, vector, 0) if along == cut.dim else vector
     ones = [1] * (dims - part.ndim)
@@ -79,40 +79,40 @@ def _cut_magnitude(cut: Cut, magnitude: torch.Tensor) -> torch.Tensor:
     return part.reshape(shape).permute(cut.order)
 
 
-def factors(tensors: Tensors, rows: Rows, shape: Shape) -> Factors:
+def make_factors(tensors: Tensors, rows: RowSlice, shape: Shape) -> DeltaFactors:
     """Return the change of a weight of `shape` by `tensors`, which are `[rank, in]`, `[out, rank]` or full, by part.
 
     rows: of the weight that are changed.
-    Raises `WrongShape` if they do not match.
+    Raises `ShapeMismatch` if they do not match.
     """
     for part in ("diff", "diff_b", "up_bias"):
         if part in tensors:
             rank = tensors["down"].shape[0] if "down" in tensors else None
-            return Factors(dense=_dense(tensors[part], rows, shape), rank=rank)
+            return DeltaFactors(dense=_dense(tensors[part], rows, shape), rank=rank)
     pairs, rank = _pairs(tensors)
     out, inner = pairs[0][0].shape[0], pairs[0][1].shape[1]
     if any(up.shape[0] != out or down.shape[1] != inner or up.shape[1] != down.shape[0] for up, down in pairs):
-        raise WrongShape("matrices that do not match")
+        raise ShapeMismatch("matrices that do not match")
     if rows.squares:
         if out != rows.squares * inner or out > shape[0] or "magnitude" in tensors:
-            raise WrongShape(f"{out}x{inner}")
+            raise ShapeMismatch(f"{out}x{inner}")
         pairs = [(torch.nn.functional.pad(up, (0, 0, 0, shape[0] - out)), down) for up, down in pairs]
         out = shape[0]
     cut = _cut(out * len(rows.groups) / rows.of, inner, shape)
     if cut is None:
-        raise WrongShape(f"{out}x{inner}")
+        raise ShapeMismatch(f"{out}x{inner}")
     shaped = tuple(
         (_select_rows(up, rows).reshape(*shape[:cut], -1), down.reshape(-1, *shape[cut:])) for up, down in pairs
     )
-    return Factors(pairs=shaped, magnitude=_magnitude(tensors, rows, shape, cut), rank=rank)
+    return DeltaFactors(pairs=shaped, magnitude=_magnitude(tensors, rows, shape, cut), rank=rank)
 
 
-def _select_rows(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _select_rows(tensor: torch.Tensor, rows: RowSlice) -> torch.Tensor:
     """Return the rows of a tensor that are selected."""
     if not tensor.ndim:
-        raise WrongShape("a single number")
+        raise ShapeMismatch("a single number")
     if tensor.shape[0] % rows.of:
-        raise WrongShape("x".join(map(str, tensor.shape)))
+        raise ShapeMismatch("x".join(map(str, tensor.shape)))
     return torch.cat([tensor.chunk(rows.of)[group] for group in rows.groups])
 
 
@@ -122,15 +122,15 @@ def _cut(out: float, inner: int, shape: Shape) -> int | None:
     return next(cuts, None)
 
 
-def _dense(tensor: torch.Tensor, rows: Rows, shape: Shape) -> torch.Tensor:
+def _dense(tensor: torch.Tensor, rows: RowSlice, shape: Shape) -> torch.Tensor:
     chosen = _select_rows(tensor, rows) if rows.of > 1 else tensor
     shape_ = tuple(chosen.shape)
     if [size for size in shape_ if size > 1] != [size for size in shape if size > 1]:
-        raise WrongShape("x".join(map(str, shape_)))
+        raise ShapeMismatch("x".join(map(str, shape_)))
     return chosen.reshape(shape)
 
 
-def _magnitude(tensors: Tensors, rows: Rows, shape: Shape, cut: int) -> torch.Tensor | None:
+def _magnitude(tensors: Tensors, rows: RowSlice, shape: Shape, cut: int) -> torch.Tensor | None:
     """Return the norms of rows or of columns, with ones for the other dimensions."""
     magnitude = tensors.get("magnitude")
     if magnitude is None:
@@ -138,11 +138,11 @@ def _magnitude(tensors: Tensors, rows: Rows, shape: Shape, cut: int) -> torch.Te
     if magnitude.ndim > 1 and magnitude.shape[0] == 1:
         # The norm is over all rows, those of other modules too.
         if rows.of > 1 or magnitude.numel() != math.prod(shape[cut:]):
-            raise WrongShape("a dora_scale of columns")
+            raise ShapeMismatch("a dora_scale of columns")
         return magnitude.reshape(*[1] * cut, *shape[cut:])
     chosen = _select_rows(magnitude, rows)
     if chosen.numel() != math.prod(shape[:cut]):
-        raise WrongShape(f"a dora_scale of {chosen.numel()}")
+        raise ShapeMismatch(f"a dora_scale of {chosen.numel()}")
     return chosen.reshape(*shape[:cut], *[1] * (len(shape) - cut))
 
 
@@ -175,5 +175,5 @@ def _factor(tensors: Tensors, name: str) -> tuple[tuple[torch.Tensor, torch.Tens
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a matrix; a convolution's weight is one of its patches."""
     if tensor.ndim < 2:
-        raise WrongShape("a vector")
+        raise ShapeMismatch("a vector")
     return tensor.flatten(1)

@@ -22,34 +22,34 @@ from ..checkpoints.model_ref import Lora
 from ..files import TensorFile
 from ..programs.modules import Network, Weight
 from .adapter import Adapter
-from .change import Change, LoraError
-from .factors import Factors, Shape
+from .change import LoraError, WeightChange
+from .factors import DeltaFactors, Shape
 
 # Ranks are padded with zeros to this times a power of two, so that different files run the same programs.
-LEAST_RANK = 16
+MIN_RANK = 16
 # Added to norms, as LyCORIS does: a row of zeros has no direction.
-SMALLEST_NORM = float(jnp.finfo(jnp.float32).eps)
+MIN_NORM = float(jnp.finfo(jnp.float32).eps)
 
 Pair = tuple[jax.Array, jax.Array]
 
 
-class ChangedNorm(NamedTuple):
+class NormDelta(NamedTuple):
     """A DoRA change."""
 
-    pairs: tuple[Pair, ...]  # factors of the difference (see `Factors`)
+    pairs: tuple[Pair, ...]  # factors of the difference (see `DeltaFactors`)
     magnitude: jax.Array  # norm that weight plus difference is scaled to
     strength: np.float32  # of the change
 
 
-class Changes(NamedTuple):
+class WeightDeltas(NamedTuple):
     """All changes of one layer of a weight."""
 
-    products: tuple[tuple[Pair, ...], ...] = ()  # pairs of each difference (see `Factors`)
+    products: tuple[tuple[Pair, ...], ...] = ()  # pairs of each difference (see `DeltaFactors`)
     dense: tuple[jax.Array, ...] = ()  # full differences
-    norms: tuple[ChangedNorm, ...] = ()  # DoRA changes
+    norms: tuple[NormDelta, ...] = ()  # DoRA changes
 
 
-def merged(weight: jax.Array, changes: Changes) -> jax.Array:
+def apply_deltas(weight: jax.Array, changes: WeightDeltas) -> jax.Array:
     """Return one layer of a weight `[*out, *in]` with all its changes, in float32."""
     start = weight.astype(jnp.float32)
     total = start
@@ -60,7 +60,7 @@ def merged(weight: jax.Array, changes: Changes) -> jax.Array:
     for pairs, magnitude, strength in changes.norms:
         changed = start + _difference(pairs)
         over = tuple(dim for dim, size in enumerate(magnitude.shape) if size != changed.shape[dim])
-        norm = jnp.sqrt(jnp.sum(changed * changed, axis=over, keepdims=True)) + SMALLEST_NORM
+        norm = jnp.sqrt(jnp.sum(changed * changed, axis=over, keepdims=True)) + MIN_NORM
         total = total + strength * (changed * (magnitude / norm) - start)
     return total
 
@@ -71,14 +71,14 @@ def _difference(pairs: Sequence[Pair]) -> jax.Array:
     return functools.reduce(jnp.multiply, parts)
 
 
-def merge_layer(stack: jax.Array, layer: jax.Array, weight: jax.Array, changes: Changes) -> jax.Array:
+def merge_layer(stack: jax.Array, layer: jax.Array, weight: jax.Array, changes: WeightDeltas) -> jax.Array:
     """Return `stack` `[layers, *out, *in]` with one layer replaced by the merged weight.
 
     layer: its index, a scalar.
     weight: `[*out, *in]` from the checkpoint.
     changes: of this layer.
     """
-    return jax.lax.dynamic_update_index_in_dim(stack, merged(weight, changes).astype(stack.dtype), layer, 0)
+    return jax.lax.dynamic_update_index_in_dim(stack, apply_deltas(weight, changes).astype(stack.dtype), layer, 0)
 
 
 @functools.cache
@@ -88,11 +88,11 @@ def _layer_program(sharding: NamedSharding) -> Callable[..., jax.Array]:
 
 @functools.cache
 def _program(sharding: NamedSharding, dtype: Any) -> Callable[..., jax.Array]:
-    return jax.jit(lambda weight, changes: merged(weight, changes).astype(dtype), out_shardings=sharding)
+    return jax.jit(lambda weight, changes: apply_deltas(weight, changes).astype(dtype), out_shardings=sharding)
 
 
-class Merge:
-    """The changes of several files to one network; implements `load.Changed`."""
+class LoraMerge:
+    """The changes of several files to one network; implements `load.ModifiedWeights`."""
 
     def __init__(
         self, adapters: Sequence[tuple[Adapter, Lora]], network: Network, check: Callable[[str], None]
@@ -104,7 +104,7 @@ class Merge:
         )
 
     def read(
-        self, reader: load.Reader, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+        self, reader: load.TensorReader, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
     ) -> jax.Array:
         """Return a weight in `names` with its changes, `[layers, *out, *in]` or one layer, with the sharding of `want`.
 
@@ -133,7 +133,7 @@ class Merge:
             stack = _layer_program(sharding)(stack, layer, start, changes)
         return stack
 
-    def vectors(self, reader: load.Reader) -> dict[str, torch.Tensor]:
+    def vectors(self, reader: load.TensorReader) -> dict[str, torch.Tensor]:
         """Return the sum of the differences of each one-dimensional weight, `[size]`, by its name in a checkpoint."""
         sums: dict[str, torch.Tensor] = {}
         for weight in self._network.weights.values():
@@ -145,7 +145,7 @@ class Merge:
                         sums[source] = sums.get(source, 0) + scale * lora.strength * delta.dense
         return sums
 
-    def _changes(self, reader: load.Reader, weight: Weight, source: str, place: "_LayerSharding") -> Changes:
+    def _changes(self, reader: load.TensorReader, weight: Weight, source: str, place: "_LayerSharding") -> WeightDeltas:
         """Return the changes of all files to one layer of a weight on the chips; `source` is its name in a
         checkpoint.
         """
@@ -162,7 +162,7 @@ class Merge:
                 pairs = [(up * strength, down), *others]
                 if delta.magnitude is not None:
                     placed = tuple(place.pair(*pair) for pair in pairs)
-                    norms.append(ChangedNorm(placed, place.magnitude(delta.magnitude), np.float32(lora.strength)))
+                    norms.append(NormDelta(placed, place.magnitude(delta.magnitude), np.float32(lora.strength)))
                 elif others:
                     products.append(tuple(place.pair(*pair) for pair in pairs))
                 else:
@@ -170,10 +170,12 @@ class Merge:
         if low_rank:  # one product for all of them
             ups, downs = zip(*low_rank, strict=True)
             products.append((place.pair(torch.cat(ups, -1), torch.cat(downs, 0)),))
-        return Changes(tuple(products), tuple(dense), tuple(norms))
+        return WeightDeltas(tuple(products), tuple(dense), tuple(norms))
 
 
-def _read(reader: load.Reader, adapter: Adapter, change: Change, weight: Weight) -> tuple[Factors, float]:
+def _read(
+    reader: load.TensorReader, adapter: Adapter, change: WeightChange, weight: Weight
+) -> tuple[DeltaFactors, float]:
     """Return the factors of a change in float32, and their scale factor other than the strength."""
     tensors = {}
     for part, name in change.parts.items():
@@ -211,7 +213,7 @@ class _LayerSharding:
         """Return `up` `[*out, rank]` and `down` `[rank, *in]` on the chips, with the weight's sharding; the rank is
         padded and replicated.
         """
-        rank = LEAST_RANK
+        rank = MIN_RANK
         while rank < up.shape[-1]:
             rank *= 2
         missing, cut = rank - up.shape[-1], up.ndim - 1

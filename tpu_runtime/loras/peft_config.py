@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..model_spec import Json
-from .change import LoraError, Scaling, check_alpha, short
+from .change import AlphaScaling, LoraError, check_alpha, shorten_value
 
 _METHODS = ("LORA", "LOHA", "LOKR")
 # PEFT's default of r and alpha.
@@ -50,7 +50,7 @@ class PeftConfig:
         beginning = str(self._config.get("init_lora_weights")).lower()
         if self._method == "LORA" and beginning not in _BEGINNINGS:
             raise LoraError(
-                f"The LoRA {self._path}: PEFT's init_lora_weights is {short(self._config['init_lora_weights'])}; such "
+                f"The LoRA {self._path}: PEFT's init_lora_weights is {shorten_value(self._config['init_lora_weights'])}; such "
                 f"an adapter is for weights that PEFT changed at first. Taken are {', '.join(_BEGINNINGS)}. Save it "
                 "with path_initial_model_for_weight_conversion, which makes a plain LoRA of it, or choose another."
             )
@@ -61,7 +61,7 @@ class PeftConfig:
 
     def _refuse(self, name: str, allowed: str) -> None:
         raise LoraError(
-            f"The LoRA {self._path}: PEFT's {name} is {short(self._config.get(name))}; taken is {allowed}. {_WAY_ON}"
+            f"The LoRA {self._path}: PEFT's {name} is {shorten_value(self._config.get(name))}; taken is {allowed}. {_WAY_ON}"
         )
 
     def _pattern(self, name: str) -> dict[str, tuple[int, Any]]:
@@ -69,7 +69,7 @@ class PeftConfig:
         patterns = self._config.get(name) or {}
         if not isinstance(patterns, dict):
             raise LoraError(
-                f"The LoRA {self._path}: {name} is {short(patterns)}, and no object, which has a number for each "
+                f"The LoRA {self._path}: {name} is {shorten_value(patterns)}, and no object, which has a number for each "
                 "module. Save it again with PEFT, or choose another."
             )
         values: dict[str, tuple[int, Any]] = {}
@@ -77,13 +77,13 @@ class PeftConfig:
             module = key.removesuffix("$").replace("\\.", ".")
             if not re.fullmatch(r"\^?[\w.-]+", module):
                 raise LoraError(
-                    f"The LoRA {self._path}: {name} has {short(key)}, which is a regular expression; only names of "
+                    f"The LoRA {self._path}: {name} has {shorten_value(key)}, which is a regular expression; only names of "
                     "modules are taken, whole or from a dot on. Save it with the modules' names, or choose another."
                 )
             values.setdefault(module, (order, value))
         return values
 
-    def scaling(self, module: str, bare: str) -> Scaling:
+    def scaling(self, module: str, bare: str) -> AlphaScaling:
         """Return the scale factor of a module.
 
         module: its name in the file.
@@ -99,10 +99,10 @@ class PeftConfig:
         )
         if rank is not None and (type(rank) is not int or not 0 < rank <= _LARGEST_RANK):
             raise LoraError(
-                f"The LoRA {self._path}: PEFT's r is {short(rank)}; a rank is a whole number from 1 to "
+                f"The LoRA {self._path}: PEFT's r is {shorten_value(rank)}; a rank is a whole number from 1 to "
                 f"{_LARGEST_RANK:_}. Choose another."
             )
-        return Scaling(
+        return AlphaScaling(
             alpha=None if alpha is None else check_alpha(self._path, name, alpha),
             power=0.5 if self._config.get("use_rslora") and self._method == "LORA" else 1.0,
             rank=rank,
@@ -113,7 +113,7 @@ class PeftConfig:
         use_dora = self._config.get("use_dora")
         if use_dora is not None and bool(use_dora) != has_magnitude:
             raise LoraError(
-                f"The LoRA {self._path}: PEFT's use_dora is {short(use_dora)}, but {short(module)} has "
+                f"The LoRA {self._path}: PEFT's use_dora is {shorten_value(use_dora)}, but {shorten_value(module)} has "
                 f"{int(has_magnitude)} magnitude vectors; taken is one of each module, or none. "
                 "Save it again with PEFT, or choose another."
             )
@@ -129,8 +129,8 @@ class PeftConfig:
         ]
         if not numbers or numbers[0] not in (chosen if isinstance(chosen, list) else [chosen]):
             raise LoraError(
-                f"The LoRA {self._path}: PEFT's layers_to_transform is {short(chosen)}, but the file changes "
-                f"{short(module)}; taken are changes of these layers alone. Save it again with PEFT, or choose another."
+                f"The LoRA {self._path}: PEFT's layers_to_transform is {shorten_value(chosen)}, but the file changes "
+                f"{shorten_value(module)}; taken are changes of these layers alone. Save it again with PEFT, or choose another."
             )
 
     def check_whole(self, weights: Iterable[str]) -> None:
@@ -140,8 +140,8 @@ class PeftConfig:
         first = min(weights, default=None) if option else None
         if first is not None:
             raise LoraError(
-                f"The LoRA {self._path}: PEFT's {option} is {short(self._config[option])}, and the file holds "
-                f"{short(first)} whole; taken are changes of weights. {_WAY_ON}"
+                f"The LoRA {self._path}: PEFT's {option} is {shorten_value(self._config[option])}, and the file holds "
+                f"{shorten_value(first)} whole; taken are changes of weights. {_WAY_ON}"
             )
 
 
@@ -153,7 +153,7 @@ def _match_pattern(patterns: Mapping[str, tuple[int, Any]], module: str, bare: s
     return min(fitting, key=lambda match: match[0])[1] if fitting else default
 
 
-def of_component(config: Json, component: str) -> Json:
+def select_component(config: Json, component: str) -> Json:
     """Return the config of one network. Diffusers writes each key with the component's name before it."""
     for name in (component, "transformer"):
         if any(key.startswith(f"{name}.") for key in config):

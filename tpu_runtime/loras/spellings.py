@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from .change import Change, LoraError, short
-from .factors import Factors, Shape
+from .change import LoraError, WeightChange, shorten_value
+from .factors import DeltaFactors, Shape
 
 # Names of one weight at most; published files have two. Each is compared with the others.
 _MOST = 16
@@ -26,24 +26,24 @@ Read = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spelling:
+class NamedChange:
     """A change under one name."""
 
     module: str  # in the file
     adapter: str  # name of PEFT's adapter, or ""
     pair: str  # of matrices
     target: Hashable  # differs between changes that ComfyUI adds up
-    change: Change
+    change: WeightChange
     order: tuple[int, int] | None = None  # rank among the names that ComfyUI accepts for a module; None for other names
 
-    def is_another(self, other: "Spelling") -> bool:
+    def is_other_adapter(self, other: "NamedChange") -> bool:
         """Return whether these are two adapters of one module, which both count."""
         return bool(self.adapter and other.adapter) and self.adapter != other.adapter
 
 
-def settled(
-    path: Path, weight: str, shape: Shape, found: Sequence[Spelling], read: Read
-) -> tuple[list[Spelling], list[Spelling]]:
+def resolve_spellings(
+    path: Path, weight: str, shape: Shape, found: Sequence[NamedChange], read: Read
+) -> tuple[list[NamedChange], list[NamedChange]]:
     """Return the changes in `found` that count for a weight, and those that repeat one of them.
 
     path: of the file, for messages.
@@ -53,28 +53,28 @@ def settled(
     """
     if len(found) > _MOST:
         raise LoraError(
-            f"The LoRA {path}: {len(found)} of its names, such as {short(found[0].module)}, are {weight}; at most "
+            f"The LoRA {path}: {len(found)} of its names, such as {shorten_value(found[0].module)}, are {weight}; at most "
             f"{_MOST} may be. Choose one that has each change once."
         )
-    kept: list[Spelling] = []
-    repeated: list[Spelling] = []
+    kept: list[NamedChange] = []
+    repeated: list[NamedChange] = []
     for spelling in sorted(found, key=_rank, reverse=True):
-        rivals = (other for other in kept if not spelling.is_another(other))
+        rivals = (other for other in kept if not spelling.is_other_adapter(other))
         is_new = not any(_are_equal(path, shape, spelling.change, other.change, read) for other in rivals)
         (kept if is_new else repeated).append(spelling)
     return list(_select(path, weight, kept)), repeated
 
 
-def _rank(one: Spelling) -> tuple[int, bool, tuple[int, int]]:
+def _rank(one: NamedChange) -> tuple[int, bool, tuple[int, int]]:
     """Return a sort key: more rows first, then names that ComfyUI accepts, later ones in its map first."""
     return -one.change.rows.squares, one.order is not None, one.order or (0, 0)
 
 
-def _select(path: Path, weight: str, kept: Sequence[Spelling]) -> Iterator[Spelling]:
+def _select(path: Path, weight: str, kept: Sequence[NamedChange]) -> Iterator[NamedChange]:
     """Yield the changes that count of different ones, which are in the order of `_rank`."""
     targets: set[Hashable] = set()
     for spelling in kept:
-        rivals = [other for other in kept if other is not spelling and not spelling.is_another(other)]
+        rivals = [other for other in kept if other is not spelling and not spelling.is_other_adapter(other)]
         if not rivals:
             yield spelling
         elif spelling.order is not None:
@@ -82,14 +82,14 @@ def _select(path: Path, weight: str, kept: Sequence[Spelling]) -> Iterator[Spell
                 yield spelling
             targets.add(spelling.target)
         elif all(other.order is None for other in rivals):
-            names = " and ".join(short(name) for name in sorted({spelling.module, rivals[0].module}))
+            names = " and ".join(shorten_value(name) for name in sorted({spelling.module, rivals[0].module}))
             raise LoraError(
                 f"The LoRA {path}: {names} are both {weight}, and hold different changes; taken is one change of a "
                 "weight. Choose one that has each change once, or take one of them out of the file."
             )
 
 
-def _are_equal(path: Path, shape: Shape, one: Change, other: Change, read: Read) -> bool:
+def _are_equal(path: Path, shape: Shape, one: WeightChange, other: WeightChange, read: Read) -> bool:
     """Return whether two changes are equal, on the rows that both have."""
     (first, first_scale), (second, second_scale) = (
         change.read(path, {part: read(name) for part, name in change.parts.items()}, shape) for change in (one, other)
@@ -108,7 +108,7 @@ def _are_equal(path: Path, shape: Shape, one: Change, other: Change, read: Read)
     )
 
 
-def _have_same_numbers(one: Factors, other: Factors) -> bool:
+def _have_same_numbers(one: DeltaFactors, other: DeltaFactors) -> bool:
     """Return whether two changes have equal tensors."""
     if one.dense is not None and other.dense is not None:
         return torch.equal(one.dense, other.dense)
@@ -116,7 +116,7 @@ def _have_same_numbers(one: Factors, other: Factors) -> bool:
     return bool(mine) and len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
-def _blocks(factors: Factors, rows: int) -> Iterator[torch.Tensor]:
+def _blocks(factors: DeltaFactors, rows: int) -> Iterator[torch.Tensor]:
     """Yield the first `rows` of a difference in blocks, each as a vector `[size]`."""
     for start in range(0, rows, _ROWS):
         block = slice(start, min(start + _ROWS, rows))

@@ -45,7 +45,7 @@ class Holder:
     program: str  # its name, without arguments, which may be secrets
 
 
-def chips(root: Path = ROOT) -> Chips | None:
+def detect_chips(root: Path = ROOT) -> Chips | None:
     """Return the machine's chips, or None without any. Raises ImportError without tpu-info."""
     from tpu_info.device import GOOGLE_PCI_VENDOR_ID, TpuChip
 
@@ -66,19 +66,19 @@ def chips(root: Path = ROOT) -> Chips | None:
     )
 
 
-def device_files(root: Path = ROOT) -> list[Path]:
+def find_device_files(root: Path = ROOT) -> list[Path]:
     """Return the files that libtpu opens: one per chip, created by the driver."""
     return [path for pattern in _FILES for path in sorted(root.glob(pattern))]
 
 
-def expect_no_tpu(root: Path = ROOT) -> None:
+def configure_without_tpu(root: Path = ROOT) -> None:
     """Configure JAX for a machine without a TPU, before JAX is imported; does nothing with a TPU.
 
     libtpu would otherwise search a cloud for a TPU, and log long warnings. Variables that the user has set stay. A GPU
     for which JAX has a plugin may be used by another node pack.
     """
     try:
-        has_tpu = bool(device_files(root) or chips(root))  # a container may see chips without their files
+        has_tpu = bool(find_device_files(root) or detect_chips(root))  # a container may see chips without their files
     except ImportError:
         has_tpu = False
     if not has_tpu:
@@ -87,13 +87,13 @@ def expect_no_tpu(root: Path = ROOT) -> None:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def holders(root: Path = ROOT) -> list[Holder]:
+def find_holders(root: Path = ROOT) -> list[Holder]:
     """Return the processes that hold chips, this one included, as far as this user may see their open files."""
-    pids = {pid for pid, target in open_files(root) if _FILE.fullmatch(target)}
-    return [Holder(pid=pid, program=program(pid, root)) for pid in sorted(pids)]
+    pids = {pid for pid, target in iterate_open_files(root) if _FILE.fullmatch(target)}
+    return [Holder(pid=pid, program=program_name(pid, root)) for pid in sorted(pids)]
 
 
-def open_files(root: Path = ROOT) -> Iterator[tuple[int, str]]:
+def iterate_open_files(root: Path = ROOT) -> Iterator[tuple[int, str]]:
     """Yield process id and target of every open file that this user may see; sockets are `socket:[inode]`."""
     for folder in (root / "proc").glob("[0-9]*/fd"):
         try:
@@ -107,7 +107,7 @@ def open_files(root: Path = ROOT) -> Iterator[tuple[int, str]]:
                 continue
 
 
-def program(pid: int, root: Path = ROOT) -> str:
+def program_name(pid: int, root: Path = ROOT) -> str:
     """Return the name of a process and of its script, such as "python3 main.py", without further arguments."""
     words = [word for word in _text(root / f"proc/{pid}/cmdline").split("\0") if word]
     names = [Path(word).name for word in words[:1]]

@@ -45,7 +45,7 @@ def is_busy(error_text: str) -> bool:
 
 def describe_holders(root: Path = bus.ROOT) -> str:
     """Name the processes that hold the chips, such as "python3 main.py (process 123)"."""
-    holders = [f"{holder.program} (process {holder.pid})" for holder in bus.holders(root)]
+    holders = [f"{holder.program} (process {holder.pid})" for holder in bus.find_holders(root)]
     return ", ".join(holders) or "a process of another user or container"
 
 
@@ -95,7 +95,7 @@ def wait_for_release(
 ) -> bool:
     """Wait until no process holds the chips. Return whether that happened within `timeout_s` seconds."""
     until = time.monotonic() + timeout_s
-    while holders := bus.holders(root):
+    while holders := bus.find_holders(root):
         if time.monotonic() >= until:
             return False
         report(f"The TPU chips are still held by {holders[0].program} (process {holders[0].pid})")

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ...kernels import names
-from ...kernels.choice import Rungs
+from ...kernels.choice import KernelFallbacks
 
 KERNELS_VARIABLE = "COMFYUI_TPU_KERNELS"
 OPTIONS_VARIABLE = "COMFYUI_TPU_OPTIONS"
@@ -32,7 +32,7 @@ _NO_KERNEL = re.compile(r"Mosaic failed to compile TPU kernel")
 _VMEM = re.compile(r"memory space vmem|space=vmem")
 # libtpu's messages about a halted core, as quoted in public reports.
 _HALT = re.compile(r"halted unexpectedly|core halt|program continuator has halted|BoundsCheck", re.IGNORECASE)
-_NAMES = "|".join((*names.KERNELS, *names.PARTS))
+_NAMES = "|".join((*names.KERNELS, *names.HELPER_KERNELS))
 # An instruction `%name` or `name.3`, or a call of a kernel, as XLA and as JAX write it.
 _KERNEL = re.compile(rf"%({_NAMES})\b|\b({_NAMES})\.\d|\b({_NAMES})/pallas_call|pallas_call ({_NAMES})\b")
 
@@ -43,13 +43,15 @@ Kind = Literal["option", "kernel", "halt"]
 class Fallbacks:
     """Kernels and compiler options that a machine does without."""
 
-    kernels: Rungs = field(default_factory=Rungs)
+    kernels: KernelFallbacks = field(default_factory=KernelFallbacks)
     options: tuple[str, ...] = ()  # prefixes of the names of compiler options
 
     def __or__(self, other: "Fallbacks") -> "Fallbacks":
-        off = _sorted(self.kernels.off, other.kernels.off)
-        small = _sorted(self.kernels.small, other.kernels.small)
-        return Fallbacks(kernels=Rungs(off=off, small=small), options=_sorted(self.options, other.options))
+        off = _sort_unique(self.kernels.off, other.kernels.off)
+        small = _sort_unique(self.kernels.small, other.kernels.small)
+        return Fallbacks(
+            kernels=KernelFallbacks(off=off, small=small), options=_sort_unique(self.options, other.options)
+        )
 
     def __bool__(self) -> bool:
         return self != Fallbacks()
@@ -71,24 +73,24 @@ class Unsupported(RuntimeError):
         super().__init__(f"{program}: {what} not supported on this machine: {', '.join(names)} ({reason}).")
 
 
-class Halted(RuntimeError):
+class ChipHalted(RuntimeError):
     """A core of a chip halted: this process cannot use the chips any more. The message is a sentence for the user."""
 
 
-def from_environment(environ: Mapping[str, str] | None = None) -> Fallbacks:
+def fallbacks_from_environment(environ: Mapping[str, str] | None = None) -> Fallbacks:
     """Return the fallbacks that the owner switched on. Raises ValueError for an unknown kernel or option."""
     environ = os.environ if environ is None else environ
-    kernels = [names.SWITCHES[word] for word in _switched_off(environ, KERNELS_VARIABLE, names.SWITCHES)]
-    options = prefixes(_switched_off(environ, OPTIONS_VARIABLE, OPTIONS))
-    return Fallbacks(kernels=Rungs(off=_sorted(kernels)), options=options)
+    kernels = [names.SWITCHES[word] for word in _parse_switches(environ, KERNELS_VARIABLE, names.SWITCHES)]
+    options = option_prefixes(_parse_switches(environ, OPTIONS_VARIABLE, OPTIONS))
+    return Fallbacks(kernels=KernelFallbacks(off=_sort_unique(kernels)), options=options)
 
 
-def prefixes(switches: Iterable[str]) -> tuple[str, ...]:
+def option_prefixes(switches: Iterable[str]) -> tuple[str, ...]:
     """Return the prefixes of these switches' compiler options."""
-    return _sorted(*(OPTIONS[switch] for switch in switches))
+    return _sort_unique(*(OPTIONS[switch] for switch in switches))
 
 
-def _switched_off(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> list[str]:
+def _parse_switches(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> list[str]:
     words = [word.strip() for word in environ.get(variable, "").split(",") if word.strip()]
     for word in words:
         if word[0] != "-" or word[1:] not in known:
@@ -97,7 +99,7 @@ def _switched_off(environ: Mapping[str, str], variable: str, known: Iterable[str
     return [word[1:] for word in words]
 
 
-def explained(error: BaseException, program: str, options: Iterable[str] = ()) -> Unsupported | None:
+def classify_compile_error(error: BaseException, program: str, options: Iterable[str] = ()) -> Unsupported | None:
     """Return the part of `program` that the compiler rejected if there is a fallback for it, or None for other errors.
 
     error: raised by the compiler. options: names of the compiler options used.
@@ -105,7 +107,7 @@ def explained(error: BaseException, program: str, options: Iterable[str] = ()) -
     text = str(error)
     if match := _NO_OPTION.search(text):
         return Unsupported("option", program, (match[1] or match[2],), _first_line(text))
-    kernels = named(text) or _of_file(error)
+    kernels = find_kernels(text) or _kernel_of_traceback(error)
     if _NO_KERNEL.search(text) or (kernels and _is_lowering(error)):
         return Unsupported("kernel", program, kernels or names.KERNELS, _first_line(text))
     if _VMEM.search(text):
@@ -117,7 +119,7 @@ def explained(error: BaseException, program: str, options: Iterable[str] = ()) -
     return None
 
 
-def halted(error: BaseException, program: str, running: Iterable[str]) -> Unsupported | None:
+def classify_halt(error: BaseException, program: str, running: Iterable[str]) -> Unsupported | None:
     """Return the halt of a core that an error reports, or None.
 
     error: raised by the runtime. program: its name. running: the program's kernels, used if the error names no kernel.
@@ -125,16 +127,16 @@ def halted(error: BaseException, program: str, running: Iterable[str]) -> Unsupp
     text = str(error)
     if not _HALT.search(text):
         return None
-    return Unsupported("halt", program, named(text) or _sorted(running), _first_line(text))
+    return Unsupported("halt", program, find_kernels(text) or _sort_unique(running), _first_line(text))
 
 
-def named(text: str) -> tuple[str, ...]:
+def find_kernels(text: str) -> tuple[str, ...]:
     """Return the kernels named in the text of an error or of a compiled program."""
     matches: list[str] = [name for match in _KERNEL.findall(text) for name in match if name]
-    return _sorted(names.PARTS.get(name, name) for name in matches)
+    return _sort_unique(names.HELPER_KERNELS.get(name, name) for name in matches)
 
 
-def _of_file(error: BaseException) -> tuple[str, ...]:
+def _kernel_of_traceback(error: BaseException) -> tuple[str, ...]:
     """Return the kernel in whose file an error, or its cause, was raised, from the traceback's innermost frames."""
     causes = (error, error.__cause__)
     for frame in (frame for cause in causes if cause for frame in reversed(traceback.extract_tb(cause.__traceback__))):
@@ -152,20 +154,20 @@ def _is_lowering(error: BaseException) -> bool:
     return any("/jax/_src/pallas/mosaic/" in frame.filename for frame in innermost)
 
 
-def below(fallbacks: Fallbacks, failure: Unsupported) -> tuple[Fallbacks, str] | None:
+def next_fallback(fallbacks: Fallbacks, failure: Unsupported) -> tuple[Fallbacks, str] | None:
     """Return the next fallback after a failure and a sentence for the user, or None after the last one.
 
     fallbacks: those in use already. failure: of a program.
     """
     small = tuple(name for name in failure.names if name not in fallbacks.kernels.small)
     if failure.kind == "option":
-        more = Fallbacks(options=_sorted(failure.names))
+        more = Fallbacks(options=_sort_unique(failure.names))
         how = "is compiled without it, and may be slower"
     elif failure.kind == "kernel" and small:
-        more = Fallbacks(kernels=Rungs(small=_sorted(small)))
+        more = Fallbacks(kernels=KernelFallbacks(small=_sort_unique(small)))
         how = "uses smaller tiles"
     else:
-        more = Fallbacks(kernels=Rungs(off=_sorted(failure.names)))
+        more = Fallbacks(kernels=KernelFallbacks(off=_sort_unique(failure.names)))
         how = "uses XLA instead, more slowly"
     if fallbacks | more == fallbacks:
         return None
@@ -174,7 +176,7 @@ def below(fallbacks: Fallbacks, failure: Unsupported) -> tuple[Fallbacks, str] |
     return more, f"On this machine {what} {problem} ({failure.reason}): {failure.program} {how}."
 
 
-def _sorted(*groups: Iterable[str]) -> tuple[str, ...]:
+def _sort_unique(*groups: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({name for group in groups for name in group}))
 
 
@@ -185,4 +187,4 @@ def _first_line(text: str) -> str:
 
 
 # Without overlapped transfers.
-WITHOUT_OVERLAP = Fallbacks(options=prefixes(OVERLAP))
+WITHOUT_OVERLAP = Fallbacks(options=option_prefixes(OVERLAP))

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...kernels.choice import Rungs
+from ...kernels.choice import KernelFallbacks
 from ...sharding.mesh import Device
 from . import fallbacks, record
-from .fallbacks import WITHOUT_OVERLAP, Fallbacks, Halted, Unsupported
+from .fallbacks import WITHOUT_OVERLAP, ChipHalted, Fallbacks, Unsupported
 from .record import MachineRecord
 
 
-class Ladder:
+class FallbackPolicy:
     """The kernels and options that programs avoid on these devices.
 
     They are switched off in the environment, or were found to fail by this process or an earlier one. `sentences`
@@ -17,9 +17,9 @@ class Ladder:
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        self._key = record.key_of(devices[0].device_kind, len(devices))
-        self._record = record.read(self._key)
-        self._switched_off = fallbacks.from_environment()
+        self._key = record.machine_key(devices[0].device_kind, len(devices))
+        self._record = record.read_record(self._key)
+        self._switched_off = fallbacks.fallbacks_from_environment()
         self._is_trial = False
 
     @property
@@ -45,19 +45,19 @@ class Ladder:
 
         The caller then reports the failure to the user.
         """
-        step = fallbacks.below(self.fallbacks, failure)
+        step = fallbacks.next_fallback(self.fallbacks, failure)
         if step is None:
             return None
         self._found_out(*step)
         return step[1]
 
-    def halted(self, halt: Unsupported) -> Halted:
+    def halted(self, halt: Unsupported) -> ChipHalted:
         """Record for the next process that a program halted the chips. Returns the error to raise in this process."""
         sentence = f"{halt.program} halted the chips ({halt.reason})."
         if halt.names:
             sentence += f" From the next start on XLA replaces {', '.join(halt.names)}, more slowly."
-        self._found_out(Fallbacks(kernels=Rungs(off=halt.names)), sentence)
-        return Halted(
+        self._found_out(Fallbacks(kernels=KernelFallbacks(off=halt.names)), sentence)
+        return ChipHalted(
             f"{sentence} This process cannot use the chips any more: restart it, unless it restarts by itself."
         )
 
@@ -97,12 +97,14 @@ class Ladder:
                 "generate them again."
             )
             verdict |= MachineRecord(fallbacks=WITHOUT_OVERLAP, sentences=(sentence,))
-        self._record = record.add(self._key, self._record | verdict)
+        self._record = record.update_record(self._key, self._record | verdict)
         return sentence
 
-    def gave_up(self) -> None:
+    def rollback(self) -> None:
         """Roll back the fallbacks that were on trial, after an attempt that failed or was cancelled."""
         self._is_trial = False
 
     def _found_out(self, more: Fallbacks, sentence: str) -> None:
-        self._record = record.add(self._key, self._record | MachineRecord(fallbacks=more, sentences=(sentence,)))
+        self._record = record.update_record(
+            self._key, self._record | MachineRecord(fallbacks=more, sentences=(sentence,))
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels import names
-from ...kernels.choice import Rungs
+from ...kernels.choice import KernelFallbacks
 from .. import files
 from ..cache import store
 from ..cache.store import cache_folder
@@ -87,49 +87,49 @@ class MachineRecord:
         }
 
 
-def path() -> Path:
+def record_path() -> Path:
     """Return the path of the record of machines."""
     return cache_folder() / NAME
 
 
-def key_of(device_kind: str, num_devices: int) -> str:
+def machine_key(device_kind: str, num_devices: int) -> str:
     """Return the key of a record: chips, libtpu's version, and a digest of the code that computes results."""
     from .. import versions  # needs `packaging`, which may be missing when `doctor` runs
 
-    libtpu = versions.of_results().get("libtpu", "none")
+    libtpu = versions.list_result_versions().get("libtpu", "none")
     return f"{num_devices} x {device_kind}, libtpu {libtpu}, sources {versions.source_digest()[:12]}"
 
 
-def read(key: str) -> MachineRecord:
+def read_record(key: str) -> MachineRecord:
     """Return the record of a machine, empty for an unknown one. Invalid parts are ignored and logged."""
-    return parsed(_entries(path()).get(key))
+    return parse_record(_entries(record_path()).get(key))
 
 
-def everything(file: Path | None = None) -> dict[str, MachineRecord]:
+def read_all(file: Path | None = None) -> dict[str, MachineRecord]:
     """Return all records of a file, by default this process's, by key, the oldest first."""
-    return {_printable(key): parsed(value) for key, value in _entries(file or path()).items()}
+    return {_printable(key): parse_record(value) for key, value in _entries(file or record_path()).items()}
 
 
-def add(key: str, found: MachineRecord) -> MachineRecord:
+def update_record(key: str, found: MachineRecord) -> MachineRecord:
     """Merge `found` into a machine's record, and return the result, other processes' additions included."""
-    with store.locked():  # another process may be adding too
-        known = read(key) | found
-        write(key, known)
+    with store.hold_lock():  # another process may be adding too
+        known = read_record(key) | found
+        write_record(key, known)
     return known
 
 
-def write(key: str, record: MachineRecord) -> None:
+def write_record(key: str, record: MachineRecord) -> None:
     """Replace a machine's record. If the folder is read-only, a warning is logged and the run goes on."""
     try:
-        with store.locked():
-            entries = _entries(path())
+        with store.hold_lock():
+            entries = _entries(record_path())
             entries.pop(key, None)
             entries[key] = record.to_json()
             content = json.dumps(dict(list(entries.items())[-MAX_MACHINES:]), indent=2, ensure_ascii=False)
-            path().parent.mkdir(parents=True, exist_ok=True)
-            files.write_file(path(), f"{content}\n".encode(), mode=0o600)
+            record_path().parent.mkdir(parents=True, exist_ok=True)
+            files.write_file(record_path(), f"{content}\n".encode(), mode=0o600)
     except OSError as error:
-        log.warning("%s was not written (%s): this machine's failures will be found out again.", path(), error)
+        log.warning("%s was not written (%s): this machine's failures will be found out again.", record_path(), error)
 
 
 def _entries(file: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _entries(file: Path) -> dict[str, Any]:
     return entries
 
 
-def parsed(value: object) -> MachineRecord:
+def parse_record(value: object) -> MachineRecord:
     """Parse an untrusted record from JSON; unknown or invalid fields are ignored."""
     if not isinstance(value, Mapping):
         return MachineRecord()
@@ -169,7 +169,8 @@ def parsed(value: object) -> MachineRecord:
     options = {option for option in texts("options_off") if option.startswith(begins)}
     return MachineRecord(
         fallbacks=Fallbacks(
-            kernels=Rungs(off=kernels("kernels_off"), small=kernels("kernels_small")), options=tuple(sorted(options))
+            kernels=KernelFallbacks(off=kernels("kernels_off"), small=kernels("kernels_small")),
+            options=tuple(sorted(options)),
         ),
         sentences=tuple(_printable(text) for text in texts("sentences")[-MAX_SENTENCES:]),
         reserve_share=_number(value.get("reserve_share"), 0.0, MAX_RESERVE),

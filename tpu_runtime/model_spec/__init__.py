@@ -3,43 +3,53 @@
 May import sharding only.
 """
 
-from .component import Component, Json, Need, Rows, Same, Table, has_length, split, swapped
+from .component import (
+    Component,
+    ConfigRequirement,
+    EqualsConfig,
+    Json,
+    KeyTable,
+    RowSlice,
+    require_length,
+    split_rows,
+    swap_halves,
+)
 from .functions import Call, Forward, Report
 from .groups import (
-    Denoiser,
+    DenoiserSpec,
+    FeatureReuse,
     HeadNorms,
+    HubCheckpoint,
+    ImageConditioning,
     LatentGeometry,
     LightVae,
-    Miniature,
     Parallelism,
-    Pictures,
-    Published,
-    Recipe,
-    StepReuse,
+    SamplingConfig,
     TextEncoding,
-    Vae,
-    distilled,
-    guidance_first,
-    plain_guidance,
+    TinyModel,
+    VaeSpec,
+    classifier_free_guidance,
+    make_distilled_advice,
+    split_guidance_first,
 )
 from .limits import (
     CHECKPOINT,
     DENSE_QUALITY,
     FLOW_SCHEDULERS,
-    MAG_CACHE,
-    PART,
+    MAG_CACHE_INPUTS,
     QUALITIES,
-    SIZE,
+    SIZE_INPUTS,
     SPARSE,
     STEP_INPUTS,
-    Choice,
-    FloatLimit,
-    IntLimit,
-    Limit,
-    Numbers,
+    STEP_RANGE_INPUTS,
+    BoolInput,
+    EnumInput,
+    FloatInput,
+    InputType,
+    IntInput,
     Settings,
-    Switch,
-    without_zero_sizes,
+    SigmaList,
+    drop_zero_sizes,
 )
 from .model import STAGES, ModelSpec
-from .step_cache import Curve, MagCache, StepCache
+from .step_cache import MagCache, MagCacheCurve, StepCache

@@ -14,7 +14,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Need:
+class ConfigRequirement:
     """A requirement on a config's value. If the key is missing, upstream's default is assumed to be allowed, unless
     `required`.
     """
@@ -26,13 +26,13 @@ class Need:
     required: bool = False
 
 
-def has_length(length: int) -> Callable[[Any], bool]:
-    """Return a predicate for `Need.fits`: the value is a tuple of this length."""
+def require_length(length: int) -> Callable[[Any], bool]:
+    """Return a predicate for `ConfigRequirement.fits`: the value is a tuple of this length."""
     return lambda value: isinstance(value, tuple) and len(value) == length
 
 
 @dataclass(frozen=True)
-class Same:
+class EqualsConfig:
     """A requirement that a config's value equals `times` that of `key` in another component's config."""
 
     component: str
@@ -40,7 +40,7 @@ class Same:
     times: int = 1
 
 
-def freeze(record: object) -> None:
+def freeze_mappings(record: object) -> None:
     """Make the mappings among a frozen dataclass's fields read-only."""
     for entry in fields(record):
         value = getattr(record, entry.name)
@@ -49,7 +49,7 @@ def freeze(record: object) -> None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSlice:
     """The rows of an original module that are this module: `groups`, in that order, of `of` equal groups."""
 
     name: str  # of this module, in diffusers' naming
@@ -59,17 +59,17 @@ class Rows:
 
 
 # Original names of modules (or single parameters) to diffusers' names. In both `*` stands for a number.
-Table = Mapping[str, str | tuple[Rows, ...]]
+KeyTable = Mapping[str, str | tuple[RowSlice, ...]]
 
 
-def split(*names: str) -> tuple[Rows, ...]:
+def split_rows(*names: str) -> tuple[RowSlice, ...]:
     """Return the targets of one original module that is split into modules `names` of equal size."""
-    return tuple(Rows(name, (index,), len(names)) for index, name in enumerate(names))
+    return tuple(RowSlice(name, (index,), len(names)) for index, name in enumerate(names))
 
 
-def swapped(name: str) -> tuple[Rows, ...]:
+def swap_halves(name: str) -> tuple[RowSlice, ...]:
     """Return the target of a module whose two halves have the other order in the original: shift before scale."""
-    return (Rows(name, (1, 0), 2),)
+    return (RowSlice(name, (1, 0), 2),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Component:
     tiny: Json  # config of the built-in checkpoint; only differences need be given
     rules: tuple[Rule, ...]  # sharding of the weights
     # requirements on a checkpoint's config by key (`a.b` for a nested one)
-    needs: Mapping[str, Need | Same] = field(default_factory=dict)
+    needs: Mapping[str, ConfigRequirement | EqualsConfig] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()  # attribute paths of lists of equal blocks; each is traced once and scanned
     layers: slice | None = None  # the layers of each list that are used; None for all
     only: tuple[str, ...] = ()  # prefixes of the parameters that are kept, such as a VAE's decoder; () for all
@@ -93,9 +93,9 @@ class Component:
     aliases: Mapping[str, str] = field(default_factory=dict)
     class_aliases: tuple[str, ...] = ()  # other class names in checkpoints that upstream maps to this one
     config_part: str = ""  # key of this network's config in that of the whole model, if an alias is such a model
-    # drops unused modules and may replace weights by slices (see `modules.Cut`)
+    # drops unused modules and may replace weights by slices (see `modules.WeightSlice`)
     trim: Callable[[Any], None] | None = None
-    makers_names: Table = field(default_factory=dict)  # original names (see `formats.names`)
+    original_keys: KeyTable = field(default_factory=dict)  # original names (see `formats.names`)
     lora_prefixes: tuple[str, ...] = ()  # prefixes of diffusers' names in LoRA files that ComfyUI accepts, in its order
     # returns the class, if no library has it under its name in every version
     own_class: Callable[[], type] | None = None
@@ -103,7 +103,7 @@ class Component:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiny", {**self.config, **self.tiny})
         object.__setattr__(self, "folder", self.folder or self.name)
-        freeze(self)
+        freeze_mappings(self)
 
     def whole(self, others: "Sequence[Component]") -> str:
         """Return the class of a folder that holds this network and `others`: the upstream model of which they are
@@ -115,10 +115,10 @@ class Component:
         (parent,) = frozenset(self.class_aliases).intersection(*(other.class_aliases for other in others))
         return parent
 
-    def extended(self, *, rules: tuple[Rule, ...] = (), **tables: Json) -> "Component":
+    def derive(self, *, rules: tuple[Rule, ...] = (), **tables: Json) -> "Component":
         """Return a variant of this network.
 
-        tables: entries to add to `config`, `tiny`, `needs` or `makers_names`, or to replace there.
+        tables: entries to add to `config`, `tiny`, `needs` or `original_keys`, or to replace there.
         rules: tried before the network's own.
         """
         merged: dict[str, Any] = {name: {**getattr(self, name), **entries} for name, entries in tables.items()}

@@ -54,7 +54,7 @@ class Tokenize(Protocol):
     ) -> "tuple[np.ndarray, np.ndarray]": ...
 
 
-class TokenizeBeside(Protocol):
+class TokenizeWithImages(Protocol):
     """A `Tokenize` for prompts about images: also takes their embeddings `seen`, and returns further arguments of
     `EncodeText`.
     """
@@ -64,7 +64,7 @@ class TokenizeBeside(Protocol):
     ) -> "tuple[np.ndarray, ...]": ...
 
 
-class PlaceBeside(Protocol):
+class PlaceImageTokens(Protocol):
     """A function that returns further arguments of `EncodeText` for image tokens.
 
     `is_seen` `[rows, length]` marks these tokens, and `seen` are the embeddings in their order.
@@ -77,7 +77,7 @@ class EncodeText(Protocol):
     """A text encoder: maps `encoder`, `ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]` and
     None.
 
-    Further arguments are those of `TokenizeBeside`.
+    Further arguments are those of `TokenizeWithImages`.
     """
 
     def __call__(self, *arguments: Any, **named: Any) -> "tuple[torch.Tensor, None]": ...
@@ -92,7 +92,7 @@ class WriteTokenizer(Protocol):
 class Forward(Protocol):
     """A denoiser: returns the prediction for `sample` `[branches, *latent]` at `timestep` `[1]`, of the sample's shape.
 
-    `denoiser` is upstream's module. `run`, a `programs.denoiser_run.DenoiserRun`, adds the mesh. `inputs` has
+    `denoiser` is upstream's module. `run`, a `programs.denoiser_run.ShardedOps`, adds the mesh. `inputs` has
     `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the arrays of `condition_shapes`,
     `guidance` `[1]`, and `next_timestep` `[1]`, which is 0 after the last step.
     """
@@ -161,7 +161,7 @@ class SolverArguments(Protocol):
     ) -> dict[str, Any]: ...
 
 
-class GuidanceAt(Protocol):
+class GuidanceSchedule(Protocol):
     """A function that returns the guidance scale of the step at `timestep` with `use_dynamic_cfg`, from the user's
     `scale`.
     """
@@ -169,7 +169,7 @@ class GuidanceAt(Protocol):
     def __call__(self, scale: float, timestep: float, num_steps: int, /) -> float: ...
 
 
-class Guide(Protocol):
+class CombineGuidance(Protocol):
     """A function that combines the predictions for prompt and negative prompt, `[1, *latent]` float32 each."""
 
     def __call__(
@@ -185,7 +185,7 @@ class Advice(Protocol):
     def __call__(self, settings: Settings, /) -> str | None: ...
 
 
-class ArrangeChips(Protocol):
+class ChooseMesh(Protocol):
     """A function that returns the mesh of the denoiser's chips for this number of guidance branches."""
 
     def __call__(self, num_devices: int, branches: int, /) -> MeshShape: ...
@@ -223,11 +223,11 @@ class ConditionShapes(Protocol):
     def __call__(self, latent_shape: tuple[int, ...], /) -> Mapping[str, tuple[int | str, ...]]: ...
 
 
-class EncodePictures(Protocol):
+class EncodeImages(Protocol):
     """An encoder of images `[number, height, width, 3]` in 0..1 to the arrays of `condition_shapes`.
 
     References have no `condition_shapes`. Each becomes one array `reference_<index>`, and an embedding `seen_<index>`
-    if the text encoder takes these (see `TokenizeBeside`).
+    if the text encoder takes these (see `TokenizeWithImages`).
     """
 
     def __call__(
@@ -235,8 +235,8 @@ class EncodePictures(Protocol):
     ) -> "dict[str, np.ndarray]": ...
 
 
-class Look(Protocol):
-    """An image encoder: returns `[rows, tokens, dim]`, or one of the arrays `seen` of `TokenizeBeside`.
+class EncodeVision(Protocol):
+    """An image encoder: returns `[rows, tokens, dim]`, or one of the arrays `seen` of `TokenizeWithImages`.
 
     Its arguments are a `Call` and a preprocessed image.
     """
@@ -244,7 +244,7 @@ class Look(Protocol):
     def __call__(self, *call_and_prepared: Any, **named: Any) -> "np.ndarray": ...
 
 
-class PutGiven(Protocol):
+class ApplyKnownLatents(Protocol):
     """A function that returns `sample` with an image's latents put in; applied before and after a step."""
 
     def __call__(self, sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]", /) -> "torch.Tensor": ...

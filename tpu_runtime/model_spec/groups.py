@@ -8,29 +8,29 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...sharding.shape import MeshShape
-from .component import Component, Json, freeze
+from .component import Component, Json, freeze_mappings
 from .functions import (
     Advice,
-    ArrangeChips,
+    ApplyKnownLatents,
+    ChooseMesh,
+    CombineGuidance,
     ConditionShapes,
     Decode,
     DenormalizeLatents,
     DrawInputs,
-    EncodePictures,
+    EncodeImages,
     EncodePixels,
     EncodeText,
+    EncodeVision,
     Forward,
-    GuidanceAt,
-    Guide,
+    GuidanceSchedule,
     KeepFeatures,
-    Look,
     Noise,
-    PlaceBeside,
-    PutGiven,
+    PlaceImageTokens,
     ReuseFeatures,
     SolverArguments,
     Tokenize,
-    TokenizeBeside,
+    TokenizeWithImages,
     WriteTokenizer,
 )
 from .limits import FLOW_SCHEDULERS, Settings
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published:
+class HubCheckpoint:
     """The checkpoint on Hugging Face, and the entries of its `model_index.json` that identify the model."""
 
     hub_id: str
@@ -52,11 +52,11 @@ class Published:
     files: Mapping[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        freeze(self)
+        freeze_mappings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Miniature:
+class TinyModel:
     """The built-in tiny checkpoint."""
 
     id: str  # of the trained one if there is one, else of the one with random weights
@@ -65,7 +65,7 @@ class Miniature:
     picture: str = ""  # file of an example image for a trained one
 
     def __post_init__(self) -> None:
-        freeze(self)
+        freeze_mappings(self)
 
     @property
     def random_id(self) -> str:
@@ -124,20 +124,22 @@ class TextEncoding:
     encode: EncodeText
     write_tokenizer: WriteTokenizer
     prefix: int = 0  # tokens before every prompt; their states are dropped
-    tokenize_beside: TokenizeBeside | None = None  # for prompts with image embeddings; None if the encoder takes none
-    place_beside: PlaceBeside | None = None  # places image embeddings among given ids
+    tokenize_beside: TokenizeWithImages | None = (
+        None  # for prompts with image embeddings; None if the encoder takes none
+    )
+    place_beside: PlaceImageTokens | None = None  # places image embeddings among given ids
     # key of the number of layers in the encoder's config, if every layer's state is normalised as the last one is
     depth_key: str = ""
 
 
-def plain_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
+def draw_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
     """Return standard normal noise in the layout of the latents."""
     import torch
 
     return torch.randn(latent_shape, generator=generator, dtype=torch.float32)
 
 
-def nothing_drawn(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "Mapping[str, np.ndarray]":
+def keep_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "Mapping[str, np.ndarray]":
     """Return `inputs` as they are; values may be of any shape `[...]`."""
     return inputs
 
@@ -148,7 +150,7 @@ def no_arguments(
     return {}
 
 
-def plain_guidance(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
+def classifier_free_guidance(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
     """Return classifier-free guidance of predictions `[1, *latent]`, https://arxiv.org/abs/2207.12598."""
     return negative + scale * (prompt - negative)
 
@@ -157,7 +159,7 @@ def no_advice(settings: Settings) -> None:
     return None
 
 
-def distilled(steps: int, guidance: str) -> Advice:
+def make_distilled_advice(steps: int, guidance: str) -> Advice:
     """Return the advice of a model that is distilled to this number of steps.
 
     guidance: words on guidance in that model.
@@ -175,7 +177,7 @@ def distilled(steps: int, guidance: str) -> Advice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class SamplingConfig:
     """The sampling of a generation: schedule, noise and guidance."""
 
     scheduler: Json  # the published config
@@ -185,19 +187,19 @@ class Recipe:
     # "cfg": two branches while `guidance_scale` is above 1, row 0 the prompt and row 1 the negative prompt; "embedded":
     # one branch, and the scale is an input of the network if it has one
     guidance: Literal["cfg", "embedded"] = "cfg"
-    guidance_at: GuidanceAt | None = None  # for models with the input `use_dynamic_cfg`
-    guide: Guide = plain_guidance  # combines the predictions of both branches
-    noise: Noise = plain_noise
-    draw_inputs: DrawInputs = nothing_drawn
+    guidance_at: GuidanceSchedule | None = None  # for models with the input `use_dynamic_cfg`
+    guide: CombineGuidance = classifier_free_guidance  # combines the predictions of both branches
+    noise: Noise = draw_noise
+    draw_inputs: DrawInputs = keep_inputs
     solver_arguments: SolverArguments = no_arguments
     advice: Advice = no_advice
 
     def __post_init__(self) -> None:
-        freeze(self)
+        freeze_mappings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReuse:
+class FeatureReuse:
     """Functions for a denoising step that starts from inner features of an earlier one. Features have a row per
     branch first.
     """
@@ -220,16 +222,16 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denoiser:
+class DenoiserSpec:
     """The denoising network.
 
-    A model with a step cache has the inputs of `MAG_CACHE`, and with a `step_reuse` also `cache_start`, `cache_end` and
+    A model with a step cache has the inputs of `MAG_CACHE_INPUTS`, and with a `step_reuse` also `cache_start`, `cache_end` and
     `cache_interval` (see `StepCache`).
     """
 
     forward: Forward
     experts: tuple[str, ...] = ("transformer",)  # component names; two experts run one part of the steps each
-    step_reuse: StepReuse | None = None  # for DeepCache; None if it is not supported
+    step_reuse: FeatureReuse | None = None  # for DeepCache; None if it is not supported
     # norms that bound the attention scores, of every stack of blocks; () without such
     head_norms: tuple[HeadNorms, ...] = ()
     # approximate tokens of a tile along frames, rows and columns for sparse attention (see `attention.tiles`); None
@@ -237,7 +239,7 @@ class Denoiser:
     tile: tuple[int, int, int] | None = None
 
 
-def guidance_first(num_devices: int, branches: int) -> MeshShape:
+def split_guidance_first(num_devices: int, branches: int) -> MeshShape:
     """Return a mesh with both guidance branches in parallel if the count is even. All other chips share the
     sequence.
     """
@@ -249,14 +251,14 @@ def guidance_first(num_devices: int, branches: int) -> MeshShape:
 class Parallelism:
     """The division of the denoiser over chips."""
 
-    mesh: ArrangeChips = guidance_first
+    mesh: ChooseMesh = split_guidance_first
     # key of the number of heads in the config; the part of `tp` that does not divide it goes to `sp`
     heads_key: str = "num_attention_heads"
 
-    def arranged(self, num_devices: int, branches: int, config: Json) -> MeshShape:
+    def mesh_shape(self, num_devices: int, branches: int, config: Json) -> MeshShape:
         """Return the mesh of a denoiser with this `config`, for `num_devices` chips and `branches` of guidance."""
         shape = self.mesh(num_devices, branches)
-        return shape.for_heads(int(config.get(self.heads_key, shape.tp)))
+        return shape.fit_heads(int(config.get(self.heads_key, shape.tp)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +273,7 @@ class LightVae:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vae:
+class VaeSpec:
     """The decoding of the solver's last sample to pixels, and the encoding of pixels."""
 
     component: str = "vae_decoder"  # the decoder
@@ -287,15 +289,15 @@ def no_conditions(latent_shape: tuple[int, ...]) -> Mapping[str, tuple[int | str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class ImageConditioning:
     """The use of images by a model; the default takes no image."""
 
-    encode: EncodePictures | None = None
-    look: Look | None = None  # image encoder for single calls of ComfyUI's own nodes
+    encode: EncodeImages | None = None
+    look: EncodeVision | None = None  # image encoder for single calls of ComfyUI's own nodes
     numbers: tuple[int, ...] = (1,)  # allowed numbers of images: a first frame, or a first and a last one
     condition_shapes: ConditionShapes = no_conditions  # of the arrays of encoded images
     are_references: bool = False  # optional images of any number and size
     # shapes of references that are assumed in plans and background compilations
-    usual: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    planned_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # if set, the model also runs without an image, and the arrays of `condition_shapes` are zeros
-    put_given: PutGiven | None = None
+    put_given: ApplyKnownLatents | None = None

@@ -10,7 +10,7 @@ from .step_cache import MagCache, StepCache
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntLimit:
+class IntInput:
     """An integer input with `low <= value <= high` and `value % multiple_of == plus`."""
 
     default: int
@@ -32,7 +32,7 @@ class IntLimit:
             rule = f"a multiple of {self.multiple_of} {rule}"
         return f"is {value}; it must be {rule}. Use {self._nearest(value)}."
 
-    def at_most(self, value: int) -> int | None:
+    def largest_allowed(self, value: int) -> int | None:
         """Return the largest allowed value that is not above `value`, or None."""
         below = self._not_above(value)
         return below if self.low <= below <= self.high else None
@@ -47,7 +47,7 @@ class IntLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FloatLimit:
+class FloatInput:
     """A number input with `low <= value <= high`; `step` is only the widget's."""
 
     default: float
@@ -65,7 +65,7 @@ class FloatLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Switch:
+class BoolInput:
     """A boolean input."""
 
     default: bool
@@ -75,7 +75,7 @@ class Switch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class EnumInput:
     """An input that is one of `options`; the first is the default."""
 
     options: tuple[str, ...]
@@ -93,7 +93,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class SigmaList:
     """A text input of comma-separated numbers above 0 and up to 1 in decreasing order; may be empty."""
 
     most: int  # numbers allowed
@@ -122,36 +122,36 @@ class Numbers:
         return tuple(float(part) for part in value.split(",")) if value.strip() else ()
 
 
-Limit = IntLimit | FloatLimit | Switch | Choice | Numbers
+InputType = IntInput | FloatInput | BoolInput | EnumInput | SigmaList
 
 
 # The size of a result, in pixels and frames.
-SIZE = ("height", "width", "num_frames")
+SIZE_INPUTS = ("height", "width", "num_frames")
 
 
-def without_zero_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_zero_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` without sizes of 0, which stand for the encoded image's size or the model's default."""
-    return {name: value for name, value in values.items() if value or name not in SIZE}
+    return {name: value for name, value in values.items() if value or name not in SIZE_INPUTS}
 
 
 # Inputs of every sampler that select a range of the steps (see `Settings`).
-PART = {
-    "start_step": IntLimit(default=0, low=0, high=100),
-    "end_step": IntLimit(default=0, low=0, high=100),
-    "add_noise": Switch(default=True),
-    "return_with_leftover_noise": Switch(default=False),
+STEP_RANGE_INPUTS = {
+    "start_step": IntInput(default=0, low=0, high=100),
+    "end_step": IntInput(default=0, low=0, high=100),
+    "add_noise": BoolInput(default=True),
+    "return_with_leftover_noise": BoolInput(default=False),
 }
 # Inputs of video models: whether steps are skipped, and the limit of the accumulated error (see `MagCache`).
-MAG_CACHE = {
-    "step_cache": Switch(default=False),
-    "cache_threshold": FloatLimit(default=0.06, low=0.01, high=1.0, step=0.01),
+MAG_CACHE_INPUTS = {
+    "step_cache": BoolInput(default=False),
+    "cache_threshold": FloatInput(default=0.06, low=0.01, high=1.0, step=0.01),
 }
 # Qualities from exact to fastest; `docs/quality.md` has the cost of each.
 SPARSE = "int8+sparse"
 QUALITIES = ("exact", "int8", SPARSE)
-STEP_INPUTS = {"sigmas": Numbers(most=100), "quality": Choice(options=QUALITIES), **PART}
+STEP_INPUTS = {"sigmas": SigmaList(most=100), "quality": EnumInput(options=QUALITIES), **STEP_RANGE_INPUTS}
 # Qualities of a model without sparse attention.
-DENSE_QUALITY = Choice(options=QUALITIES[:2], elsewhere=((SPARSE, "Wan, but not TI2V, and HunyuanVideo"),))
+DENSE_QUALITY = EnumInput(options=QUALITIES[:2], elsewhere=((SPARSE, "Wan, but not TI2V, and HunyuanVideo"),))
 
 # Option of `scheduler`: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"
@@ -183,7 +183,7 @@ class Settings:
     step_cache: StepCache | MagCache | None = None  # skips parts of steps; None to run all steps whole
     quality: str = QUALITIES[0]  # one of `QUALITIES`
     scheduler: str = CHECKPOINT  # one of the model's `schedulers`, or `CHECKPOINT`
-    use_dynamic_cfg: bool = False  # guidance changes from step to step (see `GuidanceAt`)
+    use_dynamic_cfg: bool = False  # guidance changes from step to step (see `GuidanceSchedule`)
     sigmas: tuple[float, ...] = ()  # the scheduler's initial ones, one per step; () for its own
     high_noise_steps: int = 0  # run by the first of two experts; 0 for the checkpoint's boundary
     start_step: int = 0  # first step that runs, from 0
@@ -191,7 +191,7 @@ class Settings:
     add_noise: bool = True  # False to start from latents as they are
     return_with_leftover_noise: bool = False  # keep the noise that is left if the last step does not run
 
-    def in_quality(self, of_model: str) -> "Settings":
+    def with_default_quality(self, of_model: str) -> "Settings":
         """Return settings with the quality of the model's loader, if these have the default one."""
         return self if self.quality != QUALITIES[0] else replace(self, quality=of_model)
 

@@ -4,10 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .component import Component, Json, freeze
-from .groups import Denoiser, LatentGeometry, Miniature, Parallelism, Pictures, Published, Recipe, TextEncoding, Vae
-from .limits import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, Choice, IntLimit, Limit, Numbers, Settings
-from .step_cache import MagCache, StepCache, policy_of
+from .component import Component, Json, freeze_mappings
+from .groups import (
+    DenoiserSpec,
+    HubCheckpoint,
+    ImageConditioning,
+    LatentGeometry,
+    Parallelism,
+    SamplingConfig,
+    TextEncoding,
+    TinyModel,
+    VaeSpec,
+)
+from .limits import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList
+from .step_cache import MagCache, StepCache, make_step_cache
 
 STAGES = ("encode", "image", "denoise", "decode")
 
@@ -24,24 +34,24 @@ class ModelSpec:
     family: str  # the models that share nodes
     title: str  # for messages and node titles
     category: str  # of the nodes in ComfyUI's menu
-    published: Published
-    miniature: Miniature
+    published: HubCheckpoint
+    miniature: TinyModel
     components: tuple[Component, ...]
     geometry: LatentGeometry
     text_encoders: tuple[TextEncoding, ...]
-    inputs: Mapping[str, Limit]  # limits of node inputs by name
+    inputs: Mapping[str, InputType]  # limits of node inputs by name
     texts: Mapping[str, str]  # defaults of text inputs by name
-    recipe: Recipe
-    denoiser: Denoiser
+    recipe: SamplingConfig
+    denoiser: DenoiserSpec
     parallelism: Parallelism = Parallelism()
-    vae: Vae
-    pictures: Pictures = Pictures()
+    vae: VaeSpec
+    pictures: ImageConditioning = ImageConditioning()
 
     def __post_init__(self) -> None:
-        choice = Choice(options=(CHECKPOINT, *self.recipe.schedulers))
+        choice = EnumInput(options=(CHECKPOINT, *self.recipe.schedulers))
         dense = {"quality": DENSE_QUALITY} if self.denoiser.tile is None else {}
         object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **STEP_INPUTS, **dense})
-        freeze(self)
+        freeze_mappings(self)
 
     def with_light_vae(self) -> "ModelSpec":
         """Return the model with its light decoder instead of the VAE's."""
@@ -80,9 +90,9 @@ class ModelSpec:
         values: dict[str, Any] = {name: limit.default for name, limit in self.inputs.items()} | chosen
         for name, value in values.items():
             self.check_input(name, value)
-        values["step_cache"] = policy_of(values)
+        values["step_cache"] = make_step_cache(values)
         values["guidance_scale_2"] = values.get("guidance_scale_2") or None
-        values["sigmas"] = Numbers.numbers(values["sigmas"])
+        values["sigmas"] = SigmaList.numbers(values["sigmas"])
         if values["sigmas"]:
             values["num_inference_steps"] = len(values["sigmas"])
         if "flow_shift" in values:
@@ -91,7 +101,7 @@ class ModelSpec:
         settings.check(self.title)
         return settings
 
-    def conditions(self, config: Json, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def condition_shapes(self, config: Json, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an encoded image's arrays by name. Named dimensions are looked up in `config`, the
         denoiser's.
         """
@@ -113,7 +123,7 @@ class ModelSpec:
         return next(component for component in self.components if component.name == name)
 
     @property
-    def picture_encoders(self) -> frozenset[str]:
+    def image_encoders(self) -> frozenset[str]:
         """Names of the components that encode images as conditions."""
         others = {self.vae.component, *self.denoiser.experts, *(text.component for text in self.text_encoders)}
         return frozenset(component.name for component in self.components) - others
@@ -122,10 +132,10 @@ class ModelSpec:
         """Return the rows of a step with this scale: 2 with classifier-free guidance, else 1."""
         return 2 if self.recipe.guidance == "cfg" and guidance_scale > 1 else 1
 
-    def whole_numbers(self, name: str) -> IntLimit:
+    def whole_numbers(self, name: str) -> IntInput:
         """Return the limit of the integer input `name`."""
         limit = self.inputs[name]
-        assert isinstance(limit, IntLimit), name
+        assert isinstance(limit, IntInput), name
         return limit
 
     def check_input(self, name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Limits of a curve: the number of steps, and each ratio.
-MOST_STEPS, MOST_RATIO = 1000, 100.0
+MAX_STEPS, MAX_RATIO = 1000, 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class StepCache:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class MagCacheCurve:
     """MagCache's measurement of a model. Raises `ValueError` for invalid values."""
 
     # per guidance branch and step: mean ratio of the length of the blocks' residual to that of the previous step
@@ -58,10 +58,10 @@ class Curve:
                 or not all(isinstance(row, tuple) for row in rows)
             ):
                 raise ValueError("ratios are not those of one branch or two")
-            if not 1 <= len(rows[0]) <= MOST_STEPS or len({*map(len, rows)}) > 1:
-                raise ValueError(f"ratios are not of one number of steps, at most {MOST_STEPS}")
-            if not all(_is_number(ratio, MOST_RATIO) and ratio > 0 for row in rows for ratio in row):
-                raise ValueError(f"a ratio is not a number between 0 and {MOST_RATIO:g}")
+            if not 1 <= len(rows[0]) <= MAX_STEPS or len({*map(len, rows)}) > 1:
+                raise ValueError(f"ratios are not of one number of steps, at most {MAX_STEPS}")
+            if not all(_is_number(ratio, MAX_RATIO) and ratio > 0 for row in rows for ratio in row):
+                raise ValueError(f"a ratio is not a number between 0 and {MAX_RATIO:g}")
         shares = self.retained
         if (
             not isinstance(shares, tuple)
@@ -69,7 +69,7 @@ class Curve:
             or not all(_is_number(share, 1) for share in shares)
         ):
             raise ValueError("a retained share is not a number between 0 and 1")
-        if type(self.most_skipped) is not int or not 0 <= self.most_skipped <= MOST_STEPS:
+        if type(self.most_skipped) is not int or not 0 <= self.most_skipped <= MAX_STEPS:
             raise ValueError("most_skipped is not a whole number")
 
     def of(self, num_steps: int) -> list[list[float]]:
@@ -94,12 +94,12 @@ class MagCache:
     """
 
     threshold: float
-    curve: Curve | None = None
+    curve: MagCacheCurve | None = None
 
     def __post_init__(self) -> None:
         if type(self.threshold) not in (int, float):
             raise TypeError(f"threshold is {self.threshold!r:.60}; it must be a number")
-        if not isinstance(self.curve, Curve | None):
+        if not isinstance(self.curve, MagCacheCurve | None):
             raise TypeError(f"curve is a {type(self.curve).__name__}; it must be a Curve or None")
 
     @property
@@ -132,7 +132,7 @@ class MagCache:
         return tuple(is_full_step)
 
 
-def policy_of(widgets: Mapping[str, Any]) -> StepCache | MagCache | None:
+def make_step_cache(widgets: Mapping[str, Any]) -> StepCache | MagCache | None:
     """Return the step cache that the widgets select, or None.
 
     widgets: `step_cache` is on or off. A `cache_threshold` above 0 selects MagCache; otherwise DeepCache has

@@ -48,7 +48,7 @@ SPECS = FLAGSHIPS + SIBLINGS
 NAME_HELP = f"a model's name, such as {FLAGSHIPS[0].name}; `comfyui-tpu --help` lists all"
 
 
-def spec_by_name(name: str) -> ModelSpec:
+def lookup_spec(name: str) -> ModelSpec:
     """Return the spec called `name`. Raises ValueError that lists the names, the most similar first."""
     return _find("model", name, {spec.name: spec for spec in SPECS})
 

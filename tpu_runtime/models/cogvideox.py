@@ -9,20 +9,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..model_spec import (
-    MAG_CACHE,
-    Denoiser,
-    FloatLimit,
+    MAG_CACHE_INPUTS,
+    BoolInput,
+    DenoiserSpec,
+    FloatInput,
     HeadNorms,
-    IntLimit,
+    HubCheckpoint,
+    IntInput,
     LatentGeometry,
-    Miniature,
     ModelSpec,
-    Published,
-    Recipe,
+    SamplingConfig,
     Settings,
-    Switch,
     TextEncoding,
-    Vae,
+    TinyModel,
+    VaeSpec,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders.cogvideox import VAE_DECODER, decode
@@ -34,7 +34,7 @@ from .text_encoders import t5
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.denoiser_run import DenoiserRun
+    from ..programs.denoiser_run import ShardedOps
     from .denoisers.layers import Pair
 
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
@@ -44,7 +44,7 @@ GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2,
 
 def forward(
     cogvideox: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
@@ -66,7 +66,7 @@ def embed_time(cogvideox: Net, sample: "torch.Tensor", timestep: "torch.Tensor")
 
 
 def predict_velocity(
-    cogvideox: Net, run: "DenoiserRun", latents: "torch.Tensor", temb: "torch.Tensor", text: "torch.Tensor"
+    cogvideox: Net, run: "ShardedOps", latents: "torch.Tensor", temb: "torch.Tensor", text: "torch.Tensor"
 ) -> "torch.Tensor":
     """Return the velocity of `latents` `[rows, channels, frames, height, width]`.
 
@@ -81,12 +81,12 @@ def predict_velocity(
         return run_block(block, run, *streams, temb, (cosines, sines))
 
     x, _ = run.scan(cogvideox.transformer_blocks, (x, text), body)
-    x = cogvideox.norm_out(cogvideox.norm_final(run.unpadded(x)), temb=temb)
+    x = cogvideox.norm_out(cogvideox.norm_final(run.remove_padding(x)), temb=temb)
     return layers.join_patches(cogvideox.proj_out(x), latents, GEOMETRY.patch_thw)
 
 
 def run_block(
-    block: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", temb: "torch.Tensor", rotary: "Pair"
+    block: Net, run: "ShardedOps", x: "torch.Tensor", text: "torch.Tensor", temb: "torch.Tensor", rotary: "Pair"
 ) -> "Pair":
     """Run one `CogVideoXBlock`: joint attention, then a shared feed-forward. Returns both streams.
 
@@ -101,32 +101,32 @@ def run_block(
 
     _, y = norm(x, None, None, msa.scale, msa.shift)
     _, text_y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
-    update, text_update = attend(block.attn1, run, y, text_y, rotary)
+    update, text_update = joint_attention(block.attn1, run, y, text_y, rotary)
     x, y = norm(x, update, msa.gate, mlp.scale, mlp.shift)
     x = run.add_feed_forward(x, block.ff, y, mlp.gate)
     text, text_y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
     return x, run.add_feed_forward(text, block.ff, text_y, text_mlp.gate, "replicated")
 
 
-def modulate(run: "DenoiserRun", norm: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
+def modulate(run: "ShardedOps", norm: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
     """Return the modulation of the video and of the text, as `CogVideoXLayerNormZero` `norm` does.
 
     run: operations on the mesh. temb: time embedding `[rows, dim]`.
     """
-    chunks = run.vector(norm.linear(norm.silu(temb))).chunk(6, dim=1)
-    return layers.modulated(*chunks[:3], norm=norm.norm), layers.modulated(*chunks[3:], norm=norm.norm)
+    chunks = run.gather_vector(norm.linear(norm.silu(temb))).chunk(6, dim=1)
+    return layers.make_modulation(*chunks[:3], norm=norm.norm), layers.make_modulation(*chunks[3:], norm=norm.norm)
 
 
-def attend(attn: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", rotary: "Pair") -> "Pair":
+def joint_attention(attn: Net, run: "ShardedOps", x: "torch.Tensor", text: "torch.Tensor", rotary: "Pair") -> "Pair":
     """Return the joint-attention updates of `x` and `text`, `[rows, tokens, dim]` each.
 
     attn: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[1, tokens, head_dim]` of the
     video. Both streams share projections and norms; the text has no positions.
     """
-    prologues = layers.prologue(attn.norm_q, attn.norm_k, rotary), layers.prologue(attn.norm_q, attn.norm_k)
+    prologues = layers.make_prologue(attn.norm_q, attn.norm_k, rotary), layers.make_prologue(attn.norm_q, attn.norm_k)
     qkv = attn.to_q, attn.to_k, attn.to_v
-    latent_heads = layers.heads(run, attn, x, *qkv)
-    text_heads = layers.heads(run, attn, text, *qkv, placement="replicated")
+    latent_heads = layers.project_heads(run, attn, x, *qkv)
+    text_heads = layers.project_heads(run, attn, text, *qkv, placement="replicated")
     attended, text_attended = run.joint_attention(latent_heads, text_heads, prologues=prologues)
     (update,) = run.products(attended.flatten(2), attn.to_out[0])
     (text_update,) = run.products(text_attended.flatten(2), attn.to_out[0], placement="replicated")
@@ -163,7 +163,7 @@ PROMPT = (
 HEIGHT, WIDTH = 768, 1360
 
 
-def noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
+def draw_noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
     """Draw the initial noise `[1, 16, frames, height, width]` in upstream's order: frame by frame.
 
     latent_shape: of the result. generator: advanced by the draw.
@@ -175,7 +175,7 @@ def noise(latent_shape: tuple[int, ...], generator: "torch.Generator") -> "torch
     return drawn.transpose(1, 2).contiguous()
 
 
-def guidance_at(scale: float, timestep: float, num_steps: int) -> float:
+def dynamic_guidance(scale: float, timestep: float, num_steps: int) -> float:
     """Return the guidance scale of a step, between 1 and `scale` + 1, with upstream's `use_dynamic_cfg` formula.
 
     timestep: 999 to 0, which upstream's formula uses like a step index. So the schedule is not smooth. num_steps: of
@@ -184,7 +184,7 @@ def guidance_at(scale: float, timestep: float, num_steps: int) -> float:
     return 1 + scale * ((1 - math.cos(math.pi * ((num_steps - timestep) / num_steps) ** 5.0)) / 2)
 
 
-def advice(settings: Settings) -> str | None:
+def advise(settings: Settings) -> str | None:
     """Return a sentence if the size or the number of frames is not one of the published ones, else None."""
     if (settings.height, settings.width) == (HEIGHT, WIDTH) and settings.num_frames % 16 == 1:
         return None
@@ -199,7 +199,7 @@ def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "
     return 1 / vae_config["scaling_factor"] * sample
 
 
-TEXT_ENCODER = t5.encoder(
+TEXT_ENCODER = t5.make_encoder(
     config={"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 32128},
     tiny={"d_ff": 72, "d_kv": 8, "d_model": 40, "num_heads": 5, "num_layers": 3, "vocab_size": 210},
     blocks=("encoder.block",),
@@ -238,8 +238,8 @@ SPEC = ModelSpec(
     family="CogVideoX",
     title="CogVideoX 1.5 5B",
     category="CogVideoX",
-    published=Published(hub_id="zai-org/CogVideoX1.5-5B", pipeline_classes=("CogVideoXPipeline",)),
-    miniature=Miniature(
+    published=HubCheckpoint(hub_id="zai-org/CogVideoX1.5-5B", pipeline_classes=("CogVideoXPipeline",)),
+    miniature=TinyModel(
         id="tiny/cogvideox",
         inputs={"height": 80, "width": 112, "num_frames": 9},
         texts={"prompt": "a red circle moves up on white", "negative_prompt": ""},
@@ -251,30 +251,32 @@ SPEC = ModelSpec(
             tokenizer_class="T5Tokenizer",
             max_length=MAX_TOKENS,
             width_key="text_embed_dim",
-            tokenize=partial(t5.tokens, length=MAX_TOKENS),
+            tokenize=partial(t5.tokenize, length=MAX_TOKENS),
             encode=t5.encode_unmasked,
             depth_key="num_layers",
             write_tokenizer=partial(t5.write_t5_tokenizer, texts=(PROMPT,)),
         ),
     ),
     inputs={
-        "height": IntLimit(default=HEIGHT, low=64, high=1920, multiple_of=16),
-        "width": IntLimit(default=WIDTH, low=64, high=1920, multiple_of=16),
-        "num_frames": IntLimit(default=81, low=1, high=161, multiple_of=8, plus=1),
-        "num_inference_steps": IntLimit(default=50, low=1, high=100),
-        "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),
-        "seed": IntLimit(default=42, low=0, high=2**64 - 1),
-        "fps": IntLimit(default=16, low=1, high=120),
-        "use_dynamic_cfg": Switch(default=False),
-        **MAG_CACHE,
+        "height": IntInput(default=HEIGHT, low=64, high=1920, multiple_of=16),
+        "width": IntInput(default=WIDTH, low=64, high=1920, multiple_of=16),
+        "num_frames": IntInput(default=81, low=1, high=161, multiple_of=8, plus=1),
+        "num_inference_steps": IntInput(default=50, low=1, high=100),
+        "guidance_scale": FloatInput(default=6.0, low=1.0, high=20.0),
+        "seed": IntInput(default=42, low=0, high=2**64 - 1),
+        "fps": IntInput(default=16, low=1, high=120),
+        "use_dynamic_cfg": BoolInput(default=False),
+        **MAG_CACHE_INPUTS,
     },
     texts={"prompt": PROMPT, "negative_prompt": ""},
-    recipe=Recipe(scheduler=SCHEDULER, schedulers=SCHEDULERS, guidance_at=guidance_at, noise=noise, advice=advice),
-    denoiser=Denoiser(
+    recipe=SamplingConfig(
+        scheduler=SCHEDULER, schedulers=SCHEDULERS, guidance_at=dynamic_guidance, noise=draw_noise, advice=advise
+    ),
+    denoiser=DenoiserSpec(
         forward=forward,
         head_norms=(
             HeadNorms(queries=("transformer_blocks.*.attn1.norm_q",), keys=("transformer_blocks.*.attn1.norm_k",)),
         ),
     ),
-    vae=Vae(latent_format="CogVideoX1_5", denormalize=denormalize_latents, decode=decode),
+    vae=VaeSpec(latent_format="CogVideoX1_5", denormalize=denormalize_latents, decode=decode),
 )

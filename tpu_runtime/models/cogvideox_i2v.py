@@ -11,18 +11,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...sharding.rules import GATHERED, REPLICATED, Rule
-from ..model_spec import Call, Need, Pictures, Published, Report, Settings
+from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, Report, Settings
 from ..model_spec.upstream import Net, UpstreamConfig
 from . import cogvideox
 from .autoencoders import frames
-from .autoencoders.cogvideox import VAE_DECODER, encode_picture
-from .text_encoders import PICTURE_PROMPT
+from .autoencoders.cogvideox import VAE_DECODER, encode_to_latents
+from .text_encoders import IMAGE_PROMPT
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..programs.denoiser_run import DenoiserRun
+    from ..programs.denoiser_run import ShardedOps
 
 STRIDE_HW = 8
 # The constant input of upstream's `ofs_embedding`, which only this model has.
@@ -64,14 +64,14 @@ def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.
 
     call: runs a component. pixels: the image. report: unused.
     """
-    return frames.encode_picture(call, pixels, encode_moments, STRIDE_HW).chunk(2, dim=1)[0]
+    return frames.encode_still(call, pixels, encode_moments, STRIDE_HW).chunk(2, dim=1)[0]
 
 
 def encode_moments(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
     """Encode an image in -1..1, as cells `[1, 3 * 8 * 8, h, w]`, to mean and log variance `[1, 2 * 16, 1, h, w]`."""
     import torch
 
-    return encode_picture(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
+    return encode_to_latents(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
 
 
 def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator") -> "dict[str, np.ndarray]":
@@ -87,7 +87,7 @@ def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator"
 
 def forward(
     transformer: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
@@ -106,7 +106,7 @@ def forward(
     return cogvideox.predict_velocity(transformer, run, torch.cat([sample, picture], dim=1), temb, inputs["text"])
 
 
-def advice(settings: Settings) -> str | None:
+def advise(settings: Settings) -> str | None:
     """Return a sentence if the size or the number of frames is not one of the published ones, else None."""
     shorter, longer = sorted((settings.height, settings.width))
     if shorter == cogvideox.HEIGHT and longer <= cogvideox.WIDTH and settings.num_frames % 16 == 1:
@@ -118,15 +118,15 @@ def advice(settings: Settings) -> str | None:
     )
 
 
-TRANSFORMER = cogvideox.TRANSFORMER.extended(
+TRANSFORMER = cogvideox.TRANSFORMER.derive(
     config={"in_channels": 32, "ofs_embed_dim": 512},
     tiny={"in_channels": 32, "ofs_embed_dim": 36},
     needs={
-        "in_channels": Need((32,), required=True),
-        "ofs_embed_dim": Need(fits=bool, wording="a number", required=True),
+        "in_channels": ConfigRequirement((32,), required=True),
+        "ofs_embed_dim": ConfigRequirement(fits=bool, wording="a number", required=True),
     },
     rules=(Rule("ofs_embedding.linear_*.weight", *GATHERED),),
-    makers_names={
+    original_keys={
         "ofs_embedding_linear_1": "ofs_embedding.linear_1",
         "ofs_embedding_linear_2": "ofs_embedding.linear_2",
     },
@@ -140,7 +140,7 @@ SPEC = replace(
     cogvideox.SPEC,
     name="cogvideox1.5-5b-i2v",
     title="CogVideoX 1.5 5B I2V",
-    published=Published(hub_id="zai-org/CogVideoX1.5-5B-I2V", pipeline_classes=("CogVideoXImageToVideoPipeline",)),
+    published=HubCheckpoint(hub_id="zai-org/CogVideoX1.5-5B-I2V", pipeline_classes=("CogVideoXImageToVideoPipeline",)),
     miniature=replace(
         cogvideox.SPEC.miniature,
         id="tiny/cogvideox15i2v",
@@ -148,9 +148,9 @@ SPEC = replace(
         picture="wan_i2v_shapes.png",
     ),
     components=(cogvideox.TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
-    texts={"prompt": PICTURE_PROMPT, "negative_prompt": ""},
+    texts={"prompt": IMAGE_PROMPT, "negative_prompt": ""},
     vae=replace(cogvideox.SPEC.vae, encode=encode_pixels),
-    recipe=replace(cogvideox.SPEC.recipe, draw_inputs=draw_inputs, advice=advice),
+    recipe=replace(cogvideox.SPEC.recipe, draw_inputs=draw_inputs, advice=advise),
     denoiser=replace(cogvideox.SPEC.denoiser, forward=forward),
-    pictures=Pictures(encode=encode_image, condition_shapes=condition_shapes),
+    pictures=ImageConditioning(encode=encode_image, condition_shapes=condition_shapes),
 )

@@ -11,39 +11,39 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.shape import MeshShape
 from ..model_spec import (
-    Denoiser,
-    FloatLimit,
+    DenoiserSpec,
+    EqualsConfig,
+    FloatInput,
     HeadNorms,
-    IntLimit,
+    HubCheckpoint,
+    ImageConditioning,
+    IntInput,
     LatentGeometry,
-    Miniature,
     ModelSpec,
     Parallelism,
-    Pictures,
-    Published,
-    Recipe,
-    Same,
-    Vae,
+    SamplingConfig,
+    TinyModel,
+    VaeSpec,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders.flux2 import VAE, decode, denormalize_latents, encode_image, encode_pixels
 from .denoisers import layers
-from .denoisers.flux2 import GUIDANCE_NAMES, TRANSFORMER
-from .denoisers.layers import Modulation, Staggered
+from .denoisers.flux2 import GUIDANCE_KEYS, TRANSFORMER
+from .denoisers.layers import Modulation, OverlappedHalves
 from .text_encoders import mistral3
 
 if TYPE_CHECKING:
     import torch
 
     from ...attention.api import Placement
-    from ..programs.denoiser_run import DenoiserRun
+    from ..programs.denoiser_run import ShardedOps
     from .denoisers.layers import Pair, ResidualNorm
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
 def forward(
-    flux: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    flux: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 128, height, width]` at one `timestep` `[1]`.
 
@@ -73,28 +73,30 @@ def forward(
     image_rotary = rotary_tables(flux.pos_embed, [(picture.shape[2], picture.shape[3], 1) for picture in pictures])
     text_rotary = rotary_tables(flux.pos_embed, [(1, 1, text.shape[1])])
 
-    run = run.of_length(image_size)
-    stream = layers.stagger(run, norm, image, image_modulations[0])
-    rotary = (*layers.halve(run, image_rotary), text_rotary)
+    run = run.with_length(image_size)
+    stream = layers.start_overlap(run, norm, image, image_modulations[0])
+    rotary = (*layers.halve_tables(run, image_rotary), text_rotary)
 
-    def double_body(block: Net, carry: "tuple[torch.Tensor, Staggered]") -> "tuple[torch.Tensor, Staggered]":
+    def double_body(
+        block: Net, carry: "tuple[torch.Tensor, OverlappedHalves]"
+    ) -> "tuple[torch.Tensor, OverlappedHalves]":
         return run_double_block(block, run, norm, *carry, text_size, image_modulations, text_modulations, rotary)
 
     text, stream = run.scan(flux.transformer_blocks, (text, stream), double_body)
-    image = run.unpadded(layers.join(run, stream, image_modulations[-1]))
+    image = run.remove_padding(layers.join_halves(run, stream, image_modulations[-1]))
 
-    joint_run = run.of_length(text_size + image_size)
-    stream = layers.stagger(joint_run, norm, torch.cat([text[:, :text_size], image], dim=1), modulation)
+    joint_run = run.with_length(text_size + image_size)
+    stream = layers.start_overlap(joint_run, norm, torch.cat([text[:, :text_size], image], dim=1), modulation)
     pairs = zip(text_rotary, image_rotary, strict=True)
     tables = [torch.cat([words[:, :text_size], pixels], dim=1) for words, pixels in pairs]
-    joint_rotary = layers.halve(joint_run, tables)
+    joint_rotary = layers.halve_tables(joint_run, tables)
 
-    def single_body(block: Net, stream: Staggered) -> Staggered:
+    def single_body(block: Net, stream: OverlappedHalves) -> OverlappedHalves:
         return run_single_block(block, joint_run, norm, stream, modulation, joint_rotary)
 
     merged = ("attn.in_gate", "attn.in_fed", "attn.out")
     stream = joint_run.scan(flux.single_transformer_blocks, stream, single_body, merged=merged)
-    image = layers.join(joint_run, stream, modulation)[:, text_size : text_size + height * width]
+    image = layers.join_halves(joint_run, stream, modulation)[:, text_size : text_size + height * width]
 
     flow = flux.proj_out(flux.norm_out(image, temb))
     return flow.transpose(1, 2).unflatten(2, (height, width))
@@ -102,15 +104,15 @@ def forward(
 
 def run_double_block(
     block: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     norm: "ResidualNorm",
     text: "torch.Tensor",
-    image: "Staggered",
+    image: "OverlappedHalves",
     text_size: int,
     image_modulations: "list[Modulation]",
     text_modulations: "list[Modulation]",
     rotary: "Sequence[Pair]",
-) -> "tuple[torch.Tensor, Staggered]":
+) -> "tuple[torch.Tensor, OverlappedHalves]":
     """Run one `Flux2TransformerBlock`: joint attention, then a feed-forward per stream. Returns text and image.
 
     block: diffusers' module. run: operations on the mesh. norm: the residual norm. text: `[rows, tokens, dim]`.
@@ -124,28 +126,28 @@ def run_double_block(
     _, y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
     added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
     text_heads = project_heads(run, attn, y, *added, placement="replicated")
-    halves, normed = layers.catch_up(run, norm, image, mlp, msa)
+    halves, normed = layers.apply_pending_update(run, norm, image, mlp, msa)
     heads = [project_heads(run, attn, y, attn.to_q, attn.to_k, attn.to_v) for y in normed]
-    *attended, text_attended = attend(run, [*heads, text_heads], norms, rotary, text_size)
+    *attended, text_attended = joint_attention(run, [*heads, text_heads], norms, rotary, text_size)
     text_update = text_product(attn.to_add_out, text_attended)
     sums = [run.partial_sums(attn.to_out[0], half) for half in attended]
     image = layers.add_update(run, norm, halves, sums, msa, mlp)
 
     text, y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
     text = run.add_gated(text, feed_forward(run, block.ff_context, y, text_product, "replicated"), text_mlp.gate)
-    halves, normed = layers.catch_up(run, norm, image, msa, mlp)
+    halves, normed = layers.apply_pending_update(run, norm, image, msa, mlp)
     sums = [feed_forward(run, block.ff, y, run.partial_sums) for y in normed]
     return text, layers.add_update(run, norm, halves, sums, mlp, msa)
 
 
 def run_single_block(
     block: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     norm: "ResidualNorm",
-    x: "Staggered",
+    x: "OverlappedHalves",
     modulation: "Modulation",
     rotary: "Sequence[Pair]",
-) -> "Staggered":
+) -> "OverlappedHalves":
     """Run one `Flux2SingleTransformerBlock`: attention and feed-forward of one norm, with one output projection.
 
     block: diffusers' module. run: operations on the mesh. norm: the residual norm. x: text and image tokens, in two
@@ -153,42 +155,42 @@ def run_single_block(
     modulation: of the block's only update. rotary: cosines and sines `[1, tokens, head_dim]` of both halves.
     """
     attn = block.attn
-    halves, normed = layers.catch_up(run, norm, x, modulation, modulation)
+    halves, normed = layers.apply_pending_update(run, norm, x, modulation, modulation)
     qkv = (attn, "in_query"), (attn, "in_key"), (attn, "in_value")
     heads = [project_heads(run, attn, y, *qkv) for y in normed]
-    attended = attend(run, heads, [(attn.norm_q, attn.norm_k)] * 2, rotary)
+    attended = joint_attention(run, heads, [(attn.norm_q, attn.norm_k)] * 2, rotary)
     fed = [swiglu(run, y, (attn, "in_gate"), (attn, "in_fed")) for y in normed]
     sums = [run.partial_sums((attn, "out"), *pair) for pair in zip(attended, fed, strict=True)]
     return layers.add_update(run, norm, halves, sums, modulation, modulation)
 
 
 def project_heads(
-    run: "DenoiserRun", attn: Net, x: "torch.Tensor", *factors: Any, **how: Any
+    run: "ShardedOps", attn: Net, x: "torch.Tensor", *factors: Any, **how: Any
 ) -> "tuple[torch.Tensor, ...]":
     """Return query, key and value `[rows, tokens, heads, head_dim]` of `x` `[rows, tokens, dim]`.
 
-    run: operations on the mesh. attn: diffusers' module. factors, how: as in `DenoiserRun.products`.
+    run: operations on the mesh. attn: diffusers' module. factors, how: as in `ShardedOps.products`.
     """
     products = run.products(x, *factors, split="outs", **how)
     return tuple(product.unflatten(2, (-1, attn.head_dim)) for product in products)
 
 
-def attend(
-    run: "DenoiserRun", heads: "Sequence[Any]", norms: "Sequence[Any]", rotary: "Sequence[Pair]", text_size: int = 0
+def joint_attention(
+    run: "ShardedOps", heads: "Sequence[Any]", norms: "Sequence[Any]", rotary: "Sequence[Pair]", text_size: int = 0
 ) -> "list[torch.Tensor]":
     """Return joint attention over both halves and the text, if any: `[rows, tokens, heads * head_dim]` of each.
 
     run: operations on the mesh. heads: (query, key, value) of each sequence. norms: (query norm, key norm) of each.
     rotary: cosines and sines `[1, tokens, head_dim]` of each. text_size: valid text tokens.
     """
-    prologues = [layers.prologue(query, key, tables) for (query, key), tables in zip(norms, rotary, strict=True)]
-    lengths = [*run.layout.lengths_of_halves(heads[0][0].shape[1]), text_size][: len(heads)]
+    prologues = [layers.make_prologue(query, key, tables) for (query, key), tables in zip(norms, rotary, strict=True)]
+    lengths = [*run.layout.half_lengths(heads[0][0].shape[1]), text_size][: len(heads)]
     attended = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
     return [sequence.flatten(2) for sequence in attended]
 
 
 def feed_forward(
-    run: "DenoiserRun",
+    run: "ShardedOps",
     ff: Net,
     x: "torch.Tensor",
     product: "Callable[..., torch.Tensor]",
@@ -203,23 +205,23 @@ def feed_forward(
 
 
 def swiglu(
-    run: "DenoiserRun", x: "torch.Tensor", gate: Any, value: Any, placement: "Placement" = "sharded"
+    run: "ShardedOps", x: "torch.Tensor", gate: Any, value: Any, placement: "Placement" = "sharded"
 ) -> "torch.Tensor":
     """Return `silu(gate(x)) * value(x)`, `[rows, tokens, hidden]`, of `x` `[rows, tokens, dim]`.
 
-    run: operations on the mesh. gate, value: weights as in `DenoiserRun.products`. placement: of `x`.
+    run: operations on the mesh. gate, value: weights as in `ShardedOps.products`. placement: of `x`.
     """
     (hidden,) = run.products(x, gate, value, activation="silu", placement=placement, split="outs")
     return hidden
 
 
-def modulate(run: "DenoiserRun", module: Net, temb: "torch.Tensor") -> list[Modulation]:
+def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> list[Modulation]:
     """Return `Flux2Modulation`'s output, one per update of a block and the same for all blocks.
 
     run: operations on the mesh. module: diffusers'. temb: time embedding `[rows, dim]`.
     """
     chunks = run.replicated(module(temb)).chunk(3 * module.mod_param_sets, dim=-1)
-    return [layers.modulated(*triple) for triple in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True)]
+    return [layers.make_modulation(*triple) for triple in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True)]
 
 
 def rotary_tables(pos_embed: Net, sizes: "Sequence[tuple[int, int, int]]") -> "Pair":
@@ -258,15 +260,15 @@ SCHEDULER = {
 }
 
 INPUTS = {
-    "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-    "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-    "num_inference_steps": IntLimit(default=50, low=1, high=100),
-    "guidance_scale": FloatLimit(default=4.0, low=0.0, high=20.0),
-    "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+    "height": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+    "width": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+    "num_inference_steps": IntInput(default=50, low=1, high=100),
+    "guidance_scale": FloatInput(default=4.0, low=0.0, high=20.0),
+    "seed": IntInput(default=42, low=0, high=2**64 - 1),
 }
 
 
-def heads_first(num_devices: int, branches: int) -> MeshShape:
+def shard_heads(num_devices: int, branches: int) -> MeshShape:
     """Return the mesh: heads split over all chips. The sequence is short and the weights are 60 GiB.
 
     num_devices: chips. branches: unused; there is one. Weights stay split; activations are summed instead.
@@ -290,12 +292,12 @@ def solver_arguments(
 
 
 GEOMETRY = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1))
-MINIATURE = Miniature(
+MINIATURE = TinyModel(
     id="tiny/flux2", inputs={"height": 80, "width": 112}, texts={"prompt": "a red circle and a green square on blue"}
 )
-RECIPE = Recipe(scheduler=SCHEDULER, guidance="embedded", solver_arguments=solver_arguments)
+RECIPE = SamplingConfig(scheduler=SCHEDULER, guidance="embedded", solver_arguments=solver_arguments)
 
-_DEV = TRANSFORMER.extended(
+_DEV = TRANSFORMER.derive(
     config={
         "guidance_embeds": True,
         "joint_attention_dim": 15360,
@@ -304,8 +306,8 @@ _DEV = TRANSFORMER.extended(
         "num_single_layers": 48,
     },
     tiny={"num_attention_heads": 6},
-    needs={"joint_attention_dim": Same("text_encoder", "text_config.hidden_size", times=len(mistral3.STATES))},
-    makers_names=GUIDANCE_NAMES,
+    needs={"joint_attention_dim": EqualsConfig("text_encoder", "text_config.hidden_size", times=len(mistral3.STATES))},
+    original_keys=GUIDANCE_KEYS,
 )
 
 SPEC = ModelSpec(
@@ -313,7 +315,7 @@ SPEC = ModelSpec(
     family="Flux2",
     title="FLUX.2 dev",
     category="FLUX.2",
-    published=Published(hub_id="black-forest-labs/FLUX.2-dev", pipeline_classes=("Flux2Pipeline",)),
+    published=HubCheckpoint(hub_id="black-forest-labs/FLUX.2-dev", pipeline_classes=("Flux2Pipeline",)),
     miniature=MINIATURE,
     components=(mistral3.TEXT_ENCODER, _DEV, *VAE),
     geometry=GEOMETRY,
@@ -321,8 +323,8 @@ SPEC = ModelSpec(
     inputs=INPUTS,
     texts={"prompt": "A beautiful sunset over the ocean"},
     recipe=RECIPE,
-    denoiser=Denoiser(forward=forward, head_norms=HEAD_NORMS),
-    parallelism=Parallelism(mesh=heads_first),
-    vae=Vae(latent_format="Flux2", denormalize=denormalize_latents, decode=decode, encode=encode_pixels),
-    pictures=Pictures(encode=encode_image, are_references=True),
+    denoiser=DenoiserSpec(forward=forward, head_norms=HEAD_NORMS),
+    parallelism=Parallelism(mesh=shard_heads),
+    vae=VaeSpec(latent_format="Flux2", denormalize=denormalize_latents, decode=decode, encode=encode_pixels),
+    pictures=ImageConditioning(encode=encode_image, are_references=True),
 )

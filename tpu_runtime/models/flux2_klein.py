@@ -8,7 +8,16 @@ Labs' repository.
 from dataclasses import replace
 
 from ...sharding.shape import MeshShape
-from ..model_spec import FloatLimit, IntLimit, ModelSpec, Need, Parallelism, Published, Same, distilled
+from ..model_spec import (
+    ConfigRequirement,
+    EqualsConfig,
+    FloatInput,
+    HubCheckpoint,
+    IntInput,
+    ModelSpec,
+    Parallelism,
+    make_distilled_advice,
+)
 from . import flux2
 from .denoisers import flux2 as denoiser
 from .text_encoders import qwen3
@@ -17,7 +26,7 @@ from .text_encoders import qwen3
 STEPS = 4
 
 
-def guidance_beside_heads(num_devices: int, branches: int) -> MeshShape:
+def shard_guidance_and_heads(num_devices: int, branches: int) -> MeshShape:
     """Return the mesh: heads split over all chips, or over each half of them per guidance branch.
 
     num_devices: chips. branches: 2 with guidance, else 1. An odd number of chips is not halved.
@@ -26,7 +35,7 @@ def guidance_beside_heads(num_devices: int, branches: int) -> MeshShape:
     return MeshShape(dp=dp, tp=num_devices // dp)
 
 
-TRANSFORMER = denoiser.TRANSFORMER.extended(
+TRANSFORMER = denoiser.TRANSFORMER.derive(
     config={
         "guidance_embeds": False,
         "joint_attention_dim": 7680,
@@ -36,16 +45,16 @@ TRANSFORMER = denoiser.TRANSFORMER.extended(
     },
     tiny={"num_attention_heads": 10},
     needs={
-        "guidance_embeds": Need((False,), required=True),
-        "joint_attention_dim": Same("text_encoder", "hidden_size", times=len(qwen3.STATES)),
+        "guidance_embeds": ConfigRequirement((False,), required=True),
+        "joint_attention_dim": EqualsConfig("text_encoder", "hidden_size", times=len(qwen3.STATES)),
     },
 )
 
 
 COMPONENTS = (qwen3.TEXT_ENCODER, TRANSFORMER, *flux2.VAE)
 LARGER_COMPONENTS = (
-    qwen3.TEXT_ENCODER.extended(config=qwen3.LARGER),
-    TRANSFORMER.extended(
+    qwen3.TEXT_ENCODER.derive(config=qwen3.LARGER),
+    TRANSFORMER.derive(
         config={"joint_attention_dim": 12288, "num_attention_heads": 32, "num_layers": 8, "num_single_layers": 24}
     ),
     *flux2.VAE,
@@ -58,7 +67,7 @@ DISTILLED = replace(
     flux2.SPEC,
     name="flux2-klein-4b",
     title="FLUX.2 klein 4B",
-    published=Published(
+    published=HubCheckpoint(
         hub_id="black-forest-labs/FLUX.2-klein-4B",
         pipeline_classes=("Flux2KleinPipeline",),
         index={"is_distilled": True},
@@ -68,27 +77,27 @@ DISTILLED = replace(
     text_encoders=(qwen3.TEXT,),
     inputs={
         **flux2.INPUTS,
-        "num_inference_steps": IntLimit(default=STEPS, low=1, high=100),
-        "guidance_scale": FloatLimit(default=1.0, low=0.0, high=20.0),
+        "num_inference_steps": IntInput(default=STEPS, low=1, high=100),
+        "guidance_scale": FloatInput(default=1.0, low=0.0, high=20.0),
     },
     texts={"prompt": qwen3.PROMPT},
-    recipe=replace(flux2.RECIPE, advice=distilled(STEPS, "runs without")),
+    recipe=replace(flux2.RECIPE, advice=make_distilled_advice(STEPS, "runs without")),
 )
 BASE = replace(
     flux2.SPEC,
     name="flux2-klein-base-4b",
     title="FLUX.2 klein base 4B",
-    published=Published(hub_id="black-forest-labs/FLUX.2-klein-base-4B", pipeline_classes=("Flux2KleinPipeline",)),
+    published=HubCheckpoint(hub_id="black-forest-labs/FLUX.2-klein-base-4B", pipeline_classes=("Flux2KleinPipeline",)),
     miniature=replace(MINIATURE, id="tiny/flux2kleinbase", texts={**MINIATURE.texts, "negative_prompt": ""}),
     components=COMPONENTS,
     text_encoders=(qwen3.TEXT,),
     texts={"prompt": qwen3.PROMPT, "negative_prompt": ""},
     recipe=replace(flux2.RECIPE, guidance="cfg"),
-    parallelism=Parallelism(mesh=guidance_beside_heads),
+    parallelism=Parallelism(mesh=shard_guidance_and_heads),
 )
 
 
-def of_9b(spec: ModelSpec) -> ModelSpec:
+def derive_9b(spec: ModelSpec) -> ModelSpec:
     """Return the 9B sibling of a 4B spec."""
     return replace(
         spec,
@@ -100,4 +109,4 @@ def of_9b(spec: ModelSpec) -> ModelSpec:
     )
 
 
-SIBLINGS = (DISTILLED, of_9b(DISTILLED), BASE, of_9b(BASE))
+SIBLINGS = (DISTILLED, derive_9b(DISTILLED), BASE, derive_9b(BASE))

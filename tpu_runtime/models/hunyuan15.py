@@ -8,18 +8,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..model_spec import (
-    Denoiser,
-    FloatLimit,
+    BoolInput,
+    DenoiserSpec,
+    FeatureReuse,
+    FloatInput,
     HeadNorms,
-    IntLimit,
+    HubCheckpoint,
+    IntInput,
     LatentGeometry,
-    Miniature,
     ModelSpec,
-    Published,
-    Recipe,
-    StepReuse,
-    Switch,
-    Vae,
+    SamplingConfig,
+    TinyModel,
+    VaeSpec,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders import light
@@ -31,7 +31,7 @@ from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEX
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.denoiser_run import DenoiserRun
+    from ..programs.denoiser_run import ShardedOps
     from .denoisers.layers import Modulation, Pair
 
 # Rows of `cond_type_embed`, which marks the source of a conditioning token.
@@ -41,7 +41,7 @@ TEXT, GLYPHS, IMAGE = 0, 1, 2
 
 
 def forward(
-    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 32, frames, height, width]` at one `timestep` `[1]`.
 
@@ -55,7 +55,7 @@ def forward(
 
 
 def embed_tokens(
-    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
     """Embed `sample` and all texts: `[rows, tokens, dim]` each. Also returns the texts' valid tokens `[rows]`.
 
@@ -74,7 +74,7 @@ def embed_tokens(
 
 
 def join_texts(
-    dit: Net, run: "DenoiserRun", timesteps: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "ShardedOps", timesteps: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     """Concatenate all texts: `[rows, tokens, dim]` with the valid tokens first, and their number `[rows]`.
 
@@ -99,11 +99,11 @@ def join_texts(
         image = dit.image_embedder(inputs["image_embeds"]) + kind[IMAGE]
         lengths.insert(0, torch.full_like(lengths[0], image.shape[1]))
         texts.insert(0, image)
-    return torch_bridge.call_jax(layers.valid_first, tuple(texts), tuple(lengths))
+    return torch_bridge.call_jax(layers.pack_valid_tokens, tuple(texts), tuple(lengths))
 
 
 def refine_text(
-    embedder: Net, run: "DenoiserRun", text: "torch.Tensor", length: "torch.Tensor", timesteps: "torch.Tensor"
+    embedder: Net, run: "ShardedOps", text: "torch.Tensor", length: "torch.Tensor", timesteps: "torch.Tensor"
 ) -> "torch.Tensor":
     """Run the token refiner: `text` `[rows, tokens, text_dim]` to `[rows, tokens, dim]`.
 
@@ -121,19 +121,19 @@ def refine_text(
     x = embedder.proj_in(text)
     for block in embedder.token_refiner.refiner_blocks:
         gate, ff_gate = block.norm_out(temb)
-        x = x + gate * attend_to_text(block.attn, run, block.norm1(x), is_real)
+        x = x + gate * masked_self_attention(block.attn, run, block.norm1(x), is_real)
         x = x + ff_gate * block.ff(block.norm2(x))
     return x
 
 
-def attend_to_text(attn: Net, run: "DenoiserRun", x: "torch.Tensor", is_real: "torch.Tensor") -> "torch.Tensor":
+def masked_self_attention(attn: Net, run: "ShardedOps", x: "torch.Tensor", is_real: "torch.Tensor") -> "torch.Tensor":
     """Return the self-attention of a replicated text `x` `[rows, tokens, dim]` to its valid tokens.
 
     attn: diffusers' module. run: operations on the mesh. is_real: `[rows, tokens]`, false for padding.
     """
     from torch.nn.functional import scaled_dot_product_attention
 
-    heads = (head.transpose(1, 2) for head in layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v))
+    heads = (head.transpose(1, 2) for head in layers.project_heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v))
     keys = is_real[:, None, None].expand(-1, -1, x.shape[1], -1)
     return attn.to_out[0](scaled_dot_product_attention(*heads, attn_mask=keys).transpose(1, 2).flatten(2))
 
@@ -156,7 +156,7 @@ def embed_time(
 
 def run_blocks(
     dit: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     streams: "Pair",
     text_length: "torch.Tensor",
     temb: "torch.Tensor",
@@ -178,7 +178,7 @@ def run_blocks(
 
 def run_block(
     block: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     x: "torch.Tensor",
     text: "torch.Tensor",
     text_length: "torch.Tensor",
@@ -196,7 +196,7 @@ def run_block(
 
     _, y = norm(x, None, None, msa.scale, msa.shift)
     _, text_y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
-    update, text_update = attend(block.attn, run, y, text_y, text_length, rotary)
+    update, text_update = joint_attention(block.attn, run, y, text_y, text_length, rotary)
     x, y = norm(x, update, msa.gate, mlp.scale, mlp.shift)
     x = run.add_feed_forward(x, block.ff, y, mlp.gate)
     text, text_y = text_norm(text, text_update, text_msa.gate, text_mlp.scale, text_mlp.shift)
@@ -209,21 +209,24 @@ def modulate(norm: Net, temb: "torch.Tensor") -> "Sequence[Modulation]":
     temb: time embedding `[rows, dim]`.
     """
     chunks = norm.linear(norm.silu(temb)).chunk(6, dim=1)
-    return layers.modulated(*chunks[:3]), layers.modulated(*chunks[3:])
+    return layers.make_modulation(*chunks[:3]), layers.make_modulation(*chunks[3:])
 
 
-def attend(
-    attn: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", text_length: "torch.Tensor", rotary: "Pair"
+def joint_attention(
+    attn: Net, run: "ShardedOps", x: "torch.Tensor", text: "torch.Tensor", text_length: "torch.Tensor", rotary: "Pair"
 ) -> "Pair":
     """Return the joint-attention updates of `x` and `text`, `[rows, tokens, dim]` each.
 
     attn: diffusers' module. run: operations on the mesh. text_length: valid tokens `[rows]`. rotary: cosines and sines
     `[1, tokens, head_dim]` of the video. Each stream has its own projections and norms; the text has no positions.
     """
-    prologues = layers.prologue(attn.norm_q, attn.norm_k, rotary), layers.prologue(attn.norm_added_q, attn.norm_added_k)
-    latent_heads = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
+    prologues = (
+        layers.make_prologue(attn.norm_q, attn.norm_k, rotary),
+        layers.make_prologue(attn.norm_added_q, attn.norm_added_k),
+    )
+    latent_heads = layers.project_heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
     added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-    text_heads = layers.heads(run, attn, text, *added, placement="replicated")
+    text_heads = layers.project_heads(run, attn, text, *added, placement="replicated")
     attended, text_attended = run.joint_attention(latent_heads, text_heads, text_length, prologues)
     (update,) = run.products(attended.flatten(2), attn.to_out[0])
     (text_update,) = run.products(text_attended.flatten(2), attn.to_add_out, placement="replicated")
@@ -231,22 +234,22 @@ def attend(
 
 
 def predict_flow(
-    dit: Net, run: "DenoiserRun", x: "torch.Tensor", temb: "torch.Tensor", sample: "torch.Tensor"
+    dit: Net, run: "ShardedOps", x: "torch.Tensor", temb: "torch.Tensor", sample: "torch.Tensor"
 ) -> "torch.Tensor":
     """Return the flow `[rows, 32, frames, height, width]` of the video tokens `x` after the last block.
 
     dit: diffusers' module. run: operations on the mesh. x: `[rows, tokens, dim]`. temb: `[rows, dim]`. sample: gives
     the shape. A patch is one latent.
     """
-    flow = run.untiled(dit.proj_out(dit.norm_out(run.unpadded(x), temb)))
+    flow = run.remove_tiling(dit.proj_out(dit.norm_out(run.remove_padding(x), temb)))
     return flow.transpose(1, 2).unflatten(2, sample.shape[2:])
 
 
 # --- steps that start from an earlier step's features (DeepCache, https://arxiv.org/abs/2312.00858) -------------------
 
 
-def keep(
-    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+def keep_features(
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
     """Return the flow as `forward` does, and the input of the last block, for `reuse`.
 
@@ -261,9 +264,9 @@ def keep(
     return predict_flow(dit, run, x, temb, sample), features
 
 
-def reuse(
+def reuse_features(
     dit: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     features: "dict[str, torch.Tensor]",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
@@ -305,13 +308,13 @@ SPEC = ModelSpec(
     family="HunyuanVideo15",
     title="HunyuanVideo 1.5 T2V",
     category="HunyuanVideo1.5",
-    published=Published(
+    published=HubCheckpoint(
         hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
         pipeline_classes=("HunyuanVideo15Pipeline",),
         index={"guider": ("diffusers", "ClassifierFreeGuidance")},
         files={"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}},
     ),
-    miniature=Miniature(
+    miniature=TinyModel(
         id="tiny/hunyuan15",
         inputs={"height": 80, "width": 112, "num_frames": 9},
         texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
@@ -320,28 +323,30 @@ SPEC = ModelSpec(
     geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
     text_encoders=TEXT_ENCODERS,
     inputs={
-        "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
-        "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
-        "num_frames": IntLimit(default=121, low=1, high=241, multiple_of=4, plus=1),
-        "num_inference_steps": IntLimit(default=50, low=1, high=100),
-        "guidance_scale": FloatLimit(default=6.0, low=1.0, high=20.0),  # below 1 upstream still guides
-        "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+        "height": IntInput(default=720, low=64, high=1920, multiple_of=16),
+        "width": IntInput(default=1280, low=64, high=1920, multiple_of=16),
+        "num_frames": IntInput(default=121, low=1, high=241, multiple_of=4, plus=1),
+        "num_inference_steps": IntInput(default=50, low=1, high=100),
+        "guidance_scale": FloatInput(default=6.0, low=1.0, high=20.0),  # below 1 upstream still guides
+        "seed": IntInput(default=42, low=0, high=2**64 - 1),
         # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
-        "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
-        "fps": IntLimit(default=24, low=1, high=120),
-        "step_cache": Switch(default=False),
+        "flow_shift": FloatInput(default=0.0, low=0.0, high=20.0, step=0.5),
+        "fps": IntInput(default=24, low=1, high=120),
+        "step_cache": BoolInput(default=False),
         # Reuse suits the middle of 50 steps: the first steps compose the video, the last add its details.
-        "cache_start": IntLimit(default=11, low=0, high=100),
-        "cache_end": IntLimit(default=45, low=0, high=100),
-        "cache_interval": IntLimit(default=4, low=1, high=100),
-        "cache_threshold": FloatLimit(default=0.0, low=0.0, high=1.0, step=0.01),  # 0: DeepCache
+        "cache_start": IntInput(default=11, low=0, high=100),
+        "cache_end": IntInput(default=45, low=0, high=100),
+        "cache_interval": IntInput(default=4, low=1, high=100),
+        "cache_threshold": FloatInput(default=0.0, low=0.0, high=1.0, step=0.01),  # 0: DeepCache
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    recipe=Recipe(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments),
-    denoiser=Denoiser(
+    recipe=SamplingConfig(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments),
+    denoiser=DenoiserSpec(
         forward=forward,
         tile=(8, 8, 16),
-        step_reuse=StepReuse(keep=keep, reuse=reuse, tokens=("hidden",), whole=("text", "text_length")),
+        step_reuse=FeatureReuse(
+            keep=keep_features, reuse=reuse_features, tokens=("hidden",), whole=("text", "text_length")
+        ),
         head_norms=(
             HeadNorms(
                 queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),
@@ -349,5 +354,5 @@ SPEC = ModelSpec(
             ),
         ),
     ),
-    vae=Vae(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=light.HUNYUAN15),
+    vae=VaeSpec(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=light.HUNYUAN15),
 )

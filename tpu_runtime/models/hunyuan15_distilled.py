@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...sharding.rules import GATHERED, Rule
-from ..model_spec import Component, ModelSpec, Need
+from ..model_spec import Component, ConfigRequirement, ModelSpec
 from . import hunyuan15, hunyuan15_i2v
 
 _BY_TASK = {"t2v": hunyuan15.SPEC, "i2v": hunyuan15_i2v.SPEC}
@@ -19,16 +19,16 @@ _DEFAULTS_480P = {"height": 480, "width": 848}
 
 
 def _for_480p(transformer: Component) -> Component:
-    return transformer.extended(config={"target_size": 640}, tiny={"target_size": 640})
+    return transformer.derive(config={"target_size": 640}, tiny={"target_size": 640})
 
 
 def _as_mean_flow(transformer: Component) -> Component:
-    return transformer.extended(
+    return transformer.derive(
         config={"use_meanflow": True},
         tiny={"use_meanflow": True},
-        needs={"use_meanflow": Need((True,), required=True)},
+        needs={"use_meanflow": ConfigRequirement((True,), required=True)},
         rules=(Rule("time_embed.timestep_embedder_r.*.weight", *GATHERED),),
-        makers_names={
+        original_keys={
             "time_r_in.mlp.0": "time_embed.timestep_embedder_r.linear_1",
             "time_r_in.in_layer": "time_embed.timestep_embedder_r.linear_1",
             "time_r_in.mlp.2": "time_embed.timestep_embedder_r.linear_2",

@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING
 
 from ...sharding.rules import REPLICATED, Rule
 from .. import media
-from ..model_spec import Call, Component, Need, Pictures, Published, Report, Same, Settings
+from ..model_spec import (
+    Call,
+    Component,
+    ConfigRequirement,
+    EqualsConfig,
+    HubCheckpoint,
+    ImageConditioning,
+    Report,
+    Settings,
+)
 from ..model_spec.upstream import Net, UpstreamConfig
 from . import hunyuan15
 from .autoencoders import frames
-from .autoencoders.hunyuan15 import VAE_DECODER, encode_picture
+from .autoencoders.hunyuan15 import VAE_DECODER, encode_to_latents
 from .denoisers import layers
-from .text_encoders import PICTURE_PROMPT
+from .text_encoders import IMAGE_PROMPT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +61,7 @@ def encode_image(
     condition = np.zeros((1, latent.shape[1] + 1, 1 + frames, *latent.shape[3:]), np.float32)
     condition[:, :-1, :1] = latent * np.float32(vae_config["scaling_factor"])
     condition[:, -1, 0] = 1.0
-    return {"condition": condition, "image_embeds": look(call, vision_pixels(image))}
+    return {"condition": condition, "image_embeds": look(call, preprocess_image(image))}
 
 
 def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
@@ -60,14 +69,14 @@ def encode_pixels(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.
 
     call: runs a component. pixels: the image. report: unused.
     """
-    return frames.encode_picture(call, pixels, encode_latent, STRIDE_HW)
+    return frames.encode_still(call, pixels, encode_latent, STRIDE_HW)
 
 
 def encode_latent(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, tuple]":
     """Encode an image in -1..1, as cells `[1, 3 * 16 * 16, h, w]`, to the mean of its latent `[1, 32, 1, h, w]`."""
     import torch
 
-    return encode_picture(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
+    return encode_to_latents(vae, torch.nn.functional.pixel_shuffle(cells, STRIDE_HW)), ()
 
 
 def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
@@ -89,13 +98,13 @@ def trim_vision(encoder: Net) -> None:
     del encoder.head
 
 
-def vision_pixels(image: "torch.Tensor") -> "torch.Tensor":
+def preprocess_image(image: "torch.Tensor") -> "torch.Tensor":
     """Preprocess `[1, height, width, 3]` in 0..1 as SigLIP's image processor does: `[1, 3, 384, 384]` in -1..1."""
     import numpy as np
     import torch
     from PIL import Image
 
-    picture = media.as_bytes(image[0])
+    picture = media.to_pillow(image[0])
     pixels = np.asarray(picture.resize((VISION_SIZE, VISION_SIZE), Image.Resampling.BICUBIC), np.float32)
     return (torch.from_numpy(pixels) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None]
 
@@ -119,7 +128,10 @@ IMAGE_ENCODER = Component(
         "num_attention_heads": 7,
         "num_hidden_layers": 3,
     },
-    needs={"image_size": Need((VISION_SIZE,), required=True), "patch_size": Need((14,), required=True)},
+    needs={
+        "image_size": ConfigRequirement((VISION_SIZE,), required=True),
+        "patch_size": ConfigRequirement((14,), required=True),
+    },
     blocks=("encoder.layers",),
     only=("embeddings.", "encoder.", "post_layernorm."),
     # As transformers 4 wrote it, and so as it is published.
@@ -132,17 +144,17 @@ VAE_ENCODER = replace(
     VAE_DECODER, name="vae_encoder", only=("encoder.",), rules=(Rule("encoder.**.weight", REPLICATED),)
 )
 
-_TRANSFORMER = hunyuan15.TRANSFORMER.extended(
+_TRANSFORMER = hunyuan15.TRANSFORMER.derive(
     config={"task_type": "i2v"},
     tiny={"task_type": "i2v"},
-    needs={"image_embed_dim": Same("image_encoder", "hidden_size")},
+    needs={"image_embed_dim": EqualsConfig("image_encoder", "hidden_size")},
 )
 
 SPEC = replace(
     hunyuan15.SPEC,
     name="hunyuanvideo1.5-i2v-720p",
     title="HunyuanVideo 1.5 I2V",
-    published=Published(
+    published=HubCheckpoint(
         hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
         pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
         index={**hunyuan15.SPEC.published.index, "feature_extractor": ("transformers", "SiglipImageProcessor")},
@@ -159,8 +171,8 @@ SPEC = replace(
     ),
     miniature=replace(hunyuan15.SPEC.miniature, id="tiny/hunyuan15i2v", picture="wan_i2v_shapes.png"),
     components=(hunyuan15.TEXT_ENCODER, hunyuan15.GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
-    texts={"prompt": PICTURE_PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
+    texts={"prompt": IMAGE_PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
     vae=replace(hunyuan15.SPEC.vae, encode=encode_pixels),
     recipe=replace(hunyuan15.SPEC.recipe, scheduler={**hunyuan15.SCHEDULER, "shift": 7.0}),
-    pictures=Pictures(encode=encode_image, look=look, condition_shapes=condition_shapes),
+    pictures=ImageConditioning(encode=encode_image, look=look, condition_shapes=condition_shapes),
 )

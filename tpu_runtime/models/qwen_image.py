@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.shape import MeshShape
 from ..model_spec import (
     FLOW_SCHEDULERS,
-    Denoiser,
-    FloatLimit,
+    DenoiserSpec,
+    FloatInput,
     HeadNorms,
-    IntLimit,
+    HubCheckpoint,
+    IntInput,
     LatentGeometry,
-    Miniature,
     ModelSpec,
     Parallelism,
-    Published,
-    Recipe,
-    Vae,
-    plain_guidance,
+    SamplingConfig,
+    TinyModel,
+    VaeSpec,
+    classifier_free_guidance,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders import light
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...attention.api import Placement
-    from ..programs.denoiser_run import DenoiserRun
+    from ..programs.denoiser_run import ShardedOps
     from .denoisers.layers import Modulation, Pair, ResidualNorm
 
 PATCH = (1, 2, 2)
@@ -46,7 +46,7 @@ EPS = 1e-6
 
 
 def forward(
-    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, 1, height, width]` at one `timestep` `[1]`.
 
@@ -66,7 +66,7 @@ def forward(
     image_tables, text_tables = rotary_tables(dit.pos_embed, sizes, inputs["text"])
     tokens = [dit.img_in(layers.cut_patches(picture, PATCH)) for picture in pictures]  # [rows, tokens, dim] each
     size = tokens[0].shape[1]
-    run = run.of_length(size)
+    run = run.with_length(size)
 
     text = run.spread(run.replicated(dit.txt_in(dit.txt_norm(inputs["text"]))), placement="replicated")
     times = [embed_time(dit, sample, timestep)] * 2  # [rows, dim], of the two sequences
@@ -77,8 +77,8 @@ def forward(
         if dit.zero_cond_t:
             times[1] = embed_time(dit, sample, timestep * 0)
     else:
-        sequences, tables = run.halves(tokens[0]), layers.halve(run, image_tables)
-        lengths = run.layout.lengths_of_halves(sequences[0].shape[1])
+        sequences, tables = run.halves(tokens[0]), layers.halve_tables(run, image_tables)
+        lengths = run.layout.half_lengths(sequences[0].shape[1])
     rotary = [[*map(run.padded, pair)] for pair in (*tables, text_tables)]
 
     def body(block: Net, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":
@@ -86,7 +86,7 @@ def forward(
 
     first, second, _ = run.scan(dit.transformer_blocks, [*map(run.spread, sequences), text], body)
     image = first if names else torch.cat([first, second], dim=1)
-    flow = dit.proj_out(dit.norm_out(run.unpadded(image), times[0]))
+    flow = dit.proj_out(dit.norm_out(run.remove_padding(image), times[0]))
     return layers.join_patches(flow, sample, PATCH)
 
 
@@ -100,7 +100,7 @@ def embed_time(dit: Net, sample: "torch.Tensor", timestep: "torch.Tensor") -> "t
 
 def run_block(
     block: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     streams: "list[torch.Tensor]",
     lengths: "list[Any]",
     times: "list[torch.Tensor]",
@@ -123,20 +123,20 @@ def run_block(
 
     normed = [
         norm(x, None, None, msa.scale, msa.shift, placement=place)[1]
-        for x, (msa, _), place in zip(streams, modulations, PLACES, strict=True)
+        for x, (msa, _), place in zip(streams, modulations, PLACEMENTS, strict=True)
     ]
     added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
     heads = [
-        *(layers.heads(run, attn, y, attn.to_q, attn.to_k, attn.to_v, split="outs") for y in normed[:2]),
-        layers.heads(run, attn, normed[2], *added, placement="replicated", split="outs"),
+        *(layers.project_heads(run, attn, y, attn.to_q, attn.to_k, attn.to_v, split="outs") for y in normed[:2]),
+        layers.project_heads(run, attn, normed[2], *added, placement="replicated", split="outs"),
     ]
     norms = image_norms, image_norms, text_norms
-    prologues = [layers.prologue(*pair, tables) for pair, tables in zip(norms, rotary, strict=True)]
+    prologues = [layers.make_prologue(*pair, tables) for pair, tables in zip(norms, rotary, strict=True)]
     attended = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
 
     updated = []
     outs, feeds = [attn.to_out[0]] * 2 + [attn.to_add_out], [block.img_mlp] * 2 + [block.txt_mlp]
-    for x, y, (msa, mlp), place, out, ff in zip(streams, attended, modulations, PLACES, outs, feeds, strict=True):
+    for x, y, (msa, mlp), place, out, ff in zip(streams, attended, modulations, PLACEMENTS, outs, feeds, strict=True):
         x, y = norm(x, project(run, out, y.flatten(2), place), msa.gate, mlp.scale, mlp.shift, placement=place)
         (hidden,) = run.products(y, ff.net[0].proj, activation="gelu", placement=place, split="outs")
         updated.append(run.add_gated(x, project(run, ff.net[2], hidden, place), mlp.gate))
@@ -144,19 +144,19 @@ def run_block(
 
 
 # Placement of the tokens of each stream of a block.
-PLACES: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
+PLACEMENTS: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
 
 
-def modulate(run: "DenoiserRun", module: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
+def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
     """Return the modulation of the attention and of the feed-forward.
 
     module: diffusers' `img_mod` or `txt_mod`. temb: time embedding `[rows, dim]`.
     """
-    chunks = run.vector(module(temb)).chunk(6, dim=1)
-    return layers.modulated(*chunks[:3]), layers.modulated(*chunks[3:])
+    chunks = run.gather_vector(module(temb)).chunk(6, dim=1)
+    return layers.make_modulation(*chunks[:3]), layers.make_modulation(*chunks[3:])
 
 
-def project(run: "DenoiserRun", linear: Net, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
+def project(run: "ShardedOps", linear: Net, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
     """Apply `linear` to `x` `[rows, tokens, in]`, whose features are split over chips; sums are scattered by tokens."""
     return run.summed(linear, x, placement=placement) + linear.bias
 
@@ -185,12 +185,12 @@ def rotary_tables(rope: Net, sizes: "Sequence[Sequence[int]]", text: "torch.Tens
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def guide(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
+def apply_guidance(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
     """Return classifier-free guidance with each token rescaled to the norm of `prompt`'s, as upstream does.
 
     prompt, negative: predicted flows `[1, 16, 1, height, width]`, float32. scale: guidance scale, a scalar.
     """
-    guided = layers.cut_patches(plain_guidance(prompt, negative, scale), PATCH)
+    guided = layers.cut_patches(classifier_free_guidance(prompt, negative, scale), PATCH)
     length = layers.cut_patches(prompt, PATCH).norm(dim=-1, keepdim=True)
     return layers.join_patches(guided * (length / guided.norm(dim=-1, keepdim=True)), prompt, PATCH)
 
@@ -231,7 +231,7 @@ _FIXED = {"shift_terminal": None, "use_dynamic_shifting": False}
 # --- the spec ---------------------------------------------------------------------------------------------------------
 
 
-def heads_by_twos(num_devices: int, branches: int) -> MeshShape:
+def shard_heads_in_pairs(num_devices: int, branches: int) -> MeshShape:
     """Return the mesh: heads split over `tp`, over all chips or, from 8 chips on, over each half of them.
 
     num_devices: chips. branches: 2 with guidance, else 1. The sequence is short and the weights are 38 GiB, so weights
@@ -246,8 +246,8 @@ SPEC = ModelSpec(
     family="QwenImage",
     title="Qwen-Image 2512",
     category="Qwen-Image",
-    published=Published(hub_id="Qwen/Qwen-Image-2512", pipeline_classes=("QwenImagePipeline",)),
-    miniature=Miniature(
+    published=HubCheckpoint(hub_id="Qwen/Qwen-Image-2512", pipeline_classes=("QwenImagePipeline",)),
+    miniature=TinyModel(
         id="tiny/qwenimage",
         inputs={"height": 80, "width": 112},
         texts={"prompt": "a large red circle left on blue", "negative_prompt": ""},
@@ -256,23 +256,23 @@ SPEC = ModelSpec(
     geometry=LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=PATCH),
     text_encoders=(TEXT,),
     inputs={
-        "height": IntLimit(default=1328, low=64, high=2048, multiple_of=16),
-        "width": IntLimit(default=1328, low=64, high=2048, multiple_of=16),
-        "num_inference_steps": IntLimit(default=50, low=1, high=100),
-        "guidance_scale": FloatLimit(default=4.0, low=1.0, high=20.0),
-        "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+        "height": IntInput(default=1328, low=64, high=2048, multiple_of=16),
+        "width": IntInput(default=1328, low=64, high=2048, multiple_of=16),
+        "num_inference_steps": IntInput(default=50, low=1, high=100),
+        "guidance_scale": FloatInput(default=4.0, low=1.0, high=20.0),
+        "seed": IntInput(default=42, low=0, high=2**64 - 1),
         # 0: the checkpoint's shift for an image of that size.
-        "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
+        "flow_shift": FloatInput(default=0.0, low=0.0, high=20.0, step=0.5),
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    recipe=Recipe(
+    recipe=SamplingConfig(
         scheduler=SCHEDULER,
         schedulers={name: {**changes, **_FIXED} for name, changes in FLOW_SCHEDULERS.items()},
         shift_key="shift",
-        guide=guide,
+        guide=apply_guidance,
         solver_arguments=solver_arguments,
     ),
-    denoiser=Denoiser(
+    denoiser=DenoiserSpec(
         forward=forward,
         head_norms=(
             HeadNorms(
@@ -281,8 +281,8 @@ SPEC = ModelSpec(
             ),
         ),
     ),
-    parallelism=Parallelism(mesh=heads_by_twos),
-    vae=Vae(
+    parallelism=Parallelism(mesh=shard_heads_in_pairs),
+    vae=VaeSpec(
         latent_format="Wan21", denormalize=denormalize_latents, decode=decode, encode=encode_video, light=light.WAN
     ),
 )

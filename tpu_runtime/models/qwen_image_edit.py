@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import media
-from ..model_spec import Call, IntLimit, Need, Pictures, Published, Settings
+from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, IntInput, Settings
 from ..model_spec.upstream import UpstreamConfig
 from . import qwen_image
 from .autoencoders import wan, wan_encoder
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Upstream's image processor refuses aspect ratios above 200; sides are rounded before that.
-MOST_RATIO = 50
+MAX_ASPECT_RATIO = 50
 
 
-def encode_pictures(
+def encode_images(
     call: Call, image: "torch.Tensor", settings: Settings, vae_config: UpstreamConfig
 ) -> "dict[str, np.ndarray]":
     """Encode every image at about one megapixel for the denoiser, and at a smaller size for the text encoder.
@@ -39,26 +39,28 @@ def encode_pictures(
     mean, std = wan.latent_stats(vae_config)
     arrays: dict[str, np.ndarray] = {}
     for number, pixels in enumerate(image):
-        picture = media.as_bytes(pixels)
-        large, small = (resized(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE))
-        cells = wan_encoder.cells_of(pixels_of(large), wan_encoder.STRIDE_HW)
+        picture = media.to_pillow(pixels)
+        large, small = (
+            resize_image(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE)
+        )
+        cells = wan_encoder.to_cells(to_pixels(large), wan_encoder.STRIDE_HW)
         latents, _ = call("vae_encoder", wan_encoder.encode_first, cells, partition="spatial")
         arrays[f"reference_{number}"] = ((torch.from_numpy(latents.copy()) - mean) * (1.0 / std)).numpy()
-        arrays[f"seen_{number}"] = look(call, *qwen25_vision.patches_of(small))
+        arrays[f"seen_{number}"] = look(call, *qwen25_vision.cut_patches(small))
     return arrays
 
 
 def look(call: Call, patches: "np.ndarray", grid: tuple[int, int]) -> "np.ndarray":
     """Return the vision tokens `[1, rows, columns, dim]` of `patches` `[patches, 3 * 2 * 14 * 14]`.
 
-    call: runs a component. patches, grid: as returned by `qwen25_vision.patches_of`; grid is (rows, columns) of
+    call: runs a component. patches, grid: as returned by `qwen25_vision.cut_patches`; grid is (rows, columns) of
         patches.
     """
-    tokens, _ = call("image_encoder", qwen25_vision.look, patches, qwen25_vision.places_of(grid))
-    return tokens.reshape(1, *(side // qwen25_vision.MERGED for side in grid), -1)
+    tokens, _ = call("image_encoder", qwen25_vision.look, patches, qwen25_vision.patch_positions(grid))
+    return tokens.reshape(1, *(side // qwen25_vision.MERGE_SIZE for side in grid), -1)
 
 
-def resized(picture: "Image.Image", area: int) -> "Image.Image":
+def resize_image(picture: "Image.Image", area: int) -> "Image.Image":
     """Scale an image to about `area` pixels and sides that are multiples of 32, with upstream's arithmetic.
 
     Raises ValueError for an aspect ratio above `MOST_RATIO`, whose shorter side would round to 0.
@@ -67,14 +69,14 @@ def resized(picture: "Image.Image", area: int) -> "Image.Image":
     from PIL import Image
 
     width, height = picture.size
-    if max(width, height) > MOST_RATIO * min(width, height):
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"Qwen-Image Edit: the image is {width}x{height}; one side may be {MOST_RATIO} times the other. Crop it."
+            f"Qwen-Image Edit: the image is {width}x{height}; one side may be {MAX_ASPECT_RATIO} times the other. Crop it."
         )
     return picture.resize(calculate_dimensions(area, width / height), Image.Resampling.LANCZOS)
 
 
-def pixels_of(picture: "Image.Image") -> "torch.Tensor":
+def to_pixels(picture: "Image.Image") -> "torch.Tensor":
     """Convert an image to pixels `[1, 3, 1, height, width]` in -1..1."""
     import numpy as np
     import torch
@@ -82,18 +84,18 @@ def pixels_of(picture: "Image.Image") -> "torch.Tensor":
     return torch.from_numpy(np.asarray(picture, np.float32) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None, :, None]
 
 
-_TRANSFORMER = qwen_image.TRANSFORMER.extended(
+_TRANSFORMER = qwen_image.TRANSFORMER.derive(
     config={"zero_cond_t": True},
     tiny={"zero_cond_t": True},
     # 2509 embeds reference latents at the sample's timestep.
-    needs={"zero_cond_t": Need((False, True))},
+    needs={"zero_cond_t": ConfigRequirement((False, True))},
 )
 
 SPEC = replace(
     qwen_image.SPEC,
     name="qwen-image-edit-2511",
     title="Qwen-Image Edit 2511",
-    published=Published(hub_id="Qwen/Qwen-Image-Edit-2511", pipeline_classes=("QwenImageEditPlusPipeline",)),
+    published=HubCheckpoint(hub_id="Qwen/Qwen-Image-Edit-2511", pipeline_classes=("QwenImageEditPlusPipeline",)),
     miniature=replace(
         qwen_image.SPEC.miniature,
         id="tiny/qwenimageedit",
@@ -104,13 +106,13 @@ SPEC = replace(
     text_encoders=(EDIT_TEXT,),
     inputs={
         **qwen_image.SPEC.inputs,
-        "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-        "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-        "num_inference_steps": IntLimit(default=40, low=1, high=100),
+        "height": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+        "width": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+        "num_inference_steps": IntInput(default=40, low=1, high=100),
     },
     texts={"prompt": EDIT_PROMPT, "negative_prompt": ""},
     # The shapes for a square image.
-    pictures=Pictures(
-        encode=encode_pictures, look=look, are_references=True, usual={"reference_0": (1, 16, 1, 128, 128)}
+    pictures=ImageConditioning(
+        encode=encode_images, look=look, are_references=True, planned_shapes={"reference_0": (1, 16, 1, 128, 128)}
     ),
 )

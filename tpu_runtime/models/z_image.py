@@ -9,18 +9,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..model_spec import (
-    Denoiser,
-    FloatLimit,
+    DenoiserSpec,
+    FloatInput,
     HeadNorms,
-    IntLimit,
+    HubCheckpoint,
+    IntInput,
     LatentGeometry,
-    Miniature,
     ModelSpec,
     Parallelism,
-    Published,
-    Recipe,
-    Vae,
-    distilled,
+    SamplingConfig,
+    TinyModel,
+    VaeSpec,
+    make_distilled_advice,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders import kl
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..programs.denoiser_run import DenoiserRun
+    from ..programs.denoiser_run import ShardedOps
     from .denoisers.layers import Pair
 
 # Sequences are padded to a multiple of this with learnt tokens, which are attended to like any other.
-MULTIPLE = 32
+SEQ_MULTIPLE = 32
 PATCH = 2
 # The number of steps that Turbo was distilled for.
-STEPS = 8
+TURBO_STEPS = 8
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
 def forward(
-    dit: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, height, width]` at one `timestep` `[1]`.
 
@@ -64,12 +64,12 @@ def forward(
     image_size, grid = image.shape[1], (height // PATCH, width // PATCH)
     image_tables, text_tables = rotary_tables(dit.rope_embedder, grid, image_size, text.shape[1], text_length)
 
-    image = run_stack(dit.noise_refiner, run.of_length(image_size), image, image_tables, None, time)
-    text = run_stack(dit.context_refiner, run.of_length(text.shape[1]), text, text_tables, text_length, None)
+    image = run_stack(dit.noise_refiner, run.with_length(image_size), image, image_tables, None, time)
+    text = run_stack(dit.context_refiner, run.with_length(text.shape[1]), text, text_tables, text_length, None)
 
     x = torch.cat([image, text], dim=1)
     tables = [torch.cat(pair, dim=1) for pair in zip(image_tables, text_tables, strict=True)]
-    x = run_stack(dit.layers, run.of_length(x.shape[1]), x, tables, image_size + text_length, time)
+    x = run_stack(dit.layers, run.with_length(x.shape[1]), x, tables, image_size + text_length, time)
     patches = dit.all_final_layer["2-1"](x[:, :num_patches], c=time)
     return -join_patches(patches, grid)
 
@@ -78,26 +78,26 @@ def embed_text(dit: Net, states: "torch.Tensor", length: "torch.Tensor") -> "tup
     """Embed the prompts: tokens `[rows, tokens, dim]`, and how many of each row are attended to, `[rows]`.
 
     dit: diffusers' module. states: `[rows, tokens, cap_feat_dim]`. length: valid tokens `[rows]`. Learnt padding up to
-    a multiple of `MULTIPLE` is attended to.
+    a multiple of `SEQ_MULTIPLE` is attended to.
     """
     import torch
 
     is_real = torch.arange(states.shape[1], device=states.device)[None] < length[:, None]
     text = torch.where(is_real[..., None], dit.cap_embedder(states), dit.cap_pad_token)
-    return text, (length + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    return text, (length + SEQ_MULTIPLE - 1) // SEQ_MULTIPLE * SEQ_MULTIPLE
 
 
 def embed_image(dit: Net, sample: "torch.Tensor") -> "tuple[torch.Tensor, int]":
     """Embed the patches of `sample` `[rows, 16, height, width]`. Returns tokens and the number of patches.
 
-    Tokens `[rows, tokens, dim]` are padded to a multiple of `MULTIPLE` with the learnt token of `dit`.
+    Tokens `[rows, tokens, dim]` are padded to a multiple of `SEQ_MULTIPLE` with the learnt token of `dit`.
     """
     import torch
 
     rows, channels, height, width = sample.shape
     patches = sample.view(rows, channels, height // PATCH, PATCH, width // PATCH, PATCH)
     x = dit.all_x_embedder["2-1"](patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2))
-    padding = dit.x_pad_token.expand(rows, -x.shape[1] % MULTIPLE, -1)
+    padding = dit.x_pad_token.expand(rows, -x.shape[1] % SEQ_MULTIPLE, -1)
     return torch.cat([x, padding.type_as(x)], dim=1), x.shape[1]
 
 
@@ -112,7 +112,7 @@ def join_patches(patches: "torch.Tensor", grid: tuple[int, int]) -> "torch.Tenso
 
 def run_stack(
     blocks: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     x: "torch.Tensor",
     tables: "Pair | list[torch.Tensor]",
     length: "torch.Tensor | None",
@@ -128,12 +128,12 @@ def run_stack(
     def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
         return run_block(block, run, x, rotary, length, time)
 
-    return run.unpadded(run.scan(blocks, run.tokens(x), body))
+    return run.remove_padding(run.scan(blocks, run.tokens(x), body))
 
 
 def run_block(
     block: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     x: "torch.Tensor",
     rotary: "tuple[torch.Tensor, ...]",
     length: "torch.Tensor | None",
@@ -161,19 +161,19 @@ def modulate(block: Net, time: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
 
 
 def attend(
-    attn: Net, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, ...]", length: "torch.Tensor | None"
+    attn: Net, run: "ShardedOps", x: "torch.Tensor", rotary: "tuple[torch.Tensor, ...]", length: "torch.Tensor | None"
 ) -> "torch.Tensor":
     """Return the self-attention update of `x` `[rows, tokens, dim]`.
 
     attn: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[rows, tokens, head_dim]`.
     length: valid tokens `[rows]`; None: all.
     """
-    query, key, value = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
-    attended = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary), length)
+    query, key, value = layers.project_heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
+    attended = run.self_attention(query, key, value, layers.make_prologue(attn.norm_q, attn.norm_k, rotary), length)
     return next(run.products(attended.flatten(2), attn.to_out[0]))
 
 
-def feed_forward(ff: Net, run: "DenoiserRun", x: "torch.Tensor") -> "torch.Tensor":
+def feed_forward(ff: Net, run: "ShardedOps", x: "torch.Tensor") -> "torch.Tensor":
     """Return the SwiGLU feed-forward `ff` of `x` `[rows, tokens, dim]`."""
     (hidden,) = run.products(x, ff.w1, ff.w3, activation="silu")
     return next(run.products(hidden, ff.w2))
@@ -204,12 +204,14 @@ def rotary_tables(
         distance = length[:, None] + 1  # from the image back to its padding
         image_places = (jnp.where(is_image, 0, distance), image[1], image[2])
         text_places = (jnp.clip(distance - 1 - np.arange(text_size), 0), *np.zeros((2, text_size), int))
-        return tuple(axis_tables(embedder, places, text_size) for places in (image_places, text_places))
+        return tuple(gather_axis_tables(embedder, places, text_size) for places in (image_places, text_places))
 
     return torch_bridge.call_jax(tables, text_length)
 
 
-def axis_tables(embedder: Net, places: "tuple[jax.Array | np.ndarray, ...]", longest: int) -> "tuple[jax.Array, ...]":
+def gather_axis_tables(
+    embedder: Net, places: "tuple[jax.Array | np.ndarray, ...]", longest: int
+) -> "tuple[jax.Array, ...]":
     """Return cosines and sines `[rows, tokens, head_dim]` at `places` on the three axes.
 
     embedder: diffusers' `RopeEmbedder`. places: `[rows, tokens]` or `[tokens]` per axis. Those of the first axis count
@@ -256,7 +258,7 @@ SCHEDULER = {
     "use_dynamic_shifting": False,
 }
 
-RECIPE = Recipe(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments)
+RECIPE = SamplingConfig(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments)
 PROMPT = "A small steam train on a snowy mountain at sunrise, its smoke spells the word JAX"
 
 SPEC = ModelSpec(
@@ -264,8 +266,8 @@ SPEC = ModelSpec(
     family="ZImage",
     title="Z-Image Turbo",
     category="Z-Image",
-    published=Published(hub_id="Tongyi-MAI/Z-Image-Turbo", pipeline_classes=("ZImagePipeline",)),
-    miniature=Miniature(
+    published=HubCheckpoint(hub_id="Tongyi-MAI/Z-Image-Turbo", pipeline_classes=("ZImagePipeline",)),
+    miniature=TinyModel(
         id="tiny/zimage",
         inputs={"height": 80, "width": 112},
         texts={"prompt": "a large red circle left on blue", "negative_prompt": ""},
@@ -273,7 +275,7 @@ SPEC = ModelSpec(
     components=(
         qwen3.LATE_TEXT_ENCODER,
         TRANSFORMER,
-        *kl.vae(
+        *kl.make_vae(
             {
                 "latent_channels": 16,
                 "scaling_factor": 0.3611,
@@ -286,18 +288,18 @@ SPEC = ModelSpec(
     geometry=LatentGeometry(channels=16, stride_t=0, stride_hw=8, patch_thw=(1, PATCH, PATCH)),
     text_encoders=(qwen3.LATE_TEXT,),
     inputs={
-        "height": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-        "width": IntLimit(default=1024, low=64, high=2048, multiple_of=16),
-        "num_inference_steps": IntLimit(default=STEPS, low=1, high=100),
+        "height": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+        "width": IntInput(default=1024, low=64, high=2048, multiple_of=16),
+        "num_inference_steps": IntInput(default=TURBO_STEPS, low=1, high=100),
         # 1 disables guidance, as in ComfyUI; upstream's scale is one less.
-        "guidance_scale": FloatLimit(default=1.0, low=1.0, high=20.0),
-        "seed": IntLimit(default=42, low=0, high=2**64 - 1),
+        "guidance_scale": FloatInput(default=1.0, low=1.0, high=20.0),
+        "seed": IntInput(default=42, low=0, high=2**64 - 1),
         # 0: the checkpoint's own shift.
-        "flow_shift": FloatLimit(default=0.0, low=0.0, high=20.0, step=0.5),
+        "flow_shift": FloatInput(default=0.0, low=0.0, high=20.0, step=0.5),
     },
     texts={"prompt": PROMPT, "negative_prompt": ""},
-    recipe=replace(RECIPE, advice=distilled(STEPS, "needs none (1.0)")),
-    denoiser=Denoiser(
+    recipe=replace(RECIPE, advice=make_distilled_advice(TURBO_STEPS, "needs none (1.0)")),
+    denoiser=DenoiserSpec(
         forward=forward,
         head_norms=tuple(
             HeadNorms(queries=(f"{stack}.*.attention.norm_q",), keys=(f"{stack}.*.attention.norm_k",))
@@ -305,7 +307,7 @@ SPEC = ModelSpec(
         ),
     ),
     parallelism=Parallelism(heads_key="n_heads"),
-    vae=Vae(latent_format="Flux", denormalize=kl.denormalize_latents, decode=kl.decode, encode=kl.encode_pixels),
+    vae=VaeSpec(latent_format="Flux", denormalize=kl.denormalize_latents, decode=kl.decode, encode=kl.encode_pixels),
 )
 
 BASE = replace(
@@ -316,9 +318,9 @@ BASE = replace(
     miniature=replace(SPEC.miniature, id="tiny/zimagebase"),
     inputs={
         **SPEC.inputs,
-        "num_inference_steps": IntLimit(default=50, low=1, high=100),
+        "num_inference_steps": IntInput(default=50, low=1, high=100),
         # The model card's 4, to which upstream adds 1.
-        "guidance_scale": FloatLimit(default=5.0, low=1.0, high=20.0),
+        "guidance_scale": FloatInput(default=5.0, low=1.0, high=20.0),
     },
     recipe=replace(RECIPE, scheduler={**SCHEDULER, "shift": 6.0}),
 )

@@ -8,56 +8,56 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..progress import in_daemon
+from ..progress import run_in_daemon_thread
 from . import snapshot
 from .readings import READER, Sampler, Stats
 
 log = logging.getLogger(__name__)
 
 # Maximum age of a sample, in seconds.
-FRESH_S = 0.5
+MAX_AGE_S = 0.5
 # How long a client waits for a new sample if there is an earlier one: a page that waits seems to hang.
 PROMPT_S = 0.1
 # A device call in the runtime may hang; after this many seconds clients get the last sample and a note.
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 # The statistics without any sample, with every key that the page and the terminal read.
-NOTHING: Stats = {
-    **snapshot.nothing("The runtime does not answer."),
+EMPTY_STATS: Stats = {
+    **snapshot.empty_stats("The runtime does not answer."),
     "host": dict.fromkeys(("cpu_percent", "ram_used", "ram_total", "process_ram")),
     "notes": [],
 }
 
 
-class Feed:
+class StatsFeed:
     """One sample for all clients. `answer` belongs to one event loop; creating a Feed starts nothing."""
 
     def __init__(
         self,
-        stats: Callable[[], Stats] = snapshot.stats,
+        stats: Callable[[], Stats] = snapshot.take_snapshot,
         sampler: Sampler | None = None,
         *,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = TIMEOUT_S,
     ) -> None:
         self._stats = stats
         self._sampler = sampler or Sampler()
         self._patience_s = patience_s
         self._pending: Future | None = None
-        self._asked_s = -FRESH_S
-        self._last: Stats = NOTHING
+        self._asked_s = -MAX_AGE_S
+        self._last: Stats = EMPTY_STATS
         self._body = b""
-        self._body_s = -FRESH_S
+        self._body_s = -MAX_AGE_S
 
     async def answer(self) -> bytes:
         """Return the newest statistics as a JSON object.
 
-        They are at most `FRESH_S` old if a sample takes no longer than `PROMPT_S`. Otherwise the previous sample is
+        They are at most `MAX_AGE_S` old if a sample takes no longer than `PROMPT_S`. Otherwise the previous sample is
         returned while a new one is taken, after `PATIENCE_S` with a note of its age.
         """
-        if self._body and time.monotonic() - self._body_s < FRESH_S:
+        if self._body and time.monotonic() - self._body_s < MAX_AGE_S:
             return self._body
         if self._pending is None:
             self._asked_s = time.monotonic()
-            self._pending = in_daemon(self._sample, READER)
+            self._pending = run_in_daemon_thread(self._sample, READER)
         pending = self._pending
         if not pending.done():
             patience_s = max(0.001, self._asked_s + self._patience_s - time.monotonic())
@@ -79,16 +79,16 @@ class Feed:
     def _sample(self) -> tuple[Stats, bytes]:
         try:
             stats = self._sampler.complete(self._stats())
-            return stats, _encoded(stats)
+            return stats, _encode(stats)
         except Exception as error:  # of any kind: the monitor goes on with the last sample and the error
             log.warning("The monitor has no statistics", exc_info=True)
             return self._last, self._stale(f"The runtime has no statistics: {type(error).__name__}: {error}")
 
     def _stale(self, note: str) -> bytes:
-        return _encoded({**self._last, "notes": [*self._last["notes"], note]})
+        return _encode({**self._last, "notes": [*self._last["notes"], note]})
 
 
-def _encoded(stats: Stats) -> bytes:
+def _encode(stats: Stats) -> bytes:
     """Encode statistics as JSON without NaN, so that a browser can parse it."""
     return json.dumps(_finite(stats), allow_nan=False, default=str).encode()
 

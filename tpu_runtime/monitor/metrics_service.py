@@ -13,7 +13,7 @@ from typing import Any
 
 PORT = 8431
 # libtpu's own variable: a port for each process where several share the chips.
-PORTS = "TPU_RUNTIME_METRICS_PORTS"
+PORTS_VARIABLE = "TPU_RUNTIME_METRICS_PORTS"
 DEADLINE_S = 1.0
 METRICS = {
     "hbm_used": "tpu.runtime.hbm.memory.usage.bytes",
@@ -24,12 +24,12 @@ METRICS = {
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
-class NoAnswer(RuntimeError):
+class MetricsUnavailable(RuntimeError):
     """A service listens but does not answer in time, or in an unknown format; the message says which."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class DeviceUsage:
     """The usage of one JAX device; None where unknown."""
 
     hbm_used: int | None  # bytes
@@ -37,13 +37,13 @@ class Usage:
     duty_cycle: float | None  # percent
 
 
-def ports(environ: Mapping[str, str] = os.environ) -> list[int]:
+def metrics_ports(environ: Mapping[str, str] = os.environ) -> list[int]:
     """Return the ports of the metrics services on this machine."""
-    numbers = [int(word) for word in environ.get(PORTS, "").split(",") if word.strip().isdigit()]
+    numbers = [int(word) for word in environ.get(PORTS_VARIABLE, "").split(",") if word.strip().isdigit()]
     return numbers or [PORT]
 
 
-def usage(asked: Iterable[int], deadline_s: float = DEADLINE_S) -> list[Usage]:
+def read_usage(asked: Iterable[int], deadline_s: float = DEADLINE_S) -> list[DeviceUsage]:
     """Return the usage of every device of the services at the ports `asked`, sorted by libtpu's ids.
 
     The ids may start anywhere. Empty if nothing listens, which usually means that no process holds the chips. Raises
@@ -53,7 +53,7 @@ def usage(asked: Iterable[int], deadline_s: float = DEADLINE_S) -> list[Usage]:
     usages = {}
     for port in asked:
         if _is_served(port, until):
-            usages |= _of(port, until)
+            usages |= _read_service(port, until)
     return [usages[device] for device in sorted(usages)]
 
 
@@ -62,13 +62,13 @@ def _is_served(port: int, until: float) -> bool:
     try:
         socket.create_connection(("localhost", port), timeout=_left(until)).close()
     except TimeoutError:
-        raise NoAnswer(f"the metrics service at localhost:{port} does not answer") from None
+        raise MetricsUnavailable(f"the metrics service at localhost:{port} does not answer") from None
     except OSError:
         return False
     return True
 
 
-def _of(port: int, until: float) -> dict[tuple[int, int], Usage]:
+def _read_service(port: int, until: float) -> dict[tuple[int, int], DeviceUsage]:
     """Return the devices of one service, by id and port."""
     import grpc
     from tpu_info.proto import tpu_metric_service_pb2 as messages
@@ -84,14 +84,14 @@ def _of(port: int, until: float) -> dict[tuple[int, int], Usage]:
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
             problem = "does not answer" if code == grpc.StatusCode.DEADLINE_EXCEEDED else f"answers {code}"
-            raise NoAnswer(f"the metrics service at localhost:{port} {problem}") from None
+            raise MetricsUnavailable(f"the metrics service at localhost:{port} {problem}") from None
     ids = sorted({*used, *limit})
     # Memory is reported per device, duty cycle per chip: a chip's value counts for each of its devices. Idle chips
     # report no duty cycle.
     cycles = [duty[chip] for chip in sorted(duty)] or [0.0] * len(ids)
     per_chip = len(ids) // len(cycles) if cycles and len(ids) % len(cycles) == 0 else 0
     return {
-        (id, port): Usage(
+        (id, port): DeviceUsage(
             hbm_used=used.get(id), hbm_limit=limit.get(id), duty_cycle=cycles[place // per_chip] if per_chip else None
         )
         for place, id in enumerate(ids)
@@ -108,5 +108,5 @@ def _by_device(answer: Any) -> dict[int, Any]:
     for metric in answer.metric.metrics:
         value = metric.gauge.WhichOneof("value")
         if value in ("as_int", "as_double"):
-            numbers[metric.attribute.value.int_attr] = getattr(metric.gauge, value)
+            numbers[metric.find_attribute.value.int_attr] = getattr(metric.gauge, value)
     return numbers

@@ -13,8 +13,8 @@ from concurrent.futures import TimeoutError as NotInTime
 
 import psutil
 
-from ..progress import in_daemon
-from .unstarted import Stats, Unstarted
+from ..progress import run_in_daemon_thread
+from .unstarted import IdleStats, Stats
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ class Sampler:
         read: Callable[[str], Sequence[str]] = read_libtpu,
         *,
         deadline_s: float = DEADLINE_S,
-        unstarted: Unstarted | None = None,
+        unstarted: IdleStats | None = None,
     ) -> None:
         self._read = read
-        self._unstarted = unstarted or Unstarted()
+        self._unstarted = unstarted or IdleStats()
         self._deadline_s = deadline_s
         self._late: Future | None = None
         self._logged: set[str] = set()
@@ -104,7 +104,9 @@ class Sampler:
         if self._late is not None and not self._late.done():
             notes.append("libtpu does not answer: a chip may hang. Utilisation is not known.")
             return {}
-        self._late = in_daemon(lambda: {field: self._answer(metric) for field, metric in metrics.items()}, READER)
+        self._late = run_in_daemon_thread(
+            lambda: {field: self._answer(metric) for field, metric in metrics.items()}, READER
+        )
         try:
             return self._late.result(self._deadline_s)
         except NotInTime:

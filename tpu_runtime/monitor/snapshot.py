@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from .. import device_memory
 from ..cache import store
-from ..engine.current import current
+from ..engine.current import current_engine
 from .unstarted import Stats
 
 if TYPE_CHECKING:
@@ -13,38 +13,38 @@ if TYPE_CHECKING:
 NOT_STARTED = "No run yet: the TPU is started by the first run."
 
 
-def stats() -> Stats:
+def take_snapshot() -> Stats:
     """Return the state of the chips, the running stage, and the contents of the caches.
 
     `readings.Sampler` adds the host's load and libtpu's numbers.
     """
-    engine = current()
+    engine = current_engine()
     if engine is None:
         counts = dict.fromkeys(("load", "merge", "encode", "compile"), 0)
-        return {**nothing(NOT_STARTED), "caches": store.usage(), "counts": counts}
+        return {**empty_stats(NOT_STARTED), "caches": store.measure_usage(), "counts": counts}
     activity, last_run = engine.activity, engine.last_run
     return {
         "platform": engine.devices[0].platform,
-        "message": chips_of(engine),
-        "chips": own_chips(engine),
+        "message": describe_chips(engine),
+        "chips": local_chips(engine),
         "elsewhere": engine.hosts.rows(),
         "resident": _resident(engine),
         "running": activity.describe() if activity else None,
         "behind": engine.program_cache.behind(),
         "notes": engine.ladder.sentences,
         "last_run": last_run.describe() if last_run else None,
-        "caches": store.usage(),
+        "caches": store.measure_usage(),
         "counts": dict(engine.counts),
     }
 
 
-def nothing(message: str) -> Stats:
+def empty_stats(message: str) -> Stats:
     """Return the statistics of a runtime without any, with `message` for the user."""
     lists: Stats = {name: [] for name in ("chips", "resident", "behind", "caches", "notes")}
     return {"platform": None, "message": message, **lists, "running": None, "last_run": None, "counts": {}}
 
 
-def chips_of(engine: "Engine") -> str:
+def describe_chips(engine: "Engine") -> str:
     """Return number and kind of an engine's chips, in words."""
     count, first = len(engine.devices), engine.devices[0]
     if first.platform == "tpu":
@@ -52,17 +52,17 @@ def chips_of(engine: "Engine") -> str:
     return f"no TPU, running on CPU with {count} simulated chip{'s' if count > 1 else ''}"
 
 
-def own_chips(engine: "Engine") -> list[Stats]:
+def local_chips(engine: "Engine") -> list[Stats]:
     """Return the statistics of this host's chips."""
-    used_bytes = engine.note_peak()
-    return [_chip(engine, index, used_bytes[index]) for index in range(len(engine.own))]
+    used_bytes = engine.update_peak_bytes()
+    return [_chip(engine, index, used_bytes[index]) for index in range(len(engine.local_devices))]
 
 
 def _chip(engine: "Engine", index: int, used_bytes: int) -> Stats:
     from ..engine.device_cache import budget_bytes
 
-    device = engine.own[index]
-    memory = device_memory.of(device)
+    device = engine.local_devices[index]
+    memory = device_memory.memory_stats(device)
     return {
         "index": engine.devices.index(device),
         "host": device.process_index,

@@ -13,12 +13,12 @@ from . import metrics_service
 Stats = dict[str, Any]  # the statistics of the runtime, or of a chip, by name
 # Seconds between two scans of all processes' open files, which take some hundredths of a second, and between two
 # queries of a service that did not answer in time.
-AGAIN_S = 5.0
+RETRY_S = 5.0
 NO_TPU = "No TPU in this machine: models run on the CPU."
-MISSING = "The chips are not known: tpu-info is not installed (pip install tpu-info)."
+TPU_INFO_MISSING = "The chips are not known: tpu-info is not installed (pip install tpu-info)."
 
 
-class Unstarted:
+class IdleStats:
     """Reads the statistics without starting the chips.
 
     Call `complete` from one thread at a time; it takes up to a second.
@@ -28,24 +28,24 @@ class Unstarted:
         self, root: Path = bus.ROOT, ports: list[int] | None = None, *, deadline_s: float = metrics_service.DEADLINE_S
     ) -> None:
         self._root = root
-        self._ports = metrics_service.ports() if ports is None else ports
+        self._ports = metrics_service.metrics_ports() if ports is None else ports
         self._deadline_s = deadline_s
-        self._looked_s = self._failed_s = -AGAIN_S
+        self._looked_s = self._failed_s = -RETRY_S
         self._failure = ""
         self._holders: list[bus.Holder] = []
 
     @functools.cached_property
     def _chips(self) -> bus.Chips | None:
-        return bus.chips(self._root)
+        return bus.detect_chips(self._root)
 
     def complete(self, stats: Stats, notes: list[str]) -> Stats:
         """Return `stats` with `message` and `chips` of the plugged-in hardware, or the message that it has no TPU."""
-        has_files = bool(bus.device_files(self._root))
+        has_files = bool(bus.find_device_files(self._root))
         try:
             chips = self._chips
         except ImportError:
             chips = None
-            notes += [MISSING] if has_files else []
+            notes += [TPU_INFO_MISSING] if has_files else []
         if chips is None:
             return stats if has_files else {**stats, "message": NO_TPU}
         usages = self._usages(notes)
@@ -65,19 +65,19 @@ class Unstarted:
             row |= {name: value for name, value in asdict(usage).items() if value is not None}
         return {**stats, "message": f"{chips}, {state}", "chips": rows}
 
-    def _usages(self, notes: list[str]) -> list[metrics_service.Usage]:
-        if time.monotonic() - self._failed_s >= AGAIN_S:
+    def _usages(self, notes: list[str]) -> list[metrics_service.DeviceUsage]:
+        if time.monotonic() - self._failed_s >= RETRY_S:
             try:
-                return metrics_service.usage(self._ports, self._deadline_s)
-            except (metrics_service.NoAnswer, ImportError) as error:
+                return metrics_service.read_usage(self._ports, self._deadline_s)
+            except (metrics_service.MetricsUnavailable, ImportError) as error:
                 self._failure, self._failed_s = f"Memory in use is not known: {error}.", time.monotonic()
         notes.append(self._failure)
         return []
 
     def _look(self, *, again: bool) -> list[bus.Holder]:
         """Return the holders as of some seconds ago; with `again` scan anew if none were found."""
-        if time.monotonic() - self._looked_s >= AGAIN_S or (again and not self._holders):
-            self._holders = bus.holders(self._root)
+        if time.monotonic() - self._looked_s >= RETRY_S or (again and not self._holders):
+            self._holders = bus.find_holders(self._root)
             self._looked_s = time.monotonic()
         return self._holders
 

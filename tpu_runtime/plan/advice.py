@@ -7,38 +7,38 @@ from dataclasses import dataclass, replace
 import jax
 
 from ..cost_model import chips
-from ..model_spec import IntLimit, Settings
+from ..model_spec import IntInput, Settings
 from ..programs.program import Program
 from .compile import PlanRequest, compile_program, weight_bytes
-from .report import ProgramPlan, gib
+from .report import ProgramPlan, format_gib
 
 _TRIES = 3  # compiles per kind of change, because estimates may be wrong
 _SCALES = (0.9, 0.8, 2 / 3, 0.5, 0.4, 0.3, 0.2, 1 / 8)
 
 
-def residency(programs: Sequence[ProgramPlan]) -> int:
+def residency_bytes(programs: Sequence[ProgramPlan]) -> int:
     """Return the bytes per device with the weights of every component loaded and the most demanding program running."""
     weights = {component: program.memory.weights for program in programs for component in program.components}
     return sum(weights.values()) + max((program.memory.without_weights for program in programs), default=0)
 
 
-def advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[str, ...]:
+def give_advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[str, ...]:
     """Return sentences on programs that do not fit and on a change that would; none if everything fits at once."""
     available = request.topology.chip.hbm_bytes
-    needed = residency(programs)
+    needed = residency_bytes(programs)
     refused = [program for program in programs if not program.fits]
     if needed <= available and not refused:
         return ()
     if not refused:
         largest = max(programs, key=lambda program: program.memory.peak)
         return (
-            f"All components at once need {gib(needed)} of {gib(available)} GiB. The runtime evicts idle components, "
-            f"and then it fits: {largest.name} is the largest with {gib(largest.memory.peak)} GiB.",
+            f"All components at once need {format_gib(needed)} of {format_gib(available)} GiB. The runtime evicts idle components, "
+            f"and then it fits: {largest.name} is the largest with {format_gib(largest.memory.peak)} GiB.",
         )
     culprit = max(refused, key=lambda program: program.memory.peak)
     sentence = (
-        f"{culprit.name} does not fit: it needs at least {gib(culprit.memory.peak)} of {gib(available)} GiB per "
-        f"device, {gib(culprit.memory.weights)} of them weights. Evicting idle components does not help."
+        f"{culprit.name} does not fit: it needs at least {format_gib(culprit.memory.peak)} of {format_gib(available)} GiB per "
+        f"device, {format_gib(culprit.memory.weights)} of them weights. Evicting idle components does not help."
     )
     return (sentence, _find_change(request, culprit, available))
 
@@ -73,10 +73,10 @@ def _find_change(request: PlanRequest, culprit: ProgramPlan, available: int) -> 
                 total = compiled.memory.peak + _other_weights(replace(change.request, stages=request.stages), culprit)
                 return (
                     f"What would fit, confirmed by a compile: {change.words} ({culprit.name} then needs "
-                    f"{gib(compiled.memory.peak)} GiB per device, with all components loaded {gib(total)} of "
-                    f"{gib(available)})."
+                    f"{format_gib(compiled.memory.peak)} GiB per device, with all components loaded {format_gib(total)} of "
+                    f"{format_gib(available)})."
                 )
-            tried.append(f"{change.words} ({compiled.refusal or gib(compiled.memory.peak) + ' GiB per device'})")
+            tried.append(f"{change.words} ({compiled.refusal or format_gib(compiled.memory.peak) + ' GiB per device'})")
     return f"None of the tried changes fits: {'; '.join(tried) or 'no larger slice of this TPU generation is known'}."
 
 
@@ -106,7 +106,7 @@ def _growth(before: Program, after: Program) -> float:
 
 def _fewer_frames(request: PlanRequest) -> Iterator[_Alternative]:
     limit, settings = request.spec.inputs.get("num_frames"), request.settings
-    if not isinstance(limit, IntLimit):
+    if not isinstance(limit, IntInput):
         return
     for frames in _falling_values(limit, settings.num_frames):
         yield _replace_settings(
@@ -140,7 +140,7 @@ def _replace_settings(request: PlanRequest, settings: Settings, words: str) -> _
     return _Alternative(request=replace(request, settings=settings), words=words)
 
 
-def _falling_values(limit: IntLimit, below: int) -> Iterator[int]:
+def _falling_values(limit: IntInput, below: int) -> Iterator[int]:
     """Yield some allowed values smaller than `below`, in falling order."""
     values = [value for value in range(limit.low, below) if limit.problem(value) is None]
     for share in _SCALES:
@@ -149,5 +149,5 @@ def _falling_values(limit: IntLimit, below: int) -> Iterator[int]:
             yield nearest[-1]
 
 
-def _nearest(limit: IntLimit, value: float) -> int:
-    return limit.at_most(int(value)) or limit.low
+def _nearest(limit: IntInput, value: float) -> int:
+    return limit.largest_allowed(int(value)) or limit.low

@@ -17,7 +17,7 @@ from ..model_spec import STAGES, ModelSpec, Settings
 from ..precision import Precision
 from ..programs import generation
 from ..programs.program import Program, shard_bytes
-from .report import Memory, gib
+from .report import Memory, format_gib
 
 STORE = Store("plans")
 
@@ -30,12 +30,12 @@ class PlanRequest:
     settings: Settings
     topology: Topology
     precision: Precision = "bfloat16"
-    pictures: Precision | None = None  # see `Target`
+    pictures: Precision | None = None  # see `CompileTarget`
     mesh_shape: MeshShape | None = None  # of the denoiser; None: the runtime's choice
     stages: tuple[str, ...] = STAGES
 
     def programs(self) -> tuple[Program, ...]:
-        return generation.for_spec(
+        return generation.list_programs(
             self.spec,
             self.settings,
             chips.compile_devices(self.topology),
@@ -47,7 +47,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CompileOutcome:
     """The compiler's result for a program, stored on disk: families share programs, and plans are repeated."""
 
     memory: Memory
@@ -59,21 +59,21 @@ class Outcome:
         return zlib.compress(json.dumps(asdict(self)).encode())
 
     @classmethod
-    def unpack(cls, content: bytes) -> "Outcome":
+    def unpack(cls, content: bytes) -> "CompileOutcome":
         """Return the stored outcome. Raises `ValueError`, `TypeError` or `zlib.error` for one of another version."""
         values = json.loads(zlib.decompress(content))
         return cls(**{**values, "memory": Memory(**values["memory"])})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled(Outcome):
+class CompiledProgram(CompileOutcome):
     """Program with its outcome."""
 
     program: Program
     flops: flops.Flops
 
 
-def compile_program(program: Program, topology: Topology) -> Compiled:
+def compile_program(program: Program, topology: Topology) -> CompiledProgram:
     """Return the outcome of a program, compiled now or stored by an earlier plan.
 
     A program that is rejected for lack of memory is a result, not an error. Raises `RuntimeError` if the compiler
@@ -82,51 +82,53 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
     weights, available = weight_bytes(program), topology.chip.hbm_bytes
     if weights > available:
         # The compiler would reject it too, after minutes.
-        refusal = f"its weights alone need {gib(weights)} of {gib(available)} GiB"
-        outcome = Outcome(memory=_rejected_memory(program, 0), text=None, refusal=refusal, compile_s=0.0)
+        refusal = f"its weights alone need {format_gib(weights)} of {format_gib(available)} GiB"
+        outcome = CompileOutcome(memory=_rejected_memory(program, 0), text=None, refusal=refusal, compile_s=0.0)
     else:
         outcome = _outcome(program, topology)
-    counted = flops.count(flops.traced(program), topology.chip.mxu_width)
-    return Compiled(program=program, flops=counted, **vars(outcome))
+    counted = flops.count_flops(flops.trace_program(program), topology.chip.mxu_width)
+    return CompiledProgram(program=program, flops=counted, **vars(outcome))
 
 
-def _outcome(program: Program, topology: Topology) -> Outcome:
+def _outcome(program: Program, topology: Topology) -> CompileOutcome:
     """Return the stored outcome of a program, or compile it and store the outcome."""
     started = time.monotonic()
     lowered = program.lower()
     options = sorted(program.compiler_options.items())
-    key = signature(lowered.as_text(), topology.name, versions.environment(), options)
+    key = signature(lowered.as_text(), topology.name, versions.list_program_environment(), options)
     if content := STORE.get(key):
         try:
-            return Outcome.unpack(content)
+            return CompileOutcome.unpack(content)
         except (ValueError, TypeError, KeyError, zlib.error) as error:
             STORE.discard(key, f"it cannot be read ({error})")
     memory, text, refusal = None, None, ""
     try:
         executable = program.compile(lowered)
-        memory, text = memory_of(program, executable), executable.as_text()
+        memory, text = measure_memory(program, executable), executable.as_text()
     except jax.errors.JaxRuntimeError as error:
-        refused = refusals.parse(str(error))
+        refused = refusals.parse_compile_error(str(error))
         if refused is None:
             raise RuntimeError(f"the TPU's compiler failed: {str(error)[:2000]}") from error
         memory, refusal = _rejected_memory(program, refused.needed_bytes), refused.sentence
-    outcome = Outcome(memory=memory, text=text, refusal=refusal, compile_s=time.monotonic() - started)
+    outcome = CompileOutcome(memory=memory, text=text, refusal=refusal, compile_s=time.monotonic() - started)
     STORE.put(key, outcome.pack())
     return outcome
 
 
-def compiled(program: Program, executable: jax.stages.Compiled, topology: Topology, compile_s: float) -> Compiled:
+def record_compiled(
+    program: Program, executable: jax.stages.Compiled, topology: Topology, compile_s: float
+) -> CompiledProgram:
     """Return the outcome of a program that was compiled for the devices of this machine, which are those of `topology`.
 
     program, executable: before and after compilation. compile_s: seconds that it took.
     """
-    return Compiled(
-        memory=memory_of(program, executable),
+    return CompiledProgram(
+        memory=measure_memory(program, executable),
         text=executable.as_text(),
         refusal="",
         compile_s=compile_s,
         program=program,
-        flops=flops.count(flops.traced(program), topology.chip.mxu_width),
+        flops=flops.count_flops(flops.trace_program(program), topology.chip.mxu_width),
     )
 
 
@@ -135,12 +137,12 @@ def weight_bytes(program: Program) -> int:
     return sum(map(shard_bytes, jax.tree.leaves(program.weights)))
 
 
-def memory_of(program: Program, executable: jax.stages.Compiled) -> Memory:
+def measure_memory(program: Program, executable: jax.stages.Compiled) -> Memory:
     """Return the memory of each device while the compiled program runs, with all weights of its component."""
     weights, stats = weight_bytes(program), executable.memory_analysis()
     assert stats is not None  # the TPU's compiler returns it, and the CPU's
     # Not `peak_memory_in_bytes`: it includes on-chip memory, and less than the arena of temporaries.
-    others = stats.argument_size_in_bytes - program.weight_bytes_in(executable)
+    others = stats.argument_size_in_bytes - program.used_weight_bytes(executable)
     total = weights + others + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
         arguments=stats.argument_size_in_bytes,

@@ -14,7 +14,7 @@ from jax.extend import core, source_info_util
 from ..cost_model import flops, hlo
 from ..cost_model.bundles import Cost
 from ..cost_model.hlo import Instruction, Module
-from ..cost_model.kernels import find, kernel_of
+from ..cost_model.kernels import find_kernels, parse_kernel
 from ..cost_model.step_time import Timing
 from ..programs.program import Program
 from ..units import GIB, MIB
@@ -31,7 +31,7 @@ def find_scatters(text: str) -> list[str]:
 
     `text` is that of the compiled program.
     """
-    module = hlo.parse(text)
+    module = hlo.parse_module(text)
     scatters: dict[tuple[str, str], Instruction] = {}
     for computation in module.computations.values():
         for op in computation.instructions:
@@ -46,14 +46,14 @@ def find_scatters(text: str) -> list[str]:
     ]
 
 
-def float32_scores(text: str, limit: int = 256 * MIB) -> list[str]:
+def find_float32_scores(text: str, limit: int = 256 * MIB) -> list[str]:
     """Return matrix products whose float32 result of more than `limit` bytes goes through memory.
 
     Attention without a kernel is an example.
     """
-    module = hlo.parse(text)
+    module = hlo.parse_module(text)
     sentences = []
-    for op in scheduled(module):
+    for op in iterate_scheduled(module):
         large = [array for array in op.arrays if array.is_score and array.size_bytes > limit]
         if large and _multiplies(module, op):
             sentences.append(
@@ -63,13 +63,13 @@ def float32_scores(text: str, limit: int = 256 * MIB) -> list[str]:
     return sentences
 
 
-def huge_products(program: Program, limit: int = 2 * GIB) -> list[str]:
+def find_huge_matmuls(program: Program, limit: int = 2 * GIB) -> list[str]:
     """Return traced float32 matrix products of more than `limit` bytes per device.
 
     No compiler builds a program with attention scores that large, so they are detected before it tries.
     """
     sentences = []
-    for equation, devices in _products(flops.traced(program).jaxpr, program.mesh.size):
+    for equation, devices in _products(flops.trace_program(program).jaxpr, program.mesh.size):
         result = equation.outvars[0].aval
         assert isinstance(result, ShapedArray)
         share = result.size * result.dtype.itemsize // devices
@@ -93,25 +93,25 @@ def _products(jaxpr: core.Jaxpr, devices: int) -> Iterator[tuple[core.JaxprEqn, 
                 yield from _products(jaxpr, 1 if equation.primitive.name == "shard_map" else devices)
 
 
-def replicated_weights(program: Program, limit: int = 64 * MIB) -> list[str]:
+def find_replicated_weights(program: Program, limit: int = 64 * MIB) -> list[str]:
     """Return replicated arguments of more than `limit` bytes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(program.arguments)
     return [
         f"{program.name}: argument {jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} of "
-        f"{size_of(leaf) / MIB:.0f} MiB is replicated on all {program.mesh.size} devices; if that is not "
+        f"{array_bytes(leaf) / MIB:.0f} MiB is replicated on all {program.mesh.size} devices; if that is not "
         "intended, give it a parameter rule that divides it."
         for path, leaf in leaves
-        if program.mesh.size > 1 and size_of(leaf) > limit and leaf.sharding.is_fully_replicated
+        if program.mesh.size > 1 and array_bytes(leaf) > limit and leaf.sharding.is_fully_replicated
     ]
 
 
-def layout_copies(text: str, timing: Timing) -> list[str]:
+def find_layout_copies(text: str, timing: Timing) -> list[str]:
     """Return copies, pads, slices and transposes between a kernel and the next computation: their layouts differ."""
-    module = hlo.parse(text)
+    module = hlo.parse_module(text)
     cost = {operation.name: operation.cycles for operation in timing.operations}
     copies = []
     for computation in _schedules(module):
-        kernels = [op.name for op in computation.instructions if kernel_of(op) is not None]
+        kernels = [op.name for op in computation.instructions if parse_kernel(op) is not None]
         users = _users(computation)
         before = _search(kernels, lambda name, c=computation: c.by_name[name].operands, module, computation)
         after = _search(kernels, lambda name, u=users: u.get(name, ()), module, computation)
@@ -122,9 +122,9 @@ def layout_copies(text: str, timing: Timing) -> list[str]:
     return [sentence for _, sentence in sorted(copies, reverse=True)]
 
 
-def float32_arrays(text: str, limit: int = 64 * MIB) -> list[str]:
+def find_float32_arrays(text: str, limit: int = 64 * MIB) -> list[str]:
     """Return float32 results of more than `limit` bytes that are made from bfloat16: upcasts that go through memory."""
-    module = hlo.parse(text)
+    module = hlo.parse_module(text)
     upcasts = []
     for computation in _schedules(module):
         for op in computation.instructions:
@@ -134,7 +134,7 @@ def float32_arrays(text: str, limit: int = 64 * MIB) -> list[str]:
     return list(dict.fromkeys(sentence for _, sentence in sorted(upcasts, reverse=True)))
 
 
-def exposed_collectives(timing: Timing) -> list[str]:
+def find_exposed_collectives(timing: Timing) -> list[str]:
     """Return collectives that computation waits for."""
     waiting = sorted(timing.collectives, key=lambda op: op.exposed_s, reverse=True)
     return [
@@ -145,7 +145,7 @@ def exposed_collectives(timing: Timing) -> list[str]:
     ]
 
 
-def kernel_costs(module: Module, timing: Timing, costs: Mapping[str, Cost]) -> list[str]:
+def describe_kernel_costs(module: Module, timing: Timing, costs: Mapping[str, Cost]) -> list[str]:
     """Return sentences on the components of each kernel's time.
 
     module, timing: of the program. costs: of its kernels, by key.
@@ -157,17 +157,17 @@ def kernel_costs(module: Module, timing: Timing, costs: Mapping[str, Cost]) -> l
         + (f", {cost.cycles_at_best / 1e6:.2f} by its shortest way" if cost.cycles_at_best < cost.cycles else "")
         + (f", {cost.rerun / 1e6:.2f} more if all is repeated in the exact form" if cost.rerun else "")
         + ("" if cost.estimated is None else f" (libtpu's own estimate: {cost.estimated / 1e6:.2f})")
-        for kernel in find(module)
+        for kernel in find_kernels(module)
         for cost in (costs[kernel.key],)
     ]
 
 
-def size_of(leaf: Any) -> int:
+def array_bytes(leaf: Any) -> int:
     """Return the bytes of an abstract array, over all devices."""
     return leaf.size * leaf.dtype.itemsize
 
 
-def scheduled(module: Module) -> Iterator[Instruction]:
+def iterate_scheduled(module: Module) -> Iterator[Instruction]:
     """Yield the instructions that run as such: not those in fusions or in the functions of reductions."""
     for computation in _schedules(module):
         yield from computation.instructions
@@ -182,7 +182,7 @@ def _schedules(module: Module) -> list[hlo.Computation]:
         names[name] = module.computations[name]
         for op in names[name].instructions:
             if op.opcode in ("while", "conditional", "call"):
-                waiting += [word for word in hlo.names(op.attributes) if word in module.computations]
+                waiting += [word for word in hlo.parse_names(op.attributes) if word in module.computations]
     return list(names.values())
 
 
@@ -239,7 +239,7 @@ def _shape(op: Instruction) -> str:
     return " ".join(map(str, op.arrays[:3])) or "nothing"
 
 
-def listed(sentences: Iterable[str], count: int) -> list[str]:
+def truncate_list(sentences: Iterable[str], count: int) -> list[str]:
     """Return the first `count` sentences, and the number of further ones."""
     all_sentences = list(sentences)
     rest = len(all_sentences) - count

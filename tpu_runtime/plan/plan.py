@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ...sharding.mesh import shape_of
+from ...sharding.mesh import mesh_shape
 from ...sharding.shape import MeshShape
 from .. import precision as precisions
 from ..cache import curves
@@ -24,7 +24,7 @@ from ..cost_model.chips import Topology
 from ..machine import record as machine_record
 from ..model_spec import STAGES
 from . import advice, findings, report
-from .compile import Compiled, PlanRequest, compile_program
+from .compile import CompiledProgram, PlanRequest, compile_program
 from .report import Plan, ProgramPlan, TransferStart
 
 Write = Callable[[str], None]
@@ -46,17 +46,17 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
         result = "compiled" if done.text else "does not fit"
         write(f"{index} of {len(programs)}, {program.name}: {result}, {done.compile_s:.0f} s")
     start = transfer_start(request.topology)
-    rows = predict(compiled, request.topology, write, start.seconds)
-    residency = advice.residency(rows)
+    rows = predict_programs(compiled, request.topology, write, start.seconds)
+    residency = advice.residency_bytes(rows)
     return Plan(
         model=request.spec.name,
         title=request.spec.title,
         topology=request.topology,
         settings=request.settings,
-        precision=precisions.title(request.precision, request.pictures),
+        precision=precisions.precision_label(request.precision, request.pictures),
         programs=rows,
         residency_bytes=residency,
-        advice=advice.advice(request, rows),
+        advice=advice.give_advice(request, rows),
         compiler=f"libtpu {importlib.metadata.version('libtpu')}, jax {jax.__version__}",
         host_peak_bytes=host_peak_bytes(),
         transfer_start=start,
@@ -65,32 +65,32 @@ def make_plan(request: PlanRequest, write: Write = lambda line: None) -> Plan:
 
 def transfer_start(topology: Topology) -> TransferStart:
     """Return the start time of a collective on these chips: measured here by the self-test, or assumed."""
-    key = machine_record.key_of(topology.chip.device_kind, topology.num_devices)
-    measured = machine_record.read(key).transfer_start_s
+    key = machine_record.machine_key(topology.chip.device_kind, topology.num_devices)
+    measured = machine_record.read_record(key).transfer_start_s
     if measured is None:
         return TransferStart(seconds=interconnect.START_S, is_measured=False)
     return TransferStart(seconds=measured, is_measured=True)
 
 
-def predict(
-    compiled: Sequence[Compiled], topology: Topology, write: Write, start_s: float = interconnect.START_S
+def predict_programs(
+    compiled: Sequence[CompiledProgram], topology: Topology, write: Write, start_s: float = interconnect.START_S
 ) -> tuple[ProgramPlan, ...]:
     """Return the predictions for compiled programs. Each distinct kernel is timed once.
 
     compiled: the programs. topology: that they are compiled for. write: gets a line of progress.
     start_s: seconds before a collective's first byte.
     """
-    modules = [hlo.parse(done.text) if done.text else None for done in compiled]
-    kernel_calls = [kernel for module in modules if module for kernel in kernels.find(module)]
+    modules = [hlo.parse_module(done.text) if done.text else None for done in compiled]
+    kernel_calls = [kernel for module in modules if module for kernel in kernels.find_kernels(module)]
     if kernel_calls:
         write(f"counting the cycles of {len({kernel.key for kernel in kernel_calls})} kernels")
-    costs = kernels.measure(kernel_calls, topology)
+    costs = kernels.measure_kernels(kernel_calls, topology)
     pairs = zip(compiled, modules, strict=True)
     return tuple(plan_program(done, module, costs, topology, start_s) for done, module in pairs)
 
 
 def plan_program(
-    done: Compiled, module: hlo.Module | None, costs: Mapping[str, Cost], topology: Topology,
+    done: CompiledProgram, module: hlo.Module | None, costs: Mapping[str, Cost], topology: Topology,
     start_s: float = interconnect.START_S,
 ) -> ProgramPlan:  # fmt: skip
     """Return the prediction for a compiled program.
@@ -103,8 +103,9 @@ def plan_program(
     if module is not None:
         devices = tuple(program.mesh.devices.flat)
         timing, best = (
-            step_time.timing(
-                module, step_time.Machine(chip=chip, devices=devices, kernels=costs, at_best=at_best, start_s=start_s)
+            step_time.predict_timing(
+                module,
+                step_time.TimingTarget(chip=chip, devices=devices, kernels=costs, at_best=at_best, start_s=start_s),
             )
             for at_best in (False, True)
         )
@@ -117,7 +118,7 @@ def plan_program(
     return ProgramPlan(
         name=program.name,
         runs=program.runs,
-        mesh="x".join(str(size) for size in shape_of(program.mesh).sizes.values()),
+        mesh="x".join(str(size) for size in mesh_shape(program.mesh).sizes.values()),
         components=program.components,
         memory=done.memory,
         fits=module is not None and done.memory.peak <= chip.hbm_bytes,
@@ -138,7 +139,7 @@ def plan_program(
                 *_sparse_steps(module, best.cycles / chip.clock_hz),
             ]
             if module and timing and best
-            else [f"does not compile: {done.refusal}", *findings.huge_products(program)]
+            else [f"does not compile: {done.refusal}", *findings.find_huge_matmuls(program)]
         ),
     )
 
@@ -164,7 +165,7 @@ def _floor_notes(ceiling_share: float | None, kernels_share: float | None) -> li
 
 
 def _sparse_steps(module: hlo.Module, seconds: float) -> list[str]:
-    if not any(kernel.skipped for kernel in kernels.find(module)):
+    if not any(kernel.skipped for kernel in kernels.find_kernels(module)):
         return []
     return [
         f"a step that skips blocks in every layer takes {seconds:.2f} s; other figures are for a step that skips none"
@@ -172,17 +173,19 @@ def _sparse_steps(module: hlo.Module, seconds: float) -> list[str]:
 
 
 def _findings(
-    done: Compiled, module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]
+    done: CompiledProgram, module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]
 ) -> dict[str, list[str]]:
     assert done.text is not None  # the module's
     return {
-        "kernels": findings.kernel_costs(module, timing, costs),
-        "copies between kernels and computation": findings.listed(findings.layout_copies(done.text, timing), 12),
-        "float32 results of bfloat16 inputs": findings.listed(findings.float32_arrays(done.text), 12),
-        "float32 matrix products": findings.float32_scores(done.text),
-        "collectives that are waited for": findings.listed(findings.exposed_collectives(timing), 12),
+        "kernels": findings.describe_kernel_costs(module, timing, costs),
+        "copies between kernels and computation": findings.truncate_list(
+            findings.find_layout_copies(done.text, timing), 12
+        ),
+        "float32 results of bfloat16 inputs": findings.truncate_list(findings.find_float32_arrays(done.text), 12),
+        "float32 matrix products": findings.find_float32_scores(done.text),
+        "collectives that are waited for": findings.truncate_list(findings.find_exposed_collectives(timing), 12),
         "scatters": findings.find_scatters(done.text),
-        "replicated weights": findings.replicated_weights(done.program),
+        "replicated weights": findings.find_replicated_weights(done.program),
     }
 
 
@@ -193,7 +196,7 @@ def _notes(module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cos
             f"kernels repeat their work in an exact, slower form where their flag says so: {timing.reruns / 1e6:.1f} "
             "Mcycles more if all of it were, none of which is counted"
         )
-    for kernel in kernels.find(module):
+    for kernel in kernels.find_kernels(module):
         cost = costs[kernel.key]
         if cost.unknown_loops:
             notes.append(f"kernel {kernel.name} has {cost.unknown_loops} loops without a constant count, counted once")
@@ -212,7 +215,7 @@ def host_peak_bytes() -> int:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def request_of(
+def parse_request(
     *, model: str, topology: str, models: Sequence[str] = (), inputs: Mapping[str, Any] = {},
     precision: str = "bfloat16", mesh: str | None = None, stages: str = ",".join(STAGES),
 ) -> PlanRequest:  # fmt: skip
@@ -221,7 +224,7 @@ def request_of(
     model, topology, precision: by name. models: folders of files. inputs: of the model, by name.
     mesh: sizes dp,sp,tp separated by commas; None: the runtime's choice. stages: names separated by commas.
     """
-    spec = parts.spec_of(model, models)
+    spec = parts.resolve_spec(model, models)
     settings = spec.settings(**{"guidance_scale_2": inputs.get("guidance_scale"), **inputs})
     names = tuple(name.strip() for name in stages.split(",") if name.strip())
     unknown = [name for name in names if name not in STAGES]
@@ -229,10 +232,10 @@ def request_of(
         raise ValueError(f"--stages is {stages!r}; it must be some of {', '.join(STAGES)}.")
     return PlanRequest(
         spec=spec,
-        settings=replace(settings, step_cache=curves.with_curve(spec, spec.published.hub_id, settings.step_cache)),
+        settings=replace(settings, step_cache=curves.attach_curve(spec, spec.published.hub_id, settings.step_cache)),
         topology=chips.topology(topology),
-        precision=precisions.resolve(precision, "tpu"),
-        pictures=precisions.of_pictures(precision, "tpu"),
+        precision=precisions.resolve_precision(precision, "tpu"),
+        pictures=precisions.resolve_image_precision(precision, "tpu"),
         mesh_shape=_parse_mesh(mesh),
         stages=names,
     )
@@ -249,21 +252,21 @@ def _parse_mesh(text: str | None) -> MeshShape | None:
     return MeshShape(dp=dp, sp=sp, tp=tp)
 
 
-def make_text(write: Write, *, explain: bool = False, json_file: str | None = None, **asked: Any) -> str:
+def make_report(write: Write, *, explain: bool = False, json_file: str | None = None, **asked: Any) -> str:
     """Return the report of `request_of(**asked)`; write it as JSON too if `json_file` is given.
 
     write: gets lines of progress. explain: see `report.text`. Raises `ValueError` for wrong options.
     """
-    plan = make_plan(request_of(**asked), write)
+    plan = make_plan(parse_request(**asked), write)
     if json_file:
         Path(json_file).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
         write(f"written: {json_file}")
-    return report.text(plan, explain=explain)
+    return report.format_plan(plan, explain=explain)
 
 
 def main(say: Callable[..., None], asked: Mapping[str, Any]) -> None:
-    """Run a plan in its own process, for `process`. say: sends one message. asked: arguments of `make_text`."""
+    """Run a plan in its own process, for `process`. say: sends one message. asked: arguments of `make_report`."""
     try:
-        say(report=make_text(lambda line: say(line=line), **asked))
+        say(report=make_report(lambda line: say(line=line), **asked))
     except (ValueError, RuntimeError, OSError) as error:
         say(error=str(error), is_users=isinstance(error, ValueError))

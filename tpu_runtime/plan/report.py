@@ -83,7 +83,7 @@ class ProgramPlan:
             "collectives": [
                 {name: getattr(collective, name) for name in ("kind", "seconds", "exposed_s", "overlapped")}
                 | {"bytes": round(collective.bytes), "times": round(collective.times)}
-                for collective in step_time.merged(timing.collectives)
+                for collective in step_time.merge_collectives(timing.collectives)
             ],
             "collectives_exposed_s": sum(collective.exposed_s for collective in timing.collectives),
             "predicted_s": self.predicted_s,
@@ -167,13 +167,13 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with columns as wide as their widest cell; the first column is aligned left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join((first.ljust(widths[0]), *map(str.rjust, rest, widths[1:]))).rstrip() for first, *rest in rows]
 
 
-def gib(size: float | None) -> str:
+def format_gib(size: float | None) -> str:
     return "-" if size is None else f"{size / GIB:.2f}"
 
 
@@ -190,8 +190,8 @@ def _row(program: ProgramPlan) -> tuple[str, ...]:
     waiting = None if timing is None else sum(collective.exposed_s for collective in timing.collectives)
     total = None if program.predicted_s is None else program.predicted_s * program.runs
     return (
-        program.name, str(program.runs), program.mesh, gib(memory.weights), gib(memory.temporaries),
-        gib(memory.output), gib(memory.peak), "yes" if program.fits else "NO", f"{program.compile_s:.0f} s",
+        program.name, str(program.runs), program.mesh, format_gib(memory.weights), format_gib(memory.temporaries),
+        format_gib(memory.output), format_gib(memory.peak), "yes" if program.fits else "NO", f"{program.compile_s:.0f} s",
         "-" if timing is None else f"{timing.xla / 1e6:.1f}", "-" if timing is None else f"{timing.kernels / 1e6:.1f}",
         _seconds(waiting), _seconds(program.predicted_s) + f" {FLOOR}" * program.is_floor, _seconds(total),
         _percent(program.mfu), _percent(program.ceiling_share),
@@ -216,7 +216,7 @@ def _basis(plan: Plan) -> str:
     return f"{figures} {columns} {start}"
 
 
-def text(plan: Plan, explain: bool = False) -> str:
+def format_plan(plan: Plan, explain: bool = False) -> str:
     """Return the readable report. explain: with the most expensive operations and the findings."""
     settings, chip = plan.settings, plan.topology.chip
     total = plan.predicted_total_s
@@ -226,12 +226,12 @@ def text(plan: Plan, explain: bool = False) -> str:
         f"guidance {settings.guidance_scale:g}, {plan.precision}, {settings.quality}.",
         _basis(plan),
         "",
-        *table([_COLUMNS, *map(_row, plan.programs)]),
+        *format_table([_COLUMNS, *map(_row, plan.programs)]),
         "",
-        f"Memory with all components loaded: {gib(plan.residency_bytes)} of {chip.hbm_gib:g} GiB per device: "
+        f"Memory with all components loaded: {format_gib(plan.residency_bytes)} of {chip.hbm_gib:g} GiB per device: "
         f"{_verdict(plan)}",
         f"One generation, {LABEL}: {'-' if total is None else f'{_seconds(total)} s'} (without loading weights).",
-        f"This plan took up to {gib(plan.host_peak_bytes)} GiB of host memory.",
+        f"This plan took up to {format_gib(plan.host_peak_bytes)} GiB of host memory.",
     ]
     if plan.mean_step_s is not None:
         lines.append(f"A step takes {_seconds(plan.mean_step_s)} s in the mean.")
@@ -239,17 +239,17 @@ def text(plan: Plan, explain: bool = False) -> str:
         lines += [f"note: {program.name}: {note}" for note in program.notes]
     lines += [f"advice: {sentence}" for sentence in plan.advice]
     if explain:
-        lines += [line for program in plan.programs for line in explanation(program)]
+        lines += [line for program in plan.programs for line in format_explanation(program)]
     return "\n".join(lines)
 
 
-def explanation(program: ProgramPlan) -> list[str]:
+def format_explanation(program: ProgramPlan) -> list[str]:
     """Return the most expensive operations and the findings of one program, as lines."""
     if program.timing is None:
         return []
     timing = program.timing
     rows = [("share", "Mcyc", "times", "operation", "result", "from", "at")]
-    for operation in step_time.dearest(timing, 12):
+    for operation in step_time.most_expensive(timing, 12):
         rows.append(
             (
                 f"{100 * operation.cycles / timing.cycles:.1f} %",
@@ -261,7 +261,7 @@ def explanation(program: ProgramPlan) -> list[str]:
                 operation.source[-70:],
             )
         )
-    lines = ["", f"{program.name}: the most expensive operations, {LABEL}", *table(rows)]
+    lines = ["", f"{program.name}: the most expensive operations, {LABEL}", *format_table(rows)]
     for title, sentences in program.findings.items():
         lines += ["", f"{program.name}: {title}", *(sentences or ["none"])]
     return lines

@@ -14,15 +14,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from ...attention import local
-from ...attention.policy import AttentionPolicy, are_many
-from ...attention.tiles import MOST, Tiling
+from ...attention.policy import AttentionPolicy, is_long_sequence
+from ...attention.tiles import MAX_TILES, Tiling
 from ...kernels import choice
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
-from ..model_spec import QUALITIES, SPARSE, ModelSpec, StepReuse
+from ..model_spec import QUALITIES, SPARSE, FeatureReuse, ModelSpec
 from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
-from .denoiser_run import DenoiserRun
-from .program import DENOISE_STEP, Config, Program, Target, shaped, step_options
+from .denoiser_run import ShardedOps
+from .program import DENOISE_STEP, CompileTarget, Config, Program, shape_struct, step_compiler_options
 from .token_layout import TokenLayout
 from .weights import Weights
 
@@ -44,12 +44,12 @@ class StepArgs(NamedTuple):
 PREDICT = "predict"  # name of the network's program without a step
 InputShapes = Mapping[str, tuple[tuple[int, ...], DTypeLike]]  # shape and dtype of inputs by name
 # Inputs that are one number for all branches.
-OF_STEP = frozenset({"guidance", "next_timestep"})
+STEP_SCALARS = frozenset({"guidance", "next_timestep"})
 
 # Share of noise, lowest and highest, at which a step with tiles is sparse. Earlier steps decide a video's layout, later
 # ones its details. With shift 5 this is 0.4 to 0.9 of the flow steps, as in ComfyUI's node for sparse blocks.
-SPARSE_NOISE = (0.36, 0.88)
-TIMESTEPS = 1000  # timestep of pure noise
+SPARSE_NOISE_RANGE = (0.36, 0.88)
+MAX_TIMESTEP = 1000  # timestep of pure noise
 
 # (denoiser, run, features, *rest of `model_spec.Forward`) -> (prediction of one step, features to keep)
 Predict = Callable[..., tuple[PyTree, PyTree]]
@@ -64,15 +64,15 @@ class StepShape:
     num_memory: int  # tensors that the solver remembers
     timestep_dtype: DTypeLike
     quality: str = QUALITIES[0]
-    reuse: StepReuse | None = None  # with a step cache: how features are kept and reused
+    reuse: FeatureReuse | None = None  # with a step cache: how features are kept and reused
     mesh_shape: MeshShape | None = None  # None: the spec's choice
     references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of reference inputs by name
-    # Whether the weights bound attention's scores (see `score_bound`). None, without a checkpoint: a model with
+    # Whether the weights bound attention's scores (see `compute_score_bound`). None, without a checkpoint: a model with
     # `head_norms` is assumed to.
     bounded: bool | None = None
 
 
-def denoise_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
+def build_denoise_program(spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> Program:
     """Return the program of one step: `(weights, *StepArgs) -> (*state, denoised, is_finite)`.
 
     `denoised` is for a preview; `is_finite` is whether the sample is finite.
@@ -86,34 +86,34 @@ def denoise_program(spec: ModelSpec, config: Config, target: Target, shape: Step
     return build.program(step, build.state_shardings)
 
 
-def keeping_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
+def build_saving_program(spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> Program:
     """Return the program of a full step that also returns features: `((*state, denoised, is_finite), features)`.
 
-    Later steps may start from these. spec, config, target, shape: as for `denoise_program`.
+    Later steps may start from these. spec, config, target, shape: as for `build_denoise_program`.
     """
     build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
     assert reuse is not None, spec.name
 
-    def predict(denoiser: torch.nn.Module, run: DenoiserRun, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
+    def predict(denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
         return reuse.keep(denoiser, run, *asked)
 
     def step(weights: Weights, *args: PyTree) -> PyTree:
         return build.run(weights, StepArgs(*args), predict)
 
-    kept = step_reuse.shardings(reuse, build.mesh)
+    kept = step_reuse.feature_shardings(reuse, build.mesh)
     return build.program(step, (build.state_shardings, kept))
 
 
-def reusing_program(spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> Program:
-    """Return the program of the rest of a step, starting from the features of `keeping_program`.
+def build_reusing_program(spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> Program:
+    """Return the program of the rest of a step, starting from the features of `build_saving_program`.
 
-    It returns `(*state, denoised, is_finite)`. spec, config, target, shape: as for `denoise_program`.
+    It returns `(*state, denoised, is_finite)`. spec, config, target, shape: as for `build_denoise_program`.
     """
     build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
     assert reuse is not None, spec.name
-    features = step_reuse.kept_shapes(reuse, keeping_program(spec, config, target, shape))
+    features = step_reuse.feature_shapes(reuse, build_saving_program(spec, config, target, shape))
 
-    def predict(denoiser: torch.nn.Module, run: DenoiserRun, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
+    def predict(denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
         return reuse.reuse(denoiser, run, features, *asked), ()
 
     def step(weights: Weights, *args: PyTree) -> PyTree:
@@ -122,10 +122,10 @@ def reusing_program(spec: ModelSpec, config: Config, target: Target, shape: Step
     return build.program(step, build.state_shardings, features, name=f"{DENOISE_STEP}.from_features")
 
 
-def prediction_program(
+def build_prediction_program(
     spec: ModelSpec,
     config: Config,
-    target: Target,
+    target: CompileTarget,
     shape: StepShape,
     sample_shape: tuple[int, ...],
     inputs: InputShapes,
@@ -135,7 +135,7 @@ def prediction_program(
     It is `(weights, sample, timestep, inputs) -> (prediction, is_finite)`. The host sends the sample and the inputs
     once per step: each chip gets a part, and the chips exchange these faster than the host could send copies.
 
-    spec, config, target, shape: as for `denoise_program`. sample_shape, inputs: shapes of the sample and of the inputs
+    spec, config, target, shape: as for `build_denoise_program`. sample_shape, inputs: shapes of the sample and of the inputs
       of `model_spec.Forward`, with one row for all branches or one for each.
     """
     build = _StepBuild.of(spec, config, target, shape)
@@ -145,13 +145,13 @@ def prediction_program(
         sample, inputs = jax.lax.with_sharding_constraint((sample, inputs), NamedSharding(mesh, P()))
         asked = (sample.astype(target.dtype), timestep[None], inputs)
         output, _ = build.predicted(weights, build.forward, (), asked)
-        return output, finite.flag(output)
+        return output, finite.all_finite(output)
 
-    return build.program_of(
+    return build.make_program(
         predict,
         (
             _spread(mesh, sample_shape, jnp.float32),
-            shaped(mesh, (), shape.timestep_dtype),
+            shape_struct(mesh, (), shape.timestep_dtype),
             {name: _spread(mesh, size, dtype) for name, (size, dtype) in inputs.items()},
         ),
         out_shardings=(NamedSharding(mesh, P()),) * 2,
@@ -162,7 +162,7 @@ def prediction_program(
 def _spread(mesh: Mesh, size: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Return the shape of an argument that is split over all chips, along the first axis that they divide evenly."""
     split = next((axis for axis, length in enumerate(size) if axis and length % mesh.size == 0), 0)
-    return shaped(mesh, size, dtype, *((None,) * split + (mesh.axis_names,) if split else ()))
+    return shape_struct(mesh, size, dtype, *((None,) * split + (mesh.axis_names,) if split else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,20 +171,20 @@ class _StepBuild:
 
     spec: ModelSpec
     config: Config
-    target: Target
+    target: CompileTarget
     shape: StepShape
     mesh: Mesh
     network: modules.Network
-    on_mesh: DenoiserRun
+    on_mesh: ShardedOps
     axes: weights.Axes  # contracting dimensions of int8 weights
 
     @classmethod
-    def of(cls, spec: ModelSpec, config: Config, target: Target, shape: StepShape) -> "_StepBuild":
-        default = spec.parallelism.arranged(len(target.devices), shape.branches, config)
+    def of(cls, spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> "_StepBuild":
+        default = spec.parallelism.mesh_shape(len(target.devices), shape.branches, config)
         mesh = target.mesh(shape.mesh_shape or default)
-        network = weights.traceable(spec.component(spec.denoiser.experts[0]), config)
+        network = weights.private_network(spec.component(spec.denoiser.experts[0]), config)
         is_int8 = shape.quality != QUALITIES[0]
-        axes = weights.prepared(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
+        axes = weights.add_scale_parameters(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
         num_tokens = spec.geometry.num_tokens(shape.latent_shape)
         policy = AttentionPolicy(
             kernel=target.kernel,
@@ -202,12 +202,14 @@ class _StepBuild:
             frame_tokens=spec.geometry.frame_tokens(shape.latent_shape),
             policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
-            rounds=weights.are_all_rounded(network, axes),
-            tiles=tiles_of(spec, config, shape.latent_shape, mesh, policy, target) if shape.quality == SPARSE else None,
+            rounds=weights.are_all_int8(network, axes),
+            tiles=choose_tiling(spec, config, shape.latent_shape, mesh, policy, target)
+            if shape.quality == SPARSE
+            else None,
         )
         return cls(
             spec=spec, config=config, target=target, shape=shape,
-            mesh=mesh, network=network, on_mesh=DenoiserRun(layout=layout), axes=axes,
+            mesh=mesh, network=network, on_mesh=ShardedOps(layout=layout), axes=axes,
         )  # fmt: skip
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[PyTree, PyTree]:
@@ -223,10 +225,10 @@ class _StepBuild:
             output = torch_bridge.call(self.spec.recipe.guide, output[:1], output[1:], args.guidance)
         sample, *memory, denoised = solver_table.advance(args.state, output, args.row)
         state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
-        return (*state, finite.flag(state[0])), kept
+        return (*state, finite.all_finite(state[0])), kept
 
     def forward(
-        self, denoiser: torch.nn.Module, run: DenoiserRun, features: PyTree, *asked: PyTree
+        self, denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Return the `Predict` result without a step cache: the forward of `denoiser` with `run`; no `features`."""
         return self.spec.denoiser.forward(denoiser, run, *asked), ()
@@ -243,11 +245,13 @@ class _StepBuild:
         sample, timestep, inputs = asked
         sample = jnp.broadcast_to(sample, (branches, *sample.shape[1:]))
         sample = self.on_mesh.layout.constrain(sample, "dp")
-        inputs = {name: x if name in OF_STEP else _expand_branches(x, branches, dtype) for name, x in inputs.items()}
-        weights = self.on_mesh.layout.use_outside_blocks(weights)
+        inputs = {
+            name: x if name in STEP_SCALARS else _expand_branches(x, branches, dtype) for name, x in inputs.items()
+        }
+        weights = self.on_mesh.layout.gather_other_weights(weights)
         asked = (sample, timestep, inputs)
-        run = self.on_mesh.where(is_sparse(timestep, inputs))
-        output, kept = torch_bridge.functional(
+        run = self.on_mesh.where(is_sparse_step(timestep, inputs))
+        output, kept = torch_bridge.call_functional(
             self.network.module, weights, lambda denoiser, *args: predict(denoiser, run, *args), features, *asked
         )
         return output.astype(jnp.float32), kept
@@ -264,15 +268,15 @@ class _StepBuild:
         self, step: Callable[..., PyTree], out_shardings: PyTree, features: PyTree = (), name: str = DENOISE_STEP
     ) -> Program:
         mesh, shape, rows = self.mesh, self.shape, 1 + self.shape.num_memory
-        return self.program_of(
+        return self.make_program(
             step,
             StepArgs(
-                state=(shaped(mesh, shape.latent_shape, jnp.float32),) * rows,
-                row=shaped(mesh, (rows + 1, rows + 1), jnp.float32),
-                timestep=shaped(mesh, (), shape.timestep_dtype),
-                next_timestep=shaped(mesh, (), shape.timestep_dtype),
-                inputs=denoiser_inputs(self.spec, self.config, mesh, shape),
-                guidance=shaped(mesh, (), jnp.float32),
+                state=(shape_struct(mesh, shape.latent_shape, jnp.float32),) * rows,
+                row=shape_struct(mesh, (rows + 1, rows + 1), jnp.float32),
+                timestep=shape_struct(mesh, (), shape.timestep_dtype),
+                next_timestep=shape_struct(mesh, (), shape.timestep_dtype),
+                inputs=denoiser_input_shapes(self.spec, self.config, mesh, shape),
+                guidance=shape_struct(mesh, (), jnp.float32),
                 features=features,
             ),
             out_shardings,
@@ -280,7 +284,7 @@ class _StepBuild:
             donate=(StepArgs._fields.index("state"),),
         )
 
-    def program_of(
+    def make_program(
         self,
         fn: Callable[..., PyTree],
         args: tuple[PyTree, ...],
@@ -292,30 +296,35 @@ class _StepBuild:
         return Program(
             name=name,
             fn=fn,
-            weights=weights.abstract(self.network, mesh, self.target.precision, self.axes),
+            weights=weights.abstract_weights(self.network, mesh, self.target.precision, self.axes),
             components=self.spec.denoiser.experts,
             args=args,
             mesh=mesh,
             precision=self.target.precision,
             donate=donate,
             out_shardings=out_shardings,
-            compiler_options=self.target.fallbacks.left(step_options(mesh)),
+            compiler_options=self.target.fallbacks.left(step_compiler_options(mesh)),
             rungs=self.target.fallbacks.kernels,
         )
 
 
-def is_sparse(timestep: Any, inputs: Mapping[str, Any]) -> Any:
-    """Return whether a step with tiles is sparse: within `SPARSE_NOISE`.
+def is_sparse_step(timestep: Any, inputs: Mapping[str, Any]) -> Any:
+    """Return whether a step with tiles is sparse: within `SPARSE_NOISE_RANGE`.
 
     timestep: `[1]`. inputs: those of the step; without `next_timestep`, of an external sampler, the step's beginning
       decides.
     """
-    low, high = (TIMESTEPS * share for share in SPARSE_NOISE)
+    low, high = (MAX_TIMESTEP * share for share in SPARSE_NOISE_RANGE)
     return (timestep[0] <= high) & (inputs.get("next_timestep", timestep)[0] >= low)
 
 
-def tiles_of(
-    spec: ModelSpec, config: Config, latent_shape: tuple[int, ...], mesh: Mesh, policy: AttentionPolicy, target: Target
+def choose_tiling(
+    spec: ModelSpec,
+    config: Config,
+    latent_shape: tuple[int, ...],
+    mesh: Mesh,
+    policy: AttentionPolicy,
+    target: CompileTarget,
 ) -> Tiling | None:
     """Return the tiling of the tokens for sparse attention; None, and log why, if it is impossible or useless.
 
@@ -326,15 +335,15 @@ def tiles_of(
     tokens, sp = geometry.num_tokens(latent_shape), mesh.shape["sp"]
     heads = int(config.get(spec.parallelism.heads_key, 1)) // mesh.shape["tp"]
     assert tile is not None, spec.name
-    if not are_many(tokens):
+    if not is_long_sequence(tokens):
         why = f"a video of {tokens} tokens would be no faster"
     elif heads % sp:
         why = f"{heads} heads do not divide over {sp} chips"
     else:
         frames, rows, columns = (size // part for size, part in zip(latent_shape[2:], geometry.patch_thw, strict=True))
         tiles = Tiling(sizes=(frames, rows, columns), tile=tile)
-        if tiles.count > MOST:
-            why = f"{tiles.count} tiles are more than the {MOST} whose lists fit on a chip"
+        if tiles.count > MAX_TILES:
+            why = f"{tiles.count} tiles are more than the {MAX_TILES} whose lists fit on a chip"
         elif _keys_fit(tiles, heads // sp, int(config["attention_head_dim"]), policy, target):
             return tiles
         else:
@@ -343,14 +352,14 @@ def tiles_of(
     return None
 
 
-def _keys_fit(tiles: Tiling, heads: int, head_dim: int, policy: AttentionPolicy, target: Target) -> bool:
+def _keys_fit(tiles: Tiling, heads: int, head_dim: int, policy: AttentionPolicy, target: CompileTarget) -> bool:
     """Return whether a chip's keys of `heads` fit in VMEM; other devices than TPUs have no such limit."""
     device = target.devices[0]
     if device.platform != "tpu":
         return True
     rows, size = tiles.rows * tiles.count, {"heads": heads, "head_dim": head_dim, "itemsize": target.dtype.itemsize}
-    with choice.on(target.fallbacks.kernels):
-        return local.keys_fit(policy, device.device_kind, rows, **size)
+    with choice.use_fallbacks(target.fallbacks.kernels):
+        return local.all_keys_fit_vmem(policy, device.device_kind, rows, **size)
 
 
 def _expand_branches(x: Array, branches: int, dtype: jnp.dtype) -> Array:
@@ -359,7 +368,9 @@ def _expand_branches(x: Array, branches: int, dtype: jnp.dtype) -> Array:
     return jnp.broadcast_to(x, (branches, *x.shape[1:]))
 
 
-def denoiser_inputs(spec: ModelSpec, config: Config, mesh: Mesh, shape: StepShape) -> dict[str, jax.ShapeDtypeStruct]:
+def denoiser_input_shapes(
+    spec: ModelSpec, config: Config, mesh: Mesh, shape: StepShape
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a denoiser's inputs by name: text encodings, their lengths, condition and references.
 
     spec, config: of the model and its denoiser. mesh, shape: of the step.
@@ -367,8 +378,8 @@ def denoiser_inputs(spec: ModelSpec, config: Config, mesh: Mesh, shape: StepShap
     inputs = {}
     for text in spec.text_encoders:
         width = int(config[text.width_key])
-        inputs[text.name] = shaped(mesh, (shape.branches, text.max_length, width), jnp.float32, "dp")
-        inputs[f"{text.name}_length"] = shaped(mesh, (shape.branches,), jnp.int32, "dp")
-    for name, size in {**spec.conditions(config, shape.latent_shape), **shape.references}.items():
-        inputs[name] = shaped(mesh, size, jnp.float32)
+        inputs[text.name] = shape_struct(mesh, (shape.branches, text.max_length, width), jnp.float32, "dp")
+        inputs[f"{text.name}_length"] = shape_struct(mesh, (shape.branches,), jnp.int32, "dp")
+    for name, size in {**spec.condition_shapes(config, shape.latent_shape), **shape.references}.items():
+        inputs[name] = shape_struct(mesh, size, jnp.float32)
     return inputs

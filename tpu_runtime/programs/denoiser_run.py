@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ...attention.api import Placement
 from ...attention.prologue import NO_PROLOGUE, Prologue
-from ...kernels.linear_int8 import Activation, Residual, Rounded
+from ...kernels.linear_int8 import Activation, GatedResidual, Int8Weight
 from . import torch_bridge, weights
 from .modules import LAYER, ScannedBlocks, layer_index, scan_layers
 from .token_layout import TokenLayout
@@ -22,7 +22,7 @@ Factor = torch.nn.Module | tuple[torch.nn.Module, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenoiserRun:
+class ShardedOps:
     """Mesh operations of a denoiser's forward. Tensors are torch views of traced arrays, with a row for each branch.
 
     Between `tokens` and `unpadded` a sequence has padding, at its end or in tiles. Attention masks it exactly; all
@@ -35,8 +35,8 @@ class DenoiserRun:
 
     layout: TokenLayout
 
-    def where(self, is_sparse: jax.Array) -> "DenoiserRun":
-        """Return this run with `is_sparse`, a bool scalar array `[]`; without tiles, unchanged."""
+    def where(self, is_sparse: jax.Array) -> "ShardedOps":
+        """Return this run with `is_sparse_step`, a bool scalar array `[]`; without tiles, unchanged."""
         return replace(self, layout=replace(self.layout, is_sparse=is_sparse)) if self.layout.tiles else self
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,13 +44,13 @@ class DenoiserRun:
 
         One row, as of rotary tables, applies to all.
         """
-        return torch_bridge.call_jax(self.layout.placed, x)
+        return torch_bridge.call_jax(self.layout.place_tokens, x)
 
     def replicated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` `[rows, ...]` on every chip of a branch: a text, or a vector whose weights are sharded."""
         return torch_bridge.call_jax(lambda x: self.layout.constrain(x, "dp", *[None] * (x.ndim - 1)), x)
 
-    def vector(self, x: torch.Tensor) -> torch.Tensor:
+    def gather_vector(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` `[rows, dim]` on every chip: a product of one vector per row and weights sharded along `dim`.
 
         Each chip computes its part of all rows; then every chip gets all.
@@ -63,19 +63,19 @@ class DenoiserRun:
 
         return torch_bridge.call_jax(gather, x)
 
-    def unpadded(self, x: torch.Tensor) -> torch.Tensor:
+    def remove_padding(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` `[rows, tokens, ...]` without the padding of `tokens`; `untiled` removes that of tiles."""
-        return torch_bridge.call_jax(self.layout.unpadded, x)
+        return torch_bridge.call_jax(self.layout.remove_padding, x)
 
-    def untiled(self, x: torch.Tensor) -> torch.Tensor:
+    def remove_tiling(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` `[rows, tokens, lanes]` out of tile order, if tokens are in tiles. It should have few lanes."""
-        return torch_bridge.call_jax(self.layout.untiled, x)
+        return torch_bridge.call_jax(self.layout.remove_tiling, x)
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` `[rows, tokens, ...]` with the padding of `spread`."""
         return torch_bridge.call_jax(self.layout.pad_tokens, x)
 
-    def of_length(self, num_tokens: int) -> "DenoiserRun":
+    def with_length(self, num_tokens: int) -> "ShardedOps":
         """Return this run for a sequence of `num_tokens`, such as that of latents and text together."""
         return replace(self, layout=replace(self.layout, num_tokens=num_tokens))
 
@@ -99,14 +99,14 @@ class DenoiserRun:
         assert isinstance(blocks, ScannedBlocks)
 
         def stack(stacked: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            prefix, scales = f"{blocks.path}.{LAYER}.", [name + weights.WORTH for name in merged]
+            prefix, scales = f"{blocks.path}.{LAYER}.", [name + weights.SCALE_SUFFIX for name in merged]
             names = [*merged, *(name for name in scales if name in stacked and stacked[name].ndim > 2)]
             return stacked | {name: self.layout.merge_groups(prefix + name, stacked[name]) for name in names}
 
         is_full_scan = layers is None and self.layout.tiles is None  # with tiles attention reads the layer's index
         indices = None if is_full_scan else range(blocks.num_layers)[layers or slice(None)]
-        use = functools.partial(self.layout.use_in_block, blocks.path)
-        whole = functools.partial(self.layout.stays_whole, blocks.path)
+        use = functools.partial(self.layout.gather_block_weights, blocks.path)
+        whole = functools.partial(self.layout.is_read_from_stack, blocks.path)
         return scan_layers(blocks, carry, body, indices, stack=stack, use=use, whole=whole)[0]
 
     def self_attention(
@@ -183,17 +183,17 @@ class DenoiserRun:
         placement: of tokens on `sp`. split: "outs" if the weights' outputs are split over `tp`.
         """
         modules, names = zip(*map(_factor, factors), strict=True)
-        if all(map(weights.is_rounded, modules, names)):
-            rounded = [*map(weights.rounded_of, modules, names)]
+        if all(map(weights.is_int8, modules, names)):
+            rounded = [*map(weights.get_int8_weight, modules, names)]
             run = functools.partial(
-                self.layout.int8_products, activation=activation, placement=placement, split=split,
+                self.layout.int8_linear, activation=activation, placement=placement, split=split,
                 layer=_find_layer(rounded[0]),
             )  # fmt: skip
             yield from torch_bridge.call_jax(run, rounded, x)
             return
         functional = torch.nn.functional
         results = (
-            functional.linear(x, getattr(module, name), weights.bias_of(module, name))
+            functional.linear(x, getattr(module, name), weights.get_bias(module, name))
             for module, name in zip(modules, names, strict=True)
         )
         if activation == "silu":
@@ -203,7 +203,7 @@ class DenoiserRun:
         for result in results:
             yield functional.gelu(result, approximate="tanh") if activation else result
 
-    def add_product(
+    def add_linear(
         self,
         x: torch.Tensor,
         hidden: torch.Tensor,
@@ -216,12 +216,12 @@ class DenoiserRun:
         x: `[rows, tokens, dim]`. hidden: `[rows, tokens, ins]`. gate: see `add_gated`. placement: of tokens on `sp`.
         """
         module, name = _factor(factor)
-        if gate.ndim == 4 or not weights.is_rounded(module, name):
+        if gate.ndim == 4 or not weights.is_int8(module, name):
             (update,) = self.products(hidden, factor, placement=placement)
             return self.add_gated(x, update, gate)
-        rounded = weights.rounded_of(module, name)
-        run = functools.partial(self.layout.int8_products, placement=placement, layer=_find_layer(rounded))
-        onto = Residual(x, gate.flatten(end_dim=-2))
+        rounded = weights.get_int8_weight(module, name)
+        run = functools.partial(self.layout.int8_linear, placement=placement, layer=_find_layer(rounded))
+        onto = GatedResidual(x, gate.flatten(end_dim=-2))
         return torch_bridge.call_jax(lambda *given: run(*given[:2], onto=given[2]), [rounded], hidden, onto)[0]
 
     def add_feed_forward(
@@ -233,7 +233,7 @@ class DenoiserRun:
         placement: of tokens on `sp`.
         """
         (hidden,) = self.products(normed, ff.net[0].proj, activation="gelu", placement=placement)
-        return self.add_product(x, hidden, ff.net[2], gate, placement)
+        return self.add_linear(x, hidden, ff.net[2], gate, placement)
 
     def residual_norm(
         self,
@@ -251,7 +251,7 @@ class DenoiserRun:
 
         update: None: the sum is `x`. gate: None: 1. gate, scale, shift: see `TokenLayout.residual_norm`.
         eps: of the norm. placement: of tokens on `sp`.
-        spread: whether tokens are spread. The norm is then for `products` only, because it may be `RoundedTokens`.
+        spread: whether tokens are spread. The norm is then for `products` only, because it may be `Int8Tokens`.
         """
         fused = functools.partial(self.layout.residual_norm, eps=eps, placement=placement, spread=spread)
         return torch_bridge.call_jax(fused, x, update, gate, scale, shift)
@@ -286,10 +286,10 @@ class DenoiserRun:
         """
         module, name = _factor(factor)
         is_turned = name != "weight"
-        if weights.is_rounded(module, name):
-            rounded = weights.rounded_of(module, name)._replace(bias=None)
+        if weights.is_int8(module, name):
+            rounded = weights.get_int8_weight(module, name)._replace(bias=None)
             run = functools.partial(
-                self.layout.int8_products, placement=placement, turned=is_turned, split="ins",
+                self.layout.int8_linear, placement=placement, turned=is_turned, split="ins",
                 layer=_find_layer(rounded),
             )  # fmt: skip
             return torch_bridge.call_jax(run, [rounded], *parts)[0]
@@ -297,9 +297,9 @@ class DenoiserRun:
         run = functools.partial(self.layout.partial_sums, placement=placement)
         return torch_bridge.call_jax(run, weight if is_turned else weight.T, *parts)
 
-    def no_sums(self, x: torch.Tensor) -> torch.Tensor:
+    def zero_partial_sums(self, x: torch.Tensor) -> torch.Tensor:
         """Return zero partial sums, `[tp, rows, tokens, dim]`, for tokens like `x` `[rows, tokens, dim]`."""
-        return torch_bridge.call_jax(self.layout.no_sums, x)
+        return torch_bridge.call_jax(self.layout.zero_partial_sums, x)
 
     def scatter(self, sums: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
         """Return partial sums `[tp, rows, tokens, dim]` summed over chips and spread, `[rows, tokens, dim]`."""
@@ -313,7 +313,7 @@ class DenoiserRun:
         return self.scatter(self.partial_sums(factor, *parts, placement=placement), placement)
 
 
-def _find_layer(rounded: Rounded) -> jax.Array | None:
+def _find_layer(rounded: Int8Weight) -> jax.Array | None:
     """Return the index of the layer that a weight of all layers is used in; None for a weight of one layer."""
     return layer_index() if rounded.numbers.ndim == 3 else None
 

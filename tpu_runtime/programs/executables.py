@@ -9,9 +9,9 @@ from jaxtyping import PyTree
 
 from ...sharding import placement
 from .. import refusal
-from ..cache.xla_cache import cached_by_thread, compilations
+from ..cache.xla_cache import count_compilations, count_thread_hits
 from ..machine import fallbacks
-from ..refusal import DoesNotFit
+from ..refusal import CompileOutOfMemory
 from .program import Program
 
 
@@ -39,7 +39,7 @@ class Executable:
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
         """Return the program's Pallas kernels, by the names in `names.KERNELS`."""
-        return fallbacks.named(self.compiled.as_text() or "")
+        return fallbacks.find_kernels(self.compiled.as_text() or "")
 
     @property
     def parts(self) -> tuple["Executable", ...]:
@@ -61,7 +61,7 @@ class Executable:
         """Return `workspace_bytes` and `code_bytes`. Cached, because XLA counts anew at each call."""
         if (stats := self.compiled.memory_analysis()) is None:
             return 0, 0
-        weights = self.program.weight_bytes_in(self.compiled)
+        weights = self.program.used_weight_bytes(self.compiled)
         used = stats.argument_size_in_bytes - weights + stats.output_size_in_bytes - stats.alias_size_in_bytes
         return max(0, used) + stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
 
@@ -69,26 +69,26 @@ class Executable:
 _last: weakref.ref[Executable] | None = None
 
 
-def last_started() -> Executable | None:
+def last_executed() -> Executable | None:
     """Return the program that this process started last, on any devices; None before the first."""
     return _last() if _last is not None else None
 
 
-def obtain(program: Program) -> tuple[Executable, bool]:
+def compile_or_load(program: Program) -> tuple[Executable, bool]:
     """Return the compiled program, and whether XLA compiled it: its persistent cache may have it already.
 
-    Raises `DoesNotFit` if the compiler rejects it for lack of the chip's memory, and `Unsupported` if it rejects a
+    Raises `CompileOutOfMemory` if the compiler rejects it for lack of the chip's memory, and `Unsupported` if it rejects a
     kernel or an option.
     """
-    compilations()  # counts from now on
-    before = cached_by_thread()
+    count_compilations()  # counts from now on
+    before = count_thread_hits()
     try:
         compiled = program.compile()
     except Exception as error:
-        if unsupported := fallbacks.explained(error, program.name, program.compiler_options):
+        if unsupported := fallbacks.classify_compile_error(error, program.name, program.compiler_options):
             raise unsupported from error
-        refused = refusal.parse(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+        refused = refusal.parse_compile_error(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
         if refused is None:
             raise  # another error, or memory that is only full now
-        raise DoesNotFit(refused) from None
-    return Executable(program=program, compiled=compiled), cached_by_thread() == before
+        raise CompileOutOfMemory(refused) from None
+    return Executable(program=program, compiled=compiled), count_thread_hits() == before

@@ -17,13 +17,13 @@ class NotFinite(ValueError):
     """NaN or infinite values, with a message for the user."""
 
 
-def flag(results: PyTree) -> Bool[Array, ""]:
+def all_finite(results: PyTree) -> Bool[Array, ""]:
     """Return whether every floating number in a pytree is finite, a bool scalar `[]`. For use inside a program."""
     floating = [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in floating] or [jnp.array(True)]).all()
 
 
-def failure(title: str, what: str, precision: Precision, changed_by: Sequence[str] = ()) -> NotFinite:
+def not_finite_error(title: str, what: str, precision: Precision, changed_by: Sequence[str] = ()) -> NotFinite:
     """Return the error for non-finite values, with their likely cause.
 
     title: of the model. what: the values, in plural. precision: of the network. changed_by: LoRAs merged into the
@@ -43,7 +43,7 @@ def failure(title: str, what: str, precision: Precision, changed_by: Sequence[st
     return NotFinite(f"{title}: {what} are not finite (NaN or infinite), in {precision}. {cause}")
 
 
-def check_given(title: str, name: str, given: torch.Tensor) -> None:
+def check_finite(title: str, name: str, given: torch.Tensor) -> None:
     """Raise `NotFinite` if `given` `[...]`, the input `name` from another node or a file, is not finite.
 
     title: of the model.

@@ -19,18 +19,18 @@ from ...sharding.shape import MeshShape
 from ..model_spec import STAGES, Call, MagCache, ModelSpec, Settings, StepCache
 from ..precision import Precision
 from . import solver_table, step_reuse
-from .denoise_step import StepShape, denoise_program, keeping_program, reusing_program
-from .network_call import CallRequest, caller
-from .program import Config, Program, Target
+from .denoise_step import StepShape, build_denoise_program, build_reusing_program, build_saving_program
+from .network_call import CallRequest, make_call
+from .program import CompileTarget, Config, Program
 from .solver_table import SolverTable
 
 # A step's program: without a step cache, keeping features for later steps, or reusing these.
 Kind = Literal["plain", "keep", "reuse"]
-_BUILD = {"plain": denoise_program, "keep": keeping_program, "reuse": reusing_program}
+_BUILD = {"plain": build_denoise_program, "keep": build_saving_program, "reuse": build_reusing_program}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passage:
+class StepGroup:
     """Group of steps that one denoiser runs with one program."""
 
     expert: str  # component of the denoiser
@@ -41,7 +41,7 @@ class Passage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denoising:
+class DenoisingPlan:
     """Plan of the denoising steps of one generation."""
 
     spec: ModelSpec
@@ -54,8 +54,8 @@ class Denoising:
     table: SolverTable
     experts: list[tuple[str, float]]  # denoiser and guidance scale of each of all steps
     is_full: list[bool]  # for each of all steps, whether it does not start from features of another
-    passages: tuple[Passage, ...]  # groups that run, by denoiser; with a step cache full steps first
-    guided: Passage  # the group with the most branches
+    step_groups: tuple[StepGroup, ...]  # groups that run, by denoiser; with a step cache full steps first
+    largest_group: StepGroup  # the group with the most branches
     shape: StepShape  # shapes that its programs are compiled for
 
     @classmethod
@@ -66,7 +66,7 @@ class Denoising:
         configs: Mapping[str, Config],
         scheduler: Config,
         boundary_ratio: float = 0.0,
-    ) -> "Denoising":
+    ) -> "DenoisingPlan":
         """Return the plan of a generation. Raises `ValueError` if the solver does not support the settings.
 
         spec, settings: of the generation. configs: of the components, by name. scheduler: the checkpoint's scheduler
@@ -75,15 +75,15 @@ class Denoising:
         """
         config, steps = configs[spec.denoiser.experts[0]], settings.steps
         latent_shape = spec.geometry.latent_shape(settings)
-        table = solver_table.table_for(spec, scheduler, settings, latent_shape, steps.start)
-        guidance = solver_table.guidance_of(spec, settings)
+        table = solver_table.build_table(spec, scheduler, settings, latent_shape, steps.start)
+        guidance = solver_table.guidance_scales(spec, settings)
         boundary = float(boundary_ratio * scheduler.get("num_train_timesteps", 1000))
-        experts = solver_table.experts_for(spec, table, settings, guidance, boundary)
+        experts = solver_table.assign_experts(spec, table, settings, guidance, boundary)
         policy = settings.step_cache
         full = step_reuse.full_steps(policy, [expert for expert, _ in experts])
         is_full = [is_full or index == steps.start for index, is_full in enumerate(full)]
         passages = tuple(
-            Passage(
+            StepGroup(
                 expert=expert, kind=kind, steps=indices,
                 guidance_scale=guidance[expert], branches=spec.branches(guidance[expert]),
             )
@@ -92,17 +92,17 @@ class Denoising:
         guided = max(passages, key=lambda passage: passage.branches)
         return cls(
             spec=spec, settings=settings, configs=configs, scheduler=scheduler, config=config,
-            latent_shape=latent_shape, steps=steps, table=table, experts=experts, is_full=is_full, passages=passages,
-            guided=guided,
+            latent_shape=latent_shape, steps=steps, table=table, experts=experts, is_full=is_full, step_groups=passages,
+            largest_group=guided,
             shape=StepShape(
                 latent_shape=latent_shape, branches=guided.branches, quality=settings.quality,
-                reuse=step_reuse.of_policy(spec.denoiser, policy),
+                reuse=step_reuse.choose_reuse(spec.denoiser, policy),
                 num_memory=table.num_memory, timestep_dtype=table.timesteps.dtype,
             ),
         )  # fmt: skip
 
     @classmethod
-    def published(cls, spec: ModelSpec, settings: Settings) -> "Denoising":
+    def published(cls, spec: ModelSpec, settings: Settings) -> "DenoisingPlan":
         """Return the plan with the published architecture, without a checkpoint."""
         configs = {part.name: part.config for part in spec.components}
         return cls.of(spec, settings, configs, spec.recipe.scheduler, spec.published.index.get("boundary_ratio", 0.0))
@@ -111,7 +111,7 @@ class Denoising:
     def vae_config(self) -> Config:
         return self.configs[self.spec.vae.component]
 
-    def program(self, passage: Passage, target: Target, shape: StepShape) -> Program:
+    def program(self, passage: StepGroup, target: CompileTarget, shape: StepShape) -> Program:
         """Return the program of the steps `passage` for `target`. shape: of this plan, or with more fields known."""
         return _BUILD[passage.kind](self.spec, self.config, target, replace(shape, branches=passage.branches))
 
@@ -142,17 +142,17 @@ def _passages(
 
 
 @dataclass
-class Recorder:
+class ProgramRecorder:
     """Recorder of the programs that a stage would run, and how often. It runs nothing."""
 
-    plan: Denoising
-    target: Target
+    plan: DenoisingPlan
+    target: CompileTarget
     programs: dict[tuple, Program] = field(default_factory=dict)
     runs: Counter[tuple] = field(default_factory=Counter)
 
     @property
     def call(self) -> Call:
-        return caller(self._record, zeros)
+        return make_call(self._record, zero_results)
 
     def _record(self, request: CallRequest) -> Program:
         if request.key not in self.programs:
@@ -162,12 +162,12 @@ class Recorder:
         return self.programs[request.key]
 
 
-def zeros(program: Program, request: CallRequest) -> tuple[Any, Any]:
+def zero_results(program: Program, request: CallRequest) -> tuple[Any, Any]:
     """Return zeros instead of a call's result, without running its program."""
     return program.zeros()
 
 
-def rehearse(plan: Denoising, call: Call, stages: Sequence[str] = STAGES) -> None:
+def dry_run(plan: DenoisingPlan, call: Call, stages: Sequence[str] = STAGES) -> None:
     """Run the host code of the stages around the denoiser on zeros, so that `call` gets every program they would run.
 
     plan: of the denoising. stages: names of the stages to run.
@@ -187,7 +187,7 @@ def rehearse(plan: Denoising, call: Call, stages: Sequence[str] = STAGES) -> Non
             pass
 
 
-def for_spec(
+def list_programs(
     spec: ModelSpec,
     settings: Settings,
     devices: Sequence[Device],
@@ -199,13 +199,13 @@ def for_spec(
 ) -> tuple[Program, ...]:
     """Return every program of one generation with the published architecture; `plan` compiles these.
 
-    The decoder's programs come last. spec, settings: of the generation. devices, precision, pictures: see `Target`.
+    The decoder's programs come last. spec, settings: of the generation. devices, precision, pictures: see `CompileTarget`.
     mesh_shape: of the denoiser; None: the spec's choice. stages: names of the stages.
     """
-    plan = Denoising.published(spec, settings)
-    target = Target(devices=tuple(devices), precision=precision, pictures=pictures)
-    recorder = Recorder(plan, target)
-    rehearse(plan, recorder.call, stages)
+    plan = DenoisingPlan.published(spec, settings)
+    target = CompileTarget(devices=tuple(devices), precision=precision, pictures=pictures)
+    recorder = ProgramRecorder(plan, target)
+    dry_run(plan, recorder.call, stages)
     step_programs = _steps(plan, target, mesh_shape) if "denoise" in stages else []
     recorded = [replace(program, runs=recorder.runs[key]) for key, program in recorder.programs.items()]
     return (
@@ -215,18 +215,18 @@ def for_spec(
     )
 
 
-def _steps(plan: Denoising, target: Target, mesh_shape: MeshShape | None) -> list[Program]:
+def _steps(plan: DenoisingPlan, target: CompileTarget, mesh_shape: MeshShape | None) -> list[Program]:
     """Return the denoiser's programs with how often each runs.
 
     Experts share them, unless only one of them is guided.
     """
-    shape = replace(plan.shape, mesh_shape=mesh_shape, references=plan.spec.pictures.usual)
-    same = defaultdict[tuple[int, str], list[Passage]](list)
-    for passage in sorted(plan.passages, key=lambda passage: passage.branches, reverse=True):
+    shape = replace(plan.shape, mesh_shape=mesh_shape, references=plan.spec.pictures.planned_shapes)
+    same = defaultdict[tuple[int, str], list[StepGroup]](list)
+    for passage in sorted(plan.step_groups, key=lambda passage: passage.branches, reverse=True):
         same[passage.branches, passage.kind].append(passage)
     programs = []
     for (branches, _), passages in same.items():
         program = plan.program(passages[0], target, shape)
-        name = program.name + ".unguided" * (branches < plan.guided.branches)
+        name = program.name + ".unguided" * (branches < plan.largest_group.branches)
         programs.append(replace(program, name=name, runs=sum(len(passage.steps) for passage in passages)))
     return programs

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from ..files import CheckpointError
 from ..model_spec import Component
 from . import torch_bridge
-from .program import TRACING, Config
+from .program import TRACE_LOCK, Config
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -78,7 +78,7 @@ def scan_layers(
     kept = {name: stacked.pop(name) for name in [*stacked] if whole(name, stacked[name])}
 
     def layer(carry: PyTree, weights: dict[str, jax.Array]) -> tuple[PyTree, jax.Array | None]:
-        result = torch_bridge.functional(block, use(weights), body, carry)
+        result = torch_bridge.call_functional(block, use(weights), body, carry)
         result = jax.tree.map(lambda new, old: new.astype(old.dtype), result, carry)
         return result, jax.tree.leaves(result)[0] if collect else None
 
@@ -109,7 +109,7 @@ def scan_states(blocks: ScannedBlocks, states: torch.Tensor, **same: Any) -> tor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class WeightSlice:
     """Slice of a checkpoint's tensor that becomes a parameter."""
 
     source: str  # name of the tensor in the parameter's module
@@ -148,18 +148,18 @@ class Cut:
         return values.permute(self.order)
 
 
-def cut(
+def slice_weight(
     weight: torch.Tensor, source: str, dim: int, groups: int, taken: int | slice, order: Sequence[int] | None = None
 ) -> torch.nn.Parameter:
-    """Return a parameter without values that is a slice of `weight` `[*shape]`: see `Cut`.
+    """Return a parameter without values that is a slice of `weight` `[*shape]`: see `WeightSlice`.
 
-    Raises `ValueError` if the dimension is not a multiple of `groups`. source, dim, groups, taken: see `Cut`. order:
+    Raises `ValueError` if the dimension is not a multiple of `groups`. source, dim, groups, taken: see `WeightSlice`. order:
     None: unchanged.
     """
     if weight.shape[dim] % groups:
         raise ValueError(f"{source} of shape {tuple(weight.shape)}: dimension {dim} is not {groups} equal groups.")
     dims = weight.dim() + isinstance(taken, slice)
-    weight_slice = Cut(
+    weight_slice = WeightSlice(
         source=source, shape=tuple(weight.shape), dim=dim, groups=groups, taken=taken,
         order=tuple(order or range(dims)),
     )  # fmt: skip
@@ -178,7 +178,7 @@ class Weight:
     sources: tuple[str, ...]  # names in a checkpoint, one per layer if `stacked`
     stacked: bool  # whether it is scanned
     keep_float32: bool  # whether upstream keeps it in float32
-    cut: Cut | None = None  # slice of the checkpoint's tensor; None: all of it
+    cut: WeightSlice | None = None  # slice of the checkpoint's tensor; None: all of it
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -199,12 +199,12 @@ class Network:
     weights: Mapping[str, Weight]  # by parameter name
 
 
-def build_full(component: Component, config: Config) -> torch.nn.Module:
+def build_upstream(component: Component, config: Config) -> torch.nn.Module:
     """Return the unchanged upstream module, with parameters on the meta device and real buffers."""
     import transformers
 
     with _parameters_on_meta():
-        module = construct(component, config)
+        module = construct_upstream(component, config)
     if isinstance(module, transformers.PreTrainedModel):
         # Moving to the meta device unties shared embeddings.
         module.tie_weights()
@@ -244,7 +244,7 @@ def _tie(module: torch.nn.Module, aliases: Mapping[str, str]) -> None:
             setattr(module.get_submodule(path), last, named[name])
 
 
-def construct(component: Component, config: Config) -> "ModelMixin | PreTrainedModel":
+def construct_upstream(component: Component, config: Config) -> "ModelMixin | PreTrainedModel":
     """Return an instance of the upstream class from the contents of `config.json`.
 
     Raises `CheckpointError` if that fails.
@@ -290,14 +290,14 @@ def upstream_class(component: Component) -> Any:
     return getattr({"diffusers": diffusers, "transformers": transformers}[component.library], component.class_name)
 
 
-def build(component: Component, config: Config) -> Network:
+def build_network(component: Component, config: Config) -> Network:
     """Build a component's module and list its weights. config: the checkpoint's, or the published one of the spec."""
-    with TRACING:
+    with TRACE_LOCK:
         return _build(component, config)
 
 
 def _build(component: Component, config: Config) -> Network:
-    module = build_full(component, config)
+    module = build_upstream(component, config)
     if component.layers is not None:
         for path in component.blocks:
             _replace(module, path, module.get_submodule(path)[component.layers])  # type: ignore[index]
@@ -334,7 +334,7 @@ def _build(component: Component, config: Config) -> Network:
     return Network(component=component, module=module, weights=weights)
 
 
-def _source(name: str, cut: Cut | None) -> str:
+def _source(name: str, cut: WeightSlice | None) -> str:
     """Return the checkpoint's name of the tensor that holds a parameter."""
     return name if cut is None else f"{name.rpartition('.')[0]}.{cut.source}"
 

@@ -18,7 +18,7 @@ from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..model_spec import Call, ModelSpec
 from . import finite, modules, torch_bridge, weights
-from .program import Config, Program, Target
+from .program import CompileTarget, Config, Program
 from .weights import Weights
 
 Partition = Literal["replicated", "spatial"]
@@ -39,7 +39,7 @@ class CallRequest:
     @property
     def key(self) -> tuple[PyTree, ...]:
         """Return a key that is equal for requests that one program can serve."""
-        leaves, tree = jax.tree.flatten(abstract_args(self.args))
+        leaves, tree = jax.tree.flatten(to_shapes(self.args))
         shapes = tuple((x.shape, str(x.dtype)) for x in leaves)
         return (
             self.component,
@@ -51,17 +51,17 @@ class CallRequest:
             shapes,
         )
 
-    def program(self, spec: ModelSpec, config: Config, target: Target) -> Program:
+    def program(self, spec: ModelSpec, config: Config, target: CompileTarget) -> Program:
         """Return the request's program for `target`. spec, config: of the model and the component."""
-        if target.pictures is not None and self.component in spec.picture_encoders:
+        if target.pictures is not None and self.component in spec.image_encoders:
             target = replace(target, precision=target.pictures)
-        return call_program(
-            spec, self.component, config, target, self.function, abstract_args(self.args),
+        return build_call_program(
+            spec, self.component, config, target, self.function, to_shapes(self.args),
             partition=self.partition, carries=self.carries, defers=self.defers,
         )  # fmt: skip
 
 
-def caller(
+def make_call(
     prepare: Callable[[CallRequest], Prepared], execute: Callable[[Prepared, CallRequest], tuple[PyTree, PyTree]]
 ) -> Call:
     """Return a `model_spec.Call` that gets each request's program by `prepare` and its result by `execute`."""
@@ -82,7 +82,7 @@ def caller(
     return call
 
 
-def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
+def choose_image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
     """Return the mesh for an image: width on `sp`, height on `dp`, with as many chips as divide both.
 
     Other chips repeat work.
@@ -102,11 +102,11 @@ def image_mesh(num_devices: int, height: int, width: int) -> MeshShape:
     return max(shapes, key=count_chips)
 
 
-def call_program(
+def build_call_program(
     spec: ModelSpec,
     component: str,
     config: Config,
-    target: Target,
+    target: CompileTarget,
     function: Callable[..., tuple[PyTree, PyTree]],
     args: tuple[PyTree, ...],
     *,
@@ -123,7 +123,7 @@ def call_program(
     spec, component, config: the network. target: devices and precision. function: `function(module, *args)`; its name
       is part of the program's. args: shapes. partition, carries, defers: see `CallRequest`.
     """
-    network = weights.traceable(spec.component(component), config)
+    network = weights.private_network(spec.component(component), config)
     mesh, sharding = _choose_placement(target, args, partition)
     replicated = NamedSharding(mesh, P())
     rank = len(jax.tree.leaves(args)[0].shape)
@@ -138,9 +138,9 @@ def call_program(
         args = jax.tree.map(lambda x: x.astype(target.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
         if partition == "spatial":
             args = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), args)
-        result, carried = torch_bridge.functional(network.module, weights, function, *args)
+        result, carried = torch_bridge.call_functional(network.module, weights, function, *args)
         result = jax.tree.map(lambda x: x.astype(jnp.float32), result)
-        return result, carried, finite.flag(result)
+        return result, carried, finite.all_finite(result)
 
     def place(args: PyTree, sharding: NamedSharding | Format) -> PyTree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
@@ -149,7 +149,7 @@ def call_program(
     return Program(
         name=f"{component}.{function.__name__}",
         fn=run,
-        weights=weights.abstract(network, mesh, target.precision),
+        weights=weights.abstract_weights(network, mesh, target.precision),
         components=(component,),
         args=(*place(host_args, sharding), *place(args[len(host_args) :], channels_last)),
         mesh=mesh,
@@ -167,18 +167,20 @@ def _in_use(mesh: Mesh, name: str, weight: Array, layout: rules.Layout) -> Array
     return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P(*layout.in_use)))
 
 
-def _choose_placement(target: Target, args: tuple[PyTree, ...], partition: Partition) -> tuple[Mesh, NamedSharding]:
+def _choose_placement(
+    target: CompileTarget, args: tuple[PyTree, ...], partition: Partition
+) -> tuple[Mesh, NamedSharding]:
     """Return the mesh of a call and the sharding of its arguments."""
     if partition == "replicated":
         mesh = target.mesh(MeshShape(sp=len(target.devices)))
         return mesh, NamedSharding(mesh, P())
     height, width = min(x.shape[-2:] for x in jax.tree.leaves(args))
-    mesh = target.mesh(image_mesh(len(target.devices), height, width))
+    mesh = target.mesh(choose_image_mesh(len(target.devices), height, width))
     rank = len(jax.tree.leaves(args)[0].shape)
     return mesh, NamedSharding(mesh, P(*[None] * (rank - 2), "dp", "sp"))
 
 
-def abstract_args(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+def to_shapes(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     """Return the shapes and dtypes of a pytree of host arrays, torch tensors, device arrays or shapes."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from ...attention.policy import Kernel
 from ...kernels import choice
-from ...sharding.chips import chip_of
+from ...sharding.chips import find_chip
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
 from ..cache.store import signature
@@ -37,11 +37,11 @@ Config = Mapping[str, Any]
 
 # Held to build modules and to trace them: torchax's enabled state is shared by all threads. XLA's compilation, the long
 # part, does not need it, and releases Python's lock.
-TRACING = threading.RLock()
+TRACE_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class CompileTarget:
     """Target of compilation."""
 
     devices: tuple[Device, ...]
@@ -49,7 +49,7 @@ class Target:
     pictures: Precision | None = None  # of image encoders; None: `precision`
     kernel: Kernel = "auto"  # whether Pallas kernels are used, see `AttentionPolicy`
     # Kernels and options that are not used; by default those that the environment switches off.
-    fallbacks: Fallbacks = field(default_factory=fallbacks.from_environment)
+    fallbacks: Fallbacks = field(default_factory=fallbacks.fallbacks_from_environment)
 
     def mesh(self, shape: MeshShape) -> Mesh:
         return make_mesh(self.devices, shape)
@@ -59,7 +59,7 @@ class Target:
         return jnp.dtype(self.precision)
 
 
-def step_options(mesh: Mesh) -> Mapping[str, str]:
+def step_compiler_options(mesh: Mesh) -> Mapping[str, str]:
     """Return libtpu's options for a denoising step: faster products, overlapped transfers. Empty for other devices.
 
     Tried options and their figures are in docs/LOG.md.
@@ -68,7 +68,7 @@ def step_options(mesh: Mesh) -> Mapping[str, str]:
     if device.platform != "tpu":
         return {}
     options = {"xla_tpu_enable_async_all_to_all": "true"}
-    chip = chip_of(device.device_kind)
+    chip = find_chip(device.device_kind)
     if chip and chip.scoped_vmem_mib:
         options["xla_tpu_scoped_vmem_limit_kib"] = str(chip.scoped_vmem_mib * 1024)
     if chip and chip.gathers_on_sparse_core:
@@ -81,7 +81,7 @@ def step_options(mesh: Mesh) -> Mapping[str, str]:
     return options
 
 
-def shaped(
+def shape_struct(
     mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | tuple[str, ...] | None
 ) -> jax.ShapeDtypeStruct:
     """Return a shape on `mesh`, with mesh axes `axes` of its leading dimensions.
@@ -106,7 +106,7 @@ class Program:
     out_shardings: PyTree = None
     runs: int = 1  # executions in one generation
     compiler_options: Mapping[str, str] = field(default_factory=dict)  # of libtpu, by name
-    rungs: choice.Rungs = field(default_factory=choice.Rungs)  # fallbacks of kernels
+    rungs: choice.KernelFallbacks = field(default_factory=choice.KernelFallbacks)  # fallbacks of kernels
 
     @functools.cached_property
     def weights_digest(self) -> str:
@@ -123,7 +123,7 @@ class Program:
         """Hold the tracing lock and set everything that the program's code looks up while it is traced and lowered."""
         # float32 means float32: by default a TPU multiplies float32 matrices in bfloat16.
         highest = jax.default_matmul_precision("highest") if self.precision == "float32" else contextlib.nullcontext()
-        with TRACING, highest, _target(self.mesh), choice.on(self.rungs):
+        with TRACE_LOCK, highest, _target(self.mesh), choice.use_fallbacks(self.rungs):
             yield
 
     @functools.cached_property
@@ -160,7 +160,7 @@ class Program:
         """
         return (lowered or self.lower()).compile(compiler_options=dict(self.compiler_options))
 
-    def weight_bytes_in(self, compiled: jax.stages.Compiled) -> int:
+    def used_weight_bytes(self, compiled: jax.stages.Compiled) -> int:
         """Return the bytes on one chip of the weights that the `compiled` program uses: JAX drops unused ones."""
         if self.weights is None:
             return 0

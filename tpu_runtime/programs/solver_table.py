@@ -28,7 +28,7 @@ Scheduler = Any  # diffusers' schedulers share no typed interface
 MAX_MEMORY, MAX_DRAWS = 4, 4
 SAMPLE, OUTPUT = 0, 1
 # Limit of integers in a scheduler's config: some are lengths of lists that it allocates, usually 1000 or less.
-MOST_NUMBER = 100_000
+MAX_CONFIG_NUMBER = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SolverTable:
         parts = (self.timesteps, self.table, self.levels, np.array([self.begin]))
         return hashlib.sha256(b"".join(part.tobytes() for part in parts) + repr(self.draws).encode()).hexdigest()
 
-    def noises(self, draw: Callable[[], np.ndarray], steps: range | None = None) -> Iterator[np.ndarray | None]:
+    def draw_noises(self, draw: Callable[[], np.ndarray], steps: range | None = None) -> Iterator[np.ndarray | None]:
         """Yield the noise `[1, *latent]` that each of `steps` adds, or None. `steps` None: all.
 
         draw: returns new noise; it is called as often as upstream draws, and not before the step is requested.
@@ -88,7 +88,7 @@ def initial_state(sample: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...]
     return (sample, *(np.zeros_like(sample) for _ in range(num_memory)))
 
 
-def with_noise(state: tuple[Any, ...], noise: np.ndarray | None) -> tuple[Any, ...]:
+def insert_noise(state: tuple[Any, ...], noise: np.ndarray | None) -> tuple[Any, ...]:
     """Return the state with the noise `[1, *latent]` of the next step (see `SolverTable.noises`); None: unchanged."""
     return state if noise is None else (*state[:-1], noise)
 
@@ -105,7 +105,7 @@ def advance(state: State, output: Array | np.ndarray, row: Float[Array | np.ndar
     )
 
 
-def scheduler_from(config: Mapping[str, object]) -> Scheduler:
+def build_scheduler(config: Mapping[str, object]) -> Scheduler:
     """Return the upstream scheduler of a checkpoint's `scheduler_config.json`.
 
     Raises `ValueError` for an unknown class, for too large numbers and for a config that upstream rejects.
@@ -118,9 +118,9 @@ def scheduler_from(config: Mapping[str, object]) -> Scheduler:
     if not (inspect.isclass(upstream) and issubclass(upstream, SchedulerMixin)):
         raise ValueError(f"the checkpoint's scheduler is {name}, which this version of diffusers does not have.")
     for key, value in config.items():
-        if isinstance(value, int) and abs(value) > MOST_NUMBER:
+        if isinstance(value, int) and abs(value) > MAX_CONFIG_NUMBER:
             raise ValueError(
-                f"the checkpoint's scheduler {name} has {key} {value}; at most {MOST_NUMBER} is supported."
+                f"the checkpoint's scheduler {name} has {key} {value}; at most {MAX_CONFIG_NUMBER} is supported."
             )
     with _upstream(name):
         return cast(Scheduler, upstream).from_config(dict(config))
@@ -140,7 +140,7 @@ def _upstream(name: object) -> Iterator[None]:
         ) from error
 
 
-def table_for(
+def build_table(
     spec: ModelSpec, config: Mapping[str, object], settings: Settings, latent_shape: tuple[int, ...], begin: int = 0
 ) -> SolverTable:
     """Return the steps of a generation.
@@ -156,7 +156,7 @@ def table_for(
     if shift and spec.recipe.shift_key:
         shift_keys = [name for name in SHIFT_KEYS if name in _arguments(config)]
         config = {**config, **dict.fromkeys(shift_keys, shift)}
-    scheduler = scheduler_from(config)
+    scheduler = build_scheduler(config)
     arguments = spec.recipe.solver_arguments(config, latent_shape, settings.num_inference_steps, settings.shift)
     if settings.sigmas:
         arguments["sigmas"] = np.array(settings.sigmas)
@@ -170,13 +170,13 @@ def table_for(
     return tabulate(scheduler, settings.num_inference_steps, begin, **arguments)
 
 
-def guidance_of(spec: ModelSpec, settings: Settings) -> dict[str, float]:
+def guidance_scales(spec: ModelSpec, settings: Settings) -> dict[str, float]:
     """Return the guidance scale of each denoiser."""
     first, second = settings.guidance_scale, settings.guidance_scale_2
     return dict(zip(spec.denoiser.experts, (first, first if second is None else second), strict=False))
 
 
-def experts_for(
+def assign_experts(
     spec: ModelSpec, table: SolverTable, settings: Settings, guidance: Mapping[str, float], boundary: float
 ) -> list[tuple[str, float]]:
     """Return the denoiser and the guidance scale of each step.

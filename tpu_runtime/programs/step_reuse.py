@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..model_spec import Denoiser, Forward, MagCache, StepCache, StepReuse
-from .denoiser_run import DenoiserRun
+from ..model_spec import DenoiserSpec, FeatureReuse, Forward, MagCache, StepCache
+from .denoiser_run import ShardedOps
 from .executables import Executable
 from .program import Program
 
@@ -31,7 +31,7 @@ def full_steps(policy: StepCache | MagCache | None, experts: Sequence[str]) -> t
 
 
 @dataclass(frozen=True, kw_only=True)
-class AroundBlocks(DenoiserRun):
+class BlockResidualCapture(ShardedOps):
     """Mesh operations of a denoiser that capture the residual of all blocks, or reuse a captured one.
 
     Other streams, such as the text, are not used after the blocks.
@@ -53,38 +53,38 @@ class AroundBlocks(DenoiserRun):
         return result if isinstance(carry, tuple) else result[0]
 
 
-def of_residual(forward: Forward) -> StepReuse:
+def block_residual_reuse(forward: Forward) -> FeatureReuse:
     """Return MagCache for a denoiser with one stack of blocks: reusing steps run none of them."""
 
     def keep(
-        denoiser: torch.nn.Module, run: DenoiserRun, *asked: PyTree
+        denoiser: torch.nn.Module, run: ShardedOps, *asked: PyTree
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         kept: dict[str, torch.Tensor] = {}
-        return forward(denoiser, AroundBlocks(layout=run.layout, kept=kept), *asked), kept
+        return forward(denoiser, BlockResidualCapture(layout=run.layout, kept=kept), *asked), kept
 
     def reuse(
-        denoiser: torch.nn.Module, run: DenoiserRun, features: dict[str, torch.Tensor], *asked: PyTree
+        denoiser: torch.nn.Module, run: ShardedOps, features: dict[str, torch.Tensor], *asked: PyTree
     ) -> torch.Tensor:
-        return forward(denoiser, AroundBlocks(layout=run.layout, kept=features), *asked)
+        return forward(denoiser, BlockResidualCapture(layout=run.layout, kept=features), *asked)
 
-    return StepReuse(keep=keep, reuse=reuse, tokens=(RESIDUAL,))
+    return FeatureReuse(keep=keep, reuse=reuse, tokens=(RESIDUAL,))
 
 
-def of_policy(denoiser: Denoiser, policy: StepCache | MagCache | None) -> StepReuse | None:
+def choose_reuse(denoiser: DenoiserSpec, policy: StepCache | MagCache | None) -> FeatureReuse | None:
     """Return how steps of a denoiser keep and reuse features; None without a step cache."""
-    return of_residual(denoiser.forward) if isinstance(policy, MagCache) else denoiser.step_reuse
+    return block_residual_reuse(denoiser.forward) if isinstance(policy, MagCache) else denoiser.step_reuse
 
 
-def shardings(reuse: StepReuse, mesh: Mesh) -> dict[str, NamedSharding]:
+def feature_shardings(reuse: FeatureReuse, mesh: Mesh) -> dict[str, NamedSharding]:
     """Return the shardings of features between steps: rows on `dp`, and features per latent token on `sp`."""
     tokens = dict.fromkeys(reuse.tokens, NamedSharding(mesh, P("dp", "sp")))
     return {**tokens, **dict.fromkeys(reuse.whole, NamedSharding(mesh, P("dp")))}
 
 
-def kept_shapes(reuse: StepReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:
+def feature_shapes(reuse: FeatureReuse, full: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the features that the program `full` returns, with their shardings."""
     _, features = full.results()
-    where = shardings(reuse, full.mesh)
+    where = feature_shardings(reuse, full.mesh)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in features.items()}
 
 
@@ -98,7 +98,9 @@ class CachedDenoiser:
     num_tokens: int  # latent tokens without padding
     index: int = 0  # of the next step
     kept: Features | None = None  # features of the last full step
-    ratios: list[jax.Array] = field(default_factory=list)  # `[branches]` for each step after the first (see `Curve`)
+    ratios: list[jax.Array] = field(
+        default_factory=list
+    )  # `[branches]` for each step after the first (see `MagCacheCurve`)
 
     @property
     def program(self) -> Program:

@@ -19,14 +19,25 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from ...attention.api import Placement, attention, joint_attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
-from ...attention.tiles import Nearby, Tiling
+from ...attention.tiles import SlidingTileMask, Tiling
 from ...kernels import residual_norm
 from ...kernels.chip import INT8_ROWS, PACKED_ROWS
-from ...kernels.linear_int8 import Activation, Residual, Rounded, RoundedTokens, block_of, linear_int8, round_tokens
+from ...kernels.linear_int8 import (
+    Activation,
+    GatedResidual,
+    Int8Tokens,
+    Int8Weight,
+    linear_int8,
+    quantize_tokens,
+    rotation_block,
+)
 from ...sharding.rules import Layout
 from .modules import LAYER, layer_index
 
-ROWS = {"exact": PACKED_ROWS, "int8": INT8_ROWS}  # of a register, by the scores: int8 keys are exchanged as int8
+ROW_MULTIPLES = {
+    "exact": PACKED_ROWS,
+    "int8": INT8_ROWS,
+}  # of a register, by the scores: int8 keys are exchanged as int8
 # Leading layers that stay dense with tiles: the first sees noise, in which no neighbours are related yet (as in Radial
 # Attention).
 DENSE_LAYERS = 1
@@ -58,29 +69,29 @@ class TokenLayout:
         This holds for each of `parts` equal parts, so that exchanged parts are joined without being moved.
         """
         chips = self.mesh.shape["sp"] * self.mesh.shape["tp"]
-        padding = -x.shape[1] % (parts * chips * ROWS[self.policy.scores]) if chips * parts > 1 else 0
+        padding = -x.shape[1] % (parts * chips * ROW_MULTIPLES[self.policy.scores]) if chips * parts > 1 else 0
         widths = [(0, padding) if axis == 1 else (0, 0) for axis in range(x.ndim)]
         return jnp.pad(x, widths) if padding else x
 
-    def placed(self, x: Float[Array, "rows tokens *_"]) -> Float[Array, "rows padded *_"]:
+    def place_tokens(self, x: Float[Array, "rows tokens *_"]) -> Float[Array, "rows padded *_"]:
         """Return latent tokens as they are between the blocks: in tile order, padded and sharded.
 
         One row applies to all.
         """
-        x = x if self.tiles is None else x[:, self.tiles.token_of]
+        x = x if self.tiles is None else x[:, self.tiles.row_tokens]
         rows = "dp" if len(x) > 1 else None
         return self.constrain(self.pad_tokens(x), rows, "sp", *[None] * (x.ndim - 2))
 
-    def unpadded(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
+    def remove_padding(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
         """Return `placed` tokens without their padding; tokens in tiles are unchanged."""
         return x[:, : self.num_tokens] if self.tiles is None else x
 
-    def untiled(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
+    def remove_tiling(self, x: Float[Array, "rows padded *_"]) -> Float[Array, "rows tokens *_"]:
         """Return tokens out of tile order.
 
         Each chip gathers all, so they should have few lanes. Without tiles, unchanged.
         """
-        return x if self.tiles is None else x[:, self.tiles.row_of]
+        return x if self.tiles is None else x[:, self.tiles.token_rows]
 
     def spread_tokens(
         self, hidden: Float[Array, "batch tokens dim"], placement: Placement = "sharded"
@@ -92,7 +103,7 @@ class TokenLayout:
         """Return `x` `[batch, tokens, ...]`, padded, in two parts of equal length."""
         return jnp.split(self.pad_tokens(x, 2), 2, axis=1)
 
-    def lengths_of_halves(self, half: int) -> list[int]:
+    def half_lengths(self, half: int) -> list[int]:
         """Return how many tokens of each of the `halves`, which have `half` tokens, are not padding."""
         return [min(self.num_tokens, half), max(self.num_tokens - half, 0)]
 
@@ -101,12 +112,12 @@ class TokenLayout:
         axes = ("sp",) if placement == "sharded" else ()
         return P("dp", (*axes, "tp") if spread else axes or None, None)
 
-    def _nearby(self) -> Nearby | None:
+    def _nearby(self) -> SlidingTileMask | None:
         """Return the attention mask of the layer that is being traced; None without tiles."""
         if self.tiles is None:
             return None
         assert self.is_sparse is not None
-        return Nearby(tiles=self.tiles, is_sparse=self.is_sparse & (layer_index() >= DENSE_LAYERS))
+        return SlidingTileMask(tiles=self.tiles, is_sparse=self.is_sparse & (layer_index() >= DENSE_LAYERS))
 
     def self_attention(
         self,
@@ -194,7 +205,7 @@ class TokenLayout:
         eps: float,
         placement: Placement = "sharded",
         spread: bool = False,
-    ) -> tuple[Array, Array | RoundedTokens]:
+    ) -> tuple[Array, Array | Int8Tokens]:
         """Return `hidden + gate * update`, and its layer norm `* scale + shift`, `[batch, tokens, dim]` each.
 
         hidden, update: `[batch, tokens, dim]`; update None: the sum is `hidden`.
@@ -204,7 +215,7 @@ class TokenLayout:
         spread: whether tokens are spread; the norm is then gathered, and quantized before if `rounds`.
         """
         platform = self.mesh.devices.flat[0].platform
-        options: Any = {"kernel": self.policy.takes_kernel(platform), "interpret": platform != "tpu"}
+        options: Any = {"kernel": self.policy.uses_kernels(platform), "interpret": platform != "tpu"}
         run = functools.partial(residual_norm.residual_norm, eps=eps, **options)
         gate, scale, shift = jax.tree.map(
             lambda v: v.reshape(-1, *[2] * (v.ndim == 4), v.shape[-1]), (gate, scale, shift)
@@ -218,14 +229,14 @@ class TokenLayout:
             jax.tree.map(lambda v: P("dp" if len(v) > 1 else None, *[None] * (v.ndim - 1)), args[1]),
         )
 
-        def gather(normed: Array) -> Array | RoundedTokens:
+        def gather(normed: Array) -> Array | Int8Tokens:
             if not self.rounds:
                 return _each_row(jax.lax.all_gather, normed)
-            block = block_of(normed.shape[2], chips=self.mesh.shape["tp"])
-            rounded = round_tokens(normed, block=block, **options)
+            block = rotation_block(normed.shape[2], chips=self.mesh.shape["tp"])
+            rounded = quantize_tokens(normed, block=block, **options)
             return jax.tree.map(functools.partial(_each_row, jax.lax.all_gather), rounded)
 
-        def fuse(arrays: tuple, vectors: tuple) -> tuple[Array, Array | RoundedTokens]:
+        def fuse(arrays: tuple, vectors: tuple) -> tuple[Array, Array | Int8Tokens]:
             start = jax.lax.axis_index("sp") * arrays[0].shape[1] if has_pairs else 0
             leading = {"num_leading": self.frame_tokens - start} if has_pairs else {}
             hidden, normed = run(*arrays, *vectors, **leading)
@@ -235,16 +246,16 @@ class TokenLayout:
         mapped = jax.shard_map(fuse, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return mapped(*args)
 
-    def int8_products(
+    def int8_linear(
         self,
-        weights: Sequence[Rounded],
-        *parts: Float[Array, "batch tokens _"] | RoundedTokens,
+        weights: Sequence[Int8Weight],
+        *parts: Float[Array, "batch tokens _"] | Int8Tokens,
         activation: Activation | None = None,
         turned: bool = False,
         placement: Placement = "sharded",
         split: Literal["outs", "ins"] | None = None,
         layer: Int[Array, ""] | None = None,
-        onto: Residual | None = None,
+        onto: GatedResidual | None = None,
     ) -> list[Array]:
         """Return the lanes of all `parts` times each of `weights`, `[batch, tokens, outs]`: see `linear_int8`.
 
@@ -255,23 +266,23 @@ class TokenLayout:
         """
         platform = self.mesh.devices.flat[0].platform
         run = functools.partial(
-            linear_int8, block=block_of(*(part.shape[-1] for part in parts), chips=self.mesh.shape["tp"]),
-            activation=activation, turned=turned, kernel=self.policy.takes_kernel(platform),
+            linear_int8, block=rotation_block(*(part.shape[-1] for part in parts), chips=self.mesh.shape["tp"]),
+            activation=activation, turned=turned, kernel=self.policy.uses_kernels(platform),
             interpret=platform != "tpu",
         )  # fmt: skip
         tokens, outs, ins = self._tokens(placement), *("tp" if split == dim else None for dim in ("outs", "ins"))
         matrix = P(*[None] * (layer is not None), *((ins, outs) if turned else (outs, ins)))
-        specs = [Rounded(matrix, P(outs), None if weight.bias is None else P(outs)) for weight in weights]
+        specs = [Int8Weight(matrix, P(outs), None if weight.bias is None else P(outs)) for weight in weights]
         results = P(*tokens[:2], outs) if ins is None else P("tp", *tokens)
 
         def products(
-            weights: Sequence[Rounded], parts: Sequence[Any], layer: Array | None, onto: Residual | None
+            weights: Sequence[Int8Weight], parts: Sequence[Any], layer: Array | None, onto: GatedResidual | None
         ) -> list[Array]:
             results = run(parts, weights, layer=layer, onto=onto)
             return results if ins is None else [result[None] for result in results]
 
         assert onto is None or split is None
-        added = None if onto is None else Residual(tokens, P("dp" if len(onto.gate) > 1 else None, None))
+        added = None if onto is None else GatedResidual(tokens, P("dp" if len(onto.gate) > 1 else None, None))
         in_specs = specs, (P(*tokens[:2], ins),) * len(parts), None if layer is None else P(), added
         mapped = jax.shard_map(products, mesh=self.mesh, in_specs=in_specs, out_specs=results, check_vma=False)
         return mapped(list(weights), parts, layer, onto)
@@ -295,7 +306,7 @@ class TokenLayout:
         mapped = jax.shard_map(product, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return mapped(weight, parts)
 
-    def no_sums(self, hidden: Float[Array, "batch tokens dim"]) -> Float[Array, "tp batch tokens dim"]:
+    def zero_partial_sums(self, hidden: Float[Array, "batch tokens dim"]) -> Float[Array, "tp batch tokens dim"]:
         """Return zero partial sums for tokens like `hidden`."""
         zeros = jnp.zeros((self.mesh.shape["tp"], *hidden.shape), hidden.dtype)
         return self.constrain(zeros, "tp", *self._tokens("sharded"))
@@ -321,13 +332,13 @@ class TokenLayout:
         specs, out_specs = P(layers, groups, size, *inner), P(layers, size, *inner)
         return jax.shard_map(merge, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(stack)
 
-    def use_in_block(self, path: str, weights: dict[str, Array]) -> dict[str, Array]:
+    def gather_block_weights(self, path: str, weights: dict[str, Array]) -> dict[str, Array]:
         """Return one layer's weights `[...]`, by name, gathered if they are only split at rest. path: of the blocks."""
         prefix = f"{path}.{LAYER}."
         # The last dimensions: groups may have been merged.
         return {name: self.constrain(x, *self.layouts[prefix + name].in_use[-x.ndim :]) for name, x in weights.items()}
 
-    def stays_whole(self, path: str, name: str, stack: Array) -> bool:
+    def is_read_from_stack(self, path: str, name: str, stack: Array) -> bool:
         """Return whether a kernel reads a layer from its stack `[layers, ...]`: int8 that is not gathered for use.
 
         A slice of the stack would be a copy. path: of the blocks. name: of the weight in a block.
@@ -335,7 +346,7 @@ class TokenLayout:
         layout = self.layouts[f"{path}.{LAYER}.{name}"]
         return stack.dtype == jnp.int8 and layout.at_rest == layout.in_use
 
-    def use_outside_blocks(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+    def gather_other_weights(self, weights: Mapping[str, Array]) -> dict[str, Array]:
         """Return all weights `[...]`, by name; those outside scanned blocks are gathered for use."""
         return {
             name: x if f".{LAYER}." in name else self.constrain(x, *self.layouts[name].in_use)

@@ -164,7 +164,7 @@ class _FunctionModule(torch.nn.Module):
         return self.function(self.inner, *args, **kwargs)
 
 
-def functional(
+def call_functional(
     module: torch.nn.Module,
     weights: Mapping[str, jax.Array],
     function: Callable[..., PyTree],
@@ -190,7 +190,7 @@ def _constant(buffer: torch.Tensor) -> jax.Array:
     return elem if elem is not None else jnp.asarray(buffer.numpy())
 
 
-def shapes(function: Callable[..., PyTree], *tensors: PyTree) -> PyTree:
+def infer_shapes(function: Callable[..., PyTree], *tensors: PyTree) -> PyTree:
     """Return the shapes of the results of a torch function, without computing them. For use inside a traced module."""
     results = jax.eval_shape(lambda *args: _arrays_only(to_jax(function(*to_torch(args)))), *to_jax(tensors))
     return jax.tree.map(lambda x: tuple(x.shape), results)

@@ -2,7 +2,7 @@
 
 Nothing is read here.
 
-The scale of an int8 weight is a weight too, named by the weight's name and `WORTH`.
+The scale of an int8 weight is a weight too, named by the weight's name and `SCALE_SUFFIX`.
 """
 
 import functools
@@ -20,21 +20,21 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...kernels import names
-from ...kernels.choice import Rungs
-from ...kernels.linear_int8 import TAKES_INT8, Rounded, block_of, rotated_weight, rounded
+from ...kernels.choice import KernelFallbacks
+from ...kernels.linear_int8 import INT8_LINEAR_CHIPS, Int8Weight, quantize, rotate_weight, rotation_block
 from ...sharding import rules
-from ...sharding.mesh import Device, shape_of
+from ...sharding.mesh import Device, mesh_shape
 from ..model_spec import Component
 from ..precision import Precision
 from . import modules
 from .modules import Network, Weight
-from .program import TRACING, Config, shard_bytes
+from .program import TRACE_LOCK, Config, shard_bytes
 
 Weights = dict[str, jax.Array]
 Axes = Mapping[str, tuple[int, ...]]  # names of int8 weights, and the contracting dimensions of each
-NONE: Axes = {}
-WORTH = "_worth"  # suffix of the names of scales
-FEWEST_LANES = 1024  # inputs and outputs of a product from which on int8 saves more than quantizing tokens costs
+NO_AXES: Axes = {}
+SCALE_SUFFIX = "_worth"  # suffix of the names of scales
+MIN_INT8_LANES = 1024  # inputs and outputs of a product from which on int8 saves more than quantizing tokens costs
 
 
 @dataclass(kw_only=True)
@@ -49,26 +49,26 @@ _built: OrderedDict[tuple[int, str], _Built] = OrderedDict()
 MAX_BUILT = 32
 
 
-def described(component: Component, config: Config) -> Network:
+def shared_network(component: Component, config: Config) -> Network:
     """Return the cached network for reading parameter shapes. Do not call its module."""
-    with TRACING:
+    with TRACE_LOCK:
         return _find_or_build(component, config).network
 
 
-def traceable(component: Component, config: Config) -> Network:
+def private_network(component: Component, config: Config) -> Network:
     """Return a network whose module the caller may trace and change: the cached one if it is still untouched."""
-    with TRACING:
+    with TRACE_LOCK:
         cached = _find_or_build(component, config)
         if cached.is_untouched:
             cached.is_untouched = False
             return cached.network
-        return modules.build(component, config)
+        return modules.build_network(component, config)
 
 
 def _find_or_build(component: Component, config: Config) -> _Built:
     key = (id(component), json.dumps(config, sort_keys=True, default=str))
     if key not in _built:  # the network refers to the component, so that its id stays unique
-        _built[key] = _Built(network=modules.build(component, config), is_untouched=True)
+        _built[key] = _Built(network=modules.build_network(component, config), is_untouched=True)
         if len(_built) > MAX_BUILT:
             _built.popitem(last=False)
     _built.move_to_end(key)
@@ -81,7 +81,7 @@ def weight_dtype(network: Network, name: str, precision: Precision) -> jax.numpy
     return jax.numpy.dtype(jax.numpy.float32 if float32 else jax.numpy.bfloat16)
 
 
-def params(network: Network, precision: Precision) -> dict[str, rules.Param]:
+def param_shapes(network: Network, precision: Precision) -> dict[str, rules.Param]:
     """Return shapes and sizes of the weights, as the sharding rules take them."""
     return {
         name: rules.Param(
@@ -91,19 +91,21 @@ def params(network: Network, precision: Precision) -> dict[str, rules.Param]:
     }
 
 
-def layouts(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NONE) -> dict[str, rules.Layout]:
+def layouts(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NO_AXES) -> dict[str, rules.Layout]:
     """Return the layouts of all weights, and of the scales of int8 weights `axes`, which are where they are used.
 
     network: whose weights. mesh, precision: of the program.
     """
-    placed = rules.lay_out(params(network, precision), network.component.rules, shape_of(mesh))
+    placed = rules.lay_out(param_shapes(network, precision), network.component.rules, mesh_shape(mesh))
     for name, over in axes.items():
         kept = _drop_contracted(placed[name].in_use or (None,) * len(network.weights[name].shape), over)
-        placed[name + WORTH] = rules.Layout(at_rest=kept, in_use=kept)
+        placed[name + SCALE_SUFFIX] = rules.Layout(at_rest=kept, in_use=kept)
     return placed
 
 
-def abstract(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NONE) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_weights(
+    network: Network, mesh: Mesh, precision: Precision, axes: Axes = NO_AXES
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the weights as shapes with shardings, as a program is compiled for them.
 
     network: whose weights. mesh, precision: of the program. axes: int8 weights.
@@ -119,7 +121,7 @@ def abstract(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NO
             shaped(name, weight.shape, weight_dtype(network, name, precision))
             continue
         shaped(name, weight.shape, jnp.dtype(jnp.int8))
-        shaped(name + WORTH, _drop_contracted(weight.shape, axes[name]), jnp.dtype(jnp.float32))
+        shaped(name + SCALE_SUFFIX, _drop_contracted(weight.shape, axes[name]), jnp.dtype(jnp.float32))
     return shapes
 
 
@@ -131,19 +133,19 @@ def bytes_per_chip(weights: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 # --- in int8 ----------------------------------------------------------------------------------------------------------
 
 
-def summed(network: Network) -> dict[str, tuple[int, ...]]:
+def find_int8_weights(network: Network) -> dict[str, tuple[int, ...]]:
     """Return the weights that may be int8, and the contracting dimensions of each."""
     axes = {}
     for name, weight in network.weights.items():
         rule = next((rule for rule in network.component.rules if rule.matches(name)), None)
         if rule is None or not rule.over or not weight.stacked or weight.keep_float32:
             continue
-        if min(_lanes(weight, rule.over, True), _lanes(weight, rule.over, False)) >= FEWEST_LANES:
+        if min(_lanes(weight, rule.over, True), _lanes(weight, rule.over, False)) >= MIN_INT8_LANES:
             axes[name] = rule.over
     return axes
 
 
-def are_all_rounded(network: Network, axes: Axes) -> bool:
+def are_all_int8(network: Network, axes: Axes) -> bool:
     """Return whether all weights of products with tokens are int8."""
     rules = [rule for rule in network.component.rules if rule.over]
     asked = {name for name in network.weights if any(rule.matches(name) for rule in rules)}
@@ -155,20 +157,20 @@ def _lanes(weight: Weight, over: tuple[int, ...], ins: bool) -> int:
     return math.prod(size for dim, size in enumerate(weight.shape) if dim and (dim in over) == ins)
 
 
-def prepared(network: Network, device: Device, rungs: Rungs) -> Axes:
+def add_scale_parameters(network: Network, device: Device, rungs: KernelFallbacks) -> Axes:
     """Return the weights that become int8, like `summed`, and add their scales to the network's module.
 
     Empty if int8 is not faster on `device`, or if the kernel is off in `rungs`.
     """
-    takes = device.platform != "tpu" or device.device_kind in TAKES_INT8
+    takes = device.platform != "tpu" or device.device_kind in INT8_LINEAR_CHIPS
     if not takes or names.LINEAR_INT8 in rungs.off:
         return {}
-    axes = summed(network)
+    axes = find_int8_weights(network)
     for name, over in axes.items():
         path, _, last = name.rpartition(".")
         scale = torch.empty(_drop_contracted(network.weights[name].shape, over)[1:], device="meta")
         network.module.get_submodule(path).register_parameter(
-            last + WORTH, torch.nn.Parameter(scale, requires_grad=False)
+            last + SCALE_SUFFIX, torch.nn.Parameter(scale, requires_grad=False)
         )
     return axes
 
@@ -178,22 +180,22 @@ def _drop_contracted(entries: tuple[Any, ...], over: tuple[int, ...]) -> tuple[A
     return tuple(entry for dim, entry in enumerate(entries) if dim not in over)
 
 
-def is_rounded(module: torch.nn.Module, name: str = "weight") -> bool:
+def is_int8(module: torch.nn.Module, name: str = "weight") -> bool:
     """Return whether a weight of a traced module is int8."""
-    return hasattr(module, name + WORTH)
+    return hasattr(module, name + SCALE_SUFFIX)
 
 
-def rounded_of(module: torch.nn.Module, name: str = "weight") -> Rounded:
+def get_int8_weight(module: torch.nn.Module, name: str = "weight") -> Int8Weight:
     """Return an int8 weight of a traced module, with its scale and bias."""
-    return Rounded(getattr(module, name), getattr(module, name + WORTH), bias_of(module, name))
+    return Int8Weight(getattr(module, name), getattr(module, name + SCALE_SUFFIX), get_bias(module, name))
 
 
-def bias_of(module: torch.nn.Module, name: str = "weight") -> Any:
+def get_bias(module: torch.nn.Module, name: str = "weight") -> Any:
     """Return the bias of a linear module; None for a weight of another name."""
     return getattr(module, "bias", None) if name == "weight" else None
 
 
-def round_weight(
+def quantize_weight(
     weight: jax.Array, over: tuple[int, ...], want: jax.ShapeDtypeStruct, worth: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, jax.Array]:
     """Return a loaded weight `[layers, ...]`, rotated and quantized on the chips, and its scale. `weight` is deleted.
@@ -213,7 +215,7 @@ def _program(
     inner, chips = tuple(dim - 1 for dim in over), sharding.mesh.shape["tp"]
 
     def of_layer(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rounded(rotated_weight(weight, inner[-1], block_of(weight.shape[inner[-1]], chips=chips)), inner)
+        return quantize(rotate_weight(weight, inner[-1], rotation_block(weight.shape[inner[-1]], chips=chips)), inner)
 
     def run(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.lax.map(of_layer, weight)  # one at a time, because float32 takes twice the memory

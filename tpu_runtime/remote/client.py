@@ -15,51 +15,51 @@ from pathlib import Path
 from typing import Any
 
 from .. import versions
-from ..checkpoints.model_ref import Expected, Lora, ModelRef
+from ..checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from ..engine.memory_advice import OutOfMemory
 from ..line import trust
-from ..line.link import Gone, MachineLink, Refused, connect, run
-from ..line.records import Ask, Failed, File, Load, NeedFile, Result, Step, Text
+from ..line.link import Connection, ConnectionLost, HandshakeRejected, connect, run_on_loop
+from ..line.records import FileHeader, FileRequest, Invoke, ServerLoad, StageFailed, StageResult, StatusText, StepDone
 from ..line.trust import Address
 from ..progress import Preview, Progress
 
 log = logging.getLogger(__name__)
 
 # Most bytes of a result, more than a minute of video at 720p; bytes of a chunk.
-_MOST_RESULT, _PIECE = 2**34, 2**20
+_MAX_RESULT_BYTES, _PIECE = 2**34, 2**20
 _COMMAND = "comfyui-tpu serve"
 # Seconds for which a failed machine is tried last, doubled with each failure up to the second number.
-_FIRST_REST_S, _LONGEST_REST_S = 10.0, 600.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 10.0, 600.0
 
 
 class RemoteError(RuntimeError):
     """The other machine is unreachable, rejects the request, or failed; the message is a sentence for the user."""
 
 
-class _Rests:
+class _Backoffs:
     """Machines that failed recently, shared by all clients of this process."""
 
     def __init__(self) -> None:
         self._until: dict[Address, tuple[float, float]] = {}
         self._lock = threading.Lock()
 
-    def has(self, address: Address) -> bool:
+    def is_backing_off(self, address: Address) -> bool:
         return self._until.get(address, (0.0, 0.0))[0] > time.monotonic()
 
     def note(self, address: Address, is_well: bool) -> None:
         with self._lock:
             _, last = self._until.pop(address, (0.0, 0.0))
             if not is_well:
-                pause = min(max(_FIRST_REST_S, 2 * last), _LONGEST_REST_S)
+                pause = min(max(_FIRST_BACKOFF_S, 2 * last), _MAX_BACKOFF_S)
                 self._until[address] = (time.monotonic() + pause, pause)
 
 
-RESTS = _Rests()
+BACKOFFS = _Backoffs()
 
 
-def parse_all(text: str) -> tuple[Address, ...]:
+def parse_addresses(text: str) -> tuple[Address, ...]:
     """Parse addresses separated by commas. Raises ValueError if one is invalid or not listed."""
-    addresses = tuple(dict.fromkeys(trust.parse(word) for word in text.split(",")))
+    addresses = tuple(dict.fromkeys(trust.parse_address(word) for word in text.split(",")))
     for address in addresses:
         trust.check_listed(address)
     return addresses
@@ -74,8 +74,8 @@ class Client:
     the background on the machine that runs a stage.
     """
 
-    def __init__(self, addresses: str, expected: Expected | None = None) -> None:
-        self.addresses = parse_all(addresses)
+    def __init__(self, addresses: str, expected: PlannedGeneration | None = None) -> None:
+        self.addresses = parse_addresses(addresses)
         self._expected = expected
 
     def choose(self, family: str, model_id: str, precision: str, progress: Progress) -> str:
@@ -108,13 +108,13 @@ class Client:
         while chosen := self._free_one(left, model, progress, errors):
             address, link = chosen
             try:
-                link.send(Ask(verb, arguments), progress.check_cancelled)
+                link.send(Invoke(verb, arguments), progress.check_cancelled)
                 result = _result(address, link, progress, loras)
-                RESTS.note(address, is_well=True)
+                BACKOFFS.note(address, is_well=True)
                 return result
-            except (Gone, RemoteError, OutOfMemory) as failed:
-                errors.append(_sentence(address, failed) if isinstance(failed, Gone) else failed)
-                RESTS.note(address, is_well=False)
+            except (ConnectionLost, RemoteError, OutOfMemory) as failed:
+                errors.append(_sentence(address, failed) if isinstance(failed, ConnectionLost) else failed)
+                BACKOFFS.note(address, is_well=False)
                 log.warning("%s", errors[-1])
                 if left:
                     progress.text(f"{address} failed: asking another machine")
@@ -126,19 +126,19 @@ class Client:
 
     def _free_one(
         self, left: list[Address], model: ModelRef | None, progress: Progress, errors: list[Exception]
-    ) -> tuple[Address, MachineLink] | None:
+    ) -> tuple[Address, Connection] | None:
         """Choose and connect a machine, and remove it from `left`, with those that fail, whose `errors` are added."""
-        links: dict[Address, tuple[tuple[int, bool], MachineLink]] = {}
+        links: dict[Address, tuple[tuple[int, bool], Connection]] = {}
         try:
-            for address in sorted(left, key=RESTS.has):
-                if links and RESTS.has(address):
+            for address in sorted(left, key=BACKOFFS.is_backing_off):
+                if links and BACKOFFS.is_backing_off(address):
                     break  # used only if no other machine is available
                 try:
                     load, link = _open(address, progress)
                     links[address] = (load.requests, model is not None and load.model != model.model_id), link
-                except OSError as failed:  # `Gone` and `Refused` among them
+                except OSError as failed:  # `ConnectionLost` and `HandshakeRejected` among them
                     left.remove(address)
-                    RESTS.note(address, is_well=False)
+                    BACKOFFS.note(address, is_well=False)
                     errors.append(_sentence(address, failed))
             if not links:
                 return None
@@ -150,30 +150,30 @@ class Client:
                 link.close()
 
 
-def _open(address: Address, progress: Progress) -> tuple[Load, MachineLink]:
+def _open(address: Address, progress: Progress) -> tuple[ServerLoad, Connection]:
     """Connect to a machine. Also returns its load."""
     link = connect(address, {"source": versions.source_digest()}, progress.check_cancelled)
     try:
-        return link.receive((Load,), progress.check_cancelled), link
+        return link.receive((ServerLoad,), progress.check_cancelled), link
     except BaseException:
         link.close()
         raise
 
 
-def _result(address: Address, link: MachineLink, progress: Progress, loras: Sequence[Lora]) -> Any:
+def _result(address: Address, link: Connection, progress: Progress, loras: Sequence[Lora]) -> Any:
     """Return the result of a request; meanwhile show progress, and send the files that the other machine lacks."""
-    expected = (Failed, NeedFile, Result, Step, Text)
+    expected = (StageFailed, FileRequest, StageResult, StepDone, StatusText)
     while True:
-        message = link.receive(expected, progress.check_cancelled, most_bytes=_MOST_RESULT)
-        if isinstance(message, Text):
+        message = link.receive(expected, progress.check_cancelled, most_bytes=_MAX_RESULT_BYTES)
+        if isinstance(message, StatusText):
             progress.text(_restore_names(message.text, loras))
-        elif isinstance(message, Step):
+        elif isinstance(message, StepDone):
             latents = message.latents
             preview = None if latents is None else Preview(latent_format=message.latent_format, sample=latents.float)
             progress.step(message.done, message.total, message.unit, preview)
-        elif isinstance(message, NeedFile):
+        elif isinstance(message, FileRequest):
             _send(address, link, message.digest, progress, loras)
-        elif isinstance(message, Result):
+        elif isinstance(message, StageResult):
             return message.value
         else:
             text = _restore_names(message.text, loras)
@@ -181,21 +181,21 @@ def _result(address: Address, link: MachineLink, progress: Progress, loras: Sequ
             raise kinds.get(message.kind, lambda text: RemoteError(f"{address}: {text}"))(text)
 
 
-def _send(address: Address, link: MachineLink, digest: str, progress: Progress, loras: Sequence[Lora]) -> None:
+def _send(address: Address, link: Connection, digest: str, progress: Progress, loras: Sequence[Lora]) -> None:
     """Send the file of a LoRA of the request."""
     path = next((Path(lora.path) for lora in loras if _digest(lora) == digest), None)
     if path is None:
         raise RemoteError(f"{address} asks for a file that is not one of this model's LoRAs.")
     progress.text(f"Sending {path.name} to {address}")
     with path.open("rb") as file:
-        link.send(File(os.fstat(file.fileno()).st_size), progress.check_cancelled)
+        link.send(FileHeader(os.fstat(file.fileno()).st_size), progress.check_cancelled)
         for piece in iter(lambda: file.read(_PIECE), b""):
-            run(link.put("", piece), progress.check_cancelled)
+            run_on_loop(link.put("", piece), progress.check_cancelled)
 
 
 def _sentence(address: Address, error: Exception) -> RemoteError:
     """Return an error that explains why a machine cannot be used."""
-    if isinstance(error, Refused):
+    if isinstance(error, HandshakeRejected):
         return RemoteError(f"{address} rejected the connection: {error}")
     if isinstance(error, TimeoutError):
         return RemoteError(f"{address} does not answer. Is the machine on, and does `{_COMMAND}` run on it?")
@@ -224,10 +224,10 @@ def _describe(model: ModelRef) -> ModelRef:
 
 def _digest(lora: Lora) -> str:
     status = os.stat(lora.path)
-    return _digest_of(lora.path, status.st_size, status.st_mtime_ns)
+    return _hash_file(lora.path, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=256)
-def _digest_of(path: str, size: int, modified: int) -> str:
+def _hash_file(path: str, size: int, modified: int) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

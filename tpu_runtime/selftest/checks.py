@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..machine.fallbacks import Halted, halted
-from ..machine.record import MachineRecord, parsed
+from ..machine.fallbacks import ChipHalted, classify_halt
+from ..machine.record import MachineRecord, parse_record
 from ..progress import Progress
 from ..redact import redact
 
@@ -16,7 +16,7 @@ from ..redact import redact
 Arrays = Mapping[str, Any]
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A check failed; the message is a sentence.
 
     learnt: the fallbacks that this machine needs from now on.
@@ -28,7 +28,7 @@ class Wrong(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Measurement:
     """The result of a check without arrays."""
 
     values: Mapping[str, float] = field(default_factory=dict)  # by name, which ends with the unit
@@ -37,7 +37,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class Tolerance:
     """The tolerance of a check.
 
     The slope detects a small factor on all values, which the largest error would permit.
@@ -54,17 +54,17 @@ class Check:
     family: str
     stage: str
     precision: str
-    # Returns the chips' arrays and the reference's; without a `bound` it compares by itself, and raises `Wrong`.
-    run: Callable[[Progress], tuple[Arrays, Arrays] | Found | None]
-    bound: Bound | None = None
+    # Returns the chips' arrays and the reference's; without a `bound` it compares by itself, and raises `CheckFailed`.
+    run: Callable[[Progress], tuple[Arrays, Arrays] | Measurement | None]
+    bound: Tolerance | None = None
     if_lost: MachineRecord = MachineRecord()  # fallbacks if the check fails or does not end
 
     @property
     def title(self) -> str:
-        return title(self.family, self.stage, self.precision)
+        return format_title(self.family, self.stage, self.precision)
 
 
-def title(family: str, stage: str, precision: str) -> str:
+def format_title(family: str, stage: str, precision: str) -> str:
     return f"{family}: {stage} ({precision})" if precision else f"{family}: {stage}"
 
 
@@ -75,9 +75,9 @@ class CheckResult:
     family: str
     stage: str
     precision: str
-    error: float | None  # see `Bound`; None without arrays
+    error: float | None  # see `Tolerance`; None without arrays
     slope: float | None
-    bound: Bound | None
+    bound: Tolerance | None
     seconds: float
     problem: str  # a sentence; "" if the check passed
     values: Mapping[str, float] = field(default_factory=dict)  # see `Found`
@@ -92,36 +92,36 @@ class CheckResult:
 
     @property
     def title(self) -> str:
-        return title(self.family, self.stage, self.precision)
+        return format_title(self.family, self.stage, self.precision)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "learnt": self.learnt.to_json()}
 
 
-def result(row: Mapping[str, Any]) -> CheckResult:
+def parse_result(row: Mapping[str, Any]) -> CheckResult:
     """Return the result that `CheckResult.to_json` wrote."""
-    bound = row["bound"] and Bound(**row["bound"])
-    return CheckResult(**{**row, "bound": bound, "learnt": parsed(row["learnt"])})
+    bound = row["bound"] and Tolerance(**row["bound"])
+    return CheckResult(**{**row, "bound": bound, "learnt": parse_record(row["learnt"])})
 
 
-def perform(check: Check, progress: Progress) -> CheckResult:
+def run_check(check: Check, progress: Progress) -> CheckResult:
     """Run a check. Any exception except Ctrl-C becomes a row, so that the other checks still run."""
     started = time.monotonic()
     error = slope = None
-    problem, report, learnt, is_lost = "", Found(), MachineRecord(), False
+    problem, report, learnt, is_lost = "", Measurement(), MachineRecord(), False
     try:
         outcome = check.run(progress)
-        if isinstance(outcome, Found):
+        if isinstance(outcome, Measurement):
             report = outcome
             learnt = report.learnt
         elif outcome is not None:
             assert check.bound is not None, check.stage
-            error, slope, problem = judge(*outcome, check.bound)
-    except Wrong as wrong:
+            error, slope, problem = compare_arrays(*outcome, check.bound)
+    except CheckFailed as wrong:
         problem, learnt = str(wrong), wrong.learnt
     except Exception as failure:  # of any kind: it is the finding
-        problem = sentence(failure)
-        is_lost = isinstance(failure, Halted) or halted(failure, check.title, ()) is not None
+        problem = summarize_error(failure)
+        is_lost = isinstance(failure, ChipHalted) or classify_halt(failure, check.title, ()) is not None
     if problem and learnt == MachineRecord():
         learnt = check.if_lost
     return CheckResult(
@@ -131,13 +131,13 @@ def perform(check: Check, progress: Progress) -> CheckResult:
     )  # fmt: skip
 
 
-def sentence(failure: Exception) -> str:
+def summarize_error(failure: Exception) -> str:
     """Return the first line of an exception's message, without secrets."""
     first = redact(str(failure)).strip().partition("\n")[0]
     return f"{type(failure).__name__}: {first}" if first else type(failure).__name__
 
 
-def judge(ours: Arrays, reference: Arrays, bound: Bound) -> tuple[float | None, float | None, str]:
+def compare_arrays(ours: Arrays, reference: Arrays, bound: Tolerance) -> tuple[float | None, float | None, str]:
     """Return the worst error and slope of all arrays, and the problem, or "".
 
     ours: of the chips. reference: of the host. bound: the tolerance.

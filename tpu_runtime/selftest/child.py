@@ -18,14 +18,14 @@ from jax.extend.backend import clear_backends
 from ...sharding.mesh import Device
 from ..engine import current
 from ..machine.device_access import DevicesBusy, open_devices
-from ..progress import Silent
+from ..progress import SilentProgress
 from . import checks, report, run
 
 # How long the process has to end in order, in seconds.
 WATCHDOG_S = 20
 
 
-class Told(Silent):
+class ChildProgress(SilentProgress):
     """A check's progress, which the parent process displays."""
 
     def __init__(self, say: Callable[..., None]) -> None:
@@ -57,11 +57,11 @@ def main(say: Callable[..., None], job: dict[str, Any]) -> None:
 def _run_groups(say: Callable[..., None], job: dict[str, Any], devices: "Sequence[Device]") -> None:
     place = run.CheckPlace(devices=devices, folder=Path(job["folder"]))
     for group in job["groups"]:
-        for check in run.of_group(group, place):
+        for check in run.checks_of_group(group, place):
             if check.title in job["done"]:
                 continue
             say(begins=[check.family, check.stage, check.precision], group=group, if_lost=check.if_lost.to_json())
-            row = checks.perform(check, Told(say))
+            row = checks.run_check(check, ChildProgress(say))
             say(row=row.to_json())
             if row.is_lost:
                 return
@@ -74,7 +74,7 @@ def _end_in_order() -> None:
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(WATCHDOG_S)
-    for thread in current.compilers():
+    for thread in current.compile_threads():
         thread.join()
     clear_backends()
     gc.collect()

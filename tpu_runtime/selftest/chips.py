@@ -15,54 +15,56 @@ from ...sharding.shape import MeshShape
 from .. import device_memory
 from ..machine.record import MachineRecord
 from ..progress import Progress
-from .checks import Check, Found, Wrong
+from .checks import Check, CheckFailed, Measurement
 
 FAMILY = "chips"
 WRITTEN_BYTES, WRITTEN_ON_TPU = 16 * 2**20, 2**30  # per chip
 SIZE = 256  # of the matrices that are multiplied
 
 
-def start(devices: Sequence[Device]) -> Iterator[Check]:
+def check_devices(devices: Sequence[Device]) -> Iterator[Check]:
     """Yield the check of the devices' kinds, order and coordinates."""
     yield _check("devices", lambda progress: _devices(devices))
 
 
-def transfers(devices: Sequence[Device]) -> Iterator[Check]:
+def check_transfers(devices: Sequence[Device]) -> Iterator[Check]:
     """Yield the check of transfers between the host and every chip."""
     yield _check("transfers", lambda progress: _transfers(devices))
 
 
-def together(devices: Sequence[Device]) -> Iterator[Check]:
+def check_collectives(devices: Sequence[Device]) -> Iterator[Check]:
     """Yield the checks of collectives and of equal results on all chips."""
     yield _check("exchange", lambda progress: _exchange(devices))
     yield _check("products", lambda progress: _products(devices))
 
 
-def _check(stage: str, run: Callable[[Progress], Found | None]) -> Check:
+def _check(stage: str, run: Callable[[Progress], Measurement | None]) -> Check:
     return Check(family=FAMILY, stage=stage, precision="", run=run)
 
 
-def _devices(devices: Sequence[Device]) -> Found:
+def _devices(devices: Sequence[Device]) -> Measurement:
     """Check that the chips are of one kind, each listed once, in the order of hosts and links."""
     places = [tuple(place) for device in devices if (place := getattr(device, "coords", None)) is not None]
     cores = [(place, getattr(device, "core_on_chip", 0)) for place, device in zip(places, devices, strict=False)]
     if len({device.device_kind for device in devices}) > 1:
         kinds = sorted({device.device_kind for device in devices})
-        raise Wrong(f"The chips are of several kinds: {', '.join(kinds)}.")
+        raise CheckFailed(f"The chips are of several kinds: {', '.join(kinds)}.")
     if len(set(cores)) != len(cores):
-        raise Wrong("Two devices have one place on the links between chips.")
+        raise CheckFailed("Two devices have one place on the links between chips.")
     hosts = [device.process_index for device in devices]
     if hosts != sorted(hosts):
-        raise Wrong(f"JAX lists the chips of hosts {hosts}, not one host's after the other's.")
+        raise CheckFailed(f"JAX lists the chips of hosts {hosts}, not one host's after the other's.")
     on_tpu = [device for device in devices if device.platform == "tpu"]
-    silent = [str(device.id) for device in on_tpu if not device_memory.of(device).limit_bytes]
+    silent = [str(device.id) for device in on_tpu if not device_memory.memory_stats(device).limit_bytes]
     if silent:
-        raise Wrong(f"Chips {', '.join(silent)} do not say how much memory they have.")
+        raise CheckFailed(f"Chips {', '.join(silent)} do not say how much memory they have.")
     order = ", ".join(f"{device.id} at {place}" for device, place in zip(devices, places, strict=False))
-    return Found(note=f"{len(devices)} x {devices[0].device_kind}, hosts {sorted(set(hosts))}; {order or 'no places'}")
+    return Measurement(
+        note=f"{len(devices)} x {devices[0].device_kind}, hosts {sorted(set(hosts))}; {order or 'no places'}"
+    )
 
 
-def _transfers(devices: Sequence[Device]) -> Found:
+def _transfers(devices: Sequence[Device]) -> Measurement:
     """Check that data written to every chip is read back bit for bit. Also measures GB/s of all chips together."""
     written_bytes = WRITTEN_ON_TPU if devices[0].platform == "tpu" else WRITTEN_BYTES
     random = np.random.default_rng(0)
@@ -77,11 +79,11 @@ def _transfers(devices: Sequence[Device]) -> Found:
     ended = time.perf_counter()
     for device, words, read in zip(devices, written, back, strict=True):
         if wrong := int(np.count_nonzero(words != read)):
-            raise Wrong(f"Chip {device.id} returns {wrong} of {words.size} words changed.")
+            raise CheckFailed(f"Chip {device.id} returns {wrong} of {words.size} words changed.")
     total = len(devices) * written_bytes / 1e9
     rates = {"to_chips": total / max(between - started, 1e-9), "from_chips": total / max(ended - between, 1e-9)}
     learnt = MachineRecord(rates=rates if devices[0].platform == "tpu" else {})
-    return Found(values={f"{name}_gb_per_s": round(rate, 3) for name, rate in rates.items()}, learnt=learnt)
+    return Measurement(values={f"{name}_gb_per_s": round(rate, 3) for name, rate in rates.items()}, learnt=learnt)
 
 
 def _exchange(devices: Sequence[Device]) -> None:
@@ -100,7 +102,7 @@ def _exchange(devices: Sequence[Device]) -> None:
     for what, actual, want in zip(("sum over all", "all-to-all", "ring"), got, expected, strict=True):
         wrong = (_read(actual) != want).any(axis=1)
         if wrong.any():
-            raise Wrong(f"The {what} is wrong on {_named(devices, wrong)}.")
+            raise CheckFailed(f"The {what} is wrong on {_format_chips(devices, wrong)}.")
 
 
 def _products(devices: Sequence[Device]) -> None:
@@ -116,16 +118,18 @@ def _products(devices: Sequence[Device]) -> None:
     expected = left.astype(np.float64) @ right
     close = np.abs(products - expected).max(axis=(1, 2)) < 1e-5 * np.abs(expected).max()  # NaN is not close
     if not close.all():
-        raise Wrong(f"A product of matrices is wrong on {_named(devices, ~close)}.")
+        raise CheckFailed(f"A product of matrices is wrong on {_format_chips(devices, ~close)}.")
     other = (products != products[:1]).any(axis=(1, 2))
     if other.any():
-        raise Wrong(f"The same product differs on {_named(devices, other)} from that of chip {devices[0].id}.")
+        raise CheckFailed(
+            f"The same product differs on {_format_chips(devices, other)} from that of chip {devices[0].id}."
+        )
 
 
 def _read(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-def _named(devices: Sequence[Device], wrong: np.ndarray) -> str:
+def _format_chips(devices: Sequence[Device], wrong: np.ndarray) -> str:
     ids = [str(device.id) for device, is_wrong in zip(devices, wrong, strict=True) if is_wrong]
     return f"chip{'s' * (len(ids) > 1)} {', '.join(ids)}"

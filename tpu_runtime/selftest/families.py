@@ -21,21 +21,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoints.model_ref import Expected, ModelRef
+from ..checkpoints.model_ref import ModelRef, PlannedGeneration
 from ..engine.engine import Engine
 from ..engine.payloads import Conditioning, ImageCondition, Latent
 from ..engine.prompt_cache import Encoded, PromptCache
 from ..model_spec import STAGES, ModelSpec, Settings
 from ..precision import Precision
 from ..progress import Preview, Progress
-from .checks import Arrays, Bound, Check, Wrong
+from .checks import Arrays, Check, CheckFailed, Tolerance
 
 NUM_FRAMES, NUM_STEPS = 9, 4  # three latent frames, and steps for both experts
-TIGHT, TIGHT_ON_TPU = Bound(error=2e-5, slope=1e-4), Bound(error=1e-3, slope=1e-3)
-COARSE = Bound(error=1.5e-1, slope=1e-2)
+TIGHT, TIGHT_ON_TPU = Tolerance(error=2e-5, slope=1e-4), Tolerance(error=1e-3, slope=1e-3)
+COARSE = Tolerance(error=1.5e-1, slope=1e-2)
 
 
-class Unkept(PromptCache):
+class NoPromptCache(PromptCache):
     """A prompt cache that encodes every time: the chips must not get results of the host or of an earlier process."""
 
     def get(self, key: str, family: str, encode: Any, decide: Any) -> Encoded:
@@ -67,14 +67,14 @@ class Estimates:
         self._progress.step(done, total, unit, preview)
 
 
-def engine(devices: Sequence[Any], **how: Any) -> Engine:
+def make_engine(devices: Sequence[Any], **how: Any) -> Engine:
     """Return an engine that caches no encoded prompts. how: arguments of `Engine`."""
     uncached = Engine(devices, **how)
-    uncached.prompt_cache = Unkept()
+    uncached.prompt_cache = NoPromptCache()
     return uncached
 
 
-def settings_of(spec: ModelSpec) -> Settings:
+def make_settings(spec: ModelSpec) -> Settings:
     """Return settings with 6 x 8 patches, which autoencoders split over 2, 4 or 8 chips; few frames and steps."""
     sizes = {"height": spec.miniature.inputs["height"] // 5 * 6, "width": spec.miniature.inputs["width"] // 7 * 8}
     if not spec.is_image:
@@ -82,7 +82,7 @@ def settings_of(spec: ModelSpec) -> Settings:
     return spec.settings(**sizes, num_inference_steps=NUM_STEPS)
 
 
-def picture(spec: ModelSpec, settings: Settings) -> torch.Tensor:
+def make_image(spec: ModelSpec, settings: Settings) -> torch.Tensor:
     """Return images `[number, height, width, 3]` in 0..1: waves of another length in each colour."""
     size = (spec.pictures.numbers[0], settings.height, settings.width, 3)
     number, row, column, colour = np.indices(size)
@@ -95,7 +95,7 @@ def checks(spec: ModelSpec, host: Engine, chips: Engine, precisions: Sequence[Pr
 
     host, chips: engines. precisions: those to check.
     """
-    settings, references = settings_of(spec), list[Generation]()
+    settings, references = make_settings(spec), list[Generation]()
 
     def refer(progress: Progress) -> None:
         references.append(_generate(spec, settings, host, progress))
@@ -132,11 +132,11 @@ def _denoise(
 
 def _generate(spec: ModelSpec, settings: Settings, host: Engine, progress: Progress) -> Generation:
     model, estimates = _model(spec, "float32"), Estimates(progress)
-    host.expect([Expected(model=model, stages=STAGES[1:], settings=settings)])
+    host.expect([PlannedGeneration(model=model, stages=STAGES[1:], settings=settings)])
     texts = _encode(spec, host, model, progress)
     condition = None
     if spec.pictures.encode is not None:
-        condition = host.run("image", model, progress, image=picture(spec, settings), settings=settings)
+        condition = host.run("image", model, progress, image=make_image(spec, settings), settings=settings)
     latents = _denoise(host, model, settings, texts, condition, estimates)
     frames = host.run("decode", model, progress, latents=latents)
     return Generation(texts=texts, condition=condition, estimates=estimates.kept, latents=latents, frames=frames)
@@ -155,19 +155,19 @@ def _stages(
         return Check(family=spec.title, stage=stage, precision=precision, bound=bound, run=run)
 
     def encode(progress: Progress) -> tuple[Arrays, Arrays]:
-        chips.expect([Expected(model=model, stages=later, settings=settings)])
+        chips.expect([PlannedGeneration(model=model, stages=later, settings=settings)])
         return _texts(_encode(spec, chips, model, progress)), _texts(reference.texts)
 
     def encode_image(progress: Progress) -> tuple[Arrays, Arrays]:
         assert reference.condition is not None
-        ours = chips.run("image", model, progress, image=picture(spec, settings), settings=settings)
+        ours = chips.run("image", model, progress, image=make_image(spec, settings), settings=settings)
         return ours["tensors"], reference.condition["tensors"]
 
     def first_step(progress: Progress) -> tuple[Arrays, Arrays]:
         estimates = Estimates(progress)
         _denoise(chips, model, settings, reference.texts, reference.condition, estimates)
         denoised.extend(estimates.kept)
-        return _added(spec, settings, denoised[0], reference.estimates[0])
+        return _subtract_noise(spec, settings, denoised[0], reference.estimates[0])
 
     def decode(progress: Progress) -> tuple[Arrays, Arrays]:
         frames = chips.run("decode", model, progress, latents=reference.latents)
@@ -178,7 +178,9 @@ def _stages(
         yield check("image condition", encode_image)
     yield check("first step", first_step)
     if denoised:
-        yield check("last step", lambda progress: _added(spec, settings, denoised[-1], reference.estimates[-1]))
+        yield check(
+            "last step", lambda progress: _subtract_noise(spec, settings, denoised[-1], reference.estimates[-1])
+        )
     if not is_long:
         yield check("frames", decode)
     yield Check(
@@ -186,7 +188,9 @@ def _stages(
     )
 
 
-def _added(spec: ModelSpec, settings: Settings, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[Arrays, Arrays]:
+def _subtract_noise(
+    spec: ModelSpec, settings: Settings, ours: torch.Tensor, theirs: torch.Tensor
+) -> tuple[Arrays, Arrays]:
     """Return both estimates `[1, channels, ...]` without the reference's share of the initial noise."""
     noise = spec.recipe.noise(spec.geometry.latent_shape(settings), torch.Generator().manual_seed(settings.seed))
     share = (theirs * noise).sum() / noise.square().sum()
@@ -213,7 +217,7 @@ def _same_weights(spec: ModelSpec, host: Engine, chips: Engine) -> None:
             for shard in weight.addressable_shards:
                 wrong = np.count_nonzero(np.asarray(shard.data) != want[shard.index])
                 if wrong:
-                    raise Wrong(
+                    raise CheckFailed(
                         f"{wrong} of {shard.data.size} values of {resident.component}'s {name} on chip "
                         f"{shard.device.id} differ from the host's."
                     )

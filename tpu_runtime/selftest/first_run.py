@@ -15,7 +15,7 @@ from .. import children
 from ..machine import bus, device_access, record
 from ..machine.record import MachineRecord
 from . import report
-from .checks import CheckResult, result
+from .checks import CheckResult, parse_result
 from .groups import REOPEN, CheckGroup
 from .report import UNFINISHED, ChipRecord, SelftestReport
 
@@ -23,11 +23,11 @@ from .report import UNFINISHED, ChipRecord, SelftestReport
 START_S = 300.0
 # Seconds from its last line to its end.
 END_S = 60.0
-BEGIN, REOPENED = "start of the process", "open and exit in a row"
+START_TITLE, REOPEN_TITLE = "start of the process", "open and exit in a row"
 NUM_REOPENINGS = 5
 # Groups in a row whose process did not reach a check, after which the rest is skipped: because it failed, or because
 # another process held the chips.
-MOST_IN_VAIN, MAX_BUSY_GROUPS = 2, 2
+MAX_FAILED_STARTS, MAX_BUSY_GROUPS = 2, 2
 
 
 class FirstRun:
@@ -56,9 +56,9 @@ class FirstRun:
 
     def report(self) -> SelftestReport:
         """Return the report of the checks so far."""
-        known = record.read(self._key) if self._key else MachineRecord()
+        known = record.read_record(self._key) if self._key else MachineRecord()
         elapsed_s = time.monotonic() - self._started
-        return report.make(self._platform, self.chips, self.models, self.rows, elapsed_s, known)
+        return report.make_report(self._platform, self.chips, self.models, self.rows, elapsed_s, known)
 
     def run(self, groups: Iterable[CheckGroup]) -> None:
         """Run every group, as long as processes reach a check: otherwise each would wait in vain."""
@@ -75,12 +75,12 @@ class FirstRun:
                 else:
                     self._group(group, folder)
                 made = self.rows[before:]
-                in_vain = in_vain + 1 if [row for row in made if row.stage == BEGIN and row.problem] else 0
+                in_vain = in_vain + 1 if [row for row in made if row.stage == START_TITLE and row.problem] else 0
                 busy = busy + 1 if [row for row in made if row.is_skipped] else 0
                 if busy == MAX_BUSY_GROUPS:
                     self._skip(chosen[position + 1 :], made[-1].note)
                     return
-                if (not self.chips and not busy) or in_vain == MOST_IN_VAIN:
+                if (not self.chips and not busy) or in_vain == MAX_FAILED_STARTS:
                     return
 
     def _run_together(self, chosen: Sequence[CheckGroup], folder: str) -> None:
@@ -100,12 +100,12 @@ class FirstRun:
                 return
             made = self.rows[before:]
             done += [row.title for row in made]
-            if not group.goes_on or made[-1].stage == BEGIN:
+            if not group.continue_on_failure or made[-1].stage == START_TITLE:
                 return
 
     def _reopen(self, group: CheckGroup, folder: str) -> None:
         """Open the chips by several processes in a row, and record how long each waited for them in seconds."""
-        self._begin(group.name, REOPENED, "", MachineRecord())
+        self._begin(group.name, REOPEN_TITLE, "", MachineRecord())
         started, values = self._begun, dict[str, float]()
         row = self.rows[-1]
         for number in range(1, NUM_REOPENINGS + 1):
@@ -123,24 +123,24 @@ class FirstRun:
 
     def _explain(self, busy: str) -> str:
         """Add to DevicesBusy's sentence the other possible cause, where an earlier process had the chips."""
-        if not self.chips or bus.holders():
+        if not self.chips or bus.find_holders():
             return busy
         return f"{busy} If this sandbox lets only one process open the chips, start it anew and add --one-process."
 
     def _skip(self, left_out: Sequence[CheckGroup], note: str) -> None:
         """Add a row for each group that does not run, with the reason."""
         for group in left_out:
-            self._begin(group.name, BEGIN, "", MachineRecord())
+            self._begin(group.name, START_TITLE, "", MachineRecord())
             self._end(replace(self.rows[-1], problem="", note=note, is_skipped=True))
 
     def _process(self, chosen: Sequence[CheckGroup], job: dict[str, Any]) -> bool:
         """Run groups in one process, with a row per check. Return whether the process ended regularly."""
-        self._begin(chosen[0].name, BEGIN, "", MachineRecord())
+        self._begin(chosen[0].name, START_TITLE, "", MachineRecord())
         device_access.wait_for_release(self._shown)
         self._begun = time.monotonic()
         deadlines = {group.name: group.deadline_s for group in chosen}
         limit_s, is_begun = START_S, False
-        with children.answering("selftest.child", {**job, "groups": list(deadlines)}) as child:
+        with children.run_module_child("selftest.child", {**job, "groups": list(deadlines)}) as child:
             while True:
                 try:
                     line = child.line(self._begun + limit_s - time.monotonic())
@@ -155,14 +155,14 @@ class FirstRun:
                     is_begun, limit_s = True, deadlines[line["group"]]
                     self._begun_groups.add(line["group"])
                     family, stage, precision = line["begins"]
-                    self._begin(family, stage, precision, record.parsed(line["if_lost"]))
+                    self._begin(family, stage, precision, record.parse_record(line["if_lost"]))
                 elif "row" in line:
-                    row = result(line["row"])
+                    row = parse_result(line["row"])
                     self._end(row)
                     if row.is_lost:
                         return False
                 elif "chips" in line:
-                    self._arrived(line)
+                    self._record_chips(line)
                 elif "busy" in line:
                     self._end(replace(self.rows[-1], problem="", note=self._explain(line["busy"]), is_skipped=True))
                     return False
@@ -179,7 +179,7 @@ class FirstRun:
                 return True
             if is_over and self.rows[-1].problem != UNFINISHED:
                 return True
-            self._end_lost(f"Its process ended {_ending(code)}{child.last_words()}.")
+            self._end_lost(f"Its process ended {_ending(code)}{child.last_error_line()}.")
             return False
 
     def _begin(self, family: str, stage: str, precision: str, if_lost: MachineRecord) -> None:
@@ -204,7 +204,7 @@ class FirstRun:
             self._begin(self.rows[-1].family, "end of the process", "", MachineRecord())
         self._end(replace(self.rows[-1], problem=problem, seconds=seconds, is_lost=True))
 
-    def _arrived(self, line: dict[str, Any]) -> None:
+    def _record_chips(self, line: dict[str, Any]) -> None:
         """Record that a process has opened the chips.
 
         The first one clears the machine's record, so that everything is found out again.
@@ -214,14 +214,14 @@ class FirstRun:
             return
         self.chips = [ChipRecord(**chip) for chip in line["chips"]]
         self._platform = line["platform"]
-        self._key = record.key_of(self.chips[0].kind, len(self.chips))
-        record.write(self._key, MachineRecord())
+        self._key = record.machine_key(self.chips[0].kind, len(self.chips))
+        record.write_record(self._key, MachineRecord())
 
     def _learn(self, row: CheckResult) -> None:
         if row.learnt == MachineRecord() or not self._key:
             return
         sentences = (f"Self-test, {row.title}: {row.problem}",) if row.problem else ()
-        record.add(self._key, replace(row.learnt, sentences=sentences))
+        record.update_record(self._key, replace(row.learnt, sentences=sentences))
 
 
 def _ending(code: int) -> str:

@@ -15,7 +15,7 @@ class CheckGroup:
 
     name: str
     deadline_s: float = 120.0  # per check
-    goes_on: bool = True  # whether another process continues after a check that lost the chips
+    continue_on_failure: bool = True  # whether another process continues after a check that lost the chips
     is_plain: bool = False  # part of `selftest` without --first-run
 
 
@@ -40,15 +40,15 @@ QUICK = (START, "transfers", "together", "kernels")
 QUICK_MODELS = ("z-image-turbo",)
 
 
-def quick(models: Iterable[str]) -> Iterator[CheckGroup]:
+def quick_groups(models: Iterable[str]) -> Iterator[CheckGroup]:
     """Yield the groups that decide whether a first image works, with these models' miniatures last."""
     chosen = list(models)
     skipped = {group.name for group in FIRST} - set(QUICK)
-    yield from (group for group in all_of(chosen) if group.name not in skipped)
+    yield from (group for group in all_groups(chosen) if group.name not in skipped)
 
 
-def all_of(models: Iterable[str]) -> Iterator[CheckGroup]:
+def all_groups(models: Iterable[str]) -> Iterator[CheckGroup]:
     """Yield every group, with these models' miniatures last, because they use everything before."""
     yield from FIRST
     for name in models:
-        yield CheckGroup(name=f"{FAMILY}{name}", deadline_s=420.0, goes_on=False, is_plain=True)
+        yield CheckGroup(name=f"{FAMILY}{name}", deadline_s=420.0, continue_on_failure=False, is_plain=True)

@@ -18,24 +18,24 @@ import numpy as np
 from ...attention.api import attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import HeadLayout
-from ...attention.tiles import Nearby, Tiling
+from ...attention.tiles import SlidingTileMask, Tiling
 from ...kernels import choice, convolution, linear_int8, modulation, names, residual_norm
-from ...kernels.attention_form import TAKES_INT8, Form, fastest
+from ...kernels.attention_form import INT8_ATTENTION_CHIPS, AttentionConfig, choose_config
 from ...kernels.chip import VMEM_MIB
 from ...kernels.prologue import Norm
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
-from ..machine.fallbacks import Fallbacks, explained
+from ..machine.fallbacks import Fallbacks, classify_compile_error
 from ..machine.record import MachineRecord
-from .checks import Arrays, Bound, Check, Wrong, judge
+from .checks import Arrays, Check, CheckFailed, Tolerance, compare_arrays
 
 Pair = tuple[jax.Array, jax.Array]
 FAMILY = "kernels"
 HEAD_SIZES = (64, 128)
 # For sums in another order; in bfloat16 also for eight bits of every probability and of the result.
-BOUNDS = {"float32": Bound(error=2e-5, slope=1e-4), "bfloat16": Bound(error=2e-2, slope=3e-3)}
+BOUNDS = {"float32": Tolerance(error=2e-5, slope=1e-4), "bfloat16": Tolerance(error=2e-2, slope=3e-3)}
 # Tiles that interpret mode runs in a second, and enough keys for loops, remainders and several blocks.
-SMALL = Form(block_q=128, step=32, online_step=32)
+SMALL = AttentionConfig(block_q=128, step=32, online_step=32)
 # On a TPU two blocks of queries, of which the second is partial.
 NUM_SMALL, NUM_LARGE = (131, 229), (4000, 5003)
 SMALL_BLOCK, LARGE_BLOCK = 96, 1024
@@ -47,8 +47,8 @@ RERUN, RERUN_FACTOR, SAMPLED = "sampled maximum that fails", 40, 256
 INT8 = "int8 scores"
 LEFT_OUT = f"{INT8} and blocks left out"
 FORMS = ("bounded scores", "sampled maximum", RERUN, "running maximum", "keys in the grid", INT8, LEFT_OUT)
-RERUN_BOUNDS = {"float32": Bound(error=8e-5, slope=1e-4), "bfloat16": BOUNDS["bfloat16"]}
-INT8_BOUND = Bound(error=8e-2, slope=2e-2)
+RERUN_BOUNDS = {"float32": Tolerance(error=8e-5, slope=1e-4), "bfloat16": BOUNDS["bfloat16"]}
+INT8_BOUND = Tolerance(error=8e-2, slope=2e-2)
 
 
 def checks(device: Device, host: Device) -> Iterator[Check]:
@@ -62,8 +62,8 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
             else (RERUN_BOUNDS if RERUN in stage else BOUNDS)[precision]
         )
         return Check(
-            family=FAMILY, stage=stage, precision=precision, bound=bound, if_lost=_without(kernel),
-            run=lambda progress: _on_its_rung(kernel, run, bound),
+            family=FAMILY, stage=stage, precision=precision, bound=bound, if_lost=_without_kernel(kernel),
+            run=lambda progress: _run_with_small_tiles(kernel, run, bound),
         )  # fmt: skip
 
     for head_dim in HEAD_SIZES:
@@ -79,18 +79,20 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
             lambda head_dim=head_dim: _prologue(device, host, head_dim),
         )
     yield check(names.RESIDUAL_NORM, "residual norm", lambda: _residual_norm(device, host))
-    if device.platform != "tpu" or device.device_kind in linear_int8.TAKES_INT8:
+    if device.platform != "tpu" or device.device_kind in linear_int8.INT8_LINEAR_CHIPS:
         yield check(names.LINEAR_INT8, "int8 linear layers", lambda: _linear_int8(device, host))
-    if device.platform != "tpu" or VMEM_MIB.get(device.device_kind, 0) >= convolution.LEAST_MIB:
+    if device.platform != "tpu" or VMEM_MIB.get(device.device_kind, 0) >= convolution.MIN_VMEM_MIB:
         yield check(names.CONVOLUTION, "convolution", lambda: _convolution(device, host))
         yield check(names.MODULATION, "modulation", lambda: _modulation(device, host))
 
 
-def _without(kernel: str) -> MachineRecord:
-    return MachineRecord(fallbacks=Fallbacks(kernels=choice.Rungs(off=(kernel,))))
+def _without_kernel(kernel: str) -> MachineRecord:
+    return MachineRecord(fallbacks=Fallbacks(kernels=choice.KernelFallbacks(off=(kernel,))))
 
 
-def _on_its_rung(kernel: str, run: Callable[[], tuple[Arrays, Arrays]], bound: Bound) -> tuple[Arrays, Arrays]:
+def _run_with_small_tiles(
+    kernel: str, run: Callable[[], tuple[Arrays, Arrays]], bound: Tolerance
+) -> tuple[Arrays, Arrays]:
     """Return the result of `run`. Raises Wrong if the kernel does not compile.
 
     The error's message says whether smaller tiles help. kernel: its name. bound: the tolerance.
@@ -98,31 +100,33 @@ def _on_its_rung(kernel: str, run: Callable[[], tuple[Arrays, Arrays]], bound: B
     try:
         return run()
     except Exception as error:
-        if (refused := explained(error, f"the kernel {kernel}")) is None:
+        if (refused := classify_compile_error(error, f"the kernel {kernel}")) is None:
             raise
         reason = refused.reason
-    small = choice.Rungs(small=(kernel,))
+    small = choice.KernelFallbacks(small=(kernel,))
     try:
-        with choice.on(small):
-            *_, problem = judge(*run(), bound)
+        with choice.use_fallbacks(small):
+            *_, problem = compare_arrays(*run(), bound)
     except Exception as error:
-        if explained(error, kernel) is None:
+        if classify_compile_error(error, kernel) is None:
             raise
         problem = str(error)
     if problem:
-        raise Wrong(f"{kernel} does not compile ({reason}), and smaller tiles do not help: XLA computes in its place.")
+        raise CheckFailed(
+            f"{kernel} does not compile ({reason}), and smaller tiles do not help: XLA computes in its place."
+        )
     learnt = MachineRecord(fallbacks=Fallbacks(kernels=small))
-    raise Wrong(f"{kernel} does not compile ({reason}): it takes smaller tiles.", learnt)
+    raise CheckFailed(f"{kernel} does not compile ({reason}): it takes smaller tiles.", learnt)
 
 
-def _forms(device: Device, head_dim: int) -> dict[str, Form]:
+def _forms(device: Device, head_dim: int) -> dict[str, AttentionConfig]:
     """Return the variants of the attention kernel, with the tiles that it would choose."""
     form, int8, block = SMALL, replace(SMALL, scores="int8"), SMALL_BLOCK
     if device.platform == "tpu":
         (q_seq, kv_seq), block = NUM_LARGE, LARGE_BLOCK
         size = {"q_seq": q_seq, "kv_rows": [kv_seq], "heads": 2, "head_dim": head_dim, "itemsize": 2}
-        form = fastest(device.device_kind, "sampled", **size)
-        int8 = fastest(device.device_kind, "sampled", scores="int8", **size)
+        form = choose_config(device.device_kind, "sampled", **size)
+        int8 = choose_config(device.device_kind, "sampled", scores="int8", **size)
     forms = {
         INT8: int8,
         LEFT_OUT: int8,
@@ -132,7 +136,7 @@ def _forms(device: Device, head_dim: int) -> dict[str, Form]:
         "running maximum": replace(form, maximum="online"),
         "keys in the grid": replace(form, maximum="online", block_kv=block),
     }
-    has_int8 = device.platform != "tpu" or device.device_kind in TAKES_INT8
+    has_int8 = device.platform != "tpu" or device.device_kind in INT8_ATTENTION_CHIPS
     return {name: forms[name] for name in FORMS if has_int8 or INT8 not in name}
 
 
@@ -140,12 +144,12 @@ def _attention(device: Device, host: Device, name: str, head_dim: int) -> tuple[
     """Check four rows of different lengths: all keys, one key, full tiles, and some."""
     form = _forms(device, head_dim)[name]
     if name == LEFT_OUT:
-        return _nearby(device, host, form, head_dim)
+        return _sliding_tiles(device, host, form, head_dim)
     q_seq, kv_seq = NUM_LARGE if device.platform == "tpu" else NUM_SMALL
     kv_seq += SAMPLED // 2 if name == RERUN else 0
     lengths = np.array([kv_seq, 1, 128, kv_seq - 32], np.int32)
     random = np.random.default_rng(head_dim)
-    q, k, v = (_rounded(random.normal(size=(4, seq, 2, head_dim)), device) for seq in (q_seq, kv_seq, kv_seq))
+    q, k, v = (_to_device_dtype(random.normal(size=(4, seq, 2, head_dim)), device) for seq in (q_seq, kv_seq, kv_seq))
     if name == RERUN:
         k[:, SAMPLED:] *= RERUN_FACTOR
     is_padding = np.arange(kv_seq)[None, :] >= lengths[:, None]
@@ -159,20 +163,20 @@ def _attention(device: Device, host: Device, name: str, head_dim: int) -> tuple[
     return {"attention": ours}, {"attention": run(host, AttentionPolicy(kernel="reference"))}
 
 
-def _nearby(device: Device, host: Device, form: Form, head_dim: int) -> tuple[Arrays, Arrays]:
+def _sliding_tiles(device: Device, host: Device, form: AttentionConfig, head_dim: int) -> tuple[Arrays, Arrays]:
     """Check twelve tiles, each of which attends to four; rows between them are NaN."""
     tiles = Tiling(sizes=(12, 16, 15), tile=(1, 16, 15))
     random = np.random.default_rng(head_dim)
-    q, k, v = (_rounded(random.normal(size=(1, len(tiles.token_of), 2, head_dim)), device) for _ in range(3))
+    q, k, v = (_to_device_dtype(random.normal(size=(1, len(tiles.row_tokens), 2, head_dim)), device) for _ in range(3))
     for x in (k, v):
-        x[:, np.setdiff1d(np.arange(x.shape[1]), tiles.row_of)] = np.nan
+        x[:, np.setdiff1d(np.arange(x.shape[1]), tiles.token_rows)] = np.nan
 
     def run(on: Device, policy: AttentionPolicy) -> Arrays:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, is_sparse: jax.Array) -> jax.Array:
-            nearby = Nearby(tiles=tiles, is_sparse=is_sparse)
+            nearby = SlidingTileMask(tiles=tiles, is_sparse=is_sparse)
             return attention(q, k, v, mesh=make_mesh([on], MeshShape()), policy=policy, nearby=nearby)
 
-        return {"attention": _run(on, attend, q, k, v, np.array(True))[:, tiles.row_of]}
+        return {"attention": _run(on, attend, q, k, v, np.array(True))[:, tiles.token_rows]}
 
     return run(device, AttentionPolicy(kernel="pallas", form=form)), run(host, AttentionPolicy(kernel="reference"))
 
@@ -181,7 +185,7 @@ def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arra
     """Check the norm of each head and the rotation, in the layout that chips exchange, and back."""
     seq, heads = 139, 1024 // head_dim
     random = np.random.default_rng(head_dim)
-    x = _rounded(random.normal(size=(2, seq, heads * head_dim)), device)
+    x = _to_device_dtype(random.normal(size=(2, seq, heads * head_dim)), device)
     weight, angles = random.normal(size=head_dim), np.repeat(random.normal(size=(seq, head_dim // 2)), 2, axis=1)
     tables = np.cos(angles)[None].astype(np.float32), np.sin(angles)[None].astype(np.float32)
 
@@ -201,7 +205,7 @@ def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arra
 def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     """Check a residual sum and the norm after it, with other vectors for the first tokens."""
     random = np.random.default_rng(3)
-    x, update = (_rounded(random.normal(size=(2, 139, 384)), device) for _ in range(2))
+    x, update = (_to_device_dtype(random.normal(size=(2, 139, 384)), device) for _ in range(2))
     gate, shift = (random.normal(size=(2, 2, 384)).astype(np.float32) for _ in range(2))
     scale, leading = random.normal(size=(1, 384)).astype(np.float32), np.array(130, np.int32)
 
@@ -224,35 +228,35 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     """
     random = np.random.default_rng(4)
     tokens, ins, outs, layer = (4000, 1024, 1536, 1) if device.platform == "tpu" else (139, 128, 256, 1)
-    block = linear_int8.block_of(ins, chips=1)
-    x = _rounded(random.normal(size=(1, tokens, ins)), device)
-    first, second = (_rounded(random.normal(size=(3, outs, ins)) / math.sqrt(ins), device) for _ in range(2))
-    bias, gate = (_rounded(random.normal(size=size), device) for size in (outs, (1, outs)))
-    onto = _rounded(random.normal(size=(1, tokens, outs)), device)
+    block = linear_int8.rotation_block(ins, chips=1)
+    x = _to_device_dtype(random.normal(size=(1, tokens, ins)), device)
+    first, second = (_to_device_dtype(random.normal(size=(3, outs, ins)) / math.sqrt(ins), device) for _ in range(2))
+    bias, gate = (_to_device_dtype(random.normal(size=size), device) for size in (outs, (1, outs)))
+    onto = _to_device_dtype(random.normal(size=(1, tokens, outs)), device)
 
     def run(on: Device, *, kernel: bool) -> Arrays:
         interpret = on.platform != "tpu"
 
         def exact(x: Any, factors: Sequence[Any], activation: str | None, onto: Any = None) -> list[jax.Array]:
             outs = [x @ factor[layer].T if bias is None else x @ factor[layer].T + bias for factor, bias in factors]
-            outs = linear_int8.activated(outs, activation)
+            outs = linear_int8.apply_activation(outs, activation)
             return outs if onto is None else [onto.x + onto.gate * outs[0]]
 
         def rounded(x: Any, factors: Sequence[Any], activation: str | None, onto: Any = None) -> list[jax.Array]:
             weights = []
             for factor, bias in factors:
-                numbers, scale = linear_int8.rounded(linear_int8.rotated_weight(factor, 2, block), (2,))
-                weights.append(linear_int8.Rounded(numbers, scale[layer], bias))
+                numbers, scale = linear_int8.quantize(linear_int8.rotate_weight(factor, 2, block), (2,))
+                weights.append(linear_int8.Int8Weight(numbers, scale[layer], bias))
             how = {"block": block, "activation": activation, "turned": False, "layer": jnp.int32(layer)}
             if activation == "silu":
-                x = linear_int8.round_tokens(x, block=block, kernel=True, interpret=interpret)
-            return linear_int8.by_kernel([x], weights, **how, onto=onto, interpret=interpret)
+                x = linear_int8.quantize_tokens(x, block=block, kernel=True, interpret=interpret)
+            return linear_int8.linear_int8_kernel([x], weights, **how, onto=onto, interpret=interpret)
 
         def all_ways(x: Any, first: Any, second: Any, bias: Any, onto: Any, gate: Any) -> Arrays:
             apply = rounded if kernel else exact
             two = apply(x, [(first, bias), (second, None)], None)
             (gelu,), (gated,) = apply(x, [(first, bias)], "gelu"), apply(x, [(first, None), (second, None)], "silu")
-            (added,) = apply(x, [(first, bias)], None, linear_int8.Residual(onto, gate))
+            (added,) = apply(x, [(first, bias)], None, linear_int8.GatedResidual(onto, gate))
             return {"first": two[0], "second": two[1], "with a GELU": gelu, "gated": gated, "added": added}
 
         with jax.set_mesh(make_mesh([on], MeshShape())):
@@ -270,13 +274,13 @@ def _convolution(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     random = np.random.default_rng(5)
     # Columns of whole registers and a rest; outputs of one block, and of several.
     ins, outs, frames, rows, columns = (256, 512, 4, 48, 90) if device.platform == "tpu" else (5, 7, 4, 8, 40)
-    x, past = (_rounded(random.normal(size=(1, ins, n, rows, columns)), device) for n in (frames, 2))
+    x, past = (_to_device_dtype(random.normal(size=(1, ins, n, rows, columns)), device) for n in (frames, 2))
     volume, picture = (
-        _rounded(random.normal(size=(outs, ins, *places)) / math.sqrt(ins * math.prod(places)), device)
+        _to_device_dtype(random.normal(size=(outs, ins, *places)) / math.sqrt(ins * math.prod(places)), device)
         for places in ((3, 3, 3), (1, 3, 3))
     )
-    bias, gain = (_rounded(random.normal(size=count), device) for count in (outs, ins))
-    onto = _rounded(random.normal(size=(1, outs, frames, rows, columns)), device)
+    bias, gain = (_to_device_dtype(random.normal(size=count), device) for count in (outs, ins))
+    onto = _to_device_dtype(random.normal(size=(1, outs, frames, rows, columns)), device)
 
     def run(on: Device, *, kernel: bool) -> Arrays:
         def all_ways(x: Any, past: Any, volume: Any, picture: Any, bias: Any, gain: Any, onto: Any) -> Arrays:
@@ -303,19 +307,21 @@ def _modulation(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     """Check an image whose second map has half of its rows."""
     random = np.random.default_rng(6)
     channels, rows, columns = (256, 48, 90) if device.platform == "tpu" else (24, 8, 40)
-    x = _rounded(random.normal(size=(1, channels, 3, rows, columns)), device)
-    scale, offset = (_rounded(random.normal(size=(1, channels, 3, rows // 2, columns)), device) for _ in range(2))
+    x = _to_device_dtype(random.normal(size=(1, channels, 3, rows, columns)), device)
+    scale, offset = (
+        _to_device_dtype(random.normal(size=(1, channels, 3, rows // 2, columns)), device) for _ in range(2)
+    )
     factor, shift = (random.normal(size=channels).astype(np.float32) for _ in range(2))
 
     def run(on: Device, *, kernel: bool) -> np.ndarray:
-        how = partial(modulation.modulated, interpret=on.platform != "tpu") if kernel else modulation.reference
+        how = partial(modulation.modulate, interpret=on.platform != "tpu") if kernel else modulation.reference
         with jax.set_mesh(make_mesh([on], MeshShape())):
             return _run(on, how, x, factor, shift, scale, offset)
 
     return {"modulated": run(device, kernel=True)}, {"modulated": run(host, kernel=False)}
 
 
-def _rounded(x: np.ndarray, device: Device) -> np.ndarray:
+def _to_device_dtype(x: np.ndarray, device: Device) -> np.ndarray:
     """Return `x` `[...]` in the dtype of the device's runs."""
     return x.astype(jnp.bfloat16 if device.platform == "tpu" else np.float32)
 

@@ -11,8 +11,8 @@ from jax.sharding import SingleDeviceSharding
 from ...sharding.mesh import Device
 from .. import device_memory
 from ..machine.record import MachineRecord
-from ..units import GIB, MIB, readable
-from .checks import Check, Found, Wrong
+from ..units import GIB, MIB, format_size
+from .checks import Check, CheckFailed, Measurement
 
 FAMILY = "memory"
 PIECES = 32  # in which a chip is filled
@@ -28,41 +28,45 @@ def checks(devices: Sequence[Device]) -> Iterator[Check]:
         yield Check(family=FAMILY, stage=stage, precision="", run=lambda progress, run=run: run(devices[0]))
 
 
-def _numbers(device: Device) -> Found:
+def _numbers(device: Device) -> Measurement:
     """Check `bytes_in_use` before and with an array, after a program with temporaries, and after all is freed."""
-    before = device_memory.of(device)
+    before = device_memory.memory_stats(device)
     if before.limit_bytes is None or before.in_use_bytes is None:
-        return Found(note=f"a {device.device_kind} does not report its memory")
+        return Measurement(note=f"a {device.device_kind} does not report its memory")
     size = before.limit_bytes // 8 // MIB * MIB
-    array = _filled(device, size)
-    used_more = _used(device) - before.in_use_bytes
+    array = _allocate(device, size)
+    used_more = _used_bytes(device) - before.in_use_bytes
     if not size <= used_more <= size * (1 + SLACK_SHARE) + MIB:
-        raise Wrong(f"With {readable(size)} written the chip says that {readable(used_more)} more are in use.")
+        raise CheckFailed(
+            f"With {format_size(size)} written the chip says that {format_size(used_more)} more are in use."
+        )
     # Sorting needs the same amount again while it runs.
     sort = jax.jit(lambda x: jnp.sort(x, axis=0)[:1]).lower(array).compile()
     jax.block_until_ready(sort(array))
-    after = device_memory.of(device)
+    after = device_memory.memory_stats(device)
     array.delete()
-    left = _used(device) - before.in_use_bytes
+    left = _used_bytes(device) - before.in_use_bytes
     # A runtime may count the code of loaded programs as in use: 8.4 MiB for the sort on v6e.
     if left > MIB + _code_bytes(sort) + _code_bytes(_maker(device, size // 512).lower().compile()):
-        raise Wrong(f"With all of {readable(size)} freed the chip says that {readable(left)} of it are in use.")
+        raise CheckFailed(
+            f"With all of {format_size(size)} freed the chip says that {format_size(left)} of it are in use."
+        )
     values = {f"{name.removesuffix('_bytes')}_gib": round(value / GIB, 4) for name, value in after.known.items()}
-    return Found(values=values | {"array_gib": round(size / GIB, 4)})
+    return Measurement(values=values | {"array_gib": round(size / GIB, 4)})
 
 
-def _room(device: Device) -> Found:
+def _room(device: Device) -> Measurement:
     """Find out how much of the limit can be filled in pieces, as weights fill it."""
-    limit_bytes = device_memory.of(device).limit_bytes
+    limit_bytes = device_memory.memory_stats(device).limit_bytes
     if limit_bytes is None:
-        return Found(note=f"a {device.device_kind} does not report its memory")
+        return Measurement(note=f"a {device.device_kind} does not report its memory")
     reason = ""
     for share in RESERVES:
-        free_bytes = int(limit_bytes * (1 - share)) - _used(device)
+        free_bytes = int(limit_bytes * (1 - share)) - _used_bytes(device)
         arrays: list[jax.Array] = []
         try:
             for _ in range(PIECES):
-                arrays.append(_filled(device, free_bytes // PIECES))
+                arrays.append(_allocate(device, free_bytes // PIECES))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -70,17 +74,17 @@ def _room(device: Device) -> Found:
         else:
             learnt = MachineRecord(reserve_share=share)
             if share == RESERVES[0]:
-                return Found(values={"reserve_share": share}, learnt=learnt)
-            raise Wrong(
-                f"Of {readable(limit_bytes)} only {100 * (1 - share):.0f} % can be filled ({reason}): "
+                return Measurement(values={"reserve_share": share}, learnt=learnt)
+            raise CheckFailed(
+                f"Of {format_size(limit_bytes)} only {100 * (1 - share):.0f} % can be filled ({reason}): "
                 f"{100 * share:.0f} % are left free from now on.",
                 learnt,
             )
         finally:
             for array in arrays:
                 array.delete()
-    raise Wrong(
-        f"Of {readable(limit_bytes)} not even {100 * (1 - RESERVES[-1]):.0f} % can be filled ({reason}).",
+    raise CheckFailed(
+        f"Of {format_size(limit_bytes)} not even {100 * (1 - RESERVES[-1]):.0f} % can be filled ({reason}).",
         MachineRecord(reserve_share=RESERVES[-1]),
     )
 
@@ -91,11 +95,11 @@ def _code_bytes(program: Any) -> int:
     return int(getattr(analysis, "generated_code_size_in_bytes", 0) or 0)
 
 
-def _used(device: Device) -> int:
-    return device_memory.of(device).in_use_bytes or 0
+def _used_bytes(device: Device) -> int:
+    return device_memory.memory_stats(device).in_use_bytes or 0
 
 
-def _filled(device: Device, size: int) -> jax.Array:
+def _allocate(device: Device, size: int) -> jax.Array:
     """Return an array of `size` bytes, created on the device."""
     return jax.block_until_ready(_maker(device, size // 512)())
 

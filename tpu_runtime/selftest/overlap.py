@@ -18,10 +18,10 @@ from ...kernels import choice, names, residual_norm
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
 from ..machine import fallbacks, record
-from ..machine.fallbacks import OVERLAP, Fallbacks, Unsupported, explained
+from ..machine.fallbacks import OVERLAP, Fallbacks, Unsupported, classify_compile_error
 from ..machine.record import MachineRecord
-from ..programs.program import step_options
-from .checks import Check, Found, Wrong
+from ..programs.program import step_compiler_options
+from .checks import Check, CheckFailed, Measurement
 
 FAMILY = "options"
 TITLE = "transfers beside a kernel"
@@ -29,16 +29,16 @@ NUM_LAYERS = 4
 # Lanes and tokens per chip. On a TPU each iteration gathers 16 MiB, like the weights of a block.
 ON_TPU, SIMULATED = (2048, 2048), (256, 32)
 # Options are tried without kernels, so that a kernel that halts is not mistaken for a faulty option.
-_NO_KERNEL = choice.Rungs(off=(names.RESIDUAL_NORM,))
+_NO_KERNEL = choice.KernelFallbacks(off=(names.RESIDUAL_NORM,))
 WHAT = ("gathered weights", "exchanged tokens", "sums", "norms")
 
 
-def options(devices: Sequence[Device]) -> Iterator[Check]:
+def check_options(devices: Sequence[Device]) -> Iterator[Check]:
     """Yield a check per compiler option of a denoising step."""
     all_options = _options(devices)
     if not all_options:
         note = f"none are given for {devices[0].device_kind}"
-        yield Check(family=FAMILY, stage="none", precision="", run=lambda progress: Found(note=note))
+        yield Check(family=FAMILY, stage="none", precision="", run=lambda progress: Measurement(note=note))
     for name, value in all_options.items():
         without = MachineRecord(fallbacks=Fallbacks(options=(name,)))
         yield Check(
@@ -47,9 +47,9 @@ def options(devices: Sequence[Device]) -> Iterator[Check]:
         )  # fmt: skip
 
 
-def beside_a_kernel(devices: Sequence[Device]) -> Iterator[Check]:
+def check_overlap(devices: Sequence[Device]) -> Iterator[Check]:
     """Yield the check of all supported options together, with the kernel."""
-    dropped = fallbacks.prefixes(OVERLAP)
+    dropped = fallbacks.option_prefixes(OVERLAP)
     yield Check(
         family="chips", stage=TITLE, precision="", run=lambda progress: _together(devices),
         if_lost=MachineRecord(fallbacks=Fallbacks(options=dropped)),
@@ -59,33 +59,33 @@ def beside_a_kernel(devices: Sequence[Device]) -> Iterator[Check]:
 def _options(devices: Sequence[Device]) -> dict[str, str]:
     """Return the options of all meshes: `tp` and `sp` have different ones."""
     shapes = [MeshShape(sp=len(devices)), MeshShape(tp=len(devices))]
-    return {name: value for shape in shapes for name, value in step_options(make_mesh(devices, shape)).items()}
+    return {name: value for shape in shapes for name, value in step_compiler_options(make_mesh(devices, shape)).items()}
 
 
 def _same(devices: Sequence[Device], given: Mapping[str, str]) -> None:
     """Raise Wrong if the compiler rejects the options, or if they change a result."""
     wrong = _differences(devices, given, _NO_KERNEL)
     if wrong:
-        raise Wrong(f"With {', '.join(given)} these differ: {', '.join(wrong)}.")
+        raise CheckFailed(f"With {', '.join(given)} these differ: {', '.join(wrong)}.")
 
 
-def _together(devices: Sequence[Device]) -> Found:
+def _together(devices: Sequence[Device]) -> Measurement:
     """Check all options together; if results differ, omit overlap options in order until they are equal."""
-    known = record.read(record.key_of(devices[0].device_kind, len(devices))).fallbacks
+    known = record.read_record(record.machine_key(devices[0].device_kind, len(devices))).fallbacks
     taken, rungs = known.left(_options(devices)), known.kernels
     wrong = _differences(devices, taken, rungs)
     if not wrong:
         by = "XLA, for the kernel is off" if names.RESIDUAL_NORM in rungs.off else "the kernel"
-        return Found(note=f"{len(taken)} options; norms by {by}")
+        return Measurement(note=f"{len(taken)} options; norms by {by}")
     problem = f"Next to a kernel these differ: {', '.join(wrong)}"
     for count in range(1, len(OVERLAP) + 1):
-        without = Fallbacks(options=fallbacks.prefixes(OVERLAP[:count]))
+        without = Fallbacks(options=fallbacks.option_prefixes(OVERLAP[:count]))
         if not _differences(devices, without.left(taken), rungs):
-            raise Wrong(f"{problem}; not without {', '.join(OVERLAP[:count])}.", MachineRecord(fallbacks=without))
-    raise Wrong(f"{problem}; without options too.")
+            raise CheckFailed(f"{problem}; not without {', '.join(OVERLAP[:count])}.", MachineRecord(fallbacks=without))
+    raise CheckFailed(f"{problem}; without options too.")
 
 
-def _differences(devices: Sequence[Device], given: Mapping[str, str], rungs: choice.Rungs) -> list[str]:
+def _differences(devices: Sequence[Device], given: Mapping[str, str], rungs: choice.KernelFallbacks) -> list[str]:
     """Return the names of results that differ from arithmetic or, for the norms, from a run without transfers.
 
     devices: that run the loop. given: compiler options. rungs: kernel fallbacks.
@@ -121,7 +121,11 @@ def _arrays(count: int, lanes: int, tokens: int) -> tuple[np.ndarray, ...]:
 
 
 def _run(
-    mesh: Mesh, given: Mapping[str, str], rungs: choice.Rungs, sent: tuple[np.ndarray | None, ...], x: np.ndarray
+    mesh: Mesh,
+    given: Mapping[str, str],
+    rungs: choice.KernelFallbacks,
+    sent: tuple[np.ndarray | None, ...],
+    x: np.ndarray,
 ) -> list[np.ndarray]:
     """Return the loop's results for the arrays `sent`, compiled with the options `given`.
 
@@ -131,12 +135,12 @@ def _run(
     arrays = x, *sent
     placed = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), arrays, _specs(arrays))
     try:
-        compiled = lowered(mesh, rungs, placed).compile(compiler_options=dict(given))
+        compiled = lower_step(mesh, rungs, placed).compile(compiler_options=dict(given))
     except Exception as error:
-        refused = explained(error, TITLE, given)
+        refused = classify_compile_error(error, TITLE, given)
         if refused is None or refused.kind != "option":
             raise
-        raise _refused(refused) from error
+        raise _option_rejected(refused) from error
     return [np.asarray(array) for array in compiled(*placed) if array is not None]
 
 
@@ -146,7 +150,7 @@ def _specs(arrays: tuple[Any, ...]) -> tuple[P | None, ...]:
     return tuple(None if array is None else spec for array, spec in zip(arrays, along, strict=True))
 
 
-def lowered(mesh: Mesh, rungs: choice.Rungs, arrays: tuple[Any, ...]) -> jax.stages.Lowered:
+def lower_step(mesh: Mesh, rungs: choice.KernelFallbacks, arrays: tuple[Any, ...]) -> jax.stages.Lowered:
     """Lower the loop for `arrays` or their shapes: tokens, then weights, tokens and partial sums, None if absent.
 
     mesh: of the loop. rungs: kernel fallbacks.
@@ -175,12 +179,12 @@ def lowered(mesh: Mesh, rungs: choice.Rungs, arrays: tuple[Any, ...]) -> jax.sta
     tokens, weights, *others = specs
     out = (None if weights is None else P(), *others, tokens)
     mapped = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
-    with choice.on(rungs), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with choice.use_fallbacks(rungs), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return mapped.lower(*arrays)
 
 
-def _refused(refused: Unsupported) -> Wrong:
-    return Wrong(
+def _option_rejected(refused: Unsupported) -> CheckFailed:
+    return CheckFailed(
         f"The compiler does not take {', '.join(refused.names)} ({refused.reason}).",
         MachineRecord(fallbacks=Fallbacks(options=refused.names)),
     )

@@ -26,7 +26,7 @@ VARIABLES = (
     "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION", "COMFYUI_TPU_HBM_GIB",
     "COMFYUI_TPU_KERNELS", "COMFYUI_TPU_OPTIONS",
 )  # fmt: skip
-_LONGEST = 400  # characters of a sentence
+_MAX_SENTENCE = 400  # characters of a sentence
 _WORD = r"[^\s/'\"<>|:;,()\[\]]+"  # of a path
 _PATTERNS = (
     re.compile(r"(['\"])(?:file:|~|\.{1,2})?/(?:(?!\1).)+\1"),  # a path in quotes may hold anything else
@@ -60,7 +60,7 @@ def chip_record(device: "Device") -> ChipRecord:
         id=device.id,
         kind=device.device_kind,
         coords=tuple(device.coords) if getattr(device, "coords", None) is not None else None,
-        memory_bytes=device_memory.of(device).limit_bytes,
+        memory_bytes=device_memory.memory_stats(device).limit_bytes,
     )
 
 
@@ -101,7 +101,7 @@ class SelftestReport:
     def to_json(self) -> dict[str, Any]:
         rows = []
         for row in self.rows:
-            texts = {name: cleaned(getattr(row, name)) for name in ("family", "stage", "problem", "note")}
+            texts = {name: redact_report(getattr(row, name)) for name in ("family", "stage", "problem", "note")}
             verdict = "ok" if row.is_good else "running" if row.problem == UNFINISHED else "wrong"
             verdict = "skipped" if row.is_skipped else verdict
             rows.append({**row.to_json(), **texts, "learnt": _without_paths(row.learnt), "verdict": verdict})
@@ -109,15 +109,15 @@ class SelftestReport:
             "schema": SCHEMA, "label": "selftest" if self.machine is None else "first run",
             **asdict(replace(self, machine=None)), "rows": rows,
             "machine": self.machine and _without_paths(self.machine),
-            "is_good": self.is_good, "verdict": cleaned(self.verdict),
+            "is_good": self.is_good, "verdict": redact_report(self.verdict),
         }  # fmt: skip
 
 
 def _without_paths(record: MachineRecord) -> dict[str, Any]:
-    return {**record.to_json(), "sentences": [cleaned(sentence) for sentence in record.sentences]}
+    return {**record.to_json(), "sentences": [redact_report(sentence) for sentence in record.sentences]}
 
 
-def make(
+def make_report(
     platform_name: str,
     chips: Sequence[ChipRecord],
     models: Sequence[str],
@@ -132,9 +132,9 @@ def make(
     return SelftestReport(
         platform=platform_name,
         chips=tuple(chips),
-        versions={"python": platform.python_version(), **versions.of_results()},
+        versions={"python": platform.python_version(), **versions.list_result_versions()},
         system=f"{platform.system()} {platform.machine()}",
-        settings={name: cleaned(value) for name in VARIABLES if (value := os.environ.get(name))},
+        settings={name: redact_report(value) for name in VARIABLES if (value := os.environ.get(name))},
         models=tuple(models),
         rows=tuple(rows),
         elapsed_s=elapsed_s,
@@ -142,7 +142,7 @@ def make(
     )
 
 
-def cleaned(text: str) -> str:
+def redact_report(text: str) -> str:
     """Return `text` without tokens, paths, addresses, and names of this machine and its user.
 
     The result has at most 400 characters, and "..." after them if the text is longer.
@@ -152,7 +152,7 @@ def cleaned(text: str) -> str:
         text = pattern.sub(HIDDEN, text)
     for name in _names():
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text, flags=re.IGNORECASE)
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return text if len(text) <= _MAX_SENTENCE else text[:_MAX_SENTENCE] + "..."
 
 
 def _is_address(text: str) -> bool:

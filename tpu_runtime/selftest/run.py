@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from ...sharding.mesh import Device
-from ..models import spec_by_name
+from ..models import lookup_spec
 from ..precision import Precision
 from . import chips, compiled, groups, kernels, memory, overlap
 from .checks import Check
@@ -49,25 +49,25 @@ class CheckPlace:
         """Return the engine of the host, and that of the chips."""
         from . import families
 
-        return families.engine([self.host]), families.engine(self.devices, kernel="pallas")
+        return families.make_engine([self.host]), families.make_engine(self.devices, kernel="pallas")
 
 
 _CHECKS: dict[str, Callable[[CheckPlace], Iterator[Check]]] = {
-    groups.START: lambda place: chips.start(place.devices),
+    groups.START: lambda place: chips.check_devices(place.devices),
     groups.REOPEN: lambda place: iter(()),  # `first_run` times the processes themselves
-    "options": lambda place: overlap.options(place.devices),
+    "options": lambda place: overlap.check_options(place.devices),
     "memory": lambda place: memory.checks(place.devices),
-    "transfers": lambda place: chips.transfers(place.devices),
-    "together": lambda place: chips.together(place.devices),
-    "beside": lambda place: overlap.beside_a_kernel(place.devices),
+    "transfers": lambda place: chips.check_transfers(place.devices),
+    "together": lambda place: chips.check_collectives(place.devices),
+    "beside": lambda place: overlap.check_overlap(place.devices),
     "kernels": lambda place: kernels.checks(place.devices[0], place.host),
-    groups.STORE: lambda place: compiled.store(place.devices, place.folder),
-    groups.STORED: lambda place: compiled.stored(place.devices, place.folder),
-    "compiling": lambda place: compiled.compiling(place.devices),
+    groups.STORE: lambda place: compiled.check_store(place.devices, place.folder),
+    groups.STORED: lambda place: compiled.check_stored(place.devices, place.folder),
+    "compiling": lambda place: compiled.check_background_compilation(place.devices),
 }
 
 
-def of_group(name: str, place: CheckPlace) -> Iterator[Check]:
+def checks_of_group(name: str, place: CheckPlace) -> Iterator[Check]:
     """Yield the checks of a group; each is to be run before the next is requested.
 
     On a TPU families run in bfloat16, as they do for users, and in float32 as far as that compiles quickly (see
@@ -80,12 +80,12 @@ def of_group(name: str, place: CheckPlace) -> Iterator[Check]:
     from . import families  # imports PyTorch, which no other group needs
 
     precisions: tuple[Precision, ...] = ("bfloat16", "float32") if place.devices[0].platform == "tpu" else ("float32",)
-    yield from families.checks(spec_by_name(name.removeprefix(groups.FAMILY)), *place.engines, precisions)
+    yield from families.checks(lookup_spec(name.removeprefix(groups.FAMILY)), *place.engines, precisions)
 
 
 def checks(devices: Sequence[Device], models: Sequence[str]) -> Iterator[Check]:
     """Yield the checks of `selftest` without --first-run, for this process."""
     place = CheckPlace(devices=devices, folder=Path())
-    for group in groups.all_of(models):
+    for group in groups.all_groups(models):
         if group.is_plain:
-            yield from of_group(group.name, place)
+            yield from checks_of_group(group.name, place)

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 # The keywords of a call to core's network; `options` are its `transformer_options`.
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 # The reference method of Qwen-Image Edit from 2511 on; FLUX.2 does not have it.
 _OF_2511 = "index_timestep_zero"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class DenoiserCall:
     """A call to a network in our terms."""
 
     sample: torch.Tensor  # [rows, channels, (frames,) height, width] of latents
@@ -42,7 +42,7 @@ class CoreNetwork:
     @classmethod
     def of(cls, chosen: ModelRef, expert: int) -> "CoreNetwork":
         """Return a model's denoiser, by its number `expert`."""
-        config = chosen.resolve(pipeline.Silent()).configs[chosen.spec.denoiser.experts[expert]]
+        config = chosen.resolve(pipeline.SilentProgress()).configs[chosen.spec.denoiser.experts[expert]]
         return cls(spec=chosen.spec, config=config)
 
 
@@ -56,7 +56,7 @@ def check_known(base: "BaseModel") -> None:
         )
 
 
-def asked(network: CoreNetwork, given: Given) -> list[tuple[list[int], Asked]]:
+def split_call(network: CoreNetwork, given: Arguments) -> list[tuple[list[int], DenoiserCall]]:
     """Split a call of core into calls of one timestep each, with the numbers of the rows that each answers."""
     times = given["timesteps" if "timesteps" in given else "timestep"]
     number = len(times)
@@ -71,7 +71,7 @@ def asked(network: CoreNetwork, given: Given) -> list[tuple[list[int], Asked]]:
     ]
 
 
-def _convert(network: CoreNetwork, given: Given) -> Asked:
+def _convert(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of one timestep; two equal rows become one."""
     x = given["x"]
     if len(x) == 2 and torch.equal(x[0], x[1]):
@@ -91,7 +91,7 @@ def _rows(value: Any, rows: Sequence[int], number: int) -> Any:
     return value
 
 
-def _wan(network: CoreNetwork, given: Given) -> Asked:
+def _wan(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of `WAN21` or `WAN22`. Channels after the sample's are the condition of image to video."""
     x, timestep, context, pictures = (given.pop(name, None) for name in ("x", "timestep", "context", "clip_fea"))
     # Core's network uses a reference latent only if it has weights for it, which ours do not have.
@@ -111,10 +111,10 @@ def _wan(network: CoreNetwork, given: Given) -> Asked:
         is_given = timestep.shape[1] > 1 and bool((timestep[:, 0] == 0).all())
         inputs["is_given"] = np.full(1, is_given, np.float32)
         timestep = timestep[:, is_given:]
-    return Asked(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
+    return DenoiserCall(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
 
 
-def _flux2(network: CoreNetwork, given: Given) -> Asked:
+def _flux2(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of `Flux2`, whose timestep is in 0..1. Each reference's latents are one input."""
     x, timestep, context, guidance, references, method = (
         given.pop(name, None) for name in ("x", "timestep", "context", "guidance", "ref_latents", "ref_latents_method")
@@ -126,7 +126,7 @@ def _flux2(network: CoreNetwork, given: Given) -> Asked:
     if guidance is not None and network.config.get("guidance_embeds", True):
         inputs["guidance"] = _array(guidance)
     inputs |= {f"reference_{number}": _array(latents) for number, latents in enumerate(references or ())}
-    return Asked(sample=x, timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
+    return DenoiserCall(sample=x, timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
 def _check_method(network: CoreNetwork, method: str | None, own: str) -> None:
@@ -144,17 +144,17 @@ def _check_method(network: CoreNetwork, method: str | None, own: str) -> None:
     )
 
 
-def _z_image(network: CoreNetwork, given: Given) -> Asked:
+def _z_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of `Lumina2`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded."""
     x, timestep, context = (given.pop(name, None) for name in ("x", "timesteps", "context"))
     # Core's network ignores these, or has no weights for them.
     _refuse_rest(network, given, {"num_tokens", "attention_mask", "clip_text_pooled"})
     _check_channels(network, x)
     inputs = _pad_text(network, 0, context, _lengths(network, given, context, None))
-    return Asked(sample=_pad(x, (2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
+    return DenoiserCall(sample=_pad(x, (2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
-def _qwen_image(network: CoreNetwork, given: Given) -> Asked:
+def _qwen_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of `QwenImage`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded."""
     x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
     references, method = (given.pop(name, None) for name in ("ref_latents", "ref_latents_method"))
@@ -164,10 +164,10 @@ def _qwen_image(network: CoreNetwork, given: Given) -> Asked:
         _check_method(network, method, _OF_2511 if network.config.get("zero_cond_t") else "index")
     inputs = _pad_text(network, 0, context, _lengths(network, given, context, mask))
     inputs |= {f"reference_{n}": _array(_pad(latents, (1, 2, 2))) for n, latents in enumerate(references or ())}
-    return Asked(sample=_pad(x, (1, 2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
+    return DenoiserCall(sample=_pad(x, (1, 2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
-def _hunyuan15(network: CoreNetwork, given: Given) -> Asked:
+def _hunyuan15(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of `HunyuanVideo15`, whose texts have their own lengths; ours are padded."""
     x, timestep, context, glyphs, pictures, mask = (
         given.pop(name, None) for name in ("x", "timestep", "context", "txt_byt5", "clip_fea", "attention_mask")
@@ -186,10 +186,10 @@ def _hunyuan15(network: CoreNetwork, given: Given) -> Asked:
         inputs["image_embeds"] = _array(pictures)
     if (following := _next_timestep(network, given["options"])) is not None:
         inputs["next_timestep"] = np.full(1, following, np.float32)
-    return Asked(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
+    return DenoiserCall(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
 
 
-def _cogvideox(network: CoreNetwork, given: Given) -> Asked:
+def _cogvideox(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of `CogVideoX`. An image's latent is the first frame of further channels."""
     x, timestep, context, ofs = (given.pop(name, None) for name in ("x", "timestep", "context", "ofs"))
     _refuse_rest(network, given, set())
@@ -205,10 +205,10 @@ def _cogvideox(network: CoreNetwork, given: Given) -> Asked:
                 "the TPU takes a first frame. Connect one picture."
             )
         inputs["image"] = _array(x[:, channels:, :1])
-    return Asked(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
+    return DenoiserCall(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
 
 
-_FAMILIES: Mapping[str, Callable[[CoreNetwork, Given], Asked]] = {
+_FAMILIES: Mapping[str, Callable[[CoreNetwork, Arguments], DenoiserCall]] = {
     "Wan21": _wan,
     "Wan22I2V": _wan,
     "Flux2": _flux2,
@@ -222,15 +222,15 @@ _FAMILIES: Mapping[str, Callable[[CoreNetwork, Given], Asked]] = {
 _PADDED = frozenset({"ZImage", "QwenImage", "HunyuanVideo15"})
 
 
-def texts(network: CoreNetwork) -> dict[str, int]:
+def text_lengths(network: CoreNetwork) -> dict[str, int]:
     """Return the number of tokens that texts are padded to, by core's names of them; nothing if they are not padded."""
     encoders = network.spec.text_encoders if network.spec.family in _PADDED else ()
     return dict(zip(("c_crossattn", "txt_byt5"), (text.max_length for text in encoders), strict=False))
 
 
-def expected(
+def predict_call(
     chosen: ModelRef, expert: int, shape: tuple[int, ...], rows: tuple[int, int], pictures: Collection[str]
-) -> "pipeline.Prediction":
+) -> "pipeline.PredictionRequest":
     """Return the call that a step of core's samplers will make to a denoiser, with zeros as values.
 
     chosen, expert: the model, and the number of its denoiser.
@@ -241,8 +241,8 @@ def expected(
     network = CoreNetwork.of(chosen, expert)
     spec, config = network.spec, network.config
     text = spec.text_encoders[0]
-    conditions = spec.conditions(config, (1, *shape))
-    arguments: Given = {
+    conditions = spec.condition_shapes(config, (1, *shape))
+    arguments: Arguments = {
         "context": torch.zeros(rows[1], text.max_length, int(config[text.width_key])),
         "options": {"sample_sigmas": torch.tensor((1.0, 0.0)), "sigmas": torch.ones(1)},
     }
@@ -258,7 +258,7 @@ def expected(
         arguments["guidance"] = torch.ones(rows[1])
     time = "timesteps" if spec.family in ("ZImage", "QwenImage") else "timestep"
     call = _FAMILIES[spec.family](network, {**arguments, "x": x, time: torch.ones(1)})
-    return pipeline.Prediction(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
+    return pipeline.PredictionRequest(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -297,12 +297,12 @@ def _pad_text(
     return {text.name: padded, **counted}
 
 
-def _lengths(network: CoreNetwork, given: Given, context: torch.Tensor, mask: torch.Tensor | None) -> Sequence[int]:
+def _lengths(network: CoreNetwork, given: Arguments, context: torch.Tensor, mask: torch.Tensor | None) -> Sequence[int]:
     """Return the number of valid tokens of each row; ValueError if the mask leaves out tokens before the end."""
     lengths = given["options"].get(LENGTHS, {}).get("c_crossattn")
     if lengths or mask is None:
         return lengths or [context.shape[1]] * len(context)
-    lengths = batch.ends(mask)
+    lengths = batch.valid_lengths(mask)
     if lengths is None:
         raise ValueError(
             f"{network.spec.title}: the prompt's attention_mask leaves out tokens before its end, which its network on "
@@ -448,7 +448,7 @@ def _check_channels(network: CoreNetwork, x: torch.Tensor, further: int | str = 
         )
 
 
-def _refuse_rest(network: CoreNetwork, given: Given, harmless: set[str]) -> None:
+def _refuse_rest(network: CoreNetwork, given: Arguments, harmless: set[str]) -> None:
     for name, value in given.items():
         if value is not None and name not in harmless | {"options"}:
             raise ValueError(

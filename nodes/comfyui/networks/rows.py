@@ -29,7 +29,7 @@ Cond: TypeAlias = Mapping[str, Any]
 Options: TypeAlias = Mapping[str, Any]
 
 
-class PlainBatch:
+class GuidanceBatch:
     """Replacement for core's `_calc_cond_batch` for conditionings of whole samples, one per row of guidance, at
     strength 1.
 
@@ -179,7 +179,7 @@ def _pad(tensors: tuple[torch.Tensor | None, ...], most: int) -> tuple[torch.Ten
         text = like[:, :0] if text is None else text
         if text.shape[1] > most or text.shape[2] != like.shape[2] or len(text) != len(like):
             return None
-        counts = [text.shape[1]] * len(text) if mask is None else ends(mask)
+        counts = [text.shape[1]] * len(text) if mask is None else valid_lengths(mask)
         if counts is None:
             return None
         padded.append(torch.nn.functional.pad(text, (0, 0, 0, most - text.shape[1])))
@@ -187,7 +187,7 @@ def _pad(tensors: tuple[torch.Tensor | None, ...], most: int) -> tuple[torch.Ten
     return torch.cat(padded), tuple(lengths)
 
 
-def ends(mask: torch.Tensor) -> list[int] | None:
+def valid_lengths(mask: torch.Tensor) -> list[int] | None:
     """Return the number of valid tokens of each row of a mask `[rows, tokens]`; None unless they come first."""
     lengths = mask.sum(dim=1).int()
     is_plain = torch.equal(mask.bool(), torch.arange(mask.shape[1])[None] < lengths[:, None])

@@ -11,7 +11,7 @@ import torch
 
 from ....tpu_runtime.pipeline import TensorFile
 from . import writer
-from .stored import Stored, of_file
+from .stored import LazyTensor, from_file
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -28,22 +28,22 @@ class CoreWeights:
         # Names of empty tensors that mark a kind of network and are not parameters.
         self.flags = tuple(flags)
 
-    def stored(self, name: str) -> Stored | None:
+    def stored(self, name: str) -> LazyTensor | None:
         """Return the tensor with this name, or None."""
         tensor = self.tensors.get(name)
-        return None if tensor is None else of_file(tensor)
+        return None if tensor is None else from_file(tensor)
 
 
 _NONE = CoreWeights({})
 
 
-class Reading:
+class FileWeightsMixin:
     """The methods of core's handle of a network that read its weights. Those in `model.tpu_source` are in files."""
 
     model: "BaseModel"
     patches: dict[str, list[Patch]]
 
-    def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, torch.Tensor | Stored]:
+    def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, torch.Tensor | LazyTensor]:
         known: CoreWeights = getattr(self.model, "tpu_source", _NONE)
         tensors = {name: x for name, x in self.model.state_dict().items() if name.startswith(filter_prefix or "")}
         stored = {name: known.stored(name) for name, x in tensors.items() if x.device.type == "meta"}
@@ -66,15 +66,15 @@ class Reading:
     ) -> torch.Tensor | None:
         """Return a weight with its patches, for nodes such as LoraSave; the model keeps its own, which run on chips."""
         weight = self.model_state_dict(key).get(key)
-        patches = merged_by_core(self.model, key, self.patches.get(key, ()))
-        return patched(key, patches, weight) if patches and weight is not None else weight
+        patches = select_applied_patches(self.model, key, self.patches.get(key, ()))
+        return apply_patches(key, patches, weight) if patches and weight is not None else weight
 
     def model_state_dict_for_saving(self, model: object = None, prefix: str = "") -> dict[str, torch.Tensor]:
         """Return the weights with the patches applied."""
         tensors = {}
         for name, value in self.model_state_dict(prefix).items():
-            patches = merged_by_core(self.model, name, self.patches.get(name, ()))
-            tensors[name.removeprefix(prefix)] = patched(name, patches, value) if patches else value
+            patches = select_applied_patches(self.model, name, self.patches.get(name, ()))
+            tensors[name.removeprefix(prefix)] = apply_patches(name, patches, value) if patches else value
         for name in getattr(self.model, "tpu_source", _NONE).flags:
             tensors[name.removeprefix(prefix)] = torch.empty(0)
         return tensors
@@ -84,7 +84,7 @@ def _keep(weight: torch.Tensor, **options: object) -> torch.Tensor:
     return weight
 
 
-def merged_by_core(model: torch.nn.Module, name: str, patches: Iterable[Patch]) -> list[Patch]:
+def select_applied_patches(model: torch.nn.Module, name: str, patches: Iterable[Patch]) -> list[Patch]:
     """Return the patches of a weight without merges that core ignores.
 
     Core ignores merges of parameters next to modules, such as Wan's `modulation`.
@@ -97,13 +97,13 @@ def merged_by_core(model: torch.nn.Module, name: str, patches: Iterable[Patch]) 
     return [patch for patch in patches if not (has_modules and isinstance(patch[1], list))]
 
 
-def patched(name: str, patches: list[Patch], weight: torch.Tensor) -> Stored:
+def apply_patches(name: str, patches: list[Patch], weight: torch.Tensor) -> LazyTensor:
     """Return a weight `[...]` with patches applied as core does, in float32, then in the weight's own format."""
     check_merge(name, patches, weight)
-    return Stored.of(weight.shape, weight.dtype, lambda: _apply(name, patches, weight))
+    return LazyTensor.of(weight.shape, weight.dtype, lambda: _apply(name, patches, weight))
 
 
-def difference(name: str, patches: list[Patch], weight: torch.Tensor) -> Stored:
+def patch_difference(name: str, patches: list[Patch], weight: torch.Tensor) -> LazyTensor:
     """Return the change of a weight `[...]` by patches in float32, computed when it is read."""
     check_merge(name, patches, weight)
 
@@ -111,7 +111,7 @@ def difference(name: str, patches: list[Patch], weight: torch.Tensor) -> Stored:
         base = weight.float()
         return _apply(name, patches, base) - base
 
-    return Stored.of(weight.shape, torch.float32, read)
+    return LazyTensor.of(weight.shape, torch.float32, read)
 
 
 def _apply(name: str, patches: list[Patch], weight: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ def check_merge(name: str, patches: list[Patch], weight: torch.Tensor) -> None:
             )
 
 
-def names_like(core: Iterable[str], own: Iterable[str]) -> dict[str, str]:
+def match_names(core: Iterable[str], own: Iterable[str]) -> dict[str, str]:
     """Return core's names of a network's tensors, by our names `own`; core may have another number of layers."""
     known = {_pattern(name) for name in core}
     variants = {name: (name, f"model.{name}", name.replace("language_model.", "")) for name in own}
@@ -142,14 +142,14 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
-def install() -> None:
+def install_saving() -> None:
     """Make core's saving nodes write weights that are in files tensor by tensor, and refuse files without weights."""
     original = comfy.utils.save_torch_file
     if getattr(original, "is_tpu", False):
         return
 
     def save_torch_file(sd: dict[str, torch.Tensor], ckpt: str, metadata: dict[str, str] | None = None) -> None:
-        if any(isinstance(tensor, Stored) or tensor.device.type == "meta" for tensor in sd.values()):
+        if any(isinstance(tensor, LazyTensor) or tensor.device.type == "meta" for tensor in sd.values()):
             writer.save(sd, ckpt, metadata, comfy.model_management.throw_exception_if_processing_interrupted)
         else:
             original(sd, ckpt, metadata=metadata)

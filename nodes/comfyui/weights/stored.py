@@ -21,7 +21,7 @@ _SAME = frozenset((torch.Tensor.contiguous, torch.Tensor.is_contiguous))
 _PLACES = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage))
 
 
-class Stored(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A CPU tensor of known shape and format whose values are read from a file at each use."""
 
     read: Callable[[], torch.Tensor]
@@ -50,10 +50,10 @@ class Stored(torch.Tensor):
         if func in _SHAPES or getattr(func, "__name__", "") == "__get__" and func.__self__ is not torch.Tensor.data:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map(lambda x: x.read() if isinstance(x, Stored) else x, (args, kwargs))
+        args, kwargs = pytree.tree_map(lambda x: x.read() if isinstance(x, LazyTensor) else x, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def of_file(tensor: TensorFile) -> Stored:
+def from_file(tensor: TensorFile) -> LazyTensor:
     """Return a tensor of a file, in the file's format or in bfloat16."""
-    return Stored.of(tensor.shape, _KEPT.get(tensor.dtype, torch.bfloat16), lambda: read_tensor(tensor))
+    return LazyTensor.of(tensor.shape, _KEPT.get(tensor.dtype, torch.bfloat16), lambda: read_tensor(tensor))

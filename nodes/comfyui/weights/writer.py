@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ....tpu_runtime.pipeline import written_file
-from .stored import Stored
+from ....tpu_runtime.pipeline import open_atomic
+from .stored import LazyTensor
 
 # Names of formats in safetensors.
 _NAMES = {
@@ -35,7 +35,7 @@ def save(
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Stored) and tensor.device.type == "meta":
+        if not isinstance(tensor, LazyTensor) and tensor.device.type == "meta":
             raise ValueError(
                 f"{target.name} is not written: {name} has a shape, {tuple(tensor.shape)}, and no values here. A file "
                 "holds the weights of all its networks. Load this network with a loader of its own file, and save that."
@@ -52,10 +52,10 @@ def save(
         )
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with written_file(target) as scratch, scratch.open("wb") as file:
+    with open_atomic(target) as scratch, scratch.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors.values():
             check()
-            values = tensor.read() if isinstance(tensor, Stored) else tensor
+            values = tensor.read() if isinstance(tensor, LazyTensor) else tensor
             file.write(values.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)

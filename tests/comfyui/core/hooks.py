@@ -34,11 +34,11 @@ def main(comfyui: str, path: str) -> None:
 
     with torch.inference_mode():
         theirs = comfy.sd.load_diffusion_model(path, {"dtype": torch.float32})
-        ours = core_model.model(path, "float32", pipeline.Silent)
+        ours = core_model.load_model(path, "float32", pipeline.SilentProgress)
         cases = Cases()
         found = {name: cases.compare(use, theirs, ours) for name, use in cases.uses().items()}
         theirs.set_model_compute_dtype(torch.bfloat16)
-        ours = core_model.model(path, "bfloat16", pipeline.Silent)
+        ours = core_model.load_model(path, "bfloat16", pipeline.SilentProgress)
         found["EasyCache in bfloat16"] = cases.compare(cases.cached, theirs, ours)
     print(json.dumps(found))
 

@@ -35,9 +35,9 @@ def main(comfyui: str, said: str) -> None:
         for name, job, wrong in json.loads(said):
             graphs = core_graphs.Graphs(nodes, job)
             model = core_graphs.ours(job)
-            core_model.ask, ask = refuse, core_model.ask
+            core_model.run_stage, ask = refuse, core_model.run_stage
             found[name] = {case: sentence(graphs, model, what) for case, what in wrong.items()}
-            core_model.ask = ask
+            core_model.run_stage = ask
     print(json.dumps(found))
 
 

@@ -11,7 +11,7 @@ from comfyui_tpu.tests.comfyui.core_scripts import run_script
 from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, write_denoiser
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tpu_runtime.engine import conditioning
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 
 # By model and case: what is wrong, and what its sentence holds, both numbers among it.
 WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -105,14 +105,14 @@ def test_what_a_network_does_not_take_is_said_with_both_numbers_and_a_cause(tmp_
 
 def asked(name: str, **changed: Any) -> tuple[Any, ...]:
     """One that a model takes, but for what is changed in it."""
-    spec = spec_by_name(name)
+    spec = lookup_spec(name)
     component = spec.component(spec.denoiser.experts[0])
     config = {**component.config, **component.tiny}
     frames = (2,) if spec.geometry.stride_t else ()
     shape = (1, spec.geometry.channels, *frames, 4, 6)
     inputs = {
         text.name: np.zeros((1, 5, int(config[text.width_key])), np.float32) for text in spec.text_encoders
-    } | {one: np.zeros(size, np.float32) for one, size in spec.conditions(config, shape).items()}  # fmt: skip
+    } | {one: np.zeros(size, np.float32) for one, size in spec.condition_shapes(config, shape).items()}  # fmt: skip
     inputs |= {key: np.zeros(size, np.float32) for key, size in changed.items() if key != "sample"}
     sample = torch.zeros(changed.get("sample", shape))
     return spec, config, sample, inputs
@@ -138,10 +138,10 @@ def asked(name: str, **changed: Any) -> tuple[Any, ...]:
     ],
 )
 def test_a_prediction_that_a_network_cannot_make_is_refused(name: str, changed: dict[str, Any], parts: tuple[str, ...]):
-    conditioning.check_asked(*asked(name))
+    conditioning.check_call_inputs(*asked(name))
     with pytest.raises(ValueError) as error:
-        conditioning.check_asked(*asked(name, **changed))
-    assert all(part in str(error.value) for part in (spec_by_name(name).title, *parts)), error.value
+        conditioning.check_call_inputs(*asked(name, **changed))
+    assert all(part in str(error.value) for part in (lookup_spec(name).title, *parts)), error.value
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,5 @@ def test_a_prediction_that_a_network_cannot_make_is_refused(name: str, changed: 
 )
 def test_latents_of_another_vae_are_not_decoded_nor_sampled(name: str, shape: tuple[int, ...], wanted: str):
     with pytest.raises(ValueError, match="is another model's") as error:
-        conditioning.latent_samples(spec_by_name(name), {"samples": torch.zeros(shape)})
+        conditioning.get_latent_samples(lookup_spec(name), {"samples": torch.zeros(shape)})
     assert wanted in str(error.value) and str(shape) in str(error.value)

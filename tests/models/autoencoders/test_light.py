@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.nodes.declare import Folders, Input, Node
-from comfyui_tpu.nodes.headless.runner import HEADLESS, TerminalHost, run_workflow
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, choose_part
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, choose_partial_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Preview, Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import Preview, SilentProgress
 from safetensors.torch import save_file
 from torch import nn
 
 pytestmark = [pytest.mark.slow, needs_comfyui]
 
 Tensors = dict[str, torch.Tensor]
-WAN, TI2V, HUNYUAN = map(spec_by_name, ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "hunyuanvideo1.5-t2v-720p"))
-QWEN = spec_by_name("qwen-image-2512")
+WAN, TI2V, HUNYUAN = map(lookup_spec, ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "hunyuanvideo1.5-t2v-720p"))
+QWEN = lookup_spec("qwen-image-2512")
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,8 @@ def test_frames_are_those_of_comfyuis_module(name: str, upstream: ModuleType, tm
         for block in (layer for layer in theirs.decoder if hasattr(layer, "act")):
             block.act = block.conv[1] = block.conv[3] = nn.ReLU()
     latents = torch.randn(1, channels, number, height, width)
-    model = choose_part([spec], str(path), precision="float32")
-    ours = engine(8 if height % 2 else 3).decode(model, {"samples": latents}, Silent())
+    model = choose_partial_model([spec], str(path), precision="float32")
+    ours = engine(8 if height % 2 else 3).decode(model, {"samples": latents}, SilentProgress())
     wanted = theirs.decode(latents if is_lightx2v else scaled(spec, latents))[0].movedim(0, -1)
     wanted = (wanted / 2 + 0.5 if spec is HUNYUAN and is_lightx2v else wanted).clamp(0.0, 1.0)
     assert len(wanted) == 4 * number - 3 and wanted.std() > 0.1
@@ -119,7 +119,7 @@ def test_whose_a_file_is_its_name_says_or_its_format(upstream: ModuleType, tmp_p
         ("decoder", half, False), ("decoder_of_another", tensors, True),
     ):  # fmt: skip
         path = written(tmp_path / f"{name}.safetensors", held)
-        found = choose_part([WAN], str(path)).resolve(Silent())
+        found = choose_partial_model([WAN], str(path)).resolve(SilentProgress())
         assert found.configs["vae_decoder"]["is_lightx2v"] is is_lightx2v, name
 
 
@@ -151,25 +151,25 @@ def test_a_loader_takes_it_for_the_vae_and_only_where_it_is_named(
     }
     for name in ("latents", "same latents", "frames", "exact frames"):
         workflow[f"show {name}"] = node("IMAGE" if "frames" in name else "LATENT", a=[name, 0])
-    host = TerminalHost(Folders(models=(str(tmp_path / "vae_approx"),)), stream=io.StringIO())
-    found = run_workflow(workflow, host, {**HEADLESS, **{kind: shown(kind) for kind in ("IMAGE", "LATENT")}})
+    host = TerminalContext(Folders(models=(str(tmp_path / "vae_approx"),)), stream=io.StringIO())
+    found = run_workflow(workflow, host, {**HEADLESS_NODES, **{kind: shown(kind) for kind in ("IMAGE", "LATENT")}})
     results = {name.removeprefix("show "): value for name, value in found.items()}
     samples = results["latents"][0]["samples"]
     assert torch.equal(samples, results["same latents"][0]["samples"])
     wanted = frames_of(theirs, scaled(WAN, samples))
     compare("frames of a workflow", results["frames"][0].numpy(), wanted.numpy())
     exact = ModelRef(spec_name=WAN.name, model_id=WAN.miniature.random_id, precision="float32")
-    assert torch.equal(results["exact frames"][0], engine(8).decode(exact, {"samples": samples}, Silent()))
+    assert torch.equal(results["exact frames"][0], engine(8).decode(exact, {"samples": samples}, SilentProgress()))
     assert (results["exact frames"][0] - results["frames"][0]).abs().mean() > 0.05
 
 
 def test_pictures_are_still_encoded_by_the_vae(upstream: ModuleType, tmp_path: Path):
-    spec = spec_by_name("wan2.2-i2v-a14b")
+    spec = lookup_spec("wan2.2-i2v-a14b")
     path = written(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
     settings = spec.settings(height=64, width=96, num_frames=5)
     conditions = [
         engine(8).encode_image(
-            choose_model(spec, each, precision="float32"), torch.rand(1, 64, 96, 3), settings, Silent()
+            choose_model(spec, each, precision="float32"), torch.rand(1, 64, 96, 3), settings, SilentProgress()
         )
         for each in (spec.miniature.random_id, f"{spec.miniature.random_id} + {path}")
         if torch.manual_seed(1)
@@ -178,7 +178,7 @@ def test_pictures_are_still_encoded_by_the_vae(upstream: ModuleType, tmp_path: P
     assert exact.keys() == beside.keys() and all(torch.equal(exact[name], beside[name]) for name in exact)
 
 
-class Watching(Silent):
+class Watching(SilentProgress):
     """The previews of a sampler: latents, and the picture if there is one."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ def test_previews_are_its_pictures_of_the_middle(upstream: ModuleType, tmp_path:
         choose_model(WAN, model_id, precision="float32")
         for model_id in (f"{WAN.miniature.random_id} + {path}", WAN.miniature.random_id)
     )
-    embeds = runner.encode(light, "a cat", "", Silent())
+    embeds = runner.encode(light, "a cat", "", SilentProgress())
     runner.denoise(light, settings, *embeds, host)
     assert len(host.seen) == 2 and not torch.equal(host.seen[0][1], host.seen[1][1])
     for latents, picture in host.seen:
@@ -210,7 +210,7 @@ def test_previews_are_its_pictures_of_the_middle(upstream: ModuleType, tmp_path:
 
 def test_a_vae_that_files_lack_is_never_a_light_decoder(upstream: ModuleType, tmp_path: Path):
     """It is the largest of the folder's files that fit."""
-    source, folder = tiny.ensure(WAN), tmp_path / "vae"
+    source, folder = tiny.ensure_random(WAN), tmp_path / "vae"
     written(folder / "lighttaew2_1.safetensors", network(upstream, 16).state_dict())
     single_files.write(folder / "wan_vae.safetensors", source / "vae", "AutoencoderKLWan")
     path = single_files.write(tmp_path / "wan.safetensors", source / "transformer", "WanTransformer3DModel")
@@ -255,8 +255,8 @@ def test_what_is_none_is_refused_in_a_sentence(name: str, upstream: ModuleType, 
     tensors = network(upstream, 48 if file == "taew2_2" else 16).state_dict()
     path = written(tmp_path / f"{file}.safetensors", change(tensors))
     with pytest.raises(CheckpointError) as refused:
-        model = choose_part([WAN], str(path), precision="float32")
-        engine(8).decode(model, {"samples": torch.zeros(1, 16, 1, 2, 2)}, Silent())
+        model = choose_partial_model([WAN], str(path), precision="float32")
+        engine(8).decode(model, {"samples": torch.zeros(1, 16, 1, 2, 2)}, SilentProgress())
     assert sentence in str(refused.value) and str(path) in str(refused.value)
 
 
@@ -264,6 +264,6 @@ def test_a_file_that_is_cut_off_or_may_hold_programs_is_refused(upstream: Module
     path = written(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="probably cut off while downloading"):
-        choose_part([WAN], str(path))
+        choose_partial_model([WAN], str(path))
     with pytest.raises(CheckpointError):
-        choose_part([WAN], str(path.rename(tmp_path / "taew2_1.pth")))
+        choose_partial_model([WAN], str(path.rename(tmp_path / "taew2_1.pth")))

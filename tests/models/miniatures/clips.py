@@ -9,7 +9,7 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 # Of 255, in the mean: what the first frame may be away from the given one. Another scene's is over ten times as far.
 FIRST = 6.0
@@ -26,9 +26,13 @@ def frames_of(
     """`[frames, height, width, 3]` uint8, of one chip."""
     runner, condition = runner or engine(1), None
     if image is not None:
-        condition = runner.encode_image(model, torch.from_numpy(image / np.float32(255))[None], settings, Silent())
-    latents = runner.denoise(model, settings, *runner.encode(model, prompt, negative, Silent()), Silent(), condition)
-    return np.round(runner.decode(model, latents, Silent()).numpy() * 255).astype(np.uint8)
+        condition = runner.encode_image(
+            model, torch.from_numpy(image / np.float32(255))[None], settings, SilentProgress()
+        )
+    latents = runner.denoise(
+        model, settings, *runner.encode(model, prompt, negative, SilentProgress()), SilentProgress(), condition
+    )
+    return np.round(runner.decode(model, latents, SilentProgress()).numpy() * 255).astype(np.uint8)
 
 
 def num_right(score: ModuleType, family: str, model: ModelRef, settings: Settings, number: int) -> int:

@@ -13,12 +13,12 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
-SPEC = spec_by_name("cogvideox1.5-5b")
+SPEC = lookup_spec("cogvideox1.5-5b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 10})
 PROMPT = SPEC.miniature.texts["prompt"]
@@ -28,8 +28,10 @@ TASKS, LEAST = 4, 2  # of which so many are right: two more are, and on another 
 def frames_of(prompt: str, negative: str = "") -> np.ndarray:
     """`[frames, height, width, 3]` uint8."""
     runner = engine(1)
-    latents = runner.denoise(MODEL, SETTINGS, *runner.encode(MODEL, prompt, negative, Silent()), Silent())
-    return np.round(runner.decode(MODEL, latents, Silent()).numpy() * 255).astype(np.uint8)
+    latents = runner.denoise(
+        MODEL, SETTINGS, *runner.encode(MODEL, prompt, negative, SilentProgress()), SilentProgress()
+    )
+    return np.round(runner.decode(MODEL, latents, SilentProgress()).numpy() * 255).astype(np.uint8)
 
 
 def num_right(score: ModuleType, make: Callable[[str], np.ndarray], number: int = TASKS) -> int:
@@ -68,11 +70,11 @@ def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], score: Mo
 def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable):
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     settings = replace(SETTINGS, num_inference_steps=3)
-    pipe = parity.upstream("CogVideoXPipeline", tiny.folder(SPEC, SPEC.miniature.id)).to(torch.float32)
+    pipe = parity.upstream("CogVideoXPipeline", tiny.find_folder(SPEC, SPEC.miniature.id)).to(torch.float32)
     expected = parity.generate(pipe, settings, prompt=PROMPT, negative_prompt="", num_frames=settings.num_frames)
     for chips in (1, 8):
         runner = engine(chips)
-        latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, PROMPT, "", Silent()), Silent())
-        frames = runner.decode(MODEL, latents, Silent()).numpy()
+        latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, PROMPT, "", SilentProgress()), SilentProgress())
+        frames = runner.decode(MODEL, latents, SilentProgress()).numpy()
         # The edges of what a trained decoder draws are steep.
         compare(f"frames, {chips} chips", frames, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)

@@ -13,14 +13,14 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
 
 # As of Wan 2.2's miniature of a picture, and of this family's of a text.
 pytestmark = [pytest.mark.slow, pytest.mark.recorded]
 
-SPEC = spec_by_name("cogvideox1.5-5b-i2v")
+SPEC = lookup_spec("cogvideox1.5-5b-i2v")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 10})
 
@@ -33,7 +33,7 @@ def test_it_equals_upstreams_pipeline(score: ModuleType, compare: Callable):
     """With weights that mean something."""
     settings = replace(SETTINGS, num_inference_steps=3)
     task = next(score.FAMILIES["cogvideoxi2v"].kinds["clips"]())
-    pipe = parity.upstream("CogVideoXImageToVideoPipeline", tiny.folder(SPEC, SPEC.miniature.id)).to(torch.float32)
+    pipe = parity.upstream("CogVideoXImageToVideoPipeline", tiny.find_folder(SPEC, SPEC.miniature.id)).to(torch.float32)
     expected = parity.generate(
         pipe,
         settings,
@@ -43,8 +43,12 @@ def test_it_equals_upstreams_pipeline(score: ModuleType, compare: Callable):
         image=Image.fromarray(task.image),
     )
     runner = engine(8)
-    condition = runner.encode_image(MODEL, torch.from_numpy(task.image / np.float32(255))[None], settings, Silent())
-    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, task.prompt, "", Silent()), Silent(), condition)
-    frames = runner.decode(MODEL, latents, Silent()).numpy()
+    condition = runner.encode_image(
+        MODEL, torch.from_numpy(task.image / np.float32(255))[None], settings, SilentProgress()
+    )
+    latents = runner.denoise(
+        MODEL, settings, *runner.encode(MODEL, task.prompt, "", SilentProgress()), SilentProgress(), condition
+    )
+    frames = runner.decode(MODEL, latents, SilentProgress()).numpy()
     # The edges of what a trained decoder draws are steep.
     compare("frames", frames, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)

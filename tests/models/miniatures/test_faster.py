@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from comfyui_tpu.nodes.headless.compare import MOST_DB, psnr
+from comfyui_tpu.nodes.headless.compare import MAX_PSNR_DB, psnr
 from comfyui_tpu.tests.models.miniatures.clips import frames_of
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.model_spec import Curve, MagCache, Settings
+from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ MEASURED = {
 }
 ROOM = 12.0  # dB: four times the error, for another processor rounds otherwise
 # MagCache's curve here: after the first steps every other one is left out.
-EVERY_OTHER = Curve(ratios=((1.0,),), retained=(0.3,), most_skipped=1)
+EVERY_OTHER = MagCacheCurve(ratios=((1.0,),), retained=(0.3,), most_skipped=1)
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def test_results_are_near_the_exact_ones_and_show_what_their_prompts_say(
     ]
     print(f"{family}, {form}: {least:.1f} dB, measured {MEASURED[family, form]:.1f}; {verdicts}")
     assert all(map(all, verdicts))
-    assert MEASURED[family, form] - ROOM <= least < MOST_DB
+    assert MEASURED[family, form] - ROOM <= least < MAX_PSNR_DB
 
 
 def test_every_form_of_one_of_each_family_is_judged(score: ModuleType, quality: ModuleType):

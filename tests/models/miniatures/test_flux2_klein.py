@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless.changes import read_json
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
@@ -17,13 +17,13 @@ from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
 
 pytestmark = pytest.mark.slow
 
-SPEC = spec_by_name("flux2-klein-4b")
+SPEC = lookup_spec("flux2-klein-4b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**SPEC.miniature.inputs)  # four steps, as the nodes' default
 TASKS, LEAST = 7, 4  # of which so many are right
@@ -33,10 +33,12 @@ def picture_of(prompt: str, image: np.ndarray | None = None, chips: int = 1) -> 
     """`[1, height, width, 3]` uint8."""
     runner, condition = engine(chips), None
     if image is not None:
-        condition = runner.encode_image(MODEL, torch.from_numpy(image / np.float32(255))[None], SETTINGS, Silent())
-    embeds = runner.encode(MODEL, prompt, "", Silent())
-    latents = runner.denoise(MODEL, SETTINGS, *embeds, Silent(), condition)
-    return np.round(runner.decode(MODEL, latents, Silent()).numpy() * 255).astype(np.uint8)
+        condition = runner.encode_image(
+            MODEL, torch.from_numpy(image / np.float32(255))[None], SETTINGS, SilentProgress()
+        )
+    embeds = runner.encode(MODEL, prompt, "", SilentProgress())
+    latents = runner.denoise(MODEL, SETTINGS, *embeds, SilentProgress(), condition)
+    return np.round(runner.decode(MODEL, latents, SilentProgress()).numpy() * 255).astype(np.uint8)
 
 
 def num_right(score: ModuleType, kind: str, make: Callable[..., np.ndarray] = picture_of, number: int = TASKS) -> int:
@@ -78,22 +80,24 @@ def test_faults_show_in_the_pictures(fault: Callable[..., np.ndarray], score: Mo
 def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType, compare: Callable):
     """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
     task = next(score.FAMILIES["flux2klein"].kinds["changes"]())
-    pipe = parity.upstream("Flux2KleinPipeline", tiny.folder(SPEC, SPEC.miniature.id)).to(torch.float32)
+    pipe = parity.upstream("Flux2KleinPipeline", tiny.find_folder(SPEC, SPEC.miniature.id)).to(torch.float32)
     expected = parity.generate(pipe, SETTINGS, prompt=task.prompt, image=[Image.fromarray(task.image)])
     image = torch.from_numpy(task.image / np.float32(255))[None]
     for chips in (1, 8):
         runner = engine(chips)
-        condition = runner.encode_image(MODEL, image, SETTINGS, Silent())
-        latents = runner.denoise(MODEL, SETTINGS, *runner.encode(MODEL, task.prompt, "", Silent()), Silent(), condition)
+        condition = runner.encode_image(MODEL, image, SETTINGS, SilentProgress())
+        latents = runner.denoise(
+            MODEL, SETTINGS, *runner.encode(MODEL, task.prompt, "", SilentProgress()), SilentProgress(), condition
+        )
         wanted = expected.latents.swapaxes(1, 2).reshape(latents["samples"].shape)
         compare(f"latents, {chips} chips", latents["samples"].numpy(), wanted)
         # The edges of what a trained decoder draws are steep.
-        picture = runner.decode(MODEL, latents, Silent()).numpy()
+        picture = runner.decode(MODEL, latents, SilentProgress()).numpy()
         compare(f"picture, {chips} chips", picture, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
 
 
 def test_the_example_asks_it_for_what_it_knows(score: ModuleType):
-    workflow = to_api(read_json(examples.FOLDER / "api" / "flux2_klein.json"), HEADLESS)
+    workflow = to_api(read_json(examples.FOLDER / "api" / "flux2_klein.json"), HEADLESS_NODES)
     make_tiny(workflow)
     things = (score.still.Thing(colour="red", shape="circle"), score.still.Thing(colour="green", shape="square"))
     asked = {name: value for node in workflow.values() for name, value in node["inputs"].items()}

@@ -16,16 +16,13 @@ from comfyui_tpu.tests.support.patience import mostly
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
 
 pytestmark = pytest.mark.slow
 
-SPECS = {
-    "hunyuan15": spec_by_name("hunyuanvideo1.5-t2v-720p"),
-    "hunyuan15i2v": spec_by_name("hunyuanvideo1.5-i2v-720p"),
-}
+SPECS = {"hunyuan15": lookup_spec("hunyuanvideo1.5-t2v-720p"), "hunyuan15i2v": lookup_spec("hunyuanvideo1.5-i2v-720p")}
 STEPS = 6
 # How many held-out prompts, and of how many all is right: of two one more is, and on another processor may not be.
 FEW = ("hunyuan15", 2, 1)
@@ -49,7 +46,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, scor
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     spec, (model, settings) = SPECS[family], model_of(family)
     settings = replace(settings, num_inference_steps=3)
-    task, folder = next(score.FAMILIES[family].kinds["clips"]()), tiny.folder(spec, spec.miniature.id)
+    task, folder = next(score.FAMILIES[family].kinds["clips"]()), tiny.find_folder(spec, spec.miniature.id)
     given: dict[str, Any] = {"height": settings.height, "width": settings.width}
     if task.image is None:
         pipe = parity.upstream("HunyuanVideo15Pipeline", folder)
@@ -60,8 +57,10 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, scor
         runner, condition = engine(chips), None
         if task.image is not None:
             image = torch.from_numpy(task.image / np.float32(255))[None]
-            condition = runner.encode_image(model, image, settings, Silent())
-        embeds = runner.encode(model, task.prompt, test_hunyuan15.NEGATIVE, Silent())
-        frames = runner.decode(model, runner.denoise(model, settings, *embeds, Silent(), condition), Silent()).numpy()
+            condition = runner.encode_image(model, image, settings, SilentProgress())
+        embeds = runner.encode(model, task.prompt, test_hunyuan15.NEGATIVE, SilentProgress())
+        frames = runner.decode(
+            model, runner.denoise(model, settings, *embeds, SilentProgress(), condition), SilentProgress()
+        ).numpy()
         # The edges of what a trained decoder draws are steep.
         compare(f"frames, {chips} chips", frames, expected.frames, error=5 * PIPELINE, overall=4 * OPERATION)

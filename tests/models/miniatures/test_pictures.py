@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless.changes import read_json
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.models import parity, test_flux2
 from comfyui_tpu.tests.models.parity import engine
@@ -19,8 +19,8 @@ from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ TASKS, LEAST = 3, 2  # of which so many are right
 
 
 def spec_of(family: str) -> ModelSpec:
-    return spec_by_name(NAMES[family])
+    return lookup_spec(NAMES[family])
 
 
 def settings_of(family: str) -> Settings:
@@ -49,8 +49,10 @@ def model_of(family: str) -> ModelRef:
 def picture_of(family: str, prompt: str) -> np.ndarray:
     """`[1, height, width, 3]` uint8."""
     runner, model = engine(1), model_of(family)
-    latents = runner.denoise(model, settings_of(family), *runner.encode(model, prompt, "", Silent()), Silent())
-    return np.round(runner.decode(model, latents, Silent()).numpy() * 255).astype(np.uint8)
+    latents = runner.denoise(
+        model, settings_of(family), *runner.encode(model, prompt, "", SilentProgress()), SilentProgress()
+    )
+    return np.round(runner.decode(model, latents, SilentProgress()).numpy() * 255).astype(np.uint8)
 
 
 def num_right(score: ModuleType, family: str, number: int = TASKS, said: Callable[[str], str] = str) -> int:
@@ -84,7 +86,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, scor
     """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
     spec, model, settings = spec_of(family), model_of(family), settings_of(family)
     task = next(score.FAMILIES[family].kinds["pictures"]())
-    folder, theirs, more = tiny.folder(spec, spec.miniature.id), settings, {}
+    folder, theirs, more = tiny.find_folder(spec, spec.miniature.id), settings, {}
     if family == "flux2dev":
         pipe = test_flux2.build_pipeline(folder)
     else:
@@ -96,15 +98,17 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, scor
     expected = parity.generate(pipe.to(torch.float32), theirs, prompt=task.prompt, **more)
     for chips in (1, 8):
         runner = engine(chips)
-        latents = runner.denoise(model, settings, *runner.encode(model, task.prompt, "", Silent()), Silent())
-        picture = runner.decode(model, latents, Silent()).numpy()
+        latents = runner.denoise(
+            model, settings, *runner.encode(model, task.prompt, "", SilentProgress()), SilentProgress()
+        )
+        picture = runner.decode(model, latents, SilentProgress()).numpy()
         # The edges of what a trained decoder draws are steep.
         compare(f"picture, {chips} chips", picture, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
 
 
 @pytest.mark.parametrize("family", STEPS)
 def test_the_example_asks_it_for_what_it_knows(family: str):
-    workflow = to_api(read_json(examples.FOLDER / "api" / f"{EXAMPLES[family]}.json"), HEADLESS)
+    workflow = to_api(read_json(examples.FOLDER / "api" / f"{EXAMPLES[family]}.json"), HEADLESS_NODES)
     make_tiny(workflow)
     asked = {name: value for node in workflow.values() for name, value in node["inputs"].items()}
     spec = spec_of(family)

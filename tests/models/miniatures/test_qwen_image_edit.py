@@ -14,7 +14,7 @@ import pytest
 import torch
 from comfyui_tpu.nodes.graphs.miniature import make_tiny
 from comfyui_tpu.nodes.headless.changes import read_json
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
@@ -23,13 +23,13 @@ from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.models import spec_by_name
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.models import lookup_spec
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
 
 pytestmark = pytest.mark.slow
 
-SPEC = spec_by_name("qwen-image-edit-2511")
+SPEC = lookup_spec("qwen-image-edit-2511")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**SPEC.miniature.inputs, num_inference_steps=8)
 LEAST = 11  # of 24
@@ -38,10 +38,10 @@ LEAST = 11  # of 24
 def picture_of(prompt: str, image: np.ndarray, chips: int = 1, *, steps: int = 8) -> np.ndarray:
     """`[1, height, width, 3]` from 0 to 1."""
     runner, settings = engine(chips), replace(SETTINGS, num_inference_steps=steps)
-    condition = runner.encode_image(MODEL, torch.from_numpy(image / np.float32(255))[None], settings, Silent())
-    embeds = runner.run("encode", MODEL, Silent(), prompt=prompt, negative_prompt="", condition=condition)
-    latents = runner.denoise(MODEL, settings, *embeds, Silent(), condition=condition)
-    return runner.decode(MODEL, latents, Silent()).numpy()
+    condition = runner.encode_image(MODEL, torch.from_numpy(image / np.float32(255))[None], settings, SilentProgress())
+    embeds = runner.run("encode", MODEL, SilentProgress(), prompt=prompt, negative_prompt="", condition=condition)
+    latents = runner.denoise(MODEL, settings, *embeds, SilentProgress(), condition=condition)
+    return runner.decode(MODEL, latents, SilentProgress()).numpy()
 
 
 def num_right(score: ModuleType, number: int, make: Callable[..., np.ndarray] = picture_of) -> int:
@@ -70,7 +70,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType
     """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
     task = next(score.FAMILIES["qwenimageedit"].kinds["changes"]())
     assert task.image is not None
-    pipe = build_pipeline(tiny.folder(SPEC, SPEC.miniature.id)).to(torch.float32)
+    pipe = build_pipeline(tiny.find_folder(SPEC, SPEC.miniature.id)).to(torch.float32)
     settings = replace(SETTINGS, num_inference_steps=3)
     expected = parity.generate(
         pipe, settings, prompt=task.prompt, image=[Image.fromarray(task.image)], negative_prompt="",
@@ -83,7 +83,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType
 
 
 def test_the_example_asks_it_for_what_it_knows(score: ModuleType):
-    workflow = to_api(read_json(examples.FOLDER / "api" / "qwen_image_edit_2511.json"), HEADLESS)
+    workflow = to_api(read_json(examples.FOLDER / "api" / "qwen_image_edit_2511.json"), HEADLESS_NODES)
     make_tiny(workflow)
     asked = {name: value for node in workflow.values() for name, value in node["inputs"].items() if value != ["1", 0]}
     assert asked["image"] == SPEC.miniature.picture and asked["prompt"] == SPEC.miniature.texts["prompt"]

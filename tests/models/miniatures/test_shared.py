@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load, load_file
 
 MINIATURES = Path(__file__).resolve().parents[3] / "miniatures"
@@ -33,11 +33,11 @@ def test_each_is_put_together_whole(name: str):
     shared = MINIATURES / name / "shared.json"
     parts = json.loads(shared.read_text()) if shared.is_file() else {}
     found = checkpoint.locate(spec, spec.miniature.id)
-    home = found.home(Silent())
+    home = found.home(SilentProgress())
     for component in spec.components:
-        assert checkpoint.read_headers(found.folder(component.folder, Silent()), component)
-    found.configs(Silent())
-    assert home == tiny.folder(spec, spec.miniature.id) and not (home / "shared.json").exists()
+        assert checkpoint.read_headers(found.folder(component.folder, SilentProgress()), component)
+    found.configs(SilentProgress())
+    assert home == tiny.find_folder(spec, spec.miniature.id) and not (home / "shared.json").exists()
     assert not list(home.rglob("*.xz"))
     for folder in {path.parent for path in home.rglob("*") if path.is_file()}:
         own = MINIATURES / name / folder.relative_to(home)
@@ -59,7 +59,7 @@ def test_the_packs_own_has_no_weights_but_packed_ones():
     """In bfloat16, which is what they are packed for: see `tools/train_miniature.py`."""
     assert not list(MINIATURES.rglob("*.safetensors"))
     for path in MINIATURES.rglob(f"*{tiny.PACKED}"):
-        assert {x.dtype for x in tiny.unpacked(path).values()} <= {torch.bfloat16, torch.int64}, path
+        assert {x.dtype for x in tiny.unpack_weights(path).values()} <= {torch.bfloat16, torch.int64}, path
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -68,7 +68,7 @@ def test_of_a_shared_part_only_what_differs_lies_twice(name: str):
         for path in (MINIATURES / name / part).glob("*"):
             other = MINIATURES / of / path.name
             if path.suffix == ".xz":
-                known, found = tiny.unpacked(other), tiny.unpacked(path)
+                known, found = tiny.unpack_weights(other), tiny.unpack_weights(path)
                 assert not [key for key in known.keys() & found.keys() if torch.equal(found[key], known[key])]
             else:
                 assert path.read_bytes() != other.read_bytes()
@@ -78,18 +78,18 @@ def test_a_part_that_changes_is_taken_anew(tmp_path: Path, monkeypatch: pytest.M
     shutil.copytree(MINIATURES / "wan21", tmp_path / "wan21")
     shutil.copytree(MINIATURES / "wan22t2v", tmp_path / "wan22t2v")
     monkeypatch.setattr(tiny, "_TRAINED", tmp_path)
-    before = tiny.trained("tiny/wan22t2v")
-    assert before is not None and before == tiny.trained("tiny/wan22t2v")
+    before = tiny.find_trained("tiny/wan22t2v")
+    assert before is not None and before == tiny.find_trained("tiny/wan22t2v")
     config = tmp_path / "wan21" / "vae" / "config.json"
     config.write_text(config.read_text() + " ")
-    after = tiny.trained("tiny/wan22t2v")
+    after = tiny.find_trained("tiny/wan22t2v")
     assert after is not None and after != before
     assert (after / "vae" / "config.json").read_text() == config.read_text()
 
 
 @pytest.mark.parametrize("model_id", ["tiny/..", "tiny/../miniatures/wan21", "tiny/", "wan21", "tiny/wan21/vae"])
 def test_nothing_else_is_taken_for_one(model_id: str):
-    assert tiny.trained(model_id) is None
+    assert tiny.find_trained(model_id) is None
 
 
 def test_all_together_are_small():

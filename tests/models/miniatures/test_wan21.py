@@ -19,8 +19,8 @@ from comfyui_tpu.tpu_runtime.models import wan21
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.models.text_encoders import t5
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
-from comfyui_tpu.tpu_runtime.selftest.families import Unkept
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
+from comfyui_tpu.tpu_runtime.selftest.families import NoPromptCache
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +41,9 @@ def frames_of(
     prompt: str, negative: str = "", settings: Settings = SETTINGS, chips: int = 1, model: ModelRef = MODEL
 ) -> np.ndarray:
     runner = engine(chips)
-    embeds = runner.encode(model, prompt, negative, Silent())
-    latents = runner.denoise(model, settings, *embeds, Silent())
-    return np.round(runner.decode(model, latents, Silent()).numpy() * 255).astype(np.uint8)
+    embeds = runner.encode(model, prompt, negative, SilentProgress())
+    latents = runner.denoise(model, settings, *embeds, SilentProgress())
+    return np.round(runner.decode(model, latents, SilentProgress()).numpy() * 255).astype(np.uint8)
 
 
 def num_right(shapes: ModuleType, make: Callable[[str], np.ndarray]) -> int:
@@ -106,15 +106,15 @@ def swapped(prompt: str) -> np.ndarray:
 
 def without_mask(prompt: str) -> np.ndarray:
     """What stands behind the prompt's end is attended to, in the text encoder and in the denoiser."""
-    tokens = t5.tokens
+    tokens = t5.tokenize
 
     def unmasked(*asked: Any) -> tuple[np.ndarray, np.ndarray]:
         ids, mask = tokens(*asked)
         return ids, np.ones_like(mask)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(t5, "tokens", unmasked)
-        patch.setattr(engine(1), "prompt_cache", Unkept())
+        patch.setattr(t5, "tokenize", unmasked)
+        patch.setattr(engine(1), "prompt_cache", NoPromptCache())
         return frames_of(prompt)
 
 
@@ -128,16 +128,16 @@ def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], shapes: M
 def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable):
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     settings = replace(SETTINGS, num_inference_steps=3)
-    pipe = parity.upstream("WanPipeline", tiny.folder(SPEC, SPEC.miniature.id))
-    pipe.to(torch.float32).scheduler = solver_table.scheduler_from(
+    pipe = parity.upstream("WanPipeline", tiny.find_folder(SPEC, SPEC.miniature.id))
+    pipe.to(torch.float32).scheduler = solver_table.build_scheduler(
         {**SPEC.recipe.scheduler, "flow_shift": settings.shift}
     )
     expected = parity.generate(pipe, settings, prompt=PROMPT, negative_prompt="", num_frames=settings.num_frames)
     for chips in (1, 8):
         runner = engine(chips)
-        latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, PROMPT, "", Silent()), Silent())
+        latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, PROMPT, "", SilentProgress()), SilentProgress())
         mean, std = wan_vae.latent_stats(pipe.vae.config)
         compare(f"latents, {chips} chips", ((latents["samples"] - mean) / std).numpy(), expected.latents)
-        frames = runner.decode(MODEL, latents, Silent()).numpy()
+        frames = runner.decode(MODEL, latents, SilentProgress()).numpy()
         # The edges of what a trained decoder draws are steep: the worst of 134 400 values is off by 7e-5, all by 2e-6.
         compare(f"frames, {chips} chips", frames, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)

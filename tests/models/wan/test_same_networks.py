@@ -19,14 +19,14 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
 
-WAN, TI2V = spec_for_family("Wan21"), spec_by_name("wan2.2-ti2v-5b")
+WAN, TI2V = spec_for_family("Wan21"), lookup_spec("wan2.2-ti2v-5b")
 SETTINGS = replace(test_wan21.ODD, num_inference_steps=4, guidance_scale=6.0, shift=8.0)
 # Skywork/SkyReels-V2-T2V-14B-540P-Diffusers: what its configs say that Wan's do not.
 SKYREELS = {"_class_name": "SkyReelsV2Transformer3DModel", "inject_sample_info": False, "num_frame_per_block": 1}
@@ -38,7 +38,7 @@ def changed(path: Path, **values: Any) -> None:
 
 def of_pipeline(folder: Path, spec: ModelSpec, pipeline: str, **transformer: Any) -> Path:
     """The tiny checkpoint as another pipeline's."""
-    shutil.copytree(tiny.ensure(spec), folder)
+    shutil.copytree(tiny.ensure_random(spec), folder)
     changed(folder / "model_index.json", _class_name=pipeline)
     if transformer:
         changed(folder / "model_index.json", transformer=["diffusers", transformer["_class_name"]])
@@ -54,13 +54,15 @@ def skyreels(tmp_path: Path) -> Path:
 def test_skyreels_latents_and_frames_equal_upstreams(skyreels: Path, compare: Callable):
     pipe = parity.upstream("SkyReelsV2Pipeline", skyreels, tokenizer=umt5_tokenizer(skyreels))
     assert type(pipe.transformer).__name__ == SKYREELS["_class_name"]
-    pipe.scheduler = solver_table.scheduler_from({**WAN.recipe.scheduler, "flow_shift": SETTINGS.shift})
+    pipe.scheduler = solver_table.build_scheduler({**WAN.recipe.scheduler, "flow_shift": SETTINGS.shift})
     expected = parity.generate(pipe, SETTINGS, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=SETTINGS.num_frames)
     model, runner = choose_model(WAN, str(skyreels), precision="float32"), engine(3)
     assert model.spec is WAN
-    latents = runner.denoise(model, SETTINGS, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
+    latents = runner.denoise(
+        model, SETTINGS, *runner.encode(model, SHORT, NEGATIVE, SilentProgress()), SilentProgress()
+    )
     compare("latents", test_wan21.normalised(latents["samples"]), expected.latents)
-    compare("frames", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    compare("frames", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +96,9 @@ def test_weights_of_a_block_that_the_network_does_not_have_are_refused(tmp_path:
     denoise = functools.partial(
         engine(1).denoise, choose_model(WAN, str(folder), precision="float32"), replace(SETTINGS, guidance_scale=1.0)
     )
-    embeds = engine(1).encode(parity.tiny_model(WAN), SHORT, "", Silent())
+    embeds = engine(1).encode(parity.tiny_model(WAN), SHORT, "", SilentProgress())
     save_file({**weights, "blocks.0.to_gate_compress.weight": torch.zeros(4, 4)}, path)
     with pytest.raises(
         CheckpointError, match="blocks.0.to_gate_compress.weight does not belong to a WanTransformer3DModel"
     ):
-        denoise(*embeds, Silent())
+        denoise(*embeds, SilentProgress())

@@ -18,10 +18,10 @@ from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name, spec_for_family
+from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("Wan21")
 MODEL = parity.tiny_model(SPEC)
@@ -38,7 +38,7 @@ CASES = {"odd": ODD, "flat": FLAT, "tall": TALL}
 
 @functools.cache
 def pipeline() -> Any:
-    return load_pipeline(tiny.ensure(SPEC))
+    return load_pipeline(tiny.ensure_random(SPEC))
 
 
 def load_pipeline(folder: Path) -> Any:
@@ -58,7 +58,7 @@ def oracle(settings: Settings) -> parity.Result:
 
 
 def generate(pipe: Any, settings: Settings) -> parity.Result:
-    pipe.scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.build_scheduler({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
     return parity.generate(pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames)
 
 
@@ -66,7 +66,7 @@ def generate(pipe: Any, settings: Settings) -> parity.Result:
 def test_the_negative_prompt_is_the_makers_whole_one(name: str):
     """The digest of `sample_neg_prompt` in the makers' shared_config.py; every example has it too."""
     published = "ce96e0324e4b54ce4b6e867f669ca520952e1a34cc116543516b1897f0d3c47e"
-    text = spec_by_name(name).texts["negative_prompt"]
+    text = lookup_spec(name).texts["negative_prompt"]
     assert hashlib.sha256(text.encode()).hexdigest() == published
     files = [path for path in examples.API if path.stem.startswith("wan21" if "t2v" in name else "wan22")]
     assert len(files) >= 2 and all(text in file.read_text("utf-8") for file in files)
@@ -78,9 +78,9 @@ def test_the_negative_prompt_is_the_makers_whole_one(name: str):
 )
 def test_that_of_wan_2_1_with_pictures_begins_with_the_camera(name: str, prefix: str):
     """`wan/configs/wan_i2v_14B.py` and `wan/configs/__init__.py` in the makers' repository put it there."""
-    spec = spec_by_name(f"wan2.1-{name}")
+    spec = lookup_spec(f"wan2.1-{name}")
     assert spec.texts["negative_prompt"] == prefix + SPEC.texts["negative_prompt"]
-    assert spec.texts["prompt"] == spec_by_name("wan2.2-i2v-a14b").texts["prompt"]
+    assert spec.texts["prompt"] == lookup_spec("wan2.2-i2v-a14b").texts["prompt"]
 
 
 def normalised(samples: torch.Tensor) -> np.ndarray:
@@ -91,7 +91,7 @@ def normalised(samples: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("chips", CHIPS)
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["one word", "over 512 tokens"])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
-    prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, Silent())
+    prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, SilentProgress())
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(prompt), error=NETWORK)
     assert prompt_embeds[0][1]["length"] == {SHORT: 2, LONG: 512}[prompt]
@@ -121,10 +121,10 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 def test_latents_and_frames_equal_upstreams(case: str, chips: int, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     expected = oracle(settings)
-    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
-    latents = runner.denoise(MODEL, settings, *embeds, Silent())
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress())
+    latents = runner.denoise(MODEL, settings, *embeds, SilentProgress())
     compare(f"latents, {case}, {chips} chips", normalised(latents["samples"]), expected.latents)
-    frames = runner.decode(MODEL, latents, Silent())
+    frames = runner.decode(MODEL, latents, SilentProgress())
     compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
 
 
@@ -133,9 +133,9 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 2 + 3 blocks, 6 steps and the VAE."""
     runner, expected = engine(8), oracle(FLAT)
     model = replace(MODEL, precision="bfloat16")
-    embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
-    latents = runner.denoise(model, FLAT, *embeds, Silent())
-    frames = runner.decode(model, latents, Silent())
+    embeds = runner.encode(model, SHORT, NEGATIVE, SilentProgress())
+    latents = runner.denoise(model, FLAT, *embeds, SilentProgress())
+    frames = runner.decode(model, latents, SilentProgress())
     compare("embeddings, bfloat16", embeds[0][0][0].numpy(), embeddings(SHORT)[:1], error=3e-2, slope=3e-3)
     compare("latents, bfloat16", normalised(latents["samples"]), expected.latents, error=1.5e-2, slope=3e-3)
     compare("frames, bfloat16", frames.numpy(), expected.frames, error=1.3e-1, overall=3.5e-2, slope=6e-3)
@@ -158,8 +158,8 @@ def test_other_dimensions_work_too(tmp_path, compare: Callable):
     model = parity.write_other_dimensions(SPEC, tmp_path / "other", changes)
     expected = generate(load_pipeline(tmp_path / "other"), TALL)
     runner = engine(8)
-    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
-    compare("frames, other dimensions", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    latents = runner.denoise(model, TALL, *runner.encode(model, SHORT, NEGATIVE, SilentProgress()), SilentProgress())
+    compare("frames, other dimensions", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.slow
@@ -179,8 +179,12 @@ def test_every_setting_changes_the_result(change: dict):
     runner = engine(8)
     negative = change.get("negative_prompt", NEGATIVE)
     settings = Settings(**{**ODD.__dict__, **{k: v for k, v in change.items() if k != "negative_prompt"}})
-    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent())["samples"]
-    second = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, negative, Silent()), Silent())["samples"]
+    first = runner.denoise(MODEL, ODD, *runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress()), SilentProgress())[
+        "samples"
+    ]
+    second = runner.denoise(
+        MODEL, settings, *runner.encode(MODEL, SHORT, negative, SilentProgress()), SilentProgress()
+    )["samples"]
     assert difference(first, second) > 1e-3
 
 
@@ -190,8 +194,8 @@ def test_another_seed_loads_encodes_and_compiles_nothing():
 
     def generate(seed: int) -> torch.Tensor:
         settings = Settings(**{**ODD.__dict__, "seed": seed})
-        embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
-        return runner.decode(MODEL, runner.denoise(MODEL, settings, *embeds, Silent()), Silent())
+        embeds = runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress())
+        return runner.decode(MODEL, runner.denoise(MODEL, settings, *embeds, SilentProgress()), SilentProgress())
 
     first = generate(1)
     compiled: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_tpu.nodes import wan22_i2v as nodes
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.headless.runner import TerminalHost
+from comfyui_tpu.nodes.headless.runner import TerminalContext
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.models.wan import test_wan21
@@ -20,18 +20,18 @@ from comfyui_tpu.tests.support.closeness import NETWORK, OPERATION, difference
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import pipeline as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import variant
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import resolve_variant
 from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.wan import wan21_i2v
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
 
 pytestmark = pytest.mark.slow
 
-FIRST, BOTH = spec_by_name("wan2.1-i2v-14b-480p"), spec_by_name("wan2.1-flf2v-14b-720p")
+FIRST, BOTH = lookup_spec("wan2.1-i2v-14b-480p"), lookup_spec("wan2.1-flf2v-14b-720p")
 SPECS = pytest.mark.parametrize("spec", [FIRST, BOTH], ids=lambda spec: spec.name)
 # Tokens: 3 * 5 * 7 = 105, and 257 or 514 of pictures: none divides by the chips.
 ODD = Settings(height=80, width=112, num_frames=9, num_inference_steps=4, guidance_scale=5.0, seed=7, shift=3.0)
@@ -58,7 +58,7 @@ def pixels_of(picture: Image.Image) -> torch.Tensor:
 def pipeline(name: str) -> Any:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    folder = tiny.ensure(spec_by_name(name))
+    folder = tiny.ensure_random(lookup_spec(name))
     return parity.upstream(
         "WanImageToVideoPipeline", folder, tokenizer=umt5_tokenizer(folder),
         image_processor=CLIPImageProcessorPil.from_pretrained(folder / "image_processor"),
@@ -67,8 +67,8 @@ def pipeline(name: str) -> Any:
 
 @functools.cache
 def oracle(name: str) -> Oracle:
-    pipe, spec, kept = pipeline(name), spec_by_name(name), {}
-    pipe.scheduler = solver_table.scheduler_from({**spec.recipe.scheduler, "flow_shift": ODD.shift})
+    pipe, spec, kept = pipeline(name), lookup_spec(name), {}
+    pipe.scheduler = solver_table.build_scheduler({**spec.recipe.scheduler, "flow_shift": ODD.shift})
 
     def keep(method: str, choose: Callable) -> None:
         original = getattr(pipe, method)
@@ -94,7 +94,7 @@ def oracle(name: str) -> Oracle:
 def encode(spec: ModelSpec, **given: Any) -> ImageCondition:
     """What the node makes of pictures."""
     first, *last = [pixels_of(picture) for picture in pictures(spec)]
-    host = TerminalHost(Folders(), stream=io.StringIO())
+    host = TerminalContext(Folders(), stream=io.StringIO())
     values = nodes.IMAGE_ENCODER.values(
         {
             "image": first, "last_image": last[0] if last else None, "model": parity.tiny_model(spec),
@@ -108,15 +108,15 @@ def encode(spec: ModelSpec, **given: Any) -> ImageCondition:
 def test_condition_latents_and_frames_equal_upstreams(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
-    monkeypatch.setattr(runtime, "engine", lambda progress: engine(8))
+    monkeypatch.setattr(runtime, "get_engine", lambda progress: engine(8))
     model, runner, expected = parity.tiny_model(spec), engine(8), oracle(spec.name)
     condition = encode(spec)
     compare(f"{spec.name}, tokens of pictures", condition["tensors"]["image_embeds"], expected.tokens, error=NETWORK)
     compare(f"{spec.name}, condition", condition["tensors"]["condition"], expected.condition, error=NETWORK)
-    embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
-    latents = runner.denoise(model, ODD, *embeds, Silent(), condition)
+    embeds = runner.encode(model, SHORT, NEGATIVE, SilentProgress())
+    latents = runner.denoise(model, ODD, *embeds, SilentProgress(), condition)
     compare(f"{spec.name}, latents", normalised(latents["samples"]), expected.latents)
-    compare(f"{spec.name}, frames", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    compare(f"{spec.name}, frames", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.parametrize(("spec", "chips"), [(FIRST, 3), (BOTH, 8)], ids=lambda x: getattr(x, "name", x))
@@ -149,12 +149,12 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 def test_clip_sees_what_upstreams_processor_shows_it(height: int, width: int, compare: Callable):
     image = np.random.default_rng(5).integers(0, 256, (height, width, 3), np.uint8)
     expected = pipeline(FIRST.name).image_processor(images=Image.fromarray(image), return_tensors="pt")
-    ours = wan21_i2v.vision_pixels(torch.from_numpy(image.astype(np.float32))[None] / 255.0)
+    ours = wan21_i2v.preprocess_images(torch.from_numpy(image.astype(np.float32))[None] / 255.0)
     compare(f"{height} x {width}", ours, expected["pixel_values"], error=OPERATION)
 
 
 def test_480p_and_720p_differ_in_defaults_alone():
-    other = spec_by_name("wan2.1-i2v-14b-720p")
+    other = lookup_spec("wan2.1-i2v-14b-720p")
     own = {name: getattr(FIRST, name) for name in ("name", "title", "published", "miniature", "inputs")}
     assert replace(other, **own) == FIRST
     defaults = [(s.settings().height, s.settings().width, s.settings().shift) for s in (FIRST, other, BOTH)]
@@ -163,8 +163,8 @@ def test_480p_and_720p_differ_in_defaults_alone():
 
 @SPECS
 def test_the_nodes_of_wan_2_2_find_it(spec: ModelSpec):
-    for model_id in (spec.published.hub_id, spec.miniature.id, str(tiny.ensure(spec))):
-        assert variant(nodes.SPEC, model_id) is spec
+    for model_id in (spec.published.hub_id, spec.miniature.id, str(tiny.ensure_random(spec))):
+        assert resolve_variant(nodes.SPEC, model_id) is spec
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,6 @@ def test_what_the_model_does_with_a_last_picture_is_said(spec: ModelSpec, given:
 def test_a_condition_of_another_model_of_the_family_is_refused():
     given = {"tpu_family": "Wan22I2V", "height": 80, "width": 112, "num_frames": 9}
     condition: Any = {**given, "tensors": {"condition": torch.zeros(1, 20, 3, 10, 14)}}
-    embeds = engine(8).encode(parity.tiny_model(FIRST), SHORT, NEGATIVE, Silent())
+    embeds = engine(8).encode(parity.tiny_model(FIRST), SHORT, NEGATIVE, SilentProgress())
     with pytest.raises(ValueError, match=r"encoded for another model of the family\. Give Wan22I2VImageEncoder the"):
-        engine(8).denoise(parity.tiny_model(FIRST), ODD, *embeds, Silent(), condition)
+        engine(8).denoise(parity.tiny_model(FIRST), ODD, *embeds, SilentProgress(), condition)

@@ -14,7 +14,7 @@ import torch
 from comfyui_tpu.nodes import wan22_i2v as nodes
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless import core_nodes
-from comfyui_tpu.nodes.headless.runner import TerminalHost
+from comfyui_tpu.nodes.headless.runner import TerminalContext
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
@@ -24,13 +24,13 @@ from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning
-from comfyui_tpu.tpu_runtime.engine.memory_advice import VARIABLE
+from comfyui_tpu.tpu_runtime.engine.memory_advice import HBM_VARIABLE
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.programs.generation import Denoising
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from comfyui_tpu.tpu_runtime.units import GIB
 
 SPEC = spec_for_family("Wan22I2V")
@@ -64,7 +64,7 @@ def picture(settings: Settings) -> torch.Tensor:
 
 @functools.cache
 def pipeline() -> Any:
-    return load_pipeline(tiny.ensure(SPEC))
+    return load_pipeline(tiny.ensure_random(SPEC))
 
 
 def load_pipeline(folder: Any) -> Any:
@@ -83,7 +83,7 @@ def oracle(settings: Settings) -> Oracle:
 
 
 def generate(pipe: Any, settings: Settings) -> Oracle:
-    pipe.scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.build_scheduler({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
     kept: dict[str, torch.Tensor] = {}
     prepare = type(pipe).prepare_latents
 
@@ -101,11 +101,11 @@ def generate(pipe: Any, settings: Settings) -> Oracle:
 
 def run(runner: Runner, settings: Settings, model: ModelRef = MODEL) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Condition, latents in the network's scale, frames."""
-    condition = runner.encode_image(model, picture(settings), settings, Silent())
-    embeds = runner.encode(model, SHORT, NEGATIVE, Silent())
-    latents = runner.denoise(model, settings, *embeds, Silent(), condition)
+    condition = runner.encode_image(model, picture(settings), settings, SilentProgress())
+    embeds = runner.encode(model, SHORT, NEGATIVE, SilentProgress())
+    latents = runner.denoise(model, settings, *embeds, SilentProgress(), condition)
     mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae.component).config)
-    return condition, (latents["samples"] - mean) / std, runner.decode(model, latents, Silent())
+    return condition, (latents["samples"] - mean) / std, runner.decode(model, latents, SilentProgress())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_video_of_one_frame_has_a_condition_too(compare: Callable):
     with torch.no_grad():
         pixels = picture(ONE).movedim(-1, 1) * 2 - 1
         _, expected = pipeline().prepare_latents(pixels, 1, 16, 64, 64, 1, torch.float32, "cpu", torch.Generator())
-    condition = engine(8).encode_image(MODEL, picture(ONE), ONE, Silent())
+    condition = engine(8).encode_image(MODEL, picture(ONE), ONE, SilentProgress())
     compare("condition, one frame, 8 chips", condition["tensors"]["condition"], expected, error=NETWORK)
     assert (condition["height"], condition["width"], condition["num_frames"]) == (64, 64, 1)
 
@@ -153,14 +153,14 @@ def test_a_video_may_end_with_a_picture_too(compare: Callable):
         _, expected = pipeline().prepare_latents(
             first, 1, 16, 64, 64, 5, torch.float32, "cpu", torch.Generator(), last_image=end
         )
-    condition = engine(8).encode_image(MODEL, torch.cat([picture(ONE), last]), settings, Silent())
+    condition = engine(8).encode_image(MODEL, torch.cat([picture(ONE), last]), settings, SilentProgress())
     compare("condition, first and last frame, 8 chips", condition["tensors"]["condition"], expected, error=NETWORK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chips", [1, 3, 8])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Callable):
-    prompt_embeds, negative = engine(chips).encode(MODEL, SHORT, NEGATIVE, Silent())
+    prompt_embeds, negative = engine(chips).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(), error=NETWORK)
     assert prompt_embeds[0][1]["length"] == 2
@@ -190,7 +190,7 @@ def test_the_two_experts_differ_and_share_the_steps():
     first, second = (next(expert.parameters()) for expert in (found.transformer, found.transformer_2))
     assert not torch.equal(first, second)
     for settings in CASES.values():
-        scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
+        scheduler = solver_table.build_scheduler({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
         scheduler.set_timesteps(settings.num_inference_steps)
         assert 0 < sum(timestep >= 900 for timestep in scheduler.timesteps) < settings.num_inference_steps
 
@@ -200,17 +200,17 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
     """With room for one expert and a step, the same latents to the bit, and each expert loaded once."""
     runner = engine(8)
     runner.free()
-    condition = runner.encode_image(MODEL, picture(ODD), ODD, Silent())
-    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
+    condition = runner.encode_image(MODEL, picture(ODD), ODD, SilentProgress())
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     runner.free()
-    expected = runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"]
+    expected = runner.denoise(MODEL, ODD, *embeds, SilentProgress(), condition)["samples"]
     assert [resident.component for resident in runner.device_cache.list()] == list(SPEC.denoiser.experts)
     (step,) = runner.device_cache.programs()
     one = runner.device_cache.list()[0].size_bytes
     runner.device_cache.clear()
     before = runner.counts["load"]
-    monkeypatch.setenv(VARIABLE, str((1.5 * one + step.code_bytes + step.workspace_bytes) / GIB))
-    assert torch.equal(runner.denoise(MODEL, ODD, *embeds, Silent(), condition)["samples"], expected)
+    monkeypatch.setenv(HBM_VARIABLE, str((1.5 * one + step.code_bytes + step.workspace_bytes) / GIB))
+    assert torch.equal(runner.denoise(MODEL, ODD, *embeds, SilentProgress(), condition)["samples"], expected)
     assert runner.counts["load"] - before == 2
     assert [resident.component for resident in runner.device_cache.list()] == [SPEC.denoiser.experts[1]]
 
@@ -255,15 +255,15 @@ def test_every_setting_and_the_picture_change_the_result():
     """Each has its effect when everything is loaded and compiled; and nothing is loaded or compiled for it."""
     runner = engine(8)
     condition, first, _ = run(runner, ODD)
-    embeds = runner.encode(MODEL, SHORT, NEGATIVE, Silent())
+    embeds = runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     before = dict(runner.counts)
     for change in (
         {"shift": 3.0}, {"num_inference_steps": 4}, {"seed": 11}, {"guidance_scale": 2.0}, {"guidance_scale_2": 1.5},
     ):  # fmt: skip
-        other = runner.denoise(MODEL, replace(ODD, **change), *embeds, Silent(), condition)["samples"]
+        other = runner.denoise(MODEL, replace(ODD, **change), *embeds, SilentProgress(), condition)["samples"]
         assert difference(first, other) > 1e-3, change
-    dark = runner.encode_image(MODEL, picture(ODD) * 0.3, ODD, Silent())
-    other = runner.denoise(MODEL, ODD, *embeds, Silent(), dark)["samples"]
+    dark = runner.encode_image(MODEL, picture(ODD) * 0.3, ODD, SilentProgress())
+    other = runner.denoise(MODEL, ODD, *embeds, SilentProgress(), dark)["samples"]
     assert difference(first, other) > 1e-3
     assert dict(runner.counts) == before
 
@@ -275,7 +275,7 @@ def test_a_picture_of_another_shape_is_never_distorted(height: int, width: int):
     disc = ((y - 99.5) ** 2 + (x - 159.5) ** 2 < 40**2).float()
     image = torch.stack([disc, torch.ones_like(disc), torch.ones_like(disc)], dim=-1)[None]
     sizes = {}
-    for how in media.RESIZE:
+    for how in media.RESIZE_MODES:
         resized = media.resize(image, height, width, how)
         assert resized.shape == (1, height, width, 3)
         assert 0 <= resized.min() and resized.max() <= 1
@@ -292,7 +292,7 @@ def test_a_picture_of_another_shape_is_never_distorted(height: int, width: int):
 
 
 def test_a_picture_of_the_right_size_is_left_alone():
-    for how in media.RESIZE:
+    for how in media.RESIZE_MODES:
         assert torch.equal(media.resize(picture(ODD), ODD.height, ODD.width, how), picture(ODD))
 
 
@@ -319,11 +319,11 @@ def test_a_picture_of_the_right_size_is_left_alone():
     ids=["none", "another family's", "another model's", "another size's"],
 )
 def test_a_condition_that_does_not_fit_is_refused(given: dict | None, message: str):
-    embeds = engine(8).encode(MODEL, SHORT, NEGATIVE, Silent())
+    embeds = engine(8).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     if given is not None:
         given = {**given, "tensors": {"condition": torch.zeros(1, 20, 2, 8, 8)}}
     with pytest.raises(ValueError) as error:
-        engine(8).denoise(MODEL, ODD, *embeds, Silent(), given)
+        engine(8).denoise(MODEL, ODD, *embeds, SilentProgress(), given)
     assert str(error.value) == message
 
 
@@ -345,18 +345,18 @@ def test_a_bad_setting_is_refused(change: dict, message: str):
 
 def test_a_checkpoint_without_the_second_expert_is_refused(tmp_path: Path):
     folder = tmp_path / "half"
-    shutil.copytree(tiny.ensure(SPEC), folder)
+    shutil.copytree(tiny.ensure_random(SPEC), folder)
     shutil.rmtree(folder / "transformer_2")
     with pytest.raises(ValueError, match=r"there is no folder 'transformer_2' in .*; the checkpoint is incomplete\."):
         checkpoint.locate(SPEC, str(folder)).check()
 
 
 def test_a_guided_run_needs_the_negative_prompt():
-    prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, Silent())
-    plan = Denoising.of(SPEC, TALL, {part.name: part.tiny for part in SPEC.components}, SPEC.recipe.scheduler)
+    prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
+    plan = DenoisingPlan.of(SPEC, TALL, {part.name: part.tiny for part in SPEC.components}, SPEC.recipe.scheduler)
     assert SPEC.branches(FLAT.guidance_scale) == 1 and SPEC.branches(TALL.guidance_scale) == 2
     with pytest.raises(ValueError, match="negative_prompt_embeds is not connected, and guidance_scale is 4.0"):
-        conditioning.denoiser_inputs(plan, prompt, None, None)
+        conditioning.build_denoiser_inputs(plan, prompt, None, None)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_the_original_widgets_keep_their_order(node: Any, widgets: str):
 
 def test_the_examples_picture_is_found_without_comfyui(tmp_path: Path):
     """In the input folder, else beside the workflow, else among the examples."""
-    host = TerminalHost(Folders(input=tmp_path / "input", workflow=tmp_path), stream=io.StringIO())
+    host = TerminalContext(Folders(input=tmp_path / "input", workflow=tmp_path), stream=io.StringIO())
     load_image = core_nodes.LOAD_IMAGE.run
     assert load_image(host, image="wan_i2v_input.jpg")[0].shape == (1, 720, 1280, 3)
     media.save_image(tmp_path / "wan_i2v_input.jpg", torch.zeros(2, 4, 3))

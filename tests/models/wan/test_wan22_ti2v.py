@@ -11,19 +11,19 @@ import torch
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs import graph
-from comfyui_tpu.nodes.headless.runner import HEADLESS
+from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, OPERATION
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-SPEC = spec_by_name("wan2.2-ti2v-5b")
+SPEC = lookup_spec("wan2.2-ti2v-5b")
 MODEL = parity.tiny_model(SPEC)
 SHORT, NEGATIVE = "cat", "blurred details, overexposed"
 # Tokens: 3 * 5 * 7 = 105 on 4 chips, 32 each: the first frame's 35 end on the second.
@@ -44,7 +44,7 @@ def picture(settings: Settings) -> torch.Tensor:
 @functools.cache
 def pipeline(pipeline_class: str) -> Any:
     """Both of the checkpoint's index, which says `expand_timesteps`."""
-    folder = tiny.ensure(SPEC)
+    folder = tiny.ensure_random(SPEC)
     pipe = parity.upstream(pipeline_class, folder, tokenizer=umt5_tokenizer(folder))
     assert pipe.config.expand_timesteps
     return pipe
@@ -73,13 +73,15 @@ def first_frame(settings: Settings) -> np.ndarray:
 def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, given: bool, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     pipe = pipeline("WanImageToVideoPipeline" if given else "WanPipeline")
-    pipe.scheduler = solver_table.scheduler_from({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.build_scheduler({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
     arguments = {"image": picture(settings).movedim(-1, 1)} if given else {}
     expected = parity.generate(
         pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames, **arguments
     )
-    condition = runner.encode_image(MODEL, picture(settings), settings, Silent()) if given else None
-    latents = runner.denoise(MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, Silent()), Silent(), condition)
+    condition = runner.encode_image(MODEL, picture(settings), settings, SilentProgress()) if given else None
+    latents = runner.denoise(
+        MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress()), SilentProgress(), condition
+    )
     mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae.component).config)
     ours = ((latents["samples"] - mean) / std).numpy()
     if condition is not None:
@@ -88,7 +90,7 @@ def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, giv
         compare("first frame", ours[:, :, :1], first_frame(settings))
         ours, expected = ours[:, :, 1:], replace(expected, latents=expected.latents[:, :, 1:])
     compare("latents", ours, expected.latents)
-    compare("frames", runner.decode(MODEL, latents, Silent()).numpy(), expected.frames)
+    compare("frames", runner.decode(MODEL, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.slow
@@ -134,7 +136,7 @@ def test_the_familys_nodes_take_a_picture_or_none(with_picture: bool):
     """What is compiled ahead is what runs: with a picture its encoder too; the size is the pipeline's."""
     size = {"height": 160, "width": 96, "num_frames": 5}
     image = {"image": ["1", 0]} if with_picture else {}
-    (found,) = graph.expected(workflow(model_id=SPEC.miniature.id, **size, **image), Folders(), HEADLESS)
+    (found,) = graph.plan_generations(workflow(model_id=SPEC.miniature.id, **size, **image), Folders(), HEADLESS_NODES)
     assert found.model.spec == SPEC
     assert found.stages == (("image",) if with_picture else ()) + ("denoise", "decode")
     assert {name: getattr(found.settings, name) for name in size} == size
@@ -146,7 +148,7 @@ def test_a_sampler_has_the_pictures_size_its_own_or_the_models():
 
     def size(**inputs: Any) -> tuple[int, int, int]:
         asked = {**nodes, "4": {"class_type": sampler.id, "inputs": {"model_id": SPEC.miniature.id, **inputs}}}
-        ((_, found),) = graph.generations(asked, Folders(), HEADLESS)
+        ((_, found),) = graph.list_generations(asked, Folders(), HEADLESS_NODES)
         return found.height, found.width, found.num_frames
 
     assert size(condition=["9", 0]) == (160, 96, 5)
@@ -163,14 +165,14 @@ def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name:
         "that can do without, such as Wan-AI/Wan2.2-TI2V-5B-Diffusers."
     )
     with pytest.raises(ValueError) as error:
-        declared.check_constants(Folders(), needs_one, set())
+        declared.validate_constants(Folders(), needs_one, set())
     assert str(error.value) == message
     for linked in ({name}, {"model"}, None):
-        declared.check_constants(Folders(), needs_one, linked)
-    declared.check_constants(Folders(), {"model_id": SPEC.miniature.id}, set())
+        declared.validate_constants(Folders(), needs_one, linked)
+    declared.validate_constants(Folders(), {"model_id": SPEC.miniature.id}, set())
 
 
 def test_a_last_picture_alone_is_refused():
     declared = DECLARATIONS["Wan22I2VTPUPipeline"]
     with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: last_image is connected, and image is not. Connect it, or"):
-        declared.check_constants(Folders(), {"model_id": SPEC.miniature.id}, {"last_image"})
+        declared.validate_constants(Folders(), {"model_id": SPEC.miniature.id}, {"last_image"})

@@ -15,13 +15,13 @@ from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, ODD, SHORT
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tests.support.patience import mostly
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, variant
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, resolve_variant
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.models import spec_by_name
+from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.progress import Silent
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-SMALL, TWO = spec_by_name("wan2.1-t2v-1.3b"), spec_by_name("wan2.2-t2v-a14b")
+SMALL, TWO = lookup_spec("wan2.1-t2v-1.3b"), lookup_spec("wan2.2-t2v-a14b")
 # Four steps of the first expert, two of the second, each with a scale of its own.
 SHARED = replace(ODD, guidance_scale=4.0, guidance_scale_2=3.0, shift=12.0)
 # 12 heads on 8 chips: 4 exchange heads, 2 pass keys around.
@@ -30,12 +30,12 @@ ALONE = replace(ODD, guidance_scale=1.0, shift=8.0)
 
 @functools.cache
 def pipeline(name: str) -> Any:
-    return test_wan21.load_pipeline(tiny.ensure(spec_by_name(name)))
+    return test_wan21.load_pipeline(tiny.ensure_random(lookup_spec(name)))
 
 
 def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
     pipe = pipeline(spec.name)
-    pipe.scheduler = solver_table.scheduler_from({**spec.recipe.scheduler, "flow_shift": settings.shift})
+    pipe.scheduler = solver_table.build_scheduler({**spec.recipe.scheduler, "flow_shift": settings.shift})
     return parity.generate(
         pipe, settings, prompt=SHORT, negative_prompt=NEGATIVE, num_frames=settings.num_frames,
         guidance_scale_2=settings.guidance_scale_2,
@@ -48,9 +48,11 @@ def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
 )
 def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
     model, runner, expected = parity.tiny_model(spec), engine(8), generate(spec, settings)
-    latents = runner.denoise(model, settings, *runner.encode(model, SHORT, NEGATIVE, Silent()), Silent())
+    latents = runner.denoise(
+        model, settings, *runner.encode(model, SHORT, NEGATIVE, SilentProgress()), SilentProgress()
+    )
     compare(f"{spec.name}, latents", test_wan21.normalised(latents["samples"]), expected.latents)
-    compare(f"{spec.name}, frames", runner.decode(model, latents, Silent()).numpy(), expected.frames)
+    compare(f"{spec.name}, frames", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
 @pytest.mark.parametrize(("chips", "spec", "expert"), [(3, SMALL, "transformer"), (8, TWO, "transformer_2")])
@@ -72,7 +74,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 def test_both_experts_run():
     """So that the parity of the whole shows which of them ran when."""
-    table = solver_table.table_for(TWO, TWO.recipe.scheduler, SHARED, TWO.geometry.latent_shape(SHARED))
+    table = solver_table.build_table(TWO, TWO.recipe.scheduler, SHARED, TWO.geometry.latent_shape(SHARED))
     assert [timestep >= 875 for timestep in table.timesteps] == [True] * 4 + [False] * 2
     first, second = (
         component.state_dict() for component in (pipeline(TWO.name).transformer, pipeline(TWO.name).transformer_2)
@@ -83,11 +85,15 @@ def test_both_experts_run():
 def test_a_lora_may_be_for_one_of_the_experts():
     loras = tuple(Lora(path=expert, strength=1.0, expert=expert) for expert in ("both", "high", "low"))
     model = replace(parity.tiny_model(TWO), loras=loras)
-    found = {expert: [lora.path for lora in model.loras_of(expert)] for expert in TWO.denoiser.experts}
+    found = {expert: [lora.path for lora in model.select_loras(expert)] for expert in TWO.denoiser.experts}
     assert found == {"transformer": ["both", "high"], "transformer_2": ["both", "low"]}
 
 
 @pytest.mark.parametrize("spec", [SMALL, TWO], ids=lambda spec: spec.name)
 def test_the_nodes_of_wan_2_1_find_it(spec: ModelSpec):
-    for model_id in (spec.published.hub_id, spec.miniature.id, *([str(tiny.ensure(TWO))] if spec is TWO else [])):
-        assert variant(test_wan21.SPEC, model_id) is spec
+    for model_id in (
+        spec.published.hub_id,
+        spec.miniature.id,
+        *([str(tiny.ensure_random(TWO))] if spec is TWO else []),
+    ):
+        assert resolve_variant(test_wan21.SPEC, model_id) is spec

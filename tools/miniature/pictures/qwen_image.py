@@ -245,8 +245,8 @@ def tokenizer_in(folder: Path) -> Any:
     return qwen_tokenizer(
         folder,
         (*WORDS, *OF_CHANGES),
-        (texts.TEMPLATE, texts.EDIT_TEMPLATE, texts.PICTURE, "user", "assistant", "system", " 1"),
-        special=("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", texts.SEEN),
+        (texts.TEMPLATE, texts.EDIT_TEMPLATE, texts.IMAGE_TEMPLATE, "user", "assistant", "system", " 1"),
+        special=("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", texts.IMAGE_PAD),
         chat_template=qwen25.CHAT_TEMPLATE,
     )
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.autoencoders.wan import LATENTS_MEAN, LATENTS_STD
-from comfyui_tpu.tpu_runtime.models.qwen_image import SCHEDULER, SPEC, guide, solver_arguments
-from comfyui_tpu.tpu_runtime.models.qwen_image_edit import pixels_of, resized
+from comfyui_tpu.tpu_runtime.models.qwen_image import SCHEDULER, SPEC, apply_guidance, solver_arguments
+from comfyui_tpu.tpu_runtime.models.qwen_image_edit import resize_image, to_pixels
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25_vision
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen_image as texts
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as pipelines
@@ -49,7 +49,7 @@ CELL = (3, 4)  # of the tokens of a picture that is looked at one of so many is,
 
 def large(picture: np.ndarray) -> Tensor:
     """As it is looked at, `[3, height, width]`."""
-    return pixels_of(resized(Image.fromarray(picture), pipelines.VAE_IMAGE_SIZE))[0, :, 0]
+    return to_pixels(resize_image(Image.fromarray(picture), pipelines.VAE_IMAGE_SIZE))[0, :, 0]
 
 
 def changes_in(file: Path, vae: Any, seed: int) -> dict[str, Any]:
@@ -79,9 +79,9 @@ class Texts:
 
     def __init__(self, tokenizer: Any, sentences: Sequence[str]) -> None:
         blank = Image.new("RGB", (WIDTH, HEIGHT))
-        _, grid = qwen25_vision.patches_of(resized(blank, pipelines.CONDITION_IMAGE_SIZE))
-        nothing = torch.zeros(1, *(side // qwen25_vision.MERGED for side in grid), 1)
-        ids, mask, positions, places, _ = texts.tokenize_beside(tokenizer, sentences, [nothing])
+        _, grid = qwen25_vision.cut_patches(resize_image(blank, pipelines.CONDITION_IMAGE_SIZE))
+        nothing = torch.zeros(1, *(side // qwen25_vision.MERGE_SIZE for side in grid), 1)
+        ids, mask, positions, places, _ = texts.tokenize_with_images(tokenizer, sentences, [nothing])
         ids[places >= 0] = -1  # as `Denoiser.states` has it
         longest = int(mask.sum(1).max())
         end = texts.EDIT_PREFIX + longest
@@ -191,7 +191,9 @@ def sample(
     for time in solver.timesteps:
         tokens = F.pixel_unshuffle(latents[:, :, 0], 2).expand(2, -1, -1, -1)
         flows, _ = denoiser(tokens, (time / 1000).expand(2), **given)
-        flow = guide(*F.pixel_shuffle(flows, 2)[:, None, :, None], torch.tensor(SPEC.inputs["guidance_scale"].default))
+        flow = apply_guidance(
+            *F.pixel_shuffle(flows, 2)[:, None, :, None], torch.tensor(SPEC.inputs["guidance_scale"].default)
+        )
         latents = solver.step(flow, time, latents, return_dict=False)[0]
     mean, std = (torch.tensor(numbers)[:, None, None, None] for numbers in (LATENTS_MEAN, LATENTS_STD))
     return as_frames(decoded(vae, latents[0] * std + mean)[:, 0])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
-from comfyui_tpu.tpu_runtime.models.z_image import BASE, MULTIPLE
+from comfyui_tpu.tpu_runtime.models.z_image import BASE, SEQ_MULTIPLE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -187,13 +187,13 @@ class Denoiser(nn.Module):
             nn.init.normal_(pad, std=0.1)
         self.probe = denoisers.Probe(nn.Identity(), TRANSFORMER["dim"], (HEIGHT // 16, WIDTH // 16))
         # Text from the first place on, the picture after it; its padding, of which one stands for all, at place 0.
-        grid = [torch.tensor([MULTIPLE + 1]), *map(torch.arange, self.probe.grid)]
+        grid = [torch.tensor([SEQ_MULTIPLE + 1]), *map(torch.arange, self.probe.grid)]
         places = torch.cat([torch.cartesian_prod(*grid), torch.zeros(1, 3, dtype=torch.int64)])
-        text = F.pad(torch.arange(1, MULTIPLE + 1)[:, None], (0, 2))
+        text = F.pad(torch.arange(1, SEQ_MULTIPLE + 1)[:, None], (0, 2))
         tables = dit.rope_embedder(torch.cat([places, text]))
         self.tables = [part.repeat_interleave(2, 1)[None, :, None] for part in (tables.real, tables.imag)]
-        self.bias = torch.zeros(TOKENS + 1 + MULTIPLE)
-        self.bias[TOKENS] = math.log(-TOKENS % MULTIPLE)
+        self.bias = torch.zeros(TOKENS + 1 + SEQ_MULTIPLE)
+        self.bias[TOKENS] = math.log(-TOKENS % SEQ_MULTIPLE)
 
     def states(self, ids: Tensor) -> Tensor:
         """What the text encoder gives, `[rows, tokens, dim]`."""
@@ -256,7 +256,7 @@ def train(out: Path, seed: int) -> Any:
     tokenizer = qwen_tokenizer(
         out / "tokenizer", WORDS, ("user", "assistant"), special=SPECIAL, chat_template=qwen3.CHAT_TEMPLATE
     )
-    ids, masks = map(torch.from_numpy, qwen3.tokenize(tokenizer, [*prompts, ""], MULTIPLE, thinks=True))
+    ids, masks = map(torch.from_numpy, qwen3.tokenize(tokenizer, [*prompts, ""], SEQ_MULTIPLE, thinks=True))
     denoiser = Denoiser(len(tokenizer))
     averaged = denoisers.average_of(denoiser)
     denoisers.quicken([*denoiser.transformer.layers, *denoiser.transformer.noise_refiner])

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
-from comfyui_tpu.tpu_runtime.models.z_image import MULTIPLE, SPEC
-from comfyui_tpu.tpu_runtime.models.z_image import STEPS as STEPS_OF_A_PICTURE
+from comfyui_tpu.tpu_runtime.models.z_image import SEQ_MULTIPLE, SPEC
+from comfyui_tpu.tpu_runtime.models.z_image import TURBO_STEPS as STEPS_OF_A_PICTURE
 from torch import Tensor
 
 from .. import denoisers, still
@@ -39,7 +39,7 @@ def train(out: Path, seed: int) -> Any:
     data = latents_in(out / "latents.pt", base.vae, seed)
     prompts, latents = data["prompts"], data["latents"]
     torch.manual_seed(seed)
-    ids, masks = map(torch.from_numpy, qwen3.tokenize(base.tokenizer, [*prompts, ""], MULTIPLE, thinks=True))
+    ids, masks = map(torch.from_numpy, qwen3.tokenize(base.tokenizer, [*prompts, ""], SEQ_MULTIPLE, thinks=True))
     teacher, denoiser = (Denoiser(len(base.tokenizer)) for _ in range(2))
     for one in (teacher, denoiser):
         one.text.load_state_dict(base.text_encoder.state_dict())

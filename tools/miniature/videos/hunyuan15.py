@@ -67,7 +67,7 @@ TEXT_ENCODER = {
     "intermediate_size": 96,
     "max_position_embeddings": 2048,
     "num_attention_heads": 4,
-    "num_hidden_layers": 1 + texts.LAYERS_SKIPPED,
+    "num_hidden_layers": 1 + texts.NUM_SKIPPED_LAYERS,
     "num_key_value_heads": 2,
     "rope_scaling": {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"},
     "tie_word_embeddings": True,

@@ -9,17 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net
-from .frames import pixels
-from .layers import convolved, enlarged, group_moments, in_turn, normed
+from .frames import to_pixels
+from .layers import apply_convolution, apply_group_norm, group_moments, order_computation, repeat_to_size
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
     import torch
 
-FRAMES_A_CALL = 2
+FRAMES_PER_CALL = 2
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
@@ -33,12 +33,12 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.
     """
     import torch
 
-    total, odd = latents.shape[2], latents.shape[2] % FRAMES_A_CALL
+    total, odd = latents.shape[2], latents.shape[2] % FRAMES_PER_CALL
     alone, memory = latents[:, :, :1], None
-    for start in range(odd, max(total, FRAMES_A_CALL), FRAMES_A_CALL):
+    for start in range(odd, max(total, FRAMES_PER_CALL), FRAMES_PER_CALL):
         # The previous chunk is still being fetched when this one is launched.
-        report(max(start - FRAMES_A_CALL, 0), total)
-        pair, is_first = latents[:, :, start : start + FRAMES_A_CALL], start == odd
+        report(max(start - FRAMES_PER_CALL, 0), total)
+        pair, is_first = latents[:, :, start : start + FRAMES_PER_CALL], start == odd
         meant = torch.tensor([is_first, is_first and odd, len(pair[0, 0])], dtype=latents.dtype).view(1, 3, 1, 1, 1)
         meant = meant.clamp(max=1).repeat(1, 1, 1, *latents.shape[3:])
         chunk = torch.cat([alone, pair if len(pair[0, 0]) else torch.cat([alone, alone], dim=2)], dim=2)
@@ -59,7 +59,7 @@ def before_first(vae: Net, latents: "torch.Tensor", meant: "torch.Tensor") -> "t
 
     from ...programs import torch_bridge
 
-    shapes = torch_bridge.shapes(lambda latents, meant: decode_next(vae, latents, meant, [])[1], latents, meant)
+    shapes = torch_bridge.infer_shapes(lambda latents, meant: decode_next(vae, latents, meant, [])[1], latents, meant)
     return latents[:, :1], [torch.zeros(shape, dtype=latents.dtype, device=latents.device) for shape in shapes]
 
 
@@ -84,22 +84,24 @@ def decode_next(
         opening = torch.where(has_alone, x[:, :, :1], x[:, :, 1:2])
         past = [torch.where(is_first, opening, next(caches, opening)) for _ in range(2)]
         # Between the first frame and the others.
-        out = convolved(conv.conv, x, past=past, past_at=1, kernel=True, onto=onto)
+        out = apply_convolution(conv.conv, x, past=past, past_at=1, kernel=True, onto=onto)
         # Update the cache after the convolution, because it replaces the past, but before anything else: the compiler
         # would do it last, and keep all inputs until then.
-        out, x = in_turn(out, x)
-        out, *cached = in_turn(out, *x[:, :, -2:].split(1, dim=2))
+        out, x = order_computation(out, x)
+        out, *cached = order_computation(out, *x[:, :, -2:].split(1, dim=2))
         new_caches.extend(cached)
         return out
 
     def normalize(norm: Net, x: "torch.Tensor") -> "torch.Tensor":
         counted = torch.stack([has_alone, *[has_pair] * (x.shape[2] - 1)])
-        return modulated_norm(norm, x, latents, counted)
+        return apply_spatial_norm(norm, x, latents, counted)
 
     def residual(block: Net, x: "torch.Tensor") -> "torch.Tensor":
         """Run `CogVideoXResnetBlock3D` on `x` `[1, channels, frames, h, w]`; its activations are in the norms."""
         out = convolve(block.conv1, normalize(block.norm1, x))
-        shortcut = x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x, kernel=True)
+        shortcut = (
+            x if block.in_channels == block.out_channels else apply_convolution(block.conv_shortcut, x, kernel=True)
+        )
         return convolve(block.conv2, normalize(block.norm2, out), shortcut)
 
     decoder = vae.decoder
@@ -112,10 +114,10 @@ def decode_next(
         for upsampler in getattr(block, "upsamplers", None) or ():
             x = upsample(upsampler, x)
     frames = convolve(decoder.conv_out, normalize(decoder.norm_out, x))
-    return pixels(frames[0].permute(1, 2, 3, 0)), new_caches
+    return to_pixels(frames[0].permute(1, 2, 3, 0)), new_caches
 
 
-def encode_picture(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
+def encode_to_latents(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
     """Encode an image `[1, 3, height, width]` in -1..1, as a video of one frame, to `[1, 2 * 16, 1, h, w]`.
 
     vae: diffusers' `AutoencoderKLCogVideoX`. Returns mean and log variance of the latent.
@@ -125,12 +127,12 @@ def encode_picture(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
 
     def convolve(conv: Net, x: "torch.Tensor") -> "torch.Tensor":
         """Apply `CogVideoXCausalConv3d` to the only frame `x` `[1, channels, 1, h, w]`, after two copies of it."""
-        return convolved(conv.conv, torch.cat([x, x, x], dim=2))
+        return apply_convolution(conv.conv, torch.cat([x, x, x], dim=2))
 
     def residual(block: Net, x: "torch.Tensor") -> "torch.Tensor":
-        out = convolve(block.conv1, silu(normed(block.norm1, x)))
-        out = convolve(block.conv2, silu(normed(block.norm2, out)))
-        return out + (x if block.in_channels == block.out_channels else convolved(block.conv_shortcut, x))
+        out = convolve(block.conv1, silu(apply_group_norm(block.norm1, x)))
+        out = convolve(block.conv2, silu(apply_group_norm(block.norm2, out)))
+        return out + (x if block.in_channels == block.out_channels else apply_convolution(block.conv_shortcut, x))
 
     encoder = vae.encoder
     x = convolve(encoder.conv_in, picture.unsqueeze(2))
@@ -140,11 +142,11 @@ def encode_picture(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
         for downsampler in getattr(block, "downsamplers", None) or ():
             # A single frame is not downsampled in time.
             x = downsampler.conv(pad(x[:, :, 0], (0, 1, 0, 1)))[:, :, None]
-    moments = convolve(encoder.conv_out, silu(normed(encoder.norm_out, x)))
+    moments = convolve(encoder.conv_out, silu(apply_group_norm(encoder.norm_out, x)))
     return moments if vae.quant_conv is None else vae.quant_conv(moments)
 
 
-def modulated_norm(
+def apply_spatial_norm(
     norm: Net, hidden: "torch.Tensor", latents: "torch.Tensor", counted: "torch.Tensor"
 ) -> "torch.Tensor":
     """Apply `CogVideoXSpatialNorm3D` and SiLU to `hidden` `[1, channels, frames, height, width]`.
@@ -158,17 +160,17 @@ def modulated_norm(
     from ...programs import torch_bridge
 
     *_, frames, _, width = hidden.shape
-    enlarge = partial(enlarged, size=(frames, latents.shape[3], width))
+    enlarge = partial(repeat_to_size, size=(frames, latents.shape[3], width))
     vectors = [
-        torch_bridge.call_jax(enlarge, convolved(conv.conv, latents, kernel=True))
+        torch_bridge.call_jax(enlarge, apply_convolution(conv.conv, latents, kernel=True))
         for conv in (norm.conv_y, norm.conv_b)
     ]
     group = norm.norm_layer
-    run = partial(modulated, groups=group.num_groups, eps=group.eps)
+    run = partial(modulate_norm, groups=group.num_groups, eps=group.eps)
     return torch_bridge.call_jax(run, hidden, counted, group.weight, group.bias, *vectors)
 
 
-def modulated(
+def modulate_norm(
     x: "jax.Array",
     counted: "jax.Array",
     weight: "jax.Array",
@@ -188,7 +190,7 @@ def modulated(
 
     middle, factor = group_moments(x, counted, groups=groups, eps=eps)
     factor = factor * weight
-    run = modulation.modulated if choice.accepted(modulation.refusal()) else modulation.reference
+    run = modulation.modulate if choice.should_use(modulation.unsupported_reasons()) else modulation.reference
     return run(x, factor, bias - middle * factor, scale, offset)
 
 
@@ -199,11 +201,11 @@ def upsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
     """
     from ...programs import torch_bridge
 
-    hidden = convolved(sampler.conv, x, doubled=True, kernel=True)
+    hidden = apply_convolution(sampler.conv, x, doubled=True, kernel=True)
     if not sampler.compress_time:
         return hidden
     *_, frames, height, width = hidden.shape
-    return torch_bridge.call_jax(partial(enlarged, size=(2 * frames - frames % 2, height, width)), hidden)
+    return torch_bridge.call_jax(partial(repeat_to_size, size=(2 * frames - frames % 2, height, width)), hidden)
 
 
 VAE_DECODER = Component(
@@ -232,9 +234,9 @@ VAE_DECODER = Component(
         "scaling_factor": 0.7,
     },
     needs={
-        "block_out_channels": Need(fits=has_length(4), wording="4 numbers"),
-        "latent_channels": Need((16,)),
-        "temporal_compression_ratio": Need((4,)),
+        "block_out_channels": ConfigRequirement(fits=require_length(4), wording="4 numbers"),
+        "latent_channels": ConfigRequirement((16,)),
+        "temporal_compression_ratio": ConfigRequirement((4,)),
     },
     only=("decoder.", "post_quant_conv."),
     # 0.2 GiB in all: replicated.

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...model_spec import Call, Need, Report, Settings
+from ...model_spec import Call, ConfigRequirement, Report, Settings
 from ...model_spec.upstream import Net, UpstreamConfig
-from .frames import decode_picture, encode_picture, pixels
-from .kl import run_decoder, run_encoder, vae
+from .frames import decode_still, encode_still, to_pixels
+from .kl import make_vae, run_decoder, run_encoder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
-    return decode_picture(call, latents, report, decode_image)
+    return decode_still(call, latents, report, decode_image)
 
 
 def encode_image(
@@ -57,7 +57,7 @@ def encode_pixels(call: Call, frames: "torch.Tensor", report: Report) -> "torch.
 
     call: runs a component. report: unused.
     """
-    return encode_picture(call, frames, encode_reference, STRIDE)
+    return encode_still(call, frames, encode_reference, STRIDE)
 
 
 def encode_reference(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
@@ -78,10 +78,13 @@ def decode_image(vae: Net, latents: "torch.Tensor") -> "tuple[torch.Tensor, None
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
     latents = torch.nn.functional.pixel_shuffle(latents * std + vae.bn.running_mean.view(1, -1, 1, 1), 2)
     latents = latents if vae.post_quant_conv is None else vae.post_quant_conv(latents)
-    return pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
+    return to_pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
 
 
 # Decoder and encoder of the checkpoint's `vae`.
-VAE = vae(
-    {"latent_channels": 32}, class_name="AutoencoderKLFlux2", needs={"patch_size": Need(((2, 2),))}, more=("bn.",)
+VAE = make_vae(
+    {"latent_channels": 32},
+    class_name="AutoencoderKLFlux2",
+    needs={"patch_size": ConfigRequirement(((2, 2),))},
+    more=("bn.",),
 )

@@ -41,7 +41,7 @@ def decode_by_frame(
         yield frames if index else frames[only]
 
 
-def decode_picture(
+def decode_still(
     call: Call, latents: "torch.Tensor", report: Report, decode: Callable[..., tuple[Any, Any]]
 ) -> "Iterator[np.ndarray | torch.Tensor]":
     """Yield the only chunk of an image, `[1, height, width, 3]`, the result of `decode(vae, latents)`.
@@ -52,7 +52,7 @@ def decode_picture(
     yield call("vae_decoder", decode, latents, partition="spatial", defers=True)[0]
 
 
-def encode_picture(
+def encode_still(
     call: Call, pixels: "torch.Tensor", encode: Callable[..., tuple[Any, Any]], stride: int
 ) -> "torch.Tensor":
     """Return `encode(vae, cells)` of an image `pixels` `[1, 3, 1, height, width]` in -1..1, as a tensor.
@@ -73,7 +73,7 @@ def encode_picture(
     return torch.from_numpy(np.array(latents))
 
 
-def pixels(decoded: "torch.Tensor") -> "torch.Tensor":
+def to_pixels(decoded: "torch.Tensor") -> "torch.Tensor":
     """Convert a decoder's output `[...]`, around -1..1, to float32 pixels in 0..1.
 
     Infinite values become NaN. Clamped they would look like black and white, and go unnoticed (see `finite`).

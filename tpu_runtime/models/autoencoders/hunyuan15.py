@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
-from .frames import decode_by_frame, pixels
-from .layers import attend_to_picture, convolved, in_turn
+from .frames import decode_by_frame, to_pixels
+from .layers import apply_convolution, image_attention, order_computation
 
 if TYPE_CHECKING:
     import jax
@@ -41,7 +41,7 @@ def before_first(vae: Net, latent: "torch.Tensor", unseen: "torch.Tensor") -> "t
 
     from ...programs import torch_bridge
 
-    shapes = torch_bridge.shapes(lambda first, mask: decode_next(vae, first, [mask])[1], latent, unseen)
+    shapes = torch_bridge.infer_shapes(lambda first, mask: decode_next(vae, first, [mask])[1], latent, unseen)
     return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
 
 
@@ -68,13 +68,13 @@ def decode_next(
 
     def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         alone = x[:, :, :1]
-        past = [torch.where(is_first, alone, next(caches, alone)) for _ in range(frames_before(conv))]
-        out = convolve_all(conv, x, past, norm, onto)
+        past = [torch.where(is_first, alone, next(caches, alone)) for _ in range(num_past_frames(conv))]
+        out = causal_convolution(conv, x, past, norm, onto)
         # Update the cache after the convolution, because it replaces the past, but before anything else: the compiler
         # would do it last, and keep all inputs until then.
-        out, x, *past = in_turn(out, x, *past)
+        out, x, *past = order_computation(out, x, *past)
         last = [*past, *x.split(1, dim=2)][-len(past) :]
-        out, *cached = in_turn(out, *(torch.where(is_first, x[:, :, :1], frame) for frame in last))
+        out, *cached = order_computation(out, *(torch.where(is_first, x[:, :, :1], frame) for frame in last))
         new_memory.extend(cached)
         return out
 
@@ -84,54 +84,54 @@ def decode_next(
             past = next(caches, torch.zeros_like(new).repeat_interleave(visible.shape[2], dim=2))
             new_memory.append(torch.cat([past[:, :, 1:], new], dim=2))
         query, keys_and_values = attention.to_q(normed), new_memory[-2:]
-        return attention.proj_out(torch_bridge.call_jax(attend_to_seen, query, *keys_and_values, visible)) + x
+        return attention.proj_out(torch_bridge.call_jax(attend_to_past, query, *keys_and_values, visible)) + x
 
     decoder = vae.decoder
     x = convolve(decoder.conv_in, latent) + latent.repeat_interleave(decoder.repeat, dim=1)
-    x = middle(decoder.mid_block, x, convolve, attend)
+    x = run_mid_block(decoder.mid_block, x, convolve, attend)
     for block in decoder.up_blocks:
         for resnet in block.resnets:
-            x = residual(resnet, x, convolve)
+            x = run_resnet(resnet, x, convolve)
         for sampler in block.upsamplers or ():
-            x = upsampled(sampler, x, convolve(sampler.conv, x), is_first)
+            x = upsample(sampler, x, convolve(sampler.conv, x), is_first)
     frames = convolve(decoder.conv_out, x, decoder.norm_out)
-    return pixels(frames[0].permute(1, 2, 3, 0)), new_memory
+    return to_pixels(frames[0].permute(1, 2, 3, 0)), new_memory
 
 
-def encode_picture(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
+def encode_to_latents(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
     """Encode an image `[1, 3, height, width]` in -1..1, as a video of one frame, to the mean of its latent.
 
     vae: diffusers' `AutoencoderKLHunyuanVideo15`. Returns `[1, 32, 1, h, w]`.
     """
 
     def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
-        return convolve_all(conv, x, [x[:, :, :1]] * frames_before(conv), norm, onto)
+        return causal_convolution(conv, x, [x[:, :, :1]] * num_past_frames(conv), norm, onto)
 
     encoder = vae.encoder
     x = convolve(encoder.conv_in, picture.unsqueeze(2))
     for block in encoder.down_blocks:
         for resnet in block.resnets:
-            x = residual(resnet, x, convolve)
+            x = run_resnet(resnet, x, convolve)
         for sampler in block.downsamplers or ():
-            x = downsampled(sampler, x, convolve(sampler.conv, x))
-    x = middle(encoder.mid_block, x, convolve, attend_to_image)
+            x = downsample(sampler, x, convolve(sampler.conv, x))
+    x = run_mid_block(encoder.mid_block, x, convolve, attend_to_image)
     shortcut = x.unflatten(1, (-1, encoder.group_size)).mean(dim=2)
     return convolve(encoder.conv_out, x, encoder.norm_out, shortcut).chunk(2, dim=1)[0]
 
 
-def middle(block: Net, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "torch.Tensor":
+def run_mid_block(block: Net, x: "torch.Tensor", convolve: Layer, attend: Layer) -> "torch.Tensor":
     """Run `HunyuanVideo15MidBlock` on `x` `[1, channels, frames, h, w]`.
 
     block: diffusers' module. convolve: a causal convolution. attend: applies an attention.
     """
     first, *others = block.resnets
-    x = residual(first, x, convolve)
+    x = run_resnet(first, x, convolve)
     for attention, resnet in zip(block.attentions, others, strict=True):
-        x = residual(resnet, attend(attention, x), convolve)
+        x = run_resnet(resnet, attend(attention, x), convolve)
     return x
 
 
-def residual(block: Net, x: "torch.Tensor", convolve: Layer) -> "torch.Tensor":
+def run_resnet(block: Net, x: "torch.Tensor", convolve: Layer) -> "torch.Tensor":
     """Run `HunyuanVideo15ResnetBlock` on `x` `[1, channels, frames, h, w]`.
 
     block: diffusers' module. convolve: a causal convolution.
@@ -140,12 +140,12 @@ def residual(block: Net, x: "torch.Tensor", convolve: Layer) -> "torch.Tensor":
     return convolve(block.conv2, out, block.norm2, x if block.conv_shortcut is None else block.conv_shortcut(x))
 
 
-def frames_before(conv: Net) -> int:
+def num_past_frames(conv: Net) -> int:
     """Return how many frames a causal convolution needs before the first; copies of the first frame replace them."""
     return conv.time_causal_padding[4]
 
 
-def convolve_all(
+def causal_convolution(
     conv: Net, x: "torch.Tensor", past: "list[torch.Tensor]", norm: Net = None, onto: "torch.Tensor | None" = None
 ) -> "torch.Tensor":
     """Apply `HunyuanVideo15CausalConv3d` to `x` `[1, channels, frames, h, w]`, preceded by the frames `past`.
@@ -153,10 +153,10 @@ def convolve_all(
     conv: diffusers' module. past: `[1, channels, 1, h, w]` each. norm, onto: as in `layers.convolved`.
     """
     assert (conv.time_causal_padding[:4], conv.pad_mode) == ((1, 1, 1, 1), "replicate")
-    return convolved(conv.conv, x, edges="replicate", past=past, kernel=True, norm=norm, onto=onto)
+    return apply_convolution(conv.conv, x, edges="replicate", past=past, kernel=True, norm=norm, onto=onto)
 
 
-def upsampled(sampler: Net, x: "torch.Tensor", out: "torch.Tensor", is_first: "torch.Tensor") -> "torch.Tensor":
+def upsample(sampler: Net, x: "torch.Tensor", out: "torch.Tensor", is_first: "torch.Tensor") -> "torch.Tensor":
     """Run `HunyuanVideo15Upsample` on `x` `[1, channels, frames, h, w]` and its convolution `out`.
 
     sampler: diffusers' module. is_first: a boolean scalar; the video's first frame is not doubled in time, but
@@ -175,7 +175,7 @@ def upsampled(sampler: Net, x: "torch.Tensor", out: "torch.Tensor", is_first: "t
     return torch.where(is_first, alone, later)
 
 
-def downsampled(sampler: Net, x: "torch.Tensor", out: "torch.Tensor") -> "torch.Tensor":
+def downsample(sampler: Net, x: "torch.Tensor", out: "torch.Tensor") -> "torch.Tensor":
     """Run `HunyuanVideo15Downsample` on a video's first frame `x` `[1, channels, 1, h, w]` and its convolution `out`.
 
     sampler: diffusers' module. Time is not halved; where it would be for later frames, the frame counts as two.
@@ -193,11 +193,11 @@ def attend_to_image(attention: Net, x: "torch.Tensor") -> "torch.Tensor":
 
     normed = attention.norm(x)
     heads = (project(normed)[:, :, 0].movedim(1, -1) for project in (attention.to_q, attention.to_k, attention.to_v))
-    attended = torch_bridge.call_jax(attend_to_picture, *heads)
+    attended = torch_bridge.call_jax(image_attention, *heads)
     return attention.proj_out(attended.movedim(-1, 1)[:, :, None]) + x
 
 
-def attend_to_seen(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":
+def attend_to_past(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":
     """Return exact attention of one frame to all pixels of the frames that exist.
 
     q: `[batch, dim, 1, h, w]`. k, v: `[batch, dim, T, h, w]`. seen: `[batch, 1, T, h, w]`, not zero for frames that
@@ -232,10 +232,10 @@ VAE_DECODER = Component(
     },
     tiny={"block_out_channels": (4, 8, 8, 16, 64), "layers_per_block": 1},
     needs={
-        "block_out_channels": Need(fits=has_length(5), wording="5 numbers"),
-        "latent_channels": Need((32,)),
-        "spatial_compression_ratio": Need((16,)),
-        "temporal_compression_ratio": Need((4,)),
+        "block_out_channels": ConfigRequirement(fits=require_length(5), wording="5 numbers"),
+        "latent_channels": ConfigRequirement((32,)),
+        "spatial_compression_ratio": ConfigRequirement((16,)),
+        "temporal_compression_ratio": ConfigRequirement((4,)),
     },
     only=("decoder.",),
     rules=(

@@ -8,16 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
-from .frames import decode_picture, encode_picture, pixels
-from .layers import attend_to_picture, convolved, normed
+from .frames import decode_still, encode_still, to_pixels
+from .layers import apply_convolution, apply_group_norm, image_attention
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-convolve = partial(convolved, kernel=True)
+convolve = partial(apply_convolution, kernel=True)
 
 # Pixels on a side of a latent.
 STRIDE = 8
@@ -54,7 +54,7 @@ def run_decoder(decoder: Net, x: "torch.Tensor") -> "torch.Tensor":
 def run_mid_block(block: Net, x: "torch.Tensor") -> "torch.Tensor":
     """Run `UNetMidBlock2D` with one attention on `x` `[1, channels, h, w]`."""
     first, last = block.resnets
-    return run_resnet(last, attend(block.attentions[0], run_resnet(first, x)))
+    return run_resnet(last, run_attention(block.attentions[0], run_resnet(first, x)))
 
 
 def run_resnet(resnet: Net, x: "torch.Tensor") -> "torch.Tensor":
@@ -67,12 +67,12 @@ def run_resnet(resnet: Net, x: "torch.Tensor") -> "torch.Tensor":
     return convolve(resnet.conv2, update, norm=resnet.norm2, onto=shortcut)
 
 
-def attend(attn: Net, x: "torch.Tensor") -> "torch.Tensor":
+def run_attention(attn: Net, x: "torch.Tensor") -> "torch.Tensor":
     """Run `Attention` with one head on `x` `[1, channels, h, w]`; rows and columns stay on their chips."""
     from ...programs import torch_bridge
 
-    y = normed(attn.group_norm, x).permute(0, 2, 3, 1)
-    attended = torch_bridge.call_jax(attend_to_picture, attn.to_q(y), attn.to_k(y), attn.to_v(y))
+    y = apply_group_norm(attn.group_norm, x).permute(0, 2, 3, 1)
+    attended = torch_bridge.call_jax(image_attention, attn.to_q(y), attn.to_k(y), attn.to_v(y))
     return x + attn.to_out[0](attended).permute(0, 3, 1, 2)
 
 
@@ -85,13 +85,13 @@ def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
-    return decode_picture(call, latents, report, decode_image)
+    return decode_still(call, latents, report, decode_image)
 
 
 def decode_image(vae: Net, latents: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Decode latents `[1, channels, h, w]` to an image `[1, 8h, 8w, 3]` in 0..1."""
     latents = latents if vae.post_quant_conv is None else vae.post_quant_conv(latents)
-    return pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
+    return to_pixels(run_decoder(vae.decoder, latents).permute(0, 2, 3, 1)), None
 
 
 def encode_pixels(call: Call, frames: "torch.Tensor", report: Report) -> "torch.Tensor":
@@ -99,7 +99,7 @@ def encode_pixels(call: Call, frames: "torch.Tensor", report: Report) -> "torch.
 
     call: runs a component. report: unused.
     """
-    return encode_picture(call, frames, encode_mean, STRIDE)
+    return encode_still(call, frames, encode_mean, STRIDE)
 
 
 def encode_mean(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
@@ -114,12 +114,12 @@ def encode_mean(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, None]":
 # --- components -------------------------------------------------------------------------------------------------------
 
 # diffusers' names of the attention's weights before version 0.13.
-OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+OLD_ATTENTION_KEYS = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def _old_names(part: str) -> dict[str, str]:
     path = f"{part}.mid_block.attentions.0"
-    return {f"{path}.{old}.": f"{path}.{new}." for old, new in OLD_ATTENTION.items()}
+    return {f"{path}.{old}.": f"{path}.{new}." for old, new in OLD_ATTENTION_KEYS.items()}
 
 
 _PARTS = {"decoder": ("decoder.", "post_quant_conv."), "encoder": ("encoder.", "quant_conv.")}
@@ -131,16 +131,16 @@ _SIZES = {
 }
 _TINY = {"block_out_channels": (6, 6, 12, 12), "norm_num_groups": 3}
 _NEEDS = {
-    "block_out_channels": Need(fits=has_length(4), wording="4 numbers", required=True),
-    "mid_block_add_attention": Need((True,)),
+    "block_out_channels": ConfigRequirement(fits=require_length(4), wording="4 numbers", required=True),
+    "mid_block_add_attention": ConfigRequirement((True,)),
 }
 
 
-def vae(
+def make_vae(
     config: UpstreamConfig,
     *,
     class_name: str = "AutoencoderKL",
-    needs: Mapping[str, Need] | None = None,
+    needs: Mapping[str, ConfigRequirement] | None = None,
     more: tuple[str, ...] = (),
 ) -> tuple[Component, Component]:
     """Return decoder and encoder of a checkpoint's `vae`.
@@ -158,7 +158,11 @@ def vae(
             class_name=class_name,
             config={**_SIZES, **config},
             tiny=_TINY,
-            needs={**_NEEDS, "latent_channels": Need((config["latent_channels"],), required=True), **(needs or {})},
+            needs={
+                **_NEEDS,
+                "latent_channels": ConfigRequirement((config["latent_channels"],), required=True),
+                **(needs or {}),
+            },
             only=(*_PARTS[name], *more),
             aliases=_old_names(name),
             # 0.1 GiB in all: replicated.

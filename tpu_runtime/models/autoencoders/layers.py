@@ -22,7 +22,7 @@ SCORES_BYTES = 2**28
 # `convolved` and `normed` replace a module's `forward`, and name their input as torch does.
 
 
-def convolved(
+def apply_convolution(
     conv: Net,
     input: "torch.Tensor",
     edges: Edges = "zero",
@@ -60,7 +60,7 @@ def convolved(
     return torch_bridge.call_jax(how, input[:, :, None], weight, conv.bias, (), gain, shift, onto)[:, :, 0]
 
 
-def in_turn(*values: "torch.Tensor") -> "list[torch.Tensor]":
+def order_computation(*values: "torch.Tensor") -> "list[torch.Tensor]":
     """Return `values` `[...]` unchanged, but compute everything that uses them only after all of them."""
     import jax
 
@@ -69,7 +69,7 @@ def in_turn(*values: "torch.Tensor") -> "list[torch.Tensor]":
     return torch_bridge.call_jax(lambda *all: jax.lax.optimization_barrier(list(all)), *values)
 
 
-def normed(norm: Net, input: "torch.Tensor") -> "torch.Tensor":
+def apply_group_norm(norm: Net, input: "torch.Tensor") -> "torch.Tensor":
     """Apply an upstream group norm to `input` `[1, channels, ..., height, width]`."""
     from ...programs import torch_bridge
 
@@ -114,16 +114,16 @@ def convolution(
     from ....kernels import convolution as ours
 
     is_product = kernel and max(weight.shape[2:]) == 1
-    if kernel and not is_product and choice.accepted(ours.refusal(weight)):
+    if kernel and not is_product and choice.should_use(ours.unsupported_reasons(weight)):
         return ours.convolution(
             x, weight, bias, repeats=edges == "replicate", gain=gain, shift=shift, onto=onto, doubled=doubled,
             halved=halved, past=past, past_at=past_at,
         )  # fmt: skip
-    x = ours.in_order(x, past, past_at)
+    x = ours.join_past(x, past, past_at)
     if gain is not None:
-        x = ours.normed_silu(x, gain, shift)
+        x = ours.norm_silu(x, gain, shift)
     if doubled:
-        x = enlarged(x, size=(x.shape[2], 2 * x.shape[3], 2 * x.shape[4]))
+        x = repeat_to_size(x, size=(x.shape[2], 2 * x.shape[3], 2 * x.shape[4]))
 
     def added(out: "jax.Array") -> "jax.Array":
         out = out if bias is None else out + bias[:, None, None, None]
@@ -224,7 +224,7 @@ def group_moments(
     return middle, jax.lax.rsqrt(of_groups(second - jnp.square(first) + jnp.square(means - middle)) + eps)
 
 
-def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
+def image_attention(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":
     """Return exact self-attention of the pixels of `q`, `k`, `v` `[batch, height, width, dim]`, in one head.
 
     The head is too wide for the attention kernel. The softmax is carried over some rows of keys at a time, so all
@@ -253,7 +253,7 @@ def attend_to_picture(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Ar
     return (out / total[..., None]).astype(q.dtype)
 
 
-def enlarged(x: "jax.Array", *, size: tuple[int, ...]) -> "jax.Array":
+def repeat_to_size(x: "jax.Array", *, size: tuple[int, ...]) -> "jax.Array":
     """Repeat the elements of `x` `[1, channels, frames, height, width]` up to `size` (frames, height, width).
 
     The first of an odd number of frames corresponds to one frame of the result, so it is not repeated in time.

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, LightVae, Need, Report
+from ...model_spec import Call, Component, ConfigRequirement, LightVae, Report
 from ...model_spec.upstream import Net
 from . import hunyuan15, wan, wan22
-from .frames import decode_by_frame, pixels
-from .layers import convolved
+from .frames import decode_by_frame, to_pixels
+from .layers import apply_convolution
 
 if TYPE_CHECKING:
     import jax
@@ -43,7 +43,7 @@ def before_light(vae: Net, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[
 
     from ...programs import torch_bridge
 
-    shapes = torch_bridge.shapes(lambda latent: decode_light(vae, latent, [])[1], latent)
+    shapes = torch_bridge.infer_shapes(lambda latent: decode_light(vae, latent, [])[1], latent)
     return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
 
 
@@ -71,21 +71,25 @@ def decode_light(
         # Upstream concatenates a frame and the previous one as channels. This is a kernel of two frames.
         now, before = first.weight.chunk(2, dim=1)
         over_time = SimpleNamespace(weight=torch.stack([before, now], dim=2), bias=first.bias)
-        out = activated(convolved(over_time, x, past=(past,), kernel=True))
-        return activated(convolved(third, activated(convolved(second, out, kernel=True)), kernel=True) + x)
+        out = activated(apply_convolution(over_time, x, past=(past,), kernel=True))
+        return activated(
+            apply_convolution(third, activated(apply_convolution(second, out, kernel=True)), kernel=True) + x
+        )
 
-    x = activated(convolved(layers[1], torch_bridge.call_jax(partial(clamped, config=config), latent), kernel=True))
+    x = activated(
+        apply_convolution(layers[1], torch_bridge.call_jax(partial(clamp_latent, config=config), latent), kernel=True)
+    )
     for start in _LEVELS:
         for block in layers[start : start + 3]:
             x = remember(block, x)
         # Upstream doubles rows and columns before it splits frames; each pixel by itself, so the order does not matter.
-        x = grown(convolved(layers[start + 4].conv, x, kernel=True), x.shape[1])
-        x = convolved(layers[start + 5], x, doubled=True, kernel=True)
-    frames = unshuffled(convolved(layers[-1], activated(x))[0], config.patch_size)
-    return pixels(frames if is_hunyuans else frames.float() * 2.0 - 1.0), new_caches
+        x = split_frames(apply_convolution(layers[start + 4].conv, x, kernel=True), x.shape[1])
+        x = apply_convolution(layers[start + 5], x, doubled=True, kernel=True)
+    frames = unshuffle_pixels(apply_convolution(layers[-1], activated(x))[0], config.patch_size)
+    return to_pixels(frames if is_hunyuans else frames.float() * 2.0 - 1.0), new_caches
 
 
-def clamped(latent: "jax.Array", *, config: Any) -> "jax.Array":
+def clamp_latent(latent: "jax.Array", *, config: Any) -> "jax.Array":
     """Scale latents `[1, channels, frames, h, w]` from the VAE's scale to the decoder's, softly limited to -3..3."""
     import jax.numpy as jnp
     import numpy as np
@@ -99,12 +103,12 @@ def clamped(latent: "jax.Array", *, config: Any) -> "jax.Array":
     return (jnp.tanh(x / 3.0) * 3.0).astype(latent.dtype)
 
 
-def grown(x: "torch.Tensor", channels: int) -> "torch.Tensor":
+def split_frames(x: "torch.Tensor", channels: int) -> "torch.Tensor":
     """Split channels into frames: `[1, n * channels, frames, h, w]` to `[1, channels, n * frames, h, w]`."""
     return x.unflatten(1, (-1, channels)).movedim(1, 3).flatten(2, 3)
 
 
-def unshuffled(patches: "torch.Tensor", size: int) -> "torch.Tensor":
+def unshuffle_pixels(patches: "torch.Tensor", size: int) -> "torch.Tensor":
     """Unpatchify `[3 * size * size, frames, h, w]`, a patch's rows before its columns: `[frames, height, width, 3]`."""
     cells = patches.unflatten(0, (3, size, size)).permute(3, 4, 1, 5, 2, 0)
     return cells.flatten(3, 4).flatten(1, 2)
@@ -128,10 +132,10 @@ def _light(channels: int, patch_size: int, scale: Mapping[str, Any]) -> LightVae
         config=config,
         tiny={},
         needs={
-            "latent_channels": Need((channels,), required=True),
-            "patch_size": Need((patch_size,), required=True),
-            "is_lightx2v": Need((False, True)),
-            **{name: Need((value,)) for name, value in scale.items()},
+            "latent_channels": ConfigRequirement((channels,), required=True),
+            "patch_size": ConfigRequirement((patch_size,), required=True),
+            "is_lightx2v": ConfigRequirement((False, True)),
+            **{name: ConfigRequirement((value,)) for name, value in scale.items()},
         },
         only=("decoder.",),
         # 10 to 20 MiB in all: replicated.
@@ -140,10 +144,10 @@ def _light(channels: int, patch_size: int, scale: Mapping[str, Any]) -> LightVae
     return LightVae(component=component, decode=decode)
 
 
-def _of(vae: Component, *names: str) -> dict[str, Any]:
+def _select_config(vae: Component, *names: str) -> dict[str, Any]:
     return {name: vae.config[name] for name in names}
 
 
-WAN = _light(16, 1, _of(wan.VAE_DECODER, "latents_mean", "latents_std"))
-WAN22 = _light(48, 2, _of(wan22.VAE_DECODER, "latents_mean", "latents_std"))
-HUNYUAN15 = _light(HUNYUAN_CHANNELS, 2, _of(hunyuan15.VAE_DECODER, "scaling_factor"))
+WAN = _light(16, 1, _select_config(wan.VAE_DECODER, "latents_mean", "latents_std"))
+WAN22 = _light(48, 2, _select_config(wan22.VAE_DECODER, "latents_mean", "latents_std"))
+HUNYUAN15 = _light(HUNYUAN_CHANNELS, 2, _select_config(hunyuan15.VAE_DECODER, "scaling_factor"))

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Component, Need, Report, has_length
+from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
-from .frames import decode_by_frame, decode_picture, pixels
-from .layers import attend_to_picture, convolved, enlarged, in_turn
+from .frames import decode_by_frame, decode_still, to_pixels
+from .layers import apply_convolution, image_attention, order_computation, repeat_to_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.
     call: runs a component. report: progress in latent frames.
     """
     if latents.shape[2] == 1:
-        return decode_picture(call, latents, report, decode_alone)
+        return decode_still(call, latents, report, decode_alone)
     return decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next)
 
 
@@ -32,12 +32,12 @@ def decode_alone(vae: Net, latent: "torch.Tensor") -> "tuple[torch.Tensor, None]
     from types import SimpleNamespace
 
     def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
-        return convolved(
+        return apply_convolution(
             SimpleNamespace(weight=conv.weight[:, :, -1:], bias=conv.bias), x, kernel=True, norm=norm, onto=onto
         )
 
     def upsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
-        return convolved(sampler.resample[1], x, doubled=True, kernel=True)
+        return apply_convolution(sampler.resample[1], x, doubled=True, kernel=True)
 
     return run_decoder(vae, latent, convolve, upsample, factor_t=1), None
 
@@ -48,7 +48,7 @@ def before_first(vae: Net, latent: "torch.Tensor") -> "tuple[torch.Tensor, list[
 
     from ...programs import torch_bridge
 
-    shapes = torch_bridge.shapes(lambda latent: decode_next(vae, latent, [])[1], latent)
+    shapes = torch_bridge.infer_shapes(lambda latent: decode_next(vae, latent, [])[1], latent)
     is_first, *caches = [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
     return latent[:, :1], [is_first + 1, *caches]
 
@@ -74,12 +74,14 @@ def decode_next(
     def convolve(conv: Net, x: "torch.Tensor", norm: Net = None, onto: "torch.Tensor | None" = None) -> "torch.Tensor":
         blank = torch.zeros_like(x[:, :, :1])
         past = next(caches, blank), next(caches, blank)
-        out = convolved(conv, x, past=past, kernel=True, norm=norm, onto=onto)
+        out = apply_convolution(conv, x, past=past, kernel=True, norm=norm, onto=onto)
         # Update the cache after the convolution, because it replaces the past, but before anything else: the compiler
         # would do it last, and keep all inputs until then.
-        out, x, *past = in_turn(out, x, *past)
+        out, x, *past = order_computation(out, x, *past)
         before, last = [*past, *x.split(1, dim=2)][-2:]
-        out, *cached = in_turn(out, torch.where(is_first, blank, before), torch.where(is_first, x[:, :, :1], last))
+        out, *cached = order_computation(
+            out, torch.where(is_first, blank, before), torch.where(is_first, x[:, :, :1], last)
+        )
         new_caches.extend(cached)
         return out
 
@@ -89,7 +91,7 @@ def decode_next(
             # The first frame is not cached here either.
             new_caches[-1] = torch.where(is_first, torch.zeros_like(new_caches[-1]), new_caches[-1])
             x = torch.where(is_first, x.repeat_interleave(2, dim=2), doubled)
-        return convolved(sampler.resample[1], x, doubled=True, kernel=True)
+        return apply_convolution(sampler.resample[1], x, doubled=True, kernel=True)
 
     return run_decoder(vae, latent, convolve, upsample), new_caches
 
@@ -109,20 +111,20 @@ def run_decoder(
     decoder = vae.decoder
     x = convolve(decoder.conv_in, vae.post_quant_conv(latent))
     (before, after), (attention,) = decoder.mid_block.resnets, decoder.mid_block.attentions
-    x = residual(after, attend(attention, residual(before, x, convolve)), convolve)
+    x = run_residual_block(after, run_attention_block(attention, run_residual_block(before, x, convolve)), convolve)
     for block in decoder.up_blocks:
         small = x
         for resnet in block.resnets:
-            x = residual(resnet, x, convolve)
+            x = run_residual_block(resnet, x, convolve)
         for sampler in getattr(block, "upsamplers", None) or ():
             x = upsample(sampler, x)
         if getattr(block, "avg_shortcut", None) is not None:
-            x = upsample(block.upsampler, x) + duplicated(block.avg_shortcut, small, factor_t)
+            x = upsample(block.upsampler, x) + duplicate_channels(block.avg_shortcut, small, factor_t)
     patches = convolve(decoder.conv_out, x, decoder.norm_out)
-    return pixels(unpatched(patches[0], vae.config.patch_size or 1))
+    return to_pixels(unpatchify(patches[0], vae.config.patch_size or 1))
 
 
-def duplicated(shortcut: Net, x: "torch.Tensor", factor_t: int | None = None) -> "torch.Tensor":
+def duplicate_channels(shortcut: Net, x: "torch.Tensor", factor_t: int | None = None) -> "torch.Tensor":
     """Run `DupUp3D` on `x` `[1, channels, frames, h, w]`: repeat each element as frames, rows and columns.
 
     shortcut: diffusers' module. factor_t: frames per frame; None: as upstream. With twice the output's channels, two
@@ -138,10 +140,10 @@ def duplicated(shortcut: Net, x: "torch.Tensor", factor_t: int | None = None) ->
     repeats = int(factor_t or shortcut.factor_t)
     rows = rows.repeat_interleave(repeats, dim=2)
     size = (repeats * frames, 2 * height, 2 * width)
-    return torch_bridge.call_jax(partial(enlarged, size=size), rows)
+    return torch_bridge.call_jax(partial(repeat_to_size, size=size), rows)
 
 
-def unpatched(patches: "torch.Tensor", size: int) -> "torch.Tensor":
+def unpatchify(patches: "torch.Tensor", size: int) -> "torch.Tensor":
     """Unpatchify `[3 * size * size, frames, h, w]`, a patch's columns before its rows: `[frames, height, width, 3]`."""
     if size == 1:
         return patches.permute(1, 2, 3, 0)
@@ -167,15 +169,15 @@ def encode_next(
         blank = torch.zeros_like(x[:, :, :1])
         past = next(caches, blank), next(caches, blank)
         new_caches.extend([*past, *x.split(1, dim=2)][-2:])
-        return convolved(conv, x, past=past, kernel=True, norm=norm, onto=onto)
+        return apply_convolution(conv, x, past=past, kernel=True, norm=norm, onto=onto)
 
     def downsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
-        x = convolved(sampler.resample[1], x, halved=True, kernel=True)
+        x = apply_convolution(sampler.resample[1], x, halved=True, kernel=True)
         if sampler.mode == "downsample2d":
             return x
         new_caches.append(x[:, :, -1:])
         # The video's first frame is a latent frame by itself.
-        return convolved(sampler.time_conv, x, past=(next(caches),), kernel=True)[:, :, ::2] if memory else x
+        return apply_convolution(sampler.time_conv, x, past=(next(caches),), kernel=True)[:, :, ::2] if memory else x
 
     encoder = vae.encoder
     x = convolve(encoder.conv_in, frames)
@@ -183,18 +185,18 @@ def encode_next(
         if vae.config.is_residual:
             large = x
             for resnet in block.resnets:
-                x = residual(resnet, x, convolve)
+                x = run_residual_block(resnet, x, convolve)
             x = x if block.downsampler is None else downsample(block.downsampler, x)
             x = x + block.avg_shortcut(large)
         else:
-            x = downsample(block, x) if isinstance(block, WanResample) else residual(block, x, convolve)
+            x = downsample(block, x) if isinstance(block, WanResample) else run_residual_block(block, x, convolve)
     (before, after), (attention,) = encoder.mid_block.resnets, encoder.mid_block.attentions
-    x = residual(after, attend(attention, residual(before, x, convolve)), convolve)
+    x = run_residual_block(after, run_attention_block(attention, run_residual_block(before, x, convolve)), convolve)
     moments = vae.quant_conv(convolve(encoder.conv_out, x, encoder.norm_out))
     return moments.chunk(2, dim=1)[0], new_caches
 
 
-def residual(block: Net, x: "torch.Tensor", convolve: "Callable[..., torch.Tensor]") -> "torch.Tensor":
+def run_residual_block(block: Net, x: "torch.Tensor", convolve: "Callable[..., torch.Tensor]") -> "torch.Tensor":
     """Run `WanResidualBlock` on `x` `[1, channels, frames, h, w]`.
 
     block: diffusers' module. convolve: `convolve(conv, x, norm, onto)`, a causal convolution with a cache.
@@ -203,16 +205,16 @@ def residual(block: Net, x: "torch.Tensor", convolve: "Callable[..., torch.Tenso
 
     out = convolve(block.conv1, x, block.norm1)
     shortcut = block.conv_shortcut
-    shortcut = x if isinstance(shortcut, torch.nn.Identity) else convolved(shortcut, x, kernel=True)
+    shortcut = x if isinstance(shortcut, torch.nn.Identity) else apply_convolution(shortcut, x, kernel=True)
     return convolve(block.conv2, out, block.norm2, shortcut)
 
 
-def attend(block: Net, x: "torch.Tensor") -> "torch.Tensor":
+def run_attention_block(block: Net, x: "torch.Tensor") -> "torch.Tensor":
     """Run `WanAttentionBlock` on `x` `[1, channels, frames, h, w]`: self-attention within each frame."""
     from ...programs import torch_bridge
 
     qkv = block.to_qkv(block.norm(x[0].movedim(1, 0))).movedim(1, -1)
-    attended = torch_bridge.call_jax(attend_to_picture, *qkv.chunk(3, dim=-1))
+    attended = torch_bridge.call_jax(image_attention, *qkv.chunk(3, dim=-1))
     return x + block.proj(attended.movedim(-1, 1)).movedim(0, 1)[None]
 
 
@@ -255,14 +257,14 @@ VAE_DECODER = Component(
     tiny={"base_dim": 8, "num_res_blocks": 1},
     # Wan 2.2's 5B model has another VAE of the same class, see `wan22`.
     needs={
-        "is_residual": Need((False,)),
-        "latents_mean": Need(fits=has_length(16), wording="16 numbers"),
-        "latents_std": Need(fits=has_length(16), wording="16 numbers"),
-        "patch_size": Need((None,)),
-        "scale_factor_spatial": Need((8,)),
-        "scale_factor_temporal": Need((4,)),
-        "temperal_downsample": Need(((False, True, True),)),
-        "z_dim": Need((16,)),
+        "is_residual": ConfigRequirement((False,)),
+        "latents_mean": ConfigRequirement(fits=require_length(16), wording="16 numbers"),
+        "latents_std": ConfigRequirement(fits=require_length(16), wording="16 numbers"),
+        "patch_size": ConfigRequirement((None,)),
+        "scale_factor_spatial": ConfigRequirement((8,)),
+        "scale_factor_temporal": ConfigRequirement((4,)),
+        "temperal_downsample": ConfigRequirement(((False, True, True),)),
+        "z_dim": ConfigRequirement((16,)),
     },
     only=("decoder.", "post_quant_conv."),
     # 0.1 GiB in all: replicated.

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Call, Need, Report, Settings, has_length
+from ...model_spec import Call, ConfigRequirement, Report, Settings, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
 from . import wan, wan_encoder
-from .wan_encoder import frames_of
+from .wan_encoder import to_frames
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ def encode_frames(
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
-    return wan.encode_next(vae, patchify(frames_of(cells, STRIDE_HW), vae.config.patch_size), memory)
+    return wan.encode_next(vae, patchify(to_frames(cells, STRIDE_HW), vae.config.patch_size), memory)
 
 
 def encode_video(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
@@ -98,17 +98,17 @@ VAE_DECODER = replace(
     tiny={"base_dim": 6, "decoder_base_dim": 10, "num_res_blocks": 1},
     needs={
         # The shortcuts' shapes depend on these.
-        "dim_mult": Need(((1, 2, 4, 4),)),
-        "in_channels": Need((12,), required=True),
-        "is_residual": Need((True,), required=True),
-        "latents_mean": Need(fits=has_length(48), wording="48 numbers", required=True),
-        "latents_std": Need(fits=has_length(48), wording="48 numbers", required=True),
-        "out_channels": Need((12,), required=True),
-        "patch_size": Need((2,), required=True),
-        "scale_factor_spatial": Need((STRIDE_HW,), required=True),
-        "scale_factor_temporal": Need((4,)),
-        "temperal_downsample": Need(((False, True, True),)),
-        "z_dim": Need((48,), required=True),
+        "dim_mult": ConfigRequirement(((1, 2, 4, 4),)),
+        "in_channels": ConfigRequirement((12,), required=True),
+        "is_residual": ConfigRequirement((True,), required=True),
+        "latents_mean": ConfigRequirement(fits=require_length(48), wording="48 numbers", required=True),
+        "latents_std": ConfigRequirement(fits=require_length(48), wording="48 numbers", required=True),
+        "out_channels": ConfigRequirement((12,), required=True),
+        "patch_size": ConfigRequirement((2,), required=True),
+        "scale_factor_spatial": ConfigRequirement((STRIDE_HW,), required=True),
+        "scale_factor_temporal": ConfigRequirement((4,)),
+        "temperal_downsample": ConfigRequirement(((False, True, True),)),
+        "z_dim": ConfigRequirement((48,), required=True),
     },
     # 1.0 GiB in bfloat16: replicated.
 )

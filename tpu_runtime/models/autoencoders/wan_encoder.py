@@ -77,27 +77,27 @@ def encode_video(
     import torch
 
     total = 1 + (pixels.shape[2] - 1) // STRIDE_T
-    start = cells_of(pixels[:, :, :1], stride)
+    start = to_cells(pixels[:, :, :1], stride)
     latent, memory = call("vae_encoder", first or encode_first, start, partition="spatial")
     latents = [latent]
     for index in range(1, total):
         report(index, total)
         begin = 1 + STRIDE_T * (index - 1)
-        frames = cells_of(pixels[:, :, begin : begin + STRIDE_T], stride)
+        frames = to_cells(pixels[:, :, begin : begin + STRIDE_T], stride)
         latent, memory = call("vae_encoder", later or encode_frames, frames, memory, partition="spatial", carries=True)
         latents.append(latent)
     report(total, total)
     return torch.from_numpy(np.concatenate(latents, axis=2))
 
 
-def cells_of(frames: "torch.Tensor", stride: int) -> "torch.Tensor":
+def to_cells(frames: "torch.Tensor", stride: int) -> "torch.Tensor":
     """Convert `frames` `[1, 3, frames, height, width]` to cells `[1, 3 * stride * stride, frames, h, w]`."""
     import torch
 
     return torch.nn.functional.pixel_unshuffle(frames[0].movedim(1, 0), stride).movedim(0, 1)[None]
 
 
-def frames_of(cells: "torch.Tensor", stride: int) -> "torch.Tensor":
+def to_frames(cells: "torch.Tensor", stride: int) -> "torch.Tensor":
     """Convert `cells` `[1, 3 * stride * stride, frames, h, w]` back to frames `[1, 3, frames, height, width]`."""
     import torch
 
@@ -111,7 +111,7 @@ def encode_frames(
 
     vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`.
     """
-    return wan.encode_next(vae, frames_of(cells, STRIDE_HW), memory)
+    return wan.encode_next(vae, to_frames(cells, STRIDE_HW), memory)
 
 
 def encode_grey(vae: Net, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, list[torch.Tensor]]":
@@ -119,7 +119,7 @@ def encode_grey(vae: Net, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, 
 
     memory: see `wan.encode_next`.
     """
-    return wan.encode_next(vae, grey(STRIDE_T, memory), memory)
+    return wan.encode_next(vae, make_grey_cells(STRIDE_T, memory), memory)
 
 
 def encode_last(
@@ -132,10 +132,10 @@ def encode_last(
     import torch
 
     image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
-    return wan.encode_next(vae, torch.cat([grey(STRIDE_T - 1, memory), image], dim=2), memory)
+    return wan.encode_next(vae, torch.cat([make_grey_cells(STRIDE_T - 1, memory), image], dim=2), memory)
 
 
-def grey(number: int, memory: "list[torch.Tensor]") -> "torch.Tensor":
+def make_grey_cells(number: int, memory: "list[torch.Tensor]") -> "torch.Tensor":
     """Return `number` frames of zeros `[1, 3, number, height, width]`, of the size of those in `memory`."""
     import torch
 

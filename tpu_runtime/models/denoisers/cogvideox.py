@@ -1,12 +1,12 @@
 """The denoiser of CogVideoX 1.5 as data: its sizes, sharding rules, and the key names of other formats."""
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
-from ...model_spec import Component, Need, Same
+from ...model_spec import Component, ConfigRequirement, EqualsConfig
 
 # Tokens of a text, padding included: all are attended to.
 MAX_TOKENS = 226
 # ComfyUI's keys; adapters for this model have these or diffusers'.
-MAKERS_NAMES = {
+ORIGINAL_KEYS = {
     "time_embedding_linear_1": "time_embedding.linear_1",
     "time_embedding_linear_2": "time_embedding.linear_2",
     "blocks.*.norm1.linear": "transformer_blocks.*.norm1.linear",
@@ -53,19 +53,19 @@ TRANSFORMER = Component(
         "time_embed_dim": 36,
     },
     needs={
-        "in_channels": Need((16,)),
-        "max_text_seq_length": Need((MAX_TOKENS,)),
-        "ofs_embed_dim": Need((None,)),
-        "out_channels": Need((16,)),
-        "patch_size": Need((2,)),
+        "in_channels": ConfigRequirement((16,)),
+        "max_text_seq_length": ConfigRequirement((MAX_TOKENS,)),
+        "ofs_embed_dim": ConfigRequirement((None,)),
+        "out_channels": ConfigRequirement((16,)),
+        "patch_size": ConfigRequirement((2,)),
         # Absent in CogVideoX 1.0.
-        "patch_size_t": Need((2,), required=True),
-        "text_embed_dim": Same("text_encoder", "d_model"),
-        "use_learned_positional_embeddings": Need((False,)),
-        "use_rotary_positional_embeddings": Need((True,), required=True),
+        "patch_size_t": ConfigRequirement((2,), required=True),
+        "text_embed_dim": EqualsConfig("text_encoder", "d_model"),
+        "use_learned_positional_embeddings": ConfigRequirement((False,)),
+        "use_rotary_positional_embeddings": ConfigRequirement((True,), required=True),
     },
     blocks=("transformer_blocks",),
-    makers_names=MAKERS_NAMES,
+    original_keys=ORIGINAL_KEYS,
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
         Rule("transformer_blocks.*.attn1.norm_*.weight", REPLICATED),

@@ -1,35 +1,35 @@
 """The denoiser of FLUX.2 as data: sizes, sharding rules, splits of fused weights, key names of other formats."""
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Component, Need, Rows, split, swapped
+from ...model_spec import Component, ConfigRequirement, RowSlice, split_rows, swap_halves
 from ...model_spec.upstream import Net
 
 
-def cut_transformer(module: Net) -> None:
+def split_fused_projections(module: Net) -> None:
     """Split the fused projections into one weight per product, so that each is sharded over chips by heads.
 
     The feed-forward of single blocks is in groups as wide as all heads, and its output projection is stored as `[in,
     out]`. So a chip's rows of it are contiguous: those of its heads, then its share of each group.
     """
-    from ...programs.modules import cut
+    from ...programs.modules import slice_weight
 
     for block in module.transformer_blocks:
         for ff in (block.ff, block.ff_context):
             for group, name in enumerate(("gate", "value")):
-                setattr(ff, name, cut(ff.linear_in.weight, "linear_in.weight", 0, 2, group))
+                setattr(ff, name, slice_weight(ff.linear_in.weight, "linear_in.weight", 0, 2, group))
             del ff.linear_in
     for block in module.single_transformer_blocks:
         attn = block.attn
         wide = attn.mlp_hidden_dim // attn.inner_dim
         taken = {"query": 0, "key": 1, "value": 2, "gate": slice(3, 3 + wide), "fed": slice(3 + wide, None)}
         for name, groups in taken.items():
-            projection = cut(attn.to_qkv_mlp_proj.weight, "to_qkv_mlp_proj.weight", 0, 3 + 2 * wide, groups)
+            projection = slice_weight(attn.to_qkv_mlp_proj.weight, "to_qkv_mlp_proj.weight", 0, 3 + 2 * wide, groups)
             setattr(attn, f"in_{name}", projection)
-        attn.out = cut(attn.to_out.weight, "to_out.weight", 1, 1 + wide, slice(None), order=(1, 2, 0))
+        attn.out = slice_weight(attn.to_out.weight, "to_out.weight", 1, 1 + wide, slice(None), order=(1, 2, 0))
         del attn.to_qkv_mlp_proj, attn.to_out
 
 
-def is_whole(ratio: object) -> bool:
+def is_integral(ratio: object) -> bool:
     """Return whether `ratio` is a whole number of at least 1."""
     return isinstance(ratio, int | float) and ratio >= 1 and float(ratio).is_integer()
 
@@ -57,8 +57,8 @@ TRANSFORMER_RULES = (
     Rule("proj_out.weight", REPLICATED),
 )
 
-_QKV = split("transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v")
-_ADDED_QKV = split(*(f"transformer_blocks.*.attn.add_{name}_proj" for name in "qkv"))
+_QKV = split_rows("transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v")
+_ADDED_QKV = split_rows(*(f"transformer_blocks.*.attn.add_{name}_proj" for name in "qkv"))
 # Black Forest Labs' keys; see `diffusers.loaders.single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers`.
 # They call the norms' weights `scale`; ComfyUI calls them `weight`.
 _NORMS = {
@@ -69,7 +69,7 @@ _NORMS = {
     "single_blocks.*.norm.query_norm": "single_transformer_blocks.*.attn.norm_q",
     "single_blocks.*.norm.key_norm": "single_transformer_blocks.*.attn.norm_k",
 }
-MAKERS_NAMES = {
+ORIGINAL_KEYS = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
     "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
@@ -89,16 +89,16 @@ MAKERS_NAMES = {
     "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.linear_in",
     "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.linear_out",
     # x-flux' and ComfyUI's name for the rows of `linear1` that make query, key and value.
-    "single_blocks.*.linear1_qkv": (Rows("single_transformer_blocks.*.attn.to_qkv_mlp_proj", squares=3),),
+    "single_blocks.*.linear1_qkv": (RowSlice("single_transformer_blocks.*.attn.to_qkv_mlp_proj", squares=3),),
     "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
     "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
     **{f"{theirs}{ending}": key for theirs, key in _NORMS.items() for ending in (".scale", ".weight", "")},
-    "final_layer.adaLN_modulation.1": swapped("norm_out.linear"),
+    "final_layer.adaLN_modulation.1": swap_halves("norm_out.linear"),
     "final_layer.linear": "proj_out",
 }
 
 # Of models with a guidance input.
-GUIDANCE_NAMES = {
+GUIDANCE_KEYS = {
     "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
     "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
 }
@@ -126,15 +126,15 @@ TRANSFORMER = Component(
         "timestep_guidance_channels": 32,
     },
     needs={
-        "in_channels": Need((128,)),
+        "in_channels": ConfigRequirement((128,)),
         # The single blocks' fused projections are cut into groups as wide as the heads together.
-        "mlp_ratio": Need(fits=is_whole, wording="a whole number"),
-        "out_channels": Need((None, 128)),
-        "patch_size": Need((1,)),
+        "mlp_ratio": ConfigRequirement(fits=is_integral, wording="a whole number"),
+        "out_channels": ConfigRequirement((None, 128)),
+        "patch_size": ConfigRequirement((1,)),
     },
     blocks=("transformer_blocks", "single_transformer_blocks"),
-    trim=cut_transformer,
+    trim=split_fused_projections,
     rules=TRANSFORMER_RULES,
-    makers_names=MAKERS_NAMES,
+    original_keys=ORIGINAL_KEYS,
     lora_prefixes=("transformer.", "lycoris_", "lora_transformer_", ""),
 )

@@ -1,12 +1,12 @@
 """The denoiser of HunyuanVideo 1.5 as data: its sizes, sharding rules, and the key names of other formats."""
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
-from ...model_spec import Component, Need, Same, Table, split, swapped
+from ...model_spec import Component, ConfigRequirement, EqualsConfig, KeyTable, split_rows, swap_halves
 
 # The path of a block of the token refiner.
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 # Tencent's keys, and those that only ComfyUI has.
-MAKERS_NAMES: Table = {
+ORIGINAL_KEYS: KeyTable = {
     "img_in.proj": "x_embedder.proj",
     "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
     "time_in.in_layer": "time_embed.timestep_embedder.linear_1",
@@ -23,10 +23,10 @@ MAKERS_NAMES: Table = {
     "txt_in.input_embedder": "context_embedder.proj_in",
     "txt_in.individual_token_refiner.blocks.*.norm1": f"{_REFINER}.norm1",
     "txt_in.individual_token_refiner.blocks.*.norm2": f"{_REFINER}.norm2",
-    "txt_in.individual_token_refiner.blocks.*.self_attn_qkv": split(
+    "txt_in.individual_token_refiner.blocks.*.self_attn_qkv": split_rows(
         f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
     ),
-    "txt_in.individual_token_refiner.blocks.*.self_attn.qkv": split(
+    "txt_in.individual_token_refiner.blocks.*.self_attn.qkv": split_rows(
         f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
     ),
     "txt_in.individual_token_refiner.blocks.*.self_attn_proj": f"{_REFINER}.attn.to_out.0",
@@ -50,10 +50,10 @@ MAKERS_NAMES: Table = {
     "double_blocks.*.img_attn_q": "transformer_blocks.*.attn.to_q",
     "double_blocks.*.img_attn_k": "transformer_blocks.*.attn.to_k",
     "double_blocks.*.img_attn_v": "transformer_blocks.*.attn.to_v",
-    "double_blocks.*.img_attn_qkv": split(
+    "double_blocks.*.img_attn_qkv": split_rows(
         "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
     ),
-    "double_blocks.*.img_attn.qkv": split(
+    "double_blocks.*.img_attn.qkv": split_rows(
         "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
     ),
     "double_blocks.*.img_attn_q_norm": "transformer_blocks.*.attn.norm_q",
@@ -71,12 +71,12 @@ MAKERS_NAMES: Table = {
     "double_blocks.*.txt_attn_q": "transformer_blocks.*.attn.add_q_proj",
     "double_blocks.*.txt_attn_k": "transformer_blocks.*.attn.add_k_proj",
     "double_blocks.*.txt_attn_v": "transformer_blocks.*.attn.add_v_proj",
-    "double_blocks.*.txt_attn_qkv": split(
+    "double_blocks.*.txt_attn_qkv": split_rows(
         "transformer_blocks.*.attn.add_q_proj",
         "transformer_blocks.*.attn.add_k_proj",
         "transformer_blocks.*.attn.add_v_proj",
     ),
-    "double_blocks.*.txt_attn.qkv": split(
+    "double_blocks.*.txt_attn.qkv": split_rows(
         "transformer_blocks.*.attn.add_q_proj",
         "transformer_blocks.*.attn.add_k_proj",
         "transformer_blocks.*.attn.add_v_proj",
@@ -91,7 +91,7 @@ MAKERS_NAMES: Table = {
     "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.net.0.proj",
     "double_blocks.*.txt_mlp.fc2": "transformer_blocks.*.ff_context.net.2",
     "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.net.2",
-    "final_layer.adaLN_modulation.1": swapped("norm_out.linear"),
+    "final_layer.adaLN_modulation.1": swap_halves("norm_out.linear"),
     "final_layer.linear": "proj_out",
 }
 
@@ -132,18 +132,18 @@ TRANSFORMER = Component(
     },
     needs={
         # Noisy latents, the image's latents and the mask of given frames.
-        "in_channels": Need((2 * 32 + 1,)),
-        "out_channels": Need((32,)),
-        "patch_size": Need((1,)),
-        "patch_size_t": Need((1,)),
-        "qk_norm": Need(("rms_norm",)),
-        "text_embed_2_dim": Same("text_encoder_2", "d_model"),
-        "text_embed_dim": Same("text_encoder", "hidden_size"),
+        "in_channels": ConfigRequirement((2 * 32 + 1,)),
+        "out_channels": ConfigRequirement((32,)),
+        "patch_size": ConfigRequirement((1,)),
+        "patch_size_t": ConfigRequirement((1,)),
+        "qk_norm": ConfigRequirement(("rms_norm",)),
+        "text_embed_2_dim": EqualsConfig("text_encoder_2", "d_model"),
+        "text_embed_dim": EqualsConfig("text_encoder", "hidden_size"),
         # True in step-distilled checkpoints, which also embed the next timestep.
-        "use_meanflow": Need((False,)),
+        "use_meanflow": ConfigRequirement((False,)),
     },
     blocks=("transformer_blocks",),
-    makers_names=MAKERS_NAMES,
+    original_keys=ORIGINAL_KEYS,
     rules=(
         Rule("transformer_blocks.**.bias", REPLICATED),
         Rule("transformer_blocks.*.attn.norm_*.weight", REPLICATED),

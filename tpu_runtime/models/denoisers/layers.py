@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import torch
 
     from ....attention.prologue import Prologue
-    from ...programs.denoiser_run import DenoiserRun
+    from ...programs.denoiser_run import ShardedOps
 
     Pair = tuple[torch.Tensor, torch.Tensor]  # latents and text, two halves of a sequence, or cosines and sines
-    ResidualNorm = Callable[..., Pair]  # `DenoiserRun.residual_norm` of tokens that are spread over `tp`
+    ResidualNorm = Callable[..., Pair]  # `ShardedOps.residual_norm` of tokens that are spread over `tp`
 
 # For the vision towers of transformers: heads and feed-forward columns are split over all chips.
 VISION_RULES = (
@@ -27,7 +27,7 @@ VISION_RULES = (
 )
 
 
-def prologue(query_norm: Net, key_norm: Net, tables: Any = None) -> "Prologue":
+def make_prologue(query_norm: Net, key_norm: Net, tables: Any = None) -> "Prologue":
     """Return what happens to queries and keys before attention: norms, then rotation.
 
     query_norm, key_norm: upstream's modules. tables: cosines and sines `[rows, ..., head_dim]` of all tokens, where
@@ -77,12 +77,12 @@ def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> 
     return torch_bridge.to_torch(tuple(jnp.concatenate(table, axis=1)[None] for table in tables))
 
 
-def heads(
-    run: "DenoiserRun", attn: Net, x: "torch.Tensor", *projections: Any, **how: Any
+def project_heads(
+    run: "ShardedOps", attn: Net, x: "torch.Tensor", *projections: Any, **how: Any
 ) -> "tuple[torch.Tensor, ...]":
     """Project `x` `[rows, tokens, dim]` with each of `projections`: `[rows, tokens, heads, head_dim]` each.
 
-    run: operations on the mesh. attn: upstream's module. how: keywords of `DenoiserRun.products`.
+    run: operations on the mesh. attn: upstream's module. how: keywords of `ShardedOps.products`.
     """
     return tuple(product.unflatten(2, (attn.heads, -1)) for product in run.products(x, *projections, **how))
 
@@ -115,7 +115,7 @@ def embed_patches(embedding: Net, latents: "torch.Tensor") -> "torch.Tensor":
     return patches.to(embedding.weight.dtype) @ embedding.weight.flatten(1).T + embedding.bias
 
 
-def unrounded(forward: "Callable[..., torch.Tensor]") -> "Callable[..., torch.Tensor]":
+def in_float32(forward: "Callable[..., torch.Tensor]") -> "Callable[..., torch.Tensor]":
     """Wrap a module's `forward`, `[...] -> [...]`, so that it multiplies in float32, also on a TPU in bfloat16."""
     import jax
 
@@ -130,7 +130,7 @@ class Modulation(NamedTuple):
     gate: "torch.Tensor"
 
 
-def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Net = None) -> Modulation:
+def make_modulation(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Net = None) -> Modulation:
     """Return the modulation of adaLN's `shift`, `scale` and `gate` `[rows, dim]`.
 
     norm: a module whose weight and bias are folded into scale and shift; None: a norm without them.
@@ -141,7 +141,9 @@ def modulated(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor"
     return Modulation(factor, shift, gate.float())
 
 
-def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]") -> "tuple[jax.Array, jax.Array]":
+def pack_valid_tokens(
+    parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]"
+) -> "tuple[jax.Array, jax.Array]":
     """Concatenate sequences so that the valid tokens of all come first, in order.
 
     parts: `[rows, size, dim]` each. lengths: valid tokens `[rows]` of each. Returns the joined tokens and the total
@@ -161,13 +163,13 @@ def valid_first(parts: "tuple[jax.Array, ...]", lengths: "tuple[jax.Array, ...]"
     return jnp.take_along_axis(joined, source[:, :, None], axis=1), start
 
 
-class Staggered(NamedTuple):
+class OverlappedHalves(NamedTuple):
     """A sequence in two halves, so that the exchange of one half overlaps the products of the other.
 
     This is intra-sequence overlap (https://arxiv.org/abs/2409.11155). It suits blocks whose updates are
     `x + gate * update(norm(x))`, with weights that stay split over the chips of `tp`. Each chip has some of the heads
     and feed-forward columns, so an update is a sum over chips; between updates each chip has some of the tokens (see
-    `token_layout`). `stagger` begins a stack of blocks, `join` ends it. In a block an update is `catch_up`, then the
+    `token_layout`). `stagger` begins a stack of blocks, `join` ends it. In a block an update is `apply_pending_update`, then the
     products that make its sums, then `add_update`.
 
     The first half has its last update added, and its next norm computed. The second half has only each chip's partial
@@ -180,23 +182,23 @@ class Staggered(NamedTuple):
     sums: "torch.Tensor"  # [tp, rows, tokens / 2, dim]
 
 
-def halve(run: "DenoiserRun", tables: "Sequence[torch.Tensor]") -> "list[Pair]":
+def halve_tables(run: "ShardedOps", tables: "Sequence[torch.Tensor]") -> "list[Pair]":
     """Split `tables`, cosines and sines `[1, tokens, head_dim]`, into those of each half."""
     return [*zip(*map(run.halves, tables), strict=True)]
 
 
-def stagger(run: "DenoiserRun", norm: "ResidualNorm", x: "torch.Tensor", after: Modulation) -> Staggered:
+def start_overlap(run: "ShardedOps", norm: "ResidualNorm", x: "torch.Tensor", after: Modulation) -> OverlappedHalves:
     """Start overlapping: split `x` `[rows, tokens, dim]` before its first update.
 
     run: operations on the mesh. norm: the residual norm. after: modulation of the first update.
     """
     first, second = map(run.spread, run.halves(x))
     _, normed = norm(first, None, None, after.scale, after.shift)
-    return Staggered(first, normed, second, run.no_sums(second))
+    return OverlappedHalves(first, normed, second, run.zero_partial_sums(second))
 
 
-def catch_up(
-    run: "DenoiserRun", norm: "ResidualNorm", x: Staggered, before: Modulation, now: Modulation
+def apply_pending_update(
+    run: "ShardedOps", norm: "ResidualNorm", x: OverlappedHalves, before: Modulation, now: Modulation
 ) -> "tuple[Pair, Pair]":
     """Add the second half's pending update. Returns both halves and their norms, `[rows, tokens / 2, dim]` each.
 
@@ -208,13 +210,13 @@ def catch_up(
 
 
 def add_update(
-    run: "DenoiserRun",
+    run: "ShardedOps",
     norm: "ResidualNorm",
     halves: "Pair",
     sums: "list[torch.Tensor]",
     now: Modulation,
     after: Modulation,
-) -> Staggered:
+) -> OverlappedHalves:
     """Add an update to the first half and norm it for the next one; the second half's update stays pending.
 
     run: operations on the mesh. norm: the residual norm. halves: `[rows, tokens / 2, dim]` each.
@@ -222,10 +224,10 @@ def add_update(
     after: modulation of the next one.
     """
     first, normed = norm(halves[0], run.scatter(sums[0]), now.gate, after.scale, after.shift)
-    return Staggered(first, normed, halves[1], sums[1])
+    return OverlappedHalves(first, normed, halves[1], sums[1])
 
 
-def join(run: "DenoiserRun", x: Staggered, before: Modulation) -> "torch.Tensor":
+def join_halves(run: "ShardedOps", x: OverlappedHalves, before: Modulation) -> "torch.Tensor":
     """End overlapping: add the pending update and return `[rows, padded tokens, dim]`.
 
     run: operations on the mesh. x: both halves. before: modulation of the pending update.

@@ -1,9 +1,9 @@
 """The denoiser of Qwen-Image as data: its sizes and sharding rules."""
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Component, Need, Same
+from ...model_spec import Component, ConfigRequirement, EqualsConfig
 
-# Each group of `tp` holds all weights; eight chips are two groups (see `heads_by_twos`). A step would take 1.5 times as
+# Each group of `tp` holds all weights; eight chips are two groups (see `shard_heads_in_pairs`). A step would take 1.5 times as
 # long if weights were gathered from the other group.
 _RULES = (
     Rule("transformer_blocks.**.bias", REPLICATED),
@@ -44,16 +44,16 @@ TRANSFORMER = Component(
         "num_layers": 3,
     },
     needs={
-        "guidance_embeds": Need((False,)),
-        "in_channels": Need((64,)),
-        "joint_attention_dim": Same("text_encoder", "hidden_size"),
-        "out_channels": Need((16,)),
-        "patch_size": Need((2,)),
+        "guidance_embeds": ConfigRequirement((False,)),
+        "in_channels": ConfigRequirement((64,)),
+        "joint_attention_dim": EqualsConfig("text_encoder", "hidden_size"),
+        "out_channels": ConfigRequirement((16,)),
+        "patch_size": ConfigRequirement((2,)),
         # True in Qwen-Image-Layered.
-        "use_additional_t_cond": Need((False,)),
-        "use_layer3d_rope": Need((False,)),
+        "use_additional_t_cond": ConfigRequirement((False,)),
+        "use_layer3d_rope": ConfigRequirement((False,)),
         # True in Edit models from 2511 on, which embed reference latents at timestep 0.
-        "zero_cond_t": Need((False,)),
+        "zero_cond_t": ConfigRequirement((False,)),
     },
     blocks=("transformer_blocks",),
     rules=_RULES,

@@ -1,7 +1,7 @@
 """The denoiser of Z-Image as data: its sizes, sharding rules, and the key names of the original checkpoint."""
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Component, Need, Same, split
+from ...model_spec import Component, ConfigRequirement, EqualsConfig, split_rows
 
 STACKS = ("noise_refiner", "context_refiner", "layers")
 
@@ -15,7 +15,7 @@ _RULES = (
 )
 
 # Tongyi-MAI's keys; see `diffusers.loaders.single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers`.
-MAKERS_NAMES = {
+ORIGINAL_KEYS = {
     "x_embedder": "all_x_embedder.2-1",
     "final_layer.linear": "all_final_layer.2-1.linear",
     "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
@@ -23,7 +23,7 @@ MAKERS_NAMES = {
     f"{stack}.*.attention.{theirs}": keys
     for stack in STACKS
     for theirs, keys in {
-        "qkv": split(*(f"{stack}.*.attention.to_{name}" for name in "qkv")),
+        "qkv": split_rows(*(f"{stack}.*.attention.to_{name}" for name in "qkv")),
         "out": f"{stack}.*.attention.to_out.0",
         "q_norm": f"{stack}.*.attention.norm_q",
         "k_norm": f"{stack}.*.attention.norm_k",
@@ -53,16 +53,16 @@ TRANSFORMER = Component(
     },
     tiny={"axes_dims": (8, 6, 6), "cap_feat_dim": 40, "dim": 60, "n_heads": 3, "n_kv_heads": 3, "n_layers": 3},
     needs={
-        "all_f_patch_size": Need(((1,),)),
-        "all_patch_size": Need(((2,),)),
-        "cap_feat_dim": Same("text_encoder", "hidden_size"),
-        "in_channels": Need((16,)),
-        "qk_norm": Need((True,)),
+        "all_f_patch_size": ConfigRequirement(((1,),)),
+        "all_patch_size": ConfigRequirement(((2,),)),
+        "cap_feat_dim": EqualsConfig("text_encoder", "hidden_size"),
+        "in_channels": ConfigRequirement((16,)),
+        "qk_norm": ConfigRequirement((True,)),
         # Set in Z-Image Omni, which takes images.
-        "siglip_feat_dim": Need((None,)),
+        "siglip_feat_dim": ConfigRequirement((None,)),
     },
     blocks=STACKS,
     rules=_RULES,
-    makers_names=MAKERS_NAMES,
+    original_keys=ORIGINAL_KEYS,
     lora_prefixes=("diffusion_model.", "transformer.", "lycoris_", ""),
 )

@@ -1,14 +1,14 @@
 """CogVideoX's single files: the denoiser with ComfyUI's keys, the VAE with diffusers'."""
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, Shapes
+from ...formats.layout import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 # Networks with further input channels, by the number of input channels.
 _OF_CHANNELS = {33: "CogVideoX Fun", 48: "a CogVideoX that inpaints, such as VOID"}
 
 
-def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes. Raises CheckpointError for other networks.
 
     shapes: of the file's tensors. base: the published config.
@@ -40,7 +40,7 @@ def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
     return config
 
 
-def vae_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the VAE's config from its tensors' shapes, for CogVideoX and HunyuanVideo 1.5."""
     levels = shapes.count("encoder.down_blocks")
     widths = (shapes.of(f"encoder.down_blocks.{n}.resnets.0.conv1.conv.weight", 5)[0] for n in range(levels))

@@ -6,15 +6,15 @@ Recognition follows ComfyUI's `comfy/sd.py`, `detect_te_model`.
 from collections.abc import Iterable
 from functools import partial
 
-from ...formats.layout import Config, FileLayout, Shapes
-from ...model_spec import Table
+from ...formats.layout import Config, FileLayout, TensorShapes
+from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 from ..text_encoders import mistral3, qwen3, qwen25
 
 _ATTENTION = "encoder.block.0.layer.0.SelfAttention"
 
 
-def t5_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def t5_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a T5 from its tensors' shapes. `base`, the published config, is not needed."""
     embedding = "shared.weight" if "shared.weight" in shapes else "encoder.embed_tokens.weight"
     vocabulary, dim = shapes.of(embedding, 2)
@@ -29,7 +29,7 @@ def t5_config(shapes: Shapes, base: UpstreamConfig) -> Config:
     }
 
 
-def _causal(shapes: Shapes, base: UpstreamConfig, prefix: str = "") -> Config:
+def _causal(shapes: TensorShapes, base: UpstreamConfig, prefix: str = "") -> Config:
     """Return the config entries that causal language models share.
 
     shapes: of the file's tensors. base: the published config, from which the head size is taken unless queries are
@@ -51,13 +51,13 @@ def _causal(shapes: Shapes, base: UpstreamConfig, prefix: str = "") -> Config:
     } | ({"head_dim": head_dim} if "head_dim" in base else {})
 
 
-def qwen3_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def qwen3_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a Qwen3 from its tensors' shapes; `base` is the published config."""
     config = _causal(shapes, base, "model.")
     return {**config, "max_window_layers": config["num_hidden_layers"]}
 
 
-def mistral_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def mistral_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a Mistral 3 from its tensors' shapes; `base` is the published config."""
     text = base["text_config"]
     return {"text_config": {**text, **_causal(shapes, text, "model.language_model.")}}
@@ -76,7 +76,7 @@ _LLAMA = (
 )
 
 
-def _in_model(own: str, names: Iterable[str]) -> Table:
+def _in_model(own: str, names: Iterable[str]) -> KeyTable:
     """Return the key table of a language model to keys that start with `own`.
 
     In the file it is called `model` or nothing, or is named as in llama.cpp.
@@ -100,13 +100,13 @@ _T5 = {
 }
 
 
-def t5_llama_table(names: Iterable[str]) -> Table:
+def t5_llama_table(names: Iterable[str]) -> KeyTable:
     """Return the key table from llama.cpp's names to transformers'. `names` are not needed."""
     blocks = {f"enc.blk.*.{theirs}": f"encoder.block.*.{name}" for theirs, name in _T5.items()}
     return {**blocks, "token_embd": "shared", "enc.output_norm": "encoder.final_layer_norm"}
 
 
-def vision_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def vision_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a CLIP or SigLIP vision model from its tensors' shapes.
 
     shapes: of the file's tensors. base: the published config, from which the head size is taken.
@@ -124,7 +124,7 @@ def vision_config(shapes: Shapes, base: UpstreamConfig) -> Config:
     }
 
 
-def vision_table(names: Iterable[str]) -> Table:
+def vision_table(names: Iterable[str]) -> KeyTable:
     """Return the key table that removes the prefix `vision_model.`, as transformers 4 wrote it."""
     layer = "encoder.layers.*"
     modules = (
@@ -139,7 +139,7 @@ def vision_table(names: Iterable[str]) -> Table:
 _VISION = "encoder.layers.0.self_attn.q_proj.weight"
 
 
-def _named(*names: str) -> tuple[tuple[str, ...], ...]:
+def _signatures(*names: str) -> tuple[tuple[str, ...], ...]:
     """Return the signature keys of a language model's first layer, with every known prefix."""
     befores = ("model.", "model.language_model.", "language_model.model.", "")
     return tuple(
@@ -179,7 +179,7 @@ LAYOUTS = (
     ),
     FileLayout(
         class_name="Qwen3ForCausalLM",
-        marks=(*_named(_Q, _QK_NORM), ("blk.0.attn_q.weight", "blk.0.attn_q_norm.weight")),
+        marks=(*_signatures(_Q, _QK_NORM), ("blk.0.attn_q.weight", "blk.0.attn_q_norm.weight")),
         table=partial(_in_model, "model."),
         config=qwen3_config,
         chat_template=qwen3.CHAT_TEMPLATE,
@@ -187,7 +187,7 @@ LAYOUTS = (
     ),
     FileLayout(
         class_name="Qwen2_5_VLTextModel",
-        marks=(*_named(_Q, _BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
+        marks=(*_signatures(_Q, _BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
         table=partial(_in_model, ""),
         config=_causal,
         chat_template=qwen25.CHAT_TEMPLATE,
@@ -196,7 +196,7 @@ LAYOUTS = (
     ),
     FileLayout(
         class_name="Mistral3ForConditionalGeneration",
-        marks=(*_named(_Q), ("blk.0.attn_q.weight",)),
+        marks=(*_signatures(_Q), ("blk.0.attn_q.weight",)),
         table=partial(_in_model, "model.language_model."),
         config=mistral_config,
         chat_template=mistral3.CHAT_TEMPLATE,

@@ -1,10 +1,10 @@
 """FLUX.2's single files: the denoiser with Black Forest Labs' keys. Its VAE is in `kl`."""
 
-from ...formats.layout import Config, FileLayout, Shapes
+from ...formats.layout import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 
-def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
     dim, in_channels = shapes.of("x_embedder.weight", 2)
     (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)

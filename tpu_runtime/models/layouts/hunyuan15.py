@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, Shapes, under
-from ...model_spec import Table
+from ...formats.layout import Config, FileLayout, TensorShapes, prefix_keys
+from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 from .cogvideox import vae_config
 
@@ -13,7 +13,7 @@ from .cogvideox import vae_config
 _UPSCALER = 98
 
 
-def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes. Raises CheckpointError for the upscaler.
 
     shapes: of the file's tensors. base: the published config.
@@ -45,14 +45,14 @@ _RESNET |= {f"nin_shortcut{end}": f"conv_shortcut{end}" for end in ("", ".conv")
 _ATTENTION = {"norm": "norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "proj_out"}
 
 
-def vae_table(names: Iterable[str]) -> Table:
+def vae_table(names: Iterable[str]) -> KeyTable:
     """Return the key table from Tencent's names of the VAE to diffusers'. `names` are not needed."""
     table: dict[str, Any] = {}
     for network, side, blocks in (("encoder", "down", "down_blocks"), ("decoder", "up", "up_blocks")):
-        table |= under(f"{network}.mid.block_1", f"{network}.mid_block.resnets.0", _RESNET)
-        table |= under(f"{network}.mid.block_2", f"{network}.mid_block.resnets.1", _RESNET)
-        table |= under(f"{network}.mid.attn_1", f"{network}.mid_block.attentions.0", _ATTENTION)
-        table |= under(f"{network}.{side}.*.block.*", f"{network}.{blocks}.*.resnets.*", _RESNET)
+        table |= prefix_keys(f"{network}.mid.block_1", f"{network}.mid_block.resnets.0", _RESNET)
+        table |= prefix_keys(f"{network}.mid.block_2", f"{network}.mid_block.resnets.1", _RESNET)
+        table |= prefix_keys(f"{network}.mid.attn_1", f"{network}.mid_block.attentions.0", _ATTENTION)
+        table |= prefix_keys(f"{network}.{side}.*.block.*", f"{network}.{blocks}.*.resnets.*", _RESNET)
         table[f"{network}.{side}.*.{side}sample.conv.conv"] = f"{network}.{blocks}.*.{side}samplers.0.conv.conv"
     return table
 

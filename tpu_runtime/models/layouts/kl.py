@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ...formats.layout import Config, FileLayout, Shapes, count, under
-from ...model_spec import Table
+from ...formats.layout import Config, FileLayout, TensorShapes, count_layers, prefix_keys
+from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 
 _RESNET = {name: name for name in ("norm1", "conv1", "norm2", "conv2")} | {"nin_shortcut": "conv_shortcut"}
 _ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 
 
-def vae_table(names: Iterable[str]) -> Table:
+def vae_table(names: Iterable[str]) -> KeyTable:
     """Return the key table from the original names to diffusers'. The original decoder counts levels from the last.
 
     names: keys of the file, original or diffusers'.
@@ -20,20 +20,20 @@ def vae_table(names: Iterable[str]) -> Table:
     table: dict[str, Any] = {"encoder.quant_conv": "quant_conv", "decoder.post_quant_conv": "post_quant_conv"}
     for network in ("encoder", "decoder"):
         table[f"{network}.norm_out"] = f"{network}.conv_norm_out"
-        table |= under(f"{network}.mid.block_1", f"{network}.mid_block.resnets.0", _RESNET)
-        table |= under(f"{network}.mid.block_2", f"{network}.mid_block.resnets.1", _RESNET)
-        table |= under(f"{network}.mid.attn_1", f"{network}.mid_block.attentions.0", _ATTENTION)
-    table |= under("encoder.down.*.block.*", "encoder.down_blocks.*.resnets.*", _RESNET)
+        table |= prefix_keys(f"{network}.mid.block_1", f"{network}.mid_block.resnets.0", _RESNET)
+        table |= prefix_keys(f"{network}.mid.block_2", f"{network}.mid_block.resnets.1", _RESNET)
+        table |= prefix_keys(f"{network}.mid.attn_1", f"{network}.mid_block.attentions.0", _ATTENTION)
+    table |= prefix_keys("encoder.down.*.block.*", "encoder.down_blocks.*.resnets.*", _RESNET)
     table["encoder.down.*.downsample.conv"] = "encoder.down_blocks.*.downsamplers.0.conv"
-    levels = min(count(names, "decoder.up") or count(names, "decoder.up_blocks"), 16)
+    levels = min(count_layers(names, "decoder.up") or count_layers(names, "decoder.up_blocks"), 16)
     for level in range(levels):
         block = f"decoder.up_blocks.{levels - 1 - level}"
-        table |= under(f"decoder.up.{level}.block.*", f"{block}.resnets.*", _RESNET)
+        table |= prefix_keys(f"decoder.up.{level}.block.*", f"{block}.resnets.*", _RESNET)
         table[f"decoder.up.{level}.upsample.conv"] = f"{block}.upsamplers.0.conv"
     return table
 
 
-def vae_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the VAE's config from its tensors' shapes, with the decoder's widths if they differ from the encoder's."""
     levels = shapes.count("encoder.down_blocks")
     widths = [shapes.of(f"encoder.down_blocks.{n}.resnets.0.conv1.weight", 4)[0] for n in range(levels)]

@@ -1,14 +1,14 @@
 """Single files of TAEHV, a small decoder: one set of keys, two authors, and the latents of several models."""
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, Shapes
+from ...formats.layout import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 # Models that are not supported here and have as many channels as Wan's, by the prefix of the published files.
 _OTHERS = {"taehv.": "HunyuanVideo 1", "taehv_": "HunyuanVideo 1", "taecvx": "CogVideoX", "taeos": "Open-Sora"}
 
 
-def config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a TAEHV. The file's name decides whose weights they are, or else the dtype.
 
     As in ComfyUI's `sd.py`, Ollin Boer Bohan's weights are float16. Raises CheckpointError for unsupported models.

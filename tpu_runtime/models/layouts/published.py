@@ -81,7 +81,7 @@ _COG_PARTS = (
 )
 
 
-def _with(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]) -> dict[str, _Files]:
+def _with_parts(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]) -> dict[str, _Files]:
     """Return all files of a model by format: denoisers, then `parts`, in the same format where they have several."""
     return {
         kind: sum((files[kind] if isinstance(files, Mapping) else files for files in parts), network)
@@ -90,19 +90,19 @@ def _with(denoisers: Mapping[str, _Files], *parts: _Files | Mapping[str, _Files]
 
 
 def _hunyuan(name: str, *parts: _Files, **sizes_gb: float) -> dict[str, _Files]:
-    return _with(_in_formats(_HUNYUAN, f"hunyuanvideo1.5_{name}", **sizes_gb), _QWEN_VL, _HUNYUAN_PARTS, *parts)
+    return _with_parts(_in_formats(_HUNYUAN, f"hunyuanvideo1.5_{name}", **sizes_gb), _QWEN_VL, _HUNYUAN_PARTS, *parts)
 
 
 def _z_image(repository: str, name: str) -> dict[str, _Files]:
     formats = {"bf16": ("bf16", 12.31), "int8": ("int8_convrot", 6.2)}
     denoisers = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
-    return _with(denoisers, _ZIMAGE_PARTS)
+    return _with_parts(denoisers, _ZIMAGE_PARTS)
 
 
 def _qwen_image(repository: str, name: str, **formats: tuple[str, float]) -> dict[str, _Files]:
     """Return all files by format. `formats` has the ending of the denoiser's name and its size."""
     denoisers = {kind: _denoisers(repository, size, f"{name}_{ending}") for kind, (ending, size) in formats.items()}
-    return _with(denoisers, _QWEN_VL["fp8"], (_file(_QWEN, "vae", "qwen_image_vae", 0.25),))
+    return _with_parts(denoisers, _QWEN_VL["fp8"], (_file(_QWEN, "vae", "qwen_image_vae", 0.25),))
 
 
 def _cogvideox(name: str) -> dict[str, _Files]:
@@ -112,18 +112,24 @@ def _cogvideox(name: str) -> dict[str, _Files]:
 
 # The files of each model, by its name and by format.
 SETS: Mapping[str, Mapping[str, _Files]] = {
-    "wan2.1-t2v-14b": _with(_in_formats(_WAN21, "wan2.1_t2v_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE),
-    "wan2.1-t2v-1.3b": _with(_in_formats(_WAN21, "wan2.1_t2v_1.3B", fp16=2.84), _UMT5, _WAN_VAE),
-    "wan2.1-i2v-14b-480p": _with(
+    "wan2.1-t2v-14b": _with_parts(_in_formats(_WAN21, "wan2.1_t2v_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE),
+    "wan2.1-t2v-1.3b": _with_parts(_in_formats(_WAN21, "wan2.1_t2v_1.3B", fp16=2.84), _UMT5, _WAN_VAE),
+    "wan2.1-i2v-14b-480p": _with_parts(
         _in_formats(_WAN21, "wan2.1_i2v_480p_14B", fp8=16.4, fp16=32.79), _UMT5, _WAN_VAE, _CLIP
     ),
-    "wan2.1-i2v-14b-720p": _with(
+    "wan2.1-i2v-14b-720p": _with_parts(
         _in_formats(_WAN21, "wan2.1_i2v_720p_14B", fp8=16.4, fp16=32.79), _UMT5, _WAN_VAE, _CLIP
     ),
-    "wan2.1-flf2v-14b-720p": _with(_in_formats(_WAN21, "wan2.1_flf2v_720p_14B", fp16=32.79), _UMT5, _WAN_VAE, _CLIP),
-    "wan2.2-t2v-a14b": _with(_in_formats(_WAN22, "wan2.2_t2v_{}_noise_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE),
-    "wan2.2-i2v-a14b": _with(_in_formats(_WAN22, "wan2.2_i2v_{}_noise_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE),
-    "wan2.2-ti2v-5b": _with(
+    "wan2.1-flf2v-14b-720p": _with_parts(
+        _in_formats(_WAN21, "wan2.1_flf2v_720p_14B", fp16=32.79), _UMT5, _WAN_VAE, _CLIP
+    ),
+    "wan2.2-t2v-a14b": _with_parts(
+        _in_formats(_WAN22, "wan2.2_t2v_{}_noise_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE
+    ),
+    "wan2.2-i2v-a14b": _with_parts(
+        _in_formats(_WAN22, "wan2.2_i2v_{}_noise_14B", fp8=14.29, fp16=28.58), _UMT5, _WAN_VAE
+    ),
+    "wan2.2-ti2v-5b": _with_parts(
         _in_formats(_WAN22, "wan2.2_ti2v_5B", fp16=10.0), _UMT5, (_file(_WAN22, "vae", "wan2.2_vae", 1.41),)
     ),
     "flux2-dev": {
@@ -133,14 +139,14 @@ SETS: Mapping[str, Mapping[str, _Files]] = {
             *_FLUX_VAE,
         )
     },
-    "flux2-klein-4b": _with(
+    "flux2-klein-4b": _with_parts(
         {"fp16": _denoisers(_KLEIN, 7.75, "flux-2-klein-4b"), "fp8": _of_bfl("4b", 4.07)}, _QWEN_4B, _FLUX_VAE
     ),
-    "flux2-klein-base-4b": _with(
+    "flux2-klein-base-4b": _with_parts(
         {"fp16": _denoisers(_KLEIN, 7.75, "flux-2-klein-base-4b"), "fp8": _of_bfl("base-4b", 4.07)}, _QWEN_4B, _FLUX_VAE
     ),
-    "flux2-klein-9b": _with({"fp8": _of_bfl("9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
-    "flux2-klein-base-9b": _with({"fp8": _of_bfl("base-9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
+    "flux2-klein-9b": _with_parts({"fp8": _of_bfl("9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
+    "flux2-klein-base-9b": _with_parts({"fp8": _of_bfl("base-9b", 9.43)}, _QWEN_8B, _FLUX_VAE),
     "z-image-turbo": _z_image(_ZIMAGE, "z_image_turbo"),
     "z-image": _z_image("Comfy-Org/z_image", "z_image"),
     "qwen-image-2512": _qwen_image(_QWEN, "qwen_image_2512", fp8=("fp8_e4m3fn", 20.43)),
@@ -164,13 +170,13 @@ SETS: Mapping[str, Mapping[str, _Files]] = {
 }
 
 
-def sizes(model: str) -> str:
+def describe_sizes(model: str) -> str:
     """Return the approximate size of a model's files by format, such as "fp8 29 GB"; "" without files."""
     totals = {kind: sum(file.size_gb for file in files) for kind, files in SETS.get(model, {}).items()}
     return ", ".join(f"{kind} {total:.0f} GB" for kind, total in sorted(totals.items(), key=lambda item: item[1]))
 
 
-def files(model: str, kind: str) -> _Files:
+def list_files(model: str, kind: str) -> _Files:
     """Return the files of a model in a format. Raises ValueError that lists the formats."""
     if model not in SETS:
         raise ValueError(f"{model} is not known as single files; known are {', '.join(SETS)}.")
@@ -179,7 +185,7 @@ def files(model: str, kind: str) -> _Files:
     return SETS[model][kind]
 
 
-def part(model: str, folder: str) -> SingleFile | None:
+def find_part(model: str, folder: str) -> SingleFile | None:
     """Return the most exact file of a model for one of ComfyUI's folders, or None."""
     known = SETS.get(model, {})
     exact = known.get("fp16") or next(iter(known.values()), ())
@@ -224,13 +230,13 @@ _MORE_PARTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def denoisers(model: str) -> tuple[str, ...]:
+def list_denoisers(model: str) -> tuple[str, ...]:
     """Return the names of files that hold a denoiser of this model; with two experts in `SETS`, the first one's."""
     return (*(files[0].name for files in SETS.get(model, {}).values()), *_MORE_DENOISERS.get(model, ()))
 
 
 @functools.cache
-def models() -> Mapping[str, str]:
+def list_models() -> Mapping[str, str]:
     """Return the model of each known file, by file name; for a file that several models share, the first of them."""
     model_of_file: dict[str, str] = {}
     for model, formats in SETS.items():

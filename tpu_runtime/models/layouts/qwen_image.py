@@ -1,6 +1,6 @@
 """Qwen-Image's single files: the denoiser, whose original keys are those of diffusers. Its VAE is Wan's."""
 
-from ...formats.layout import Config, FileLayout, Flag, Shapes
+from ...formats.layout import Config, FileLayout, Flag, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 # Edit models from 2511 on embed reference latents at timestep 0. Some of ComfyUI's files mark that with an empty
@@ -14,7 +14,7 @@ _ZERO_TIME = Flag(
 )
 
 
-def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
     dim, in_channels = shapes.of("img_in.weight", 2)
     (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...files import CheckpointError
 from ...formats import gguf_file
-from ...formats.contents import Held
+from ...formats.contents import NetworkFile
 from ...model_spec import Component, ModelSpec
 from ...model_spec.upstream import UpstreamConfig
 from . import published
@@ -35,30 +35,32 @@ _DISTILLED = re.compile(
 
 
 @dataclass(frozen=True)
-class Said:
+class DeclaredFlags:
     """The user's choice, in addition to the files."""
 
     names: tuple[str, ...] = ()  # of models and repositories
     asks: bool = False  # whether the user may be asked
 
 
-NOTHING = Said()
+NO_FLAGS = DeclaredFlags()
 
 
-class OpenError(CheckpointError):
+class AmbiguousModelError(CheckpointError):
     """A value that the files leave open: the user is asked, unless the files match another model."""
 
 
-def numbered(held: Held, config: UpstreamConfig) -> dict[str, Any]:
+def read_head_counts(held: NetworkFile, config: UpstreamConfig) -> dict[str, Any]:
     """Return a published config with the numbers in a GGUF file's metadata, also within nested configs."""
     if held.path.suffix != gguf_file.SUFFIX:
         return dict(config)
-    numbers = {key: text for key in gguf_file.NUMBERS.values() if (text := held.contents.metadata.get(key))}
-    values = {key: numbered(held, value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    numbers = {key: text for key in gguf_file.CONFIG_NUMBERS.values() if (text := held.contents.metadata.get(key))}
+    values = {
+        key: read_head_counts(held, value) if isinstance(value, Mapping) else value for key, value in config.items()
+    }
     return values | {key: float(text) for key, text in numbers.items() if key in config}
 
 
-def flag(held: Held, component: Component, key: str, said: Said) -> bool:
+def read_flag(held: NetworkFile, component: Component, key: str, said: DeclaredFlags) -> bool:
     """Return the value of a config key that no weight decides. Raises OpenError if it is open or contradictory.
 
     held: the network's file. component: whose config it is. said: the user's choice.
@@ -72,12 +74,12 @@ def flag(held: Held, component: Component, key: str, said: Said) -> bool:
     by_user, by_name = (_read(declared.true, declared.false, names) for names in (said.names, held.contents.titles))
     value = by_name if by_user is None else by_user
     if said.asks and None not in (by_user, by_name) and by_user != by_name:
-        raise OpenError(
+        raise AmbiguousModelError(
             f"{held.path} is another model by its name than {' and '.join(said.names)}: one of them is "
             f"{declared.meaning}. Name the model that the file is, or rename the file."
         )
     if value is None and said.asks:
-        raise OpenError(
+        raise AmbiguousModelError(
             f"{held.path}: neither its tensors nor its name tell whether it is {declared.meaning}. Put one of the two "
             f"numbers into the file's name, or add {declared.answers} to model_id."
         )
@@ -93,7 +95,7 @@ def _read(true: str, false: str, names: Iterable[str]) -> bool | None:
     return None
 
 
-def relative(held: Held, spec: ModelSpec) -> str | None:
+def find_relative(held: NetworkFile, spec: ModelSpec) -> str | None:
     """Return why the file's name excludes this model, or None.
 
     Some networks have the same tensors and compute something else.
@@ -109,7 +111,7 @@ def relative(held: Held, spec: ModelSpec) -> str | None:
     return None
 
 
-def expert(held: Held, spec: ModelSpec) -> str | None:
+def read_expert(held: NetworkFile, spec: ModelSpec) -> str | None:
     """Return why a file is not complete for a model with one denoiser, if its name is that of an expert; else None."""
     level = noise(held)
     if not level or len(spec.denoiser.experts) > 1:
@@ -120,7 +122,7 @@ def expert(held: Held, spec: ModelSpec) -> str | None:
     )
 
 
-def noise(held: Held, *, is_of_two: bool = False) -> str:
+def noise(held: NetworkFile, *, is_of_two: bool = False) -> str:
     """Return the noise level of an expert by its file's name: `high`, `low`, or "" if the name is ambiguous.
 
     is_of_two: the file is known to be one of two experts, so the word `high` or `low` is enough.
@@ -138,7 +140,7 @@ def _plain(titles: Iterable[str]) -> list[str]:
     return [re.sub(r"[\W_]+", "-", title.lower()) for title in titles]
 
 
-def words_of(name: str) -> set[str]:
+def split_words(name: str) -> set[str]:
     """Return the words of a name that tell models apart: `480p`, `i2v`, `base`, and sizes without a dot."""
     return set(re.findall(r"[a-z]+\d+[a-z]+\d*|\d+p|\d+b|[a-z]+", name.lower().replace("1.3b", "13b")))
 
@@ -156,19 +158,19 @@ def is_decided(spec: ModelSpec, rivals: Sequence[ModelSpec], names: Sequence[str
     """
     if is_published(spec, names):
         return True
-    words = set().union(*map(words_of, names))
-    known = words_of(spec.name)
+    words = set().union(*map(split_words, names))
+    known = split_words(spec.name)
     strange = {word for word in words - known if not _OF_FORMAT.fullmatch(word)}
-    return (known <= words and not strange) or all((known - words_of(rival.name)) & words for rival in rivals)
+    return (known <= words and not strange) or all((known - split_words(rival.name)) & words for rival in rivals)
 
 
-def differences(spec: ModelSpec) -> tuple[Any, ...]:
+def distinguishing_settings(spec: ModelSpec) -> tuple[Any, ...]:
     """Return the settings by which this model differs from others with the same networks, apart from widgets."""
     index = {key: value for key, value in spec.published.index.items() if not isinstance(value, tuple)}
     return dict(spec.recipe.scheduler), spec.recipe.guidance, index, dict(spec.published.files)
 
 
-def distilled_sentence(spec: ModelSpec, names: Iterable[str]) -> str:
+def warn_distilled(spec: ModelSpec, names: Iterable[str]) -> str:
     """Return a warning if the names of a denoiser say that it is distilled, unless the model is; else "".
 
     The model's default steps and guidance do not suit a distilled network.
@@ -179,7 +181,7 @@ def distilled_sentence(spec: ModelSpec, names: Iterable[str]) -> str:
     return f"it is distilled by its name ({word[0]}): set its few steps, and a guidance of 1, in the sampler"
 
 
-def open_sentence(model_id: str, specs: Sequence[ModelSpec]) -> str:
+def explain_ambiguity(model_id: str, specs: Sequence[ModelSpec]) -> str:
     """Return the question which of several models some files are."""
     names = " or ".join(f"+ {spec.name}" for spec in specs)
     titles = " and of ".join(spec.title for spec in specs)
@@ -189,7 +191,7 @@ def open_sentence(model_id: str, specs: Sequence[ModelSpec]) -> str:
     )
 
 
-def assumed_sentence(rivals: Sequence[ModelSpec]) -> str:
+def warn_assumed(rivals: Sequence[ModelSpec]) -> str:
     """Return the notice that a model was assumed, and how to choose another."""
     others = " or ".join(f"+ {rival.name}" for rival in rivals)
     return f"neither tensors nor names tell it from another: add {others} to model_id if it is that"

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, Shapes, count, under
-from ...model_spec import Table
+from ...formats.layout import Config, FileLayout, TensorShapes, count_layers, prefix_keys
+from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 
 # Networks with further input channels, by the numbers of input and output channels.
@@ -21,7 +21,7 @@ _OF_CHANNELS = {
 _TYPES = ("t2v", "i2v", "flf2v", "ti2v")
 
 
-def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes. Raises CheckpointError for unsupported variants.
 
     shapes: of the file's tensors. base: the published config, from which the head size is taken: tensors do not show
@@ -60,23 +60,23 @@ _BLOCK = {**_RESIDUAL, "shortcut": "conv_shortcut"}
 _SAMPLER = {"resample.1": "resample.1", "time_conv": "time_conv"}
 
 
-def vae_table(names: Iterable[str]) -> Table:
+def vae_table(names: Iterable[str]) -> KeyTable:
     """Return the key table of both VAEs, from Wan-Video's names to diffusers'.
 
     names: keys of the file, original or diffusers'. Wan 2.1's decoder is one list of layers, which diffusers splits
     into levels; Wan 2.2's has levels in both. The last layer of a level changes the size.
     """
     names = list(names)
-    table = _shared()
+    table = _shared_table()
     if not any(name.startswith(_OF_LEVELS) for name in names):
         length = _length(names, "decoder.upsamples", "decoder.up_blocks.0.resnets")
         for level in range(4):
             for index in range(length - 1):
                 resnet = f"decoder.up_blocks.{level}.resnets.{index}"
-                table |= under(f"decoder.upsamples.{level * length + index}", resnet, _BLOCK)
+                table |= prefix_keys(f"decoder.upsamples.{level * length + index}", resnet, _BLOCK)
             upsampler = f"decoder.up_blocks.{level}.upsamplers.0"
-            table |= under(f"decoder.upsamples.{level * length + length - 1}", upsampler, _SAMPLER)
-        return table | under("encoder.downsamples.*", "encoder.down_blocks.*", {**_BLOCK, **_SAMPLER})
+            table |= prefix_keys(f"decoder.upsamples.{level * length + length - 1}", upsampler, _SAMPLER)
+        return table | prefix_keys("encoder.downsamples.*", "encoder.down_blocks.*", {**_BLOCK, **_SAMPLER})
     for network, theirs, blocks, sampler in (
         ("encoder", "downsamples", "down_blocks", "downsampler"),
         ("decoder", "upsamples", "up_blocks", "upsampler"),
@@ -84,8 +84,8 @@ def vae_table(names: Iterable[str]) -> Table:
         inner = f"{network}.{theirs}.*.{theirs}"
         length = _length(names, f"{network}.{theirs}.0.{theirs}", f"{network}.{blocks}.0.resnets")
         for index in range(length - 1):
-            table |= under(f"{inner}.{index}", f"{network}.{blocks}.*.resnets.{index}", _BLOCK)
-        table |= under(f"{inner}.{length - 1}", f"{network}.{blocks}.*.{sampler}", _SAMPLER)
+            table |= prefix_keys(f"{inner}.{index}", f"{network}.{blocks}.*.resnets.{index}", _BLOCK)
+        table |= prefix_keys(f"{inner}.{length - 1}", f"{network}.{blocks}.*.{sampler}", _SAMPLER)
     return table
 
 
@@ -100,23 +100,23 @@ def _length(names: Iterable[str], theirs: str, own: str) -> int:
     """
     matches = (re.fullmatch(rf"{re.escape(theirs)}\.(\d{{1,2}})\.resample\.1\.weight", name) for name in names)
     samplers = [int(match[1]) for match in matches if match]
-    return min(1 + (min(samplers) if samplers else count(names, own) or 3), 16)
+    return min(1 + (min(samplers) if samplers else count_layers(names, own) or 3), 16)
 
 
-def _shared() -> dict[str, str]:
+def _shared_table() -> dict[str, str]:
     """Return the key table that both VAEs share."""
     table: dict[str, str] = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
     for network in ("encoder", "decoder"):
         table |= {f"{network}.conv1": f"{network}.conv_in", f"{network}.head.2": f"{network}.conv_out"}
         table[f"{network}.head.0"] = f"{network}.norm_out"
-        table |= under(f"{network}.middle.0", f"{network}.mid_block.resnets.0", _BLOCK)
-        table |= under(f"{network}.middle.2", f"{network}.mid_block.resnets.1", _BLOCK)
+        table |= prefix_keys(f"{network}.middle.0", f"{network}.mid_block.resnets.0", _BLOCK)
+        table |= prefix_keys(f"{network}.middle.2", f"{network}.mid_block.resnets.1", _BLOCK)
         attention = {name: name for name in ("norm", "to_qkv", "proj")}
-        table |= under(f"{network}.middle.1", f"{network}.mid_block.attentions.0", attention)
+        table |= prefix_keys(f"{network}.middle.1", f"{network}.mid_block.attentions.0", attention)
     return table
 
 
-def vae_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of either VAE from its tensors' shapes; the second's decoder has its own width."""
     resnets = shapes.count("decoder.up_blocks.0.resnets")
     config: Config = {"z_dim": shapes.of("post_quant_conv.weight", 5)[0], "num_res_blocks": max(resnets - 1, 0)}

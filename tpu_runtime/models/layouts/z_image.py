@@ -1,10 +1,10 @@
 """Z-Image's single files: the denoiser with Tongyi-MAI's keys, as ComfyUI repackages it. Its VAE is in `kl`."""
 
-from ...formats.layout import Config, FileLayout, Shapes
+from ...formats.layout import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 
-def denoiser_config(shapes: Shapes, base: UpstreamConfig) -> Config:
+def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
     dim, patch = shapes.of("all_x_embedder.2-1.weight", 2)
     (head_dim,) = shapes.of("layers.0.attention.norm_q.weight", 1)

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import Rule
-from ...model_spec import Need
+from ...model_spec import ConfigRequirement
 from ...model_spec.upstream import Net
 
 if TYPE_CHECKING:
     import torch
 
 
-def rules(before: str = "") -> tuple[Rule, ...]:
+def make_rules(before: str = "") -> tuple[Rule, ...]:
     """Return the sharding rules: heads and feed-forward columns are split over all chips.
 
     before: prefix of the model's keys.
@@ -26,13 +26,15 @@ def rules(before: str = "") -> tuple[Rule, ...]:
     )
 
 
-def layers_for(states: Sequence[int]) -> Need:
+def require_layers(states: Sequence[int]) -> ConfigRequirement:
     """Return the requirement that a config has all layers after which `states` are taken."""
     least = max(states)
-    return Need(fits=lambda layers: isinstance(layers, int) and layers >= least, wording=f"{least} or more")
+    return ConfigRequirement(
+        fits=lambda layers: isinstance(layers, int) and layers >= least, wording=f"{least} or more"
+    )
 
 
-def layer_states(model: Net, ids: "torch.Tensor", mask: "torch.Tensor", layers: Sequence[int]) -> "torch.Tensor":
+def hidden_states(model: Net, ids: "torch.Tensor", mask: "torch.Tensor", layers: Sequence[int]) -> "torch.Tensor":
     """Return the hidden states after each of `layers`, concatenated: `[rows, length, len(layers) * dim]`.
 
     model: a Mistral or Qwen3 without its head. ids, mask: `[rows, length]`; mask is 0 for padding, whose states are
@@ -45,7 +47,7 @@ def layer_states(model: Net, ids: "torch.Tensor", mask: "torch.Tensor", layers: 
     from ...programs.modules import scan_layers
 
     attn = model.layers.block.self_attn
-    attn.forward = types.MethodType(attend_causally, attn)
+    attn.forward = types.MethodType(causal_attention, attn)
     embeds = model.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     allowed = mask.to(torch.bool)[:, None, None, :] & (positions <= positions.T)
@@ -58,7 +60,7 @@ def layer_states(model: Net, ids: "torch.Tensor", mask: "torch.Tensor", layers: 
     return torch.cat([states[layer - 1] for layer in layers], dim=-1)
 
 
-def attend_causally(
+def causal_attention(
     attn: Net,
     hidden_states: "torch.Tensor",
     position_embeddings: "tuple[torch.Tensor, torch.Tensor]",

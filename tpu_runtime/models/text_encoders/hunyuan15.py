@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...model_spec import Need, TextEncoding
+from ...model_spec import ConfigRequirement, TextEncoding
 from ...model_spec.upstream import Net
 from . import qwen25, t5
 
@@ -18,7 +18,7 @@ NEGATIVE_PROMPT = ""
 # Tokens of the two texts, and of the system message before the first; upstream removes the states of that prefix.
 MAX_TOKENS, MAX_GLYPHS, PREFIX = 1000, 256, 108
 # Upstream takes the states before the last layers and before the final norm.
-LAYERS_SKIPPED = 2
+NUM_SKIPPED_LAYERS = 2
 
 
 def system_message() -> str:
@@ -96,7 +96,7 @@ def encode_glyphs(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "t
 
 
 def write_tokenizer(folder: Path) -> None:
-    qwen25.tokenizer_writer(system_message(), PROMPT)(folder)
+    qwen25.make_tokenizer_writer(system_message(), PROMPT)(folder)
 
 
 def write_glyph_tokenizer(folder: Path) -> None:
@@ -105,19 +105,19 @@ def write_glyph_tokenizer(folder: Path) -> None:
     ByT5Tokenizer().save_pretrained(folder)
 
 
-TEXT_ENCODER = qwen25.encoder(
-    layers=slice(-LAYERS_SKIPPED),
+TEXT_ENCODER = qwen25.make_encoder(
+    layers=slice(-NUM_SKIPPED_LAYERS),
     only=("embed_tokens.", "layers."),
     needs={
-        "num_hidden_layers": Need(
-            fits=lambda layers: isinstance(layers, int) and layers > LAYERS_SKIPPED,
-            wording=f"more than {LAYERS_SKIPPED}",
+        "num_hidden_layers": ConfigRequirement(
+            fits=lambda layers: isinstance(layers, int) and layers > NUM_SKIPPED_LAYERS,
+            wording=f"more than {NUM_SKIPPED_LAYERS}",
         )
     },
     trim=trim_text,
 )
 
-GLYPH_ENCODER = t5.encoder(
+GLYPH_ENCODER = t5.make_encoder(
     name="text_encoder_2",
     # ByT5-small with the 1126 tokens for fonts and colours of Glyph-SDXL-v2.
     config={"d_ff": 3584, "d_kv": 64, "d_model": 1472, "num_heads": 6, "num_layers": 12, "vocab_size": 1510},

@@ -82,7 +82,7 @@ def encode_text(module: "torch.nn.Module", ids: "torch.Tensor", mask: "torch.Ten
 
     module: transformers' `Mistral3ForConditionalGeneration`. mask: `[rows, 512]`, 0 for padding.
     """
-    return causal.layer_states(module.get_submodule("model.language_model"), ids, mask, STATES), None
+    return causal.hidden_states(module.get_submodule("model.language_model"), ids, mask, STATES), None
 
 
 # Prefixes of the language model in checkpoints with a vision tower: as transformers 4 wrote it (and as published), as
@@ -145,12 +145,12 @@ TEXT_ENCODER = Component(
             "patch_size": 14,
         },
     },
-    needs={"text_config.num_hidden_layers": causal.layers_for(STATES)},
+    needs={"text_config.num_hidden_layers": causal.require_layers(STATES)},
     blocks=("model.language_model.layers",),
     layers=slice(max(STATES)),
     only=("model.language_model.embed_tokens.", "model.language_model.layers."),
     aliases=TEXT_NAMES,
-    rules=causal.rules("model.language_model."),
+    rules=causal.make_rules("model.language_model."),
 )
 
 TEXT = TextEncoding(

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...model_spec import Component, Need
+from ...model_spec import Component, ConfigRequirement
 from ...model_spec.upstream import Net
 from . import causal
 
@@ -53,7 +53,7 @@ def encode_text(
     return states[:, prefix:], None
 
 
-def tokenizer_writer(*texts: str, special: Sequence[str] = ()) -> "Callable[[Path], None]":
+def make_tokenizer_writer(*texts: str, special: Sequence[str] = ()) -> "Callable[[Path], None]":
     """Return a function that writes a tokenizer with merges learnt from `texts`; see `causal.write_qwen_tokenizer`."""
     return partial(
         causal.write_qwen_tokenizer,
@@ -64,7 +64,7 @@ def tokenizer_writer(*texts: str, special: Sequence[str] = ()) -> "Callable[[Pat
     )
 
 
-def encoder(
+def make_encoder(
     *, layers: slice | None = None, only: Sequence[str] = ("embed_tokens.", "layers.", "norm."), **more: Any
 ) -> Component:
     """Return the language model of Qwen2.5-VL 7B, or some `layers` of it. `more` are arguments of `Component`.
@@ -107,12 +107,12 @@ def encoder(
             # Large enough that a prompt affects the result.
             "initializer_range": 0.2,
         },
-        needs={"use_sliding_window": Need((False,)), **more.pop("needs", {})},
+        needs={"use_sliding_window": ConfigRequirement((False,)), **more.pop("needs", {})},
         blocks=("layers",),
         layers=layers,
         only=tuple(only),
         # Prefixes in the full model: before and since transformers 4.52, and in the model without its head.
         aliases={"model.": "", "model.language_model.": "", "language_model.": ""},
-        rules=causal.rules(),
+        rules=causal.make_rules(),
         **more,
     )

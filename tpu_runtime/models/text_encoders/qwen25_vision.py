@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Component, Need, Same
+from ...model_spec import Component, ConfigRequirement, EqualsConfig
 from ...model_spec.upstream import Net
 
 if TYPE_CHECKING:
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Pixels on a side of a patch; patches on a side of a token (upstream's `spatial_merge_size`).
-PATCH, MERGED = 14, 2
+PATCH, MERGE_SIZE = 14, 2
 
 
-def patches_of(picture: "Image.Image") -> "tuple[np.ndarray, tuple[int, int]]":
+def cut_patches(picture: "Image.Image") -> "tuple[np.ndarray, tuple[int, int]]":
     """Cut an image into patches `[patches, 3 * 2 * 14 * 14]`, as upstream's processor; also returns (rows, columns).
 
     Patches of one token are adjacent. An image is a video of two equal frames.
@@ -27,19 +27,19 @@ def patches_of(picture: "Image.Image") -> "tuple[np.ndarray, tuple[int, int]]":
     return features["pixel_values"], (rows, columns)
 
 
-def places_of(grid: tuple[int, int]) -> "np.ndarray":
-    """Return row and column of each patch, `[patches, 2]`, in the order of `patches_of`."""
+def patch_positions(grid: tuple[int, int]) -> "np.ndarray":
+    """Return row and column of each patch, `[patches, 2]`, in the order of `cut_patches`."""
     import numpy as np
 
     rows, columns = grid
-    cells = np.indices(grid).reshape(2, rows // MERGED, MERGED, columns // MERGED, MERGED)
+    cells = np.indices(grid).reshape(2, rows // MERGE_SIZE, MERGE_SIZE, columns // MERGE_SIZE, MERGE_SIZE)
     return cells.transpose(1, 3, 2, 4, 0).reshape(-1, 2).astype(np.int32)
 
 
 def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Return the tokens `[1, patches / 4, dim]` of an image.
 
-    encoder: transformers' vision tower. patches, places: see `patches_of` and `places_of`. Patches attend to those of
+    encoder: transformers' vision tower. patches, places: see `cut_patches` and `patch_positions`. Patches attend to those of
     their window, and in some layers to all. Upstream reorders patches by window; here windows are a mask.
     """
     import torch
@@ -55,7 +55,7 @@ def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tupl
 
     def run(x: "torch.Tensor", layers: range, seen: "torch.Tensor") -> "torch.Tensor":
         def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
-            x = x + attend(block.attn, block.norm1(x), rotary, seen)
+            x = x + window_attention(block.attn, block.norm1(x), rotary, seen)
             return x + block.mlp(block.norm2(x))
 
         return scan_layers(encoder.blocks, x, body, layers)[0] if layers else x
@@ -69,7 +69,7 @@ def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tupl
     return encoder.merger(x)[None], None
 
 
-def attend(
+def window_attention(
     attn: Net, x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]", seen: "torch.Tensor"
 ) -> "torch.Tensor":
     """Return the self-attention update of `x` `[patches, dim]`.
@@ -87,7 +87,7 @@ def attend(
     return attn.proj(attended[0].transpose(0, 1).flatten(1))
 
 
-def tower_class() -> type:
+def vision_tower_class() -> type:
     """Return upstream's class from its model's module: transformers exports it at top level only from 5.18 on."""
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -99,7 +99,7 @@ IMAGE_ENCODER = Component(
     folder="text_encoder",
     library="transformers",
     class_name="Qwen2_5_VisionTransformerPretrainedModel",
-    own_class=tower_class,
+    own_class=vision_tower_class,
     # The full model, of which this is a part.
     class_aliases=("Qwen2_5_VLForConditionalGeneration",),
     config_part="vision_config",
@@ -112,7 +112,7 @@ IMAGE_ENCODER = Component(
         "num_heads": 16,
         "out_hidden_size": 3584,
         "patch_size": PATCH,
-        "spatial_merge_size": MERGED,
+        "spatial_merge_size": MERGE_SIZE,
         "temporal_patch_size": 2,
         "window_size": 112,
     },
@@ -128,11 +128,11 @@ IMAGE_ENCODER = Component(
         "window_size": 56,
     },
     needs={
-        "in_channels": Need((3,)),
-        "out_hidden_size": Same("text_encoder", "hidden_size"),
-        "patch_size": Need((PATCH,)),
-        "spatial_merge_size": Need((MERGED,)),
-        "temporal_patch_size": Need((2,)),
+        "in_channels": ConfigRequirement((3,)),
+        "out_hidden_size": EqualsConfig("text_encoder", "hidden_size"),
+        "patch_size": ConfigRequirement((PATCH,)),
+        "spatial_merge_size": ConfigRequirement((MERGE_SIZE,)),
+        "temporal_patch_size": ConfigRequirement((2,)),
     },
     blocks=("blocks",),
     # Before and since transformers 4.52.

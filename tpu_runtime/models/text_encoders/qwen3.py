@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...model_spec import Component, Need, TextEncoding
+from ...model_spec import Component, ConfigRequirement, TextEncoding
 from ...model_spec.upstream import Net
 from . import causal
 
@@ -56,7 +56,7 @@ def encode_text(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
 
     encoder: transformers' `Qwen3ForCausalLM`. mask: `[rows, 512]`, 0 for padding.
     """
-    return causal.layer_states(encoder.model, ids, mask, STATES), None
+    return causal.hidden_states(encoder.model, ids, mask, STATES), None
 
 
 def encode_late(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
@@ -64,7 +64,7 @@ def encode_late(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
 
     encoder: transformers' `Qwen3ForCausalLM`. mask: `[rows, 512]`, 0 for padding.
     """
-    return causal.layer_states(encoder.model, ids, mask, (LATE_STATE,)), None
+    return causal.hidden_states(encoder.model, ids, mask, (LATE_STATE,)), None
 
 
 TEXT_ENCODER = Component(
@@ -100,19 +100,19 @@ TEXT_ENCODER = Component(
         "rope_theta": 10000.0,
         "vocab_size": 307,
     },
-    needs={"num_hidden_layers": causal.layers_for(STATES), "use_sliding_window": Need((False,))},
+    needs={"num_hidden_layers": causal.require_layers(STATES), "use_sliding_window": ConfigRequirement((False,))},
     blocks=("model.layers",),
     layers=slice(max(STATES)),
     only=("model.embed_tokens.", "model.layers."),
     # The model without its head.
     class_aliases=("Qwen3Model",),
     aliases={"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers."},
-    rules=causal.rules("model."),
+    rules=causal.make_rules("model."),
 )
 LATE_TEXT_ENCODER = replace(
     TEXT_ENCODER,
     tiny={**TEXT_ENCODER.tiny, "num_hidden_layers": LATE_STATE + 1, "max_window_layers": LATE_STATE + 1},
-    needs={**TEXT_ENCODER.needs, "num_hidden_layers": Need((LATE_STATE + 1,), required=True)},
+    needs={**TEXT_ENCODER.needs, "num_hidden_layers": ConfigRequirement((LATE_STATE + 1,), required=True)},
     layers=slice(LATE_STATE),
 )
 # Qwen3-8B, as published.

@@ -34,7 +34,7 @@ def tokenize(
 
     tokenizer: Qwen2's. prompts: one per row. length: tokens that a prompt is padded or truncated to.
     """
-    return _tokenized(tokenizer, [TEMPLATE.format(prompt) for prompt in prompts], PREFIX, length)
+    return _tokenize(tokenizer, [TEMPLATE.format(prompt) for prompt in prompts], PREFIX, length)
 
 
 # --- with images ------------------------------------------------------------------------------------------------------
@@ -48,8 +48,8 @@ EDIT_TEMPLATE = (
     "that meets the user's requirements while maintaining consistency with the original input where appropriate."
     "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-SEEN = "<|image_pad|>"
-PICTURE = "Picture {}: <|vision_start|>{}<|vision_end|>"
+IMAGE_PAD = "<|image_pad|>"
+IMAGE_TEMPLATE = "Picture {}: <|vision_start|>{}<|vision_end|>"
 
 
 def tokenize_edit(
@@ -59,10 +59,10 @@ def tokenize_edit(
 
     tokenizer: Qwen2's. prompts: one per row. length: tokens that a prompt is padded or truncated to.
     """
-    return _tokenized(tokenizer, [EDIT_TEMPLATE.format(prompt) for prompt in prompts], EDIT_PREFIX, length)
+    return _tokenize(tokenizer, [EDIT_TEMPLATE.format(prompt) for prompt in prompts], EDIT_PREFIX, length)
 
 
-def tokenize_beside(
+def tokenize_with_images(
     tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], seen: "Sequence[torch.Tensor]"
 ) -> "tuple[np.ndarray, ...]":
     """Return ids and mask as `tokenize_edit` does, and the arguments of `qwen25.encode_text` for images.
@@ -73,7 +73,9 @@ def tokenize_beside(
     grids, texts = [image.shape[1:3] for image in seen], []
     longest = sum(rows * columns for rows, columns in grids)
     if longest <= MAX_TOKENS:
-        pictures = "".join(PICTURE.format(n + 1, SEEN * rows * columns) for n, (rows, columns) in enumerate(grids))
+        pictures = "".join(
+            IMAGE_TEMPLATE.format(n + 1, IMAGE_PAD * rows * columns) for n, (rows, columns) in enumerate(grids)
+        )
         texts = [EDIT_TEMPLATE.format(pictures + prompt) for prompt in prompts]
         longest = max(len(tokenizer(text)["input_ids"]) for text in texts) - EDIT_PREFIX
     if longest > MAX_TOKENS:
@@ -82,11 +84,11 @@ def tokenize_beside(
             f"Qwen-Image Edit: the prompt and {number} have {longest} tokens or more, and the text encoder takes "
             f"{MAX_TOKENS}. Shorten the prompt, or use fewer images."
         )
-    ids, mask = _tokenized(tokenizer, texts, EDIT_PREFIX, MAX_TOKENS)
-    return ids, mask, *place_beside(ids == tokenizer.convert_tokens_to_ids(SEEN), seen)
+    ids, mask = _tokenize(tokenizer, texts, EDIT_PREFIX, MAX_TOKENS)
+    return ids, mask, *place_image_tokens(ids == tokenizer.convert_tokens_to_ids(IMAGE_PAD), seen)
 
 
-def place_beside(is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]") -> "tuple[np.ndarray, ...]":
+def place_image_tokens(is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]") -> "tuple[np.ndarray, ...]":
     """Return positions `[3, rows, length]`, indices of image tokens `[rows, length]`, and these tokens.
 
     is_seen: `[rows, length]`, true for image tokens; indices elsewhere are -1. seen: the images' tokens
@@ -96,12 +98,12 @@ def place_beside(is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]") -> "tupl
 
     grids = [image.shape[1:3] for image in seen]
     places = np.where(is_seen, np.cumsum(is_seen, axis=1) - 1, -1).astype(np.int32)
-    positions = np.stack([positions_of(row, grids) for row in is_seen], axis=1)
+    positions = np.stack([rope_positions(row, grids) for row in is_seen], axis=1)
     tokens = np.concatenate([image.flatten(1, 2).numpy() for image in seen], axis=1)
     return positions, places, tokens
 
 
-def positions_of(is_seen: "np.ndarray", grids: "Sequence[Sequence[int]]") -> "np.ndarray":
+def rope_positions(is_seen: "np.ndarray", grids: "Sequence[Sequence[int]]") -> "np.ndarray":
     """Return `Qwen2_5_VLModel.get_rope_index`'s positions `[3, tokens]`: time, row and column.
 
     is_seen: `[tokens]`, true for image tokens. grids: (rows, columns) of each image's tokens. A word is one further
@@ -123,7 +125,7 @@ def positions_of(is_seen: "np.ndarray", grids: "Sequence[Sequence[int]]") -> "np
     return np.concatenate(positions, axis=1).astype(np.int32)
 
 
-def _tokenized(
+def _tokenize(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], prefix: int, length: int
 ) -> "tuple[np.ndarray, np.ndarray]":
     import numpy as np
@@ -133,7 +135,7 @@ def _tokenized(
     return ids, mask[:, prefix:]
 
 
-TEXT_ENCODER = qwen25.encoder()
+TEXT_ENCODER = qwen25.make_encoder()
 TEXT = TextEncoding(
     tokenizer_class="Qwen2Tokenizer",
     max_length=MAX_TOKENS,
@@ -141,15 +143,15 @@ TEXT = TextEncoding(
     width_key="joint_attention_dim",
     tokenize=tokenize,
     encode=qwen25.encode_text,
-    write_tokenizer=qwen25.tokenizer_writer(TEMPLATE, PROMPT),
+    write_tokenizer=qwen25.make_tokenizer_writer(TEMPLATE, PROMPT),
 )
 EDIT_TEXT = replace(
     TEXT,
     prefix=EDIT_PREFIX,
     tokenize=tokenize_edit,
-    tokenize_beside=tokenize_beside,
-    place_beside=place_beside,
-    write_tokenizer=qwen25.tokenizer_writer(
-        EDIT_TEMPLATE, EDIT_PROMPT, special=("<|vision_start|>", "<|vision_end|>", SEEN)
+    tokenize_beside=tokenize_with_images,
+    place_beside=place_image_tokens,
+    write_tokenizer=qwen25.make_tokenizer_writer(
+        EDIT_TEMPLATE, EDIT_PROMPT, special=("<|vision_start|>", "<|vision_end|>", IMAGE_PAD)
     ),
 )

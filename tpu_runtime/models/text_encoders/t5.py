@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.rules import REPLICATED, Rule
-from ...model_spec import Component, Need
+from ...model_spec import Component, ConfigRequirement
 from ...model_spec.upstream import Net, UpstreamConfig
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ SINGLE_RULES = (
 )
 
 
-def encoder(
+def make_encoder(
     *,
     config: UpstreamConfig,
     tiny: Mapping[str, Any],
@@ -63,7 +63,7 @@ def encoder(
         class_name=class_name,
         config={**_CONFIG, **config},
         tiny={"dropout_rate": 0.0, **tiny},
-        needs={"feed_forward_proj": Need(("gated-gelu",), required=True)},
+        needs={"feed_forward_proj": ConfigRequirement(("gated-gelu",), required=True)},
         blocks=blocks,
         # Checkpoints have the embedding under either name; T5 with a head has all keys under `transformer`.
         aliases={"encoder.embed_tokens.weight": "shared.weight", "transformer.": "", **(aliases or {})},
@@ -72,7 +72,7 @@ def encoder(
     )
 
 
-def tokens(
+def tokenize(
     tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], length: int
 ) -> "tuple[np.ndarray, np.ndarray]":
     """Return ids and mask of `prompts`, `[rows, length]` int32 each, padded and truncated by `tokenizer`."""

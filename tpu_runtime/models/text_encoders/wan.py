@@ -40,7 +40,7 @@ def tokenize(
 
     tokenizer: UMT5's. length: tokens that a prompt is padded or truncated to.
     """
-    return t5.tokens(tokenizer, [clean_prompt(prompt) for prompt in prompts], length)
+    return t5.tokenize(tokenizer, [clean_prompt(prompt) for prompt in prompts], length)
 
 
 def encode_text(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
@@ -61,7 +61,7 @@ def encode_text(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
     return states * mask.unsqueeze(-1).to(states.dtype), None
 
 
-TEXT_ENCODER = t5.encoder(
+TEXT_ENCODER = t5.make_encoder(
     class_name="UMT5EncoderModel",
     config={"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 256384},
     tiny={"d_ff": 72, "d_kv": 8, "d_model": 40, "num_heads": 5, "num_layers": 2, "vocab_size": 200},

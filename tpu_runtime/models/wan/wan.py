@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
 from ...model_spec import (
-    MAG_CACHE,
+    MAG_CACHE_INPUTS,
     Component,
-    Denoiser,
-    FloatLimit,
-    IntLimit,
+    ConfigRequirement,
+    DenoiserSpec,
+    EqualsConfig,
+    FloatInput,
+    IntInput,
     LatentGeometry,
-    Miniature,
-    Need,
-    Recipe,
-    Same,
-    Vae,
+    SamplingConfig,
+    TinyModel,
+    VaeSpec,
 )
 from ...model_spec.upstream import Net
 from ..autoencoders import light
@@ -30,13 +30,13 @@ from ..denoisers import layers
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.denoiser_run import DenoiserRun
+    from ...programs.denoiser_run import ShardedOps
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
 def forward(
-    wan: Net, run: "DenoiserRun", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    wan: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, channels, frames, height, width]` at one `timestep` `[1]`.
 
@@ -52,7 +52,7 @@ def forward(
 
 def predict_flow(
     wan: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     latents: "torch.Tensor",
     timesteps: "torch.Tensor",
     text: "torch.Tensor",
@@ -72,24 +72,24 @@ def predict_flow(
     modulation = embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1))
     text = embedder.text_embedder(text)
     if pictures is not None:
-        pictures = embed_pictures(embedder.image_embedder, pictures)
+        pictures = embed_images(embedder.image_embedder, pictures)
     elif embedder.image_embedder is not None:
         pictures = text  # as ComfyUI does without image tokens
 
     def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
         return run_block(block, run, x, modulation, (cosines, sines), text, pictures)
 
-    x = run.unpadded(run.scan(wan.blocks, x, body))
+    x = run.remove_padding(run.scan(wan.blocks, x, body))
     # With two timesteps, use the second: the prediction for the given first frame is discarded.
     time = time.reshape(len(time), -1, time.shape[-1])[:, -1:]
     shift, scale = (wan.scale_shift_table + time).chunk(2, dim=1)
     x = (wan.norm_out(x.float()) * (1 + scale) + shift).type_as(x)
-    return join_patches(run.untiled(wan.proj_out(x)), latents, wan.config.patch_size)
+    return join_patches(run.remove_tiling(wan.proj_out(x)), latents, wan.config.patch_size)
 
 
 def run_block(
     block: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     x: "torch.Tensor",
     modulation: "torch.Tensor",
     rotary: "tuple[torch.Tensor, torch.Tensor]",
@@ -107,27 +107,27 @@ def run_block(
     vectors = (block.scale_shift_table + modulation.float()).chunk(6, dim=-2)
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = vectors
     _, y = norm(x, None, None, 1 + scale, shift)
-    x, y = norm(x, attend_to_video(block.attn1, run, y, rotary), gate, block.norm2.weight, block.norm2.bias)
-    x, y = norm(x, attend_to_text(block.attn2, run, y, text, pictures), None, 1 + ffn_scale, ffn_shift)
+    x, y = norm(x, self_attention(block.attn1, run, y, rotary), gate, block.norm2.weight, block.norm2.bias)
+    x, y = norm(x, cross_attention(block.attn2, run, y, text, pictures), None, 1 + ffn_scale, ffn_shift)
     return run.add_feed_forward(x, block.ffn, y, ffn_gate)
 
 
-def attend_to_video(
-    attn: Net, run: "DenoiserRun", x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]"
+def self_attention(
+    attn: Net, run: "ShardedOps", x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the self-attention update of `x` `[rows, tokens, dim]`.
 
     attn: diffusers' module. run: operations on the mesh. Queries and keys are RMS-normed across heads, then rotated by
     rotary, cosines and sines `[1, tokens, 1, head_dim]` each.
     """
-    query, key, value = layers.heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
-    attended = run.self_attention(query, key, value, layers.prologue(attn.norm_q, attn.norm_k, rotary))
+    query, key, value = layers.project_heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
+    attended = run.self_attention(query, key, value, layers.make_prologue(attn.norm_q, attn.norm_k, rotary))
     (update,) = run.products(attended.flatten(2), attn.to_out[0])
     return update
 
 
-def attend_to_text(
-    attn: Net, run: "DenoiserRun", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
+def cross_attention(
+    attn: Net, run: "ShardedOps", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
 ) -> "torch.Tensor":
     """Return the cross-attention update of `x` `[rows, tokens, dim]`.
 
@@ -136,13 +136,16 @@ def attend_to_text(
         added;
         None: text alone.
     """
-    project_replicated = partial(layers.heads, run, attn, placement="replicated")
-    (query,), (key, value) = layers.heads(run, attn, x, attn.to_q), project_replicated(text, attn.to_k, attn.to_v)
-    prologue = layers.prologue(attn.norm_q, attn.norm_k)
+    project_replicated = partial(layers.project_heads, run, attn, placement="replicated")
+    (query,), (key, value) = (
+        layers.project_heads(run, attn, x, attn.to_q),
+        project_replicated(text, attn.to_k, attn.to_v),
+    )
+    prologue = layers.make_prologue(attn.norm_q, attn.norm_k)
     attended = run.cross_attention(query, key, value, prologue=prologue).flatten(2)
     if pictures is not None:
         key, value = project_replicated(pictures, attn.add_k_proj, attn.add_v_proj)
-        prologue = layers.prologue(attn.norm_q, attn.norm_added_k)
+        prologue = layers.make_prologue(attn.norm_q, attn.norm_added_k)
         attended = attended + run.cross_attention(query, key, value, prologue=prologue).flatten(2)
     (update,) = run.products(attended, attn.to_out[0])
     return update
@@ -151,10 +154,10 @@ def attend_to_text(
 def embed_time(embedder: Net, timesteps: "torch.Tensor") -> "torch.Tensor":
     """Return the time embedding `[..., dim]` of `timesteps` `[...]`, computed in float32 as upstream does."""
     waves = embedder.timesteps_proj(timesteps.flatten()).unflatten(0, timesteps.shape)
-    return layers.unrounded(embedder.time_embedder)(waves)
+    return layers.in_float32(embedder.time_embedder)(waves)
 
 
-def embed_pictures(embedder: Net, pictures: "torch.Tensor") -> "torch.Tensor":
+def embed_images(embedder: Net, pictures: "torch.Tensor") -> "torch.Tensor":
     """Project CLIP's image tokens, `[rows, tokens, image_dim]` to `[rows, tokens, dim]`.
 
     `embedder` has position embeddings in FLF2V, which takes two images.
@@ -195,7 +198,7 @@ TRANSFORMER_RULES = (
 )
 
 # Keys of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
-MAKERS_NAMES = {
+ORIGINAL_KEYS = {
     "blocks.*.self_attn.q": "blocks.*.attn1.to_q",
     "blocks.*.self_attn.k": "blocks.*.attn1.to_k",
     "blocks.*.self_attn.v": "blocks.*.attn1.to_v",
@@ -251,33 +254,33 @@ TRANSFORMER = Component(
     },
     needs={
         # Set in models with cross-attention to image tokens, such as Wan 2.1's image to video.
-        "added_kv_proj_dim": Need((None,)),
-        "cross_attn_norm": Need((True,)),
-        "image_dim": Need((None,)),
-        "in_channels": Need((16,)),
+        "added_kv_proj_dim": ConfigRequirement((None,)),
+        "cross_attn_norm": ConfigRequirement((True,)),
+        "image_dim": ConfigRequirement((None,)),
+        "in_channels": ConfigRequirement((16,)),
         # SkyReels V2's: the frame rate as an input, and causal attention between frames.
-        "inject_sample_info": Need((False,)),
-        "num_frame_per_block": Need((1,)),
-        "out_channels": Need((16,)),
-        "patch_size": Need(((1, 2, 2),)),
-        "pos_embed_seq_len": Need((None,)),
-        "qk_norm": Need(("rms_norm_across_heads",)),
-        "text_dim": Same("text_encoder", "d_model"),
+        "inject_sample_info": ConfigRequirement((False,)),
+        "num_frame_per_block": ConfigRequirement((1,)),
+        "out_channels": ConfigRequirement((16,)),
+        "patch_size": ConfigRequirement(((1, 2, 2),)),
+        "pos_embed_seq_len": ConfigRequirement((None,)),
+        "qk_norm": ConfigRequirement(("rms_norm_across_heads",)),
+        "text_dim": EqualsConfig("text_encoder", "d_model"),
     },
     blocks=("blocks",),
     rules=TRANSFORMER_RULES,
-    makers_names=MAKERS_NAMES,
+    original_keys=ORIGINAL_KEYS,
 )
 
 # For image to video: mask and encoded video are more channels.
-PICTURE_TRANSFORMER = TRANSFORMER.extended(
+IMAGE_TRANSFORMER = TRANSFORMER.derive(
     config={"in_channels": 36},
     tiny={"in_channels": 36, "num_layers": 2},
-    needs={"in_channels": Need((36,), required=True)},
+    needs={"in_channels": ConfigRequirement((36,), required=True)},
 )
 
 
-def experts(first: Component) -> tuple[Component, Component]:
+def make_experts(first: Component) -> tuple[Component, Component]:
     """Return two experts, the transformers for high and for low noise, with the configuration of `first`."""
     return first, replace(first, name="transformer_2", folder="transformer_2")
 
@@ -298,25 +301,25 @@ SCHEDULER = {
 }
 
 INPUTS = {
-    "height": IntLimit(default=720, low=64, high=1920, multiple_of=16),
-    "width": IntLimit(default=1280, low=64, high=1920, multiple_of=16),
-    "num_frames": IntLimit(default=81, low=1, high=241, multiple_of=4, plus=1),
-    "num_inference_steps": IntLimit(default=50, low=1, high=100),
-    "guidance_scale": FloatLimit(default=5.0, low=0.0, high=20.0),
-    "seed": IntLimit(default=2025, low=0, high=2**64 - 1),
-    "fps": IntLimit(default=16, low=1, high=120),
+    "height": IntInput(default=720, low=64, high=1920, multiple_of=16),
+    "width": IntInput(default=1280, low=64, high=1920, multiple_of=16),
+    "num_frames": IntInput(default=81, low=1, high=241, multiple_of=4, plus=1),
+    "num_inference_steps": IntInput(default=50, low=1, high=100),
+    "guidance_scale": FloatInput(default=5.0, low=0.0, high=20.0),
+    "seed": IntInput(default=2025, low=0, high=2**64 - 1),
+    "fps": IntInput(default=16, low=1, high=120),
     # For the second of two experts. 0: guidance as for the first; switch at the checkpoint's `boundary_ratio`.
-    "guidance_scale_2": FloatLimit(default=0.0, low=0.0, high=20.0),
-    "high_noise_steps": IntLimit(default=0, low=0, high=100),
-    **MAG_CACHE,
+    "guidance_scale_2": FloatInput(default=0.0, low=0.0, high=20.0),
+    "high_noise_steps": IntInput(default=0, low=0, high=100),
+    **MAG_CACHE_INPUTS,
 }
 
 
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2))
-RECIPE = Recipe(scheduler=SCHEDULER, shift_key="flow_shift")
-DENOISER = Denoiser(forward=forward, tile=(7, 9, 16))
-VAE = Vae(latent_format="Wan21", denormalize=denormalize_latents, decode=decode, light=light.WAN)
-MINIATURE = Miniature(
+RECIPE = SamplingConfig(scheduler=SCHEDULER, shift_key="flow_shift")
+DENOISER = DenoiserSpec(forward=forward, tile=(7, 9, 16))
+VAE = VaeSpec(latent_format="Wan21", denormalize=denormalize_latents, decode=decode, light=light.WAN)
+MINIATURE = TinyModel(
     id="tiny/wan21",
     inputs={"height": 80, "width": 112, "num_frames": 17},
     texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},

@@ -4,7 +4,7 @@ Wan2.2-T2V-A14B-Diffusers. The oracle is `diffusers.WanPipeline`. The network is
 
 from dataclasses import replace
 
-from ...model_spec import FloatLimit, IntLimit, ModelSpec, Published
+from ...model_spec import FloatInput, HubCheckpoint, IntInput, ModelSpec
 from ..autoencoders.wan import VAE_DECODER
 from ..text_encoders.wan import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 from . import wan
@@ -14,7 +14,7 @@ SPEC = ModelSpec(
     family="Wan21",
     title="Wan 2.1 T2V 14B",
     category="Wan2.1",
-    published=Published(
+    published=HubCheckpoint(
         hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
         # FastVideo's (FastWan, few steps) and diffusers' of SkyReels V2 (not diffusion forcing) run the same network.
         pipeline_classes=("WanPipeline", "WanDMDPipeline", "SkyReelsV2Pipeline"),
@@ -23,7 +23,7 @@ SPEC = ModelSpec(
     components=(TEXT_ENCODER, wan.TRANSFORMER, VAE_DECODER),
     geometry=wan.GEOMETRY,
     text_encoders=(TEXT,),
-    inputs={**wan.INPUTS, "flow_shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5)},
+    inputs={**wan.INPUTS, "flow_shift": FloatInput(default=5.0, low=0.1, high=20.0, step=0.5)},
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=wan.RECIPE,
     denoiser=wan.DENOISER,
@@ -31,7 +31,7 @@ SPEC = ModelSpec(
 )
 
 # Siblings: another size, and two experts.
-_SMALL = wan.TRANSFORMER.extended(
+_SMALL = wan.TRANSFORMER.derive(
     config={"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30},
     tiny={"attention_head_dim": 12, "ffn_dim": 130, "num_attention_heads": 12, "num_layers": 2},
 )
@@ -48,12 +48,12 @@ SMALL = replace(
         # The model authors' defaults.
         "height": replace(SPEC.whole_numbers("height"), default=480),
         "width": replace(SPEC.whole_numbers("width"), default=832),
-        "guidance_scale": FloatLimit(default=6.0, low=0.0, high=20.0),
-        "flow_shift": FloatLimit(default=8.0, low=0.1, high=20.0, step=0.5),
+        "guidance_scale": FloatInput(default=6.0, low=0.0, high=20.0),
+        "flow_shift": FloatInput(default=8.0, low=0.1, high=20.0, step=0.5),
     },
 )
 
-EXPERTS = wan.experts(wan.TRANSFORMER)
+EXPERTS = wan.make_experts(wan.TRANSFORMER)
 
 TWO_EXPERTS = replace(
     SPEC,
@@ -65,11 +65,11 @@ TWO_EXPERTS = replace(
     components=(TEXT_ENCODER, *EXPERTS, VAE_DECODER),
     inputs={
         **SPEC.inputs,
-        "num_inference_steps": IntLimit(default=40, low=1, high=100),
-        "guidance_scale": FloatLimit(default=4.0, low=0.0, high=20.0),
-        "guidance_scale_2": FloatLimit(default=3.0, low=0.0, high=20.0),
+        "num_inference_steps": IntInput(default=40, low=1, high=100),
+        "guidance_scale": FloatInput(default=4.0, low=0.0, high=20.0),
+        "guidance_scale_2": FloatInput(default=3.0, low=0.0, high=20.0),
         # The model authors' value; the checkpoint's scheduler config has 3.
-        "flow_shift": FloatLimit(default=12.0, low=0.1, high=20.0, step=0.5),
+        "flow_shift": FloatInput(default=12.0, low=0.1, high=20.0, step=0.5),
     },
     denoiser=replace(wan.DENOISER, experts=tuple(expert.name for expert in EXPERTS)),
 )

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING
 
 from ....sharding.rules import GATHERED, REPLICATED, Rule
 from ... import media
-from ...model_spec import Call, Component, FloatLimit, IntLimit, ModelSpec, Need, Pictures, Published, Same, Settings
+from ...model_spec import (
+    Call,
+    Component,
+    ConfigRequirement,
+    EqualsConfig,
+    FloatInput,
+    HubCheckpoint,
+    ImageConditioning,
+    IntInput,
+    ModelSpec,
+    Settings,
+)
 from ...model_spec.upstream import Net, UpstreamConfig
 from ..autoencoders import wan_encoder
 from ..autoencoders.wan import VAE_DECODER
 from ..denoisers import layers
-from ..text_encoders import PICTURE_PROMPT
+from ..text_encoders import IMAGE_PROMPT
 from ..text_encoders import wan as wan_text
 from ..text_encoders.wan import TEXT, TEXT_ENCODER
 from . import wan
@@ -26,7 +37,7 @@ if TYPE_CHECKING:
 # CLIP's input: pixels on a side; and its output: a token per patch of 14 x 14 pixels, and the class token.
 VISION_SIZE, VISION_TOKENS = 224, 16 * 16 + 1
 # CLIP's normalization: mean and standard deviation of each colour channel, for pixels in 0..1.
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def condition_shapes(latent_shape: tuple[int, ...], pictures: int = 1) -> dict[str, tuple[int | str, ...]]:
@@ -46,7 +57,7 @@ def encode_image(
     call: runs a component. image: one or two images `[number, height, width, 3]` in 0..1.
     settings: of the generation. vae_config: the VAE's config.
     """
-    tokens = look(call, vision_pixels(image))
+    tokens = look(call, preprocess_images(image))
     condition = wan_encoder.encode_image(call, image, settings, vae_config)
     return {**condition, "image_embeds": tokens.reshape(1, -1, tokens.shape[-1])}
 
@@ -74,7 +85,7 @@ def trim_vision(encoder: Net) -> None:
     encoder.post_layernorm = torch.nn.Identity()
 
 
-def vision_pixels(images: "torch.Tensor") -> "torch.Tensor":
+def preprocess_images(images: "torch.Tensor") -> "torch.Tensor":
     """Preprocess `images` `[number, height, width, 3]` in 0..1 as CLIP's image processor: `[number, 3, 224, 224]`.
 
     The shorter side is scaled to 224 pixels, and the longer side is center-cropped.
@@ -89,10 +100,10 @@ def vision_pixels(images: "torch.Tensor") -> "torch.Tensor":
     box = left, top, left + VISION_SIZE, top + VISION_SIZE
     squares = []
     for image in images:
-        picture = media.as_bytes(image)
+        picture = media.to_pillow(image)
         squares.append(np.asarray(picture.resize(size, Image.Resampling.BICUBIC).crop(box), np.float32))
     pixels = torch.from_numpy(np.stack(squares)) / 255.0
-    return ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).movedim(-1, 1)
+    return ((pixels - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD)).movedim(-1, 1)
 
 
 IMAGE_ENCODER = Component(
@@ -117,7 +128,7 @@ IMAGE_ENCODER = Component(
         "num_attention_heads": 7,
         "num_hidden_layers": 3,
     },
-    needs={"image_size": Need((VISION_SIZE,)), "patch_size": Need((14,), required=True)},
+    needs={"image_size": ConfigRequirement((VISION_SIZE,)), "patch_size": ConfigRequirement((14,), required=True)},
     blocks=("encoder.layers",),
     layers=slice(None, -1),
     only=("embeddings.", "pre_layrnorm.", "encoder."),
@@ -127,19 +138,19 @@ IMAGE_ENCODER = Component(
     rules=layers.VISION_RULES,
 )
 
-TRANSFORMER = wan.PICTURE_TRANSFORMER.extended(
+TRANSFORMER = wan.IMAGE_TRANSFORMER.derive(
     config={"added_kv_proj_dim": 5120, "image_dim": 1280},
     tiny={"added_kv_proj_dim": 6 * 24, "image_dim": 28},
     needs={
-        "added_kv_proj_dim": Need(fits=lambda dim: dim is not None, wording="a number", required=True),
-        "image_dim": Same("image_encoder", "hidden_size"),
+        "added_kv_proj_dim": ConfigRequirement(fits=lambda dim: dim is not None, wording="a number", required=True),
+        "image_dim": EqualsConfig("image_encoder", "hidden_size"),
     },
     rules=(
         Rule("blocks.*.attn2.norm_added_k.weight", REPLICATED),
         Rule("condition_embedder.image_embedder.norm*.weight", REPLICATED),
         Rule("condition_embedder.image_embedder.ff.**.weight", *GATHERED),
     ),
-    makers_names={
+    original_keys={
         "blocks.*.cross_attn.k_img": "blocks.*.attn2.add_k_proj",
         "blocks.*.cross_attn.v_img": "blocks.*.attn2.add_v_proj",
         "blocks.*.cross_attn.norm_k_img": "blocks.*.attn2.norm_added_k",
@@ -153,9 +164,9 @@ TRANSFORMER = wan.PICTURE_TRANSFORMER.extended(
 _COMPONENTS = (TEXT_ENCODER, IMAGE_ENCODER, TRANSFORMER, wan_encoder.VAE_ENCODER, VAE_DECODER)
 _INPUTS = {
     **wan.INPUTS,
-    "num_inference_steps": IntLimit(default=40, low=1, high=100),
+    "num_inference_steps": IntInput(default=40, low=1, high=100),
     "seed": replace(wan.INPUTS["seed"], default=0),
-    "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
+    "shift": FloatInput(default=5.0, low=0.1, high=20.0, step=0.5),
 }
 
 # The model authors' `sample_neg_prompt`, against the faults of each task: shaking with one image, a cut between two.
@@ -167,7 +178,7 @@ I2V_720P = ModelSpec(
     family="Wan22I2V",
     category="Wan2.2-I2V",
     title="Wan 2.1 I2V 14B 720P",
-    published=Published(
+    published=HubCheckpoint(
         hub_id="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
         pipeline_classes=("WanImageToVideoPipeline",),
         index={"image_processor": ("transformers", "CLIPImageProcessor")},
@@ -175,8 +186,8 @@ I2V_720P = ModelSpec(
             "image_processor/preprocessor_config.json": {
                 "image_processor_type": "CLIPImageProcessor",
                 "crop_size": {"height": VISION_SIZE, "width": VISION_SIZE},
-                "image_mean": MEAN,
-                "image_std": STD,
+                "image_mean": CLIP_MEAN,
+                "image_std": CLIP_STD,
                 "resample": 3,
                 "size": {"shortest_edge": VISION_SIZE},
             }
@@ -187,11 +198,11 @@ I2V_720P = ModelSpec(
     geometry=wan.GEOMETRY,
     text_encoders=(TEXT,),
     inputs=_INPUTS,
-    texts={"prompt": PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
+    texts={"prompt": IMAGE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=wan.RECIPE,
     denoiser=wan.DENOISER,
     vae=replace(wan.VAE, encode=wan_encoder.encode_video),
-    pictures=Pictures(encode=encode_image, look=look, condition_shapes=condition_shapes),
+    pictures=ImageConditioning(encode=encode_image, look=look, condition_shapes=condition_shapes),
 )
 
 I2V_480P = replace(
@@ -204,17 +215,17 @@ I2V_480P = replace(
         **_INPUTS,
         "height": replace(I2V_720P.whole_numbers("height"), default=480),
         "width": replace(I2V_720P.whole_numbers("width"), default=832),
-        "shift": FloatLimit(default=3.0, low=0.1, high=20.0, step=0.5),
+        "shift": FloatInput(default=3.0, low=0.1, high=20.0, step=0.5),
     },
 )
 
 _POSITIONS = 2 * VISION_TOKENS
-_BETWEEN = TRANSFORMER.extended(
+_BETWEEN = TRANSFORMER.derive(
     config={"pos_embed_seq_len": _POSITIONS},
     tiny={"pos_embed_seq_len": _POSITIONS},
-    needs={"pos_embed_seq_len": Need((_POSITIONS,), required=True)},
+    needs={"pos_embed_seq_len": ConfigRequirement((_POSITIONS,), required=True)},
     rules=(Rule("condition_embedder.image_embedder.pos_embed", REPLICATED),),
-    makers_names={"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"},
+    original_keys={"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"},
 )
 
 FLF2V = replace(
@@ -229,11 +240,11 @@ FLF2V = replace(
         # First and last frame must be in different latent frames.
         "num_frames": replace(I2V_720P.whole_numbers("num_frames"), low=5),
         "num_inference_steps": wan.INPUTS["num_inference_steps"],
-        "shift": FloatLimit(default=16.0, low=0.1, high=20.0, step=0.5),
+        "shift": FloatInput(default=16.0, low=0.1, high=20.0, step=0.5),
     },
     texts={**I2V_720P.texts, "negative_prompt": NEGATIVE_PROMPT_BETWEEN},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 16.0}),
-    pictures=Pictures(
+    pictures=ImageConditioning(
         encode=encode_image, look=look, numbers=(2,), condition_shapes=partial(condition_shapes, pictures=2)
     ),
 )

@@ -5,21 +5,21 @@ Two experts of the network in `wan`, each for its part of the timesteps, and a V
 
 from dataclasses import replace
 
-from ...model_spec import FloatLimit, IntLimit, ModelSpec, Pictures, Published
+from ...model_spec import FloatInput, HubCheckpoint, ImageConditioning, IntInput, ModelSpec
 from ..autoencoders.wan import VAE_DECODER
 from ..autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image, encode_video
-from ..text_encoders import PICTURE_PROMPT
+from ..text_encoders import IMAGE_PROMPT
 from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 from . import wan
 
-EXPERTS = wan.experts(wan.PICTURE_TRANSFORMER)
+EXPERTS = wan.make_experts(wan.IMAGE_TRANSFORMER)
 
 SPEC = ModelSpec(
     name="wan2.2-i2v-a14b",
     family="Wan22I2V",
     title="Wan 2.2 I2V A14B",
     category="Wan2.2-I2V",
-    published=Published(
+    published=HubCheckpoint(
         hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
         pipeline_classes=("WanImageToVideoPipeline",),
         # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
@@ -31,15 +31,15 @@ SPEC = ModelSpec(
     text_encoders=(TEXT,),
     inputs={
         **wan.INPUTS,
-        "num_inference_steps": IntLimit(default=40, low=1, high=100),
-        "guidance_scale": FloatLimit(default=3.5, low=0.0, high=20.0),
-        "guidance_scale_2": FloatLimit(default=3.5, low=0.0, high=20.0),
+        "num_inference_steps": IntInput(default=40, low=1, high=100),
+        "guidance_scale": FloatInput(default=3.5, low=0.0, high=20.0),
+        "guidance_scale_2": FloatInput(default=3.5, low=0.0, high=20.0),
         "seed": replace(wan.INPUTS["seed"], default=0),
-        "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
+        "shift": FloatInput(default=5.0, low=0.1, high=20.0, step=0.5),
     },
-    texts={"prompt": PICTURE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
+    texts={"prompt": IMAGE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=wan.RECIPE,
     denoiser=replace(wan.DENOISER, experts=tuple(expert.name for expert in EXPERTS)),
     vae=replace(wan.VAE, encode=encode_video),
-    pictures=Pictures(encode=encode_image, numbers=(1, 2), condition_shapes=condition_shapes),
+    pictures=ImageConditioning(encode=encode_image, numbers=(1, 2), condition_shapes=condition_shapes),
 )

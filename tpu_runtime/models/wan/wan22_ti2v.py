@@ -7,7 +7,16 @@ The oracles are `diffusers.WanPipeline` and, with an image, `diffusers.WanImageT
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...model_spec import MAG_CACHE, FloatLimit, IntLimit, LatentGeometry, ModelSpec, Need, Pictures, Published
+from ...model_spec import (
+    MAG_CACHE_INPUTS,
+    ConfigRequirement,
+    FloatInput,
+    HubCheckpoint,
+    ImageConditioning,
+    IntInput,
+    LatentGeometry,
+    ModelSpec,
+)
 from ...model_spec.upstream import Net
 from ..autoencoders import light
 from ..autoencoders import wan22 as wan22_vae
@@ -17,7 +26,7 @@ from . import wan
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.denoiser_run import DenoiserRun
+    from ...programs.denoiser_run import ShardedOps
 
 # The model authors' example.
 PROMPT = "Two anthropomorphic cats in comfy boxing gear and bright gloves fight intensely on a spotlighted stage."
@@ -31,7 +40,7 @@ def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]
     return {"first_frame": (1, latent_shape[1], 1, *latent_shape[3:]), "is_given": (1,)}
 
 
-def put_given(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]") -> "torch.Tensor":
+def apply_known_latents(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]") -> "torch.Tensor":
     """Replace the first latent frame of `sample` by the encoded image, if there is one.
 
     sample: `[rows, 48, frames, height, width]`. inputs: see `condition_shapes`.
@@ -44,7 +53,7 @@ def put_given(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]") -> "tor
 
 def forward(
     transformer: Net,
-    run: "DenoiserRun",
+    run: "ShardedOps",
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
@@ -64,10 +73,13 @@ def forward(
     return wan.predict_flow(transformer, run, sample, torch.stack([firsts, others], dim=1), inputs["text"])
 
 
-TRANSFORMER = wan.TRANSFORMER.extended(
+TRANSFORMER = wan.TRANSFORMER.derive(
     config={"ffn_dim": 14336, "in_channels": 48, "num_attention_heads": 24, "num_layers": 30, "out_channels": 48},
     tiny={"in_channels": 48, "num_layers": 2, "out_channels": 48},
-    needs={"in_channels": Need((48,), required=True), "out_channels": Need((48,), required=True)},
+    needs={
+        "in_channels": ConfigRequirement((48,), required=True),
+        "out_channels": ConfigRequirement((48,), required=True),
+    },
 )
 
 SPEC = ModelSpec(
@@ -75,7 +87,7 @@ SPEC = ModelSpec(
     family="Wan22I2V",
     title="Wan 2.2 TI2V 5B",
     category="Wan2.2-I2V",
-    published=Published(
+    published=HubCheckpoint(
         hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
         pipeline_classes=("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline"),
         index={"expand_timesteps": True},
@@ -85,20 +97,22 @@ SPEC = ModelSpec(
     geometry=LatentGeometry(channels=48, stride_t=4, stride_hw=wan22_vae.STRIDE_HW, patch_thw=(1, 2, 2)),
     text_encoders=(TEXT,),
     inputs={
-        "height": IntLimit(default=704, low=64, high=1920, multiple_of=32),
-        "width": IntLimit(default=1280, low=64, high=1920, multiple_of=32),
-        "num_frames": IntLimit(default=121, low=1, high=241, multiple_of=4, plus=1),
-        "num_inference_steps": IntLimit(default=50, low=1, high=100),
-        "guidance_scale": FloatLimit(default=5.0, low=0.0, high=20.0),
+        "height": IntInput(default=704, low=64, high=1920, multiple_of=32),
+        "width": IntInput(default=1280, low=64, high=1920, multiple_of=32),
+        "num_frames": IntInput(default=121, low=1, high=241, multiple_of=4, plus=1),
+        "num_inference_steps": IntInput(default=50, low=1, high=100),
+        "guidance_scale": FloatInput(default=5.0, low=0.0, high=20.0),
         "seed": replace(wan.INPUTS["seed"], default=0),
-        "shift": FloatLimit(default=5.0, low=0.1, high=20.0, step=0.5),
-        "fps": IntLimit(default=24, low=1, high=120),
-        **MAG_CACHE,
+        "shift": FloatInput(default=5.0, low=0.1, high=20.0, step=0.5),
+        "fps": IntInput(default=24, low=1, high=120),
+        **MAG_CACHE_INPUTS,
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
     # The first frame's tokens have a timestep of their own and must come first, so tokens are not tiled.
     denoiser=replace(wan.DENOISER, forward=forward, tile=None),
     vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video, light=light.WAN22),
-    pictures=Pictures(encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=put_given),
+    pictures=ImageConditioning(
+        encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=apply_known_latents
+    ),
 )
