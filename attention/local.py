@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ..kernels import attention, attention_int8, attention_reference, names
-from ..kernels.attention_form import AttentionConfig, Scores, choose_config, kernel_name
+from ..kernels import attention, attention_int8, attention_reference, registry
+from ..kernels.attention_config import AttentionConfig, Scores, choose_config, kernel_name
 from ..kernels.attention_reference import Int8Keys, Keys
-from ..kernels.chip import LANES, round_up
-from ..kernels.choice import KernelUnsupported, should_use
+from ..kernels.dispatch import KernelUnsupported, should_use
+from ..kernels.hardware import LANES, round_up
 from .policy import AttentionPolicy
 from .prologue import HeadLayout
 
@@ -29,7 +29,7 @@ def choose_attention(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) 
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     interpret = device.platform != "tpu"
     kernels = policy.uses_kernels(device.platform)
-    by_kernels = kernels and should_use(KernelUnsupported(kernel=names.ATTENTION))
+    by_kernels = kernels and should_use(KernelUnsupported(kernel=registry.ATTENTION))
     layout = HeadLayout(
         head_dim=head_dim, kernel=kernels, interpret=interpret and kernels,
         scores_of=functools.partial(select_scores, policy, device_kind=device.device_kind if by_kernels else None),

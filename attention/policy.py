@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..kernels.attention_form import INT8_ATTENTION_CHIPS, AttentionConfig, Maximum, Scores
+from ..kernels.attention_config import INT8_ATTENTION_CHIPS, AttentionConfig, Maximum, Scores
 
 MAX_BOUNDED_SCORE = 100  # in base 2: the exponentials of up to 2^27 such scores sum to less than float32's maximum
 LONG_SEQUENCE_TOKENS = 16384  # from this length on, int8 saves more time than quantizing the keys takes
@@ -21,7 +21,8 @@ class AttentionPolicy:
 
     kernel: Kernel = "auto"  # "auto": Pallas on a TPU, the reference elsewhere
     bounded: bool = False  # the weights guarantee scores within `MAX_BOUNDED_SCORE`, so that no maximum is needed
-    # "int8" scores are approximate, and used where they are faster: for at least `LONG_SEQUENCE_TOKENS` on chips of `TAKES_INT8`.
+    # "int8" scores are approximate, and used where they are faster: for at least `LONG_SEQUENCE_TOKENS` on chips of
+    # `TAKES_INT8`.
     scores: Scores = "exact"
     form: AttentionConfig | None = None  # None: the fastest that fits the chip, see `attention_form.fastest`
 

@@ -8,9 +8,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ..kernels import prologue
-from ..kernels.attention_form import Scores
-from ..kernels.chip import LANES
-from ..kernels.choice import should_use
+from ..kernels.attention_config import Scores
+from ..kernels.dispatch import should_use
+from ..kernels.hardware import LANES
 from ..kernels.prologue import Norm
 
 

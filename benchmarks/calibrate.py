@@ -19,7 +19,7 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models.wan import wan, wan21
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
-from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
+from comfyui_tpu.tpu_runtime.programs import torch_bridge, upstream_network, weights
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program, shape_struct
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from jax.sharding import Mesh
@@ -59,7 +59,7 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
 
     target = CompileTarget(devices=devices, precision="bfloat16")
     mesh = target.mesh(MeshShape(dp=2, tp=4))
-    network = modules.build_network(replace(wan.TRANSFORMER, rules=RULES), wan.TRANSFORMER.config)
+    network = upstream_network.build_network(replace(wan.TRANSFORMER, rules=RULES), wan.TRANSFORMER.config)
 
     def dispatch(query: Any, key: Any, value: Any, **_: Any) -> Any:
         return torch_bridge.call_jax(lambda q, k, v: attend(mesh, q, k, v), query, key, value)

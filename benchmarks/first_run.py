@@ -149,10 +149,10 @@ def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
 # A neighbour of the pack, loaded after it: it may compile nothing behind, and steps take longer.
 NEIGHBOUR = """
     import importlib, sys, time
-    name = next(name for name in sys.modules if name.endswith("tpu_runtime.pipeline"))
+    name = next(name for name in sys.modules if name.endswith("tpu_runtime.api"))
     if not {is_behind}:
-        sys.modules[name].expect = lambda generations: None
-    executables = importlib.import_module(name.replace("pipeline", "programs.executables"))
+        sys.modules[name].announce_generations = lambda generations: None
+    executables = importlib.import_module(name.replace("api", "programs.executables"))
     run = executables.Executable.__call__
 
     def run_and_rest(executable, *args):

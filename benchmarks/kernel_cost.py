@@ -23,7 +23,8 @@ MIB = 2**20
 class Call:
     """Attention of `q_rows` queries to `kv_rows` keys and then to `text_rows`, whose number is known at run time.
 
-    `form`: fields of a `AttentionConfig` in place of the table's. `kernel` "ours", or one to compare with. With `kept` keys are in
+    `form`: fields of a `AttentionConfig` in place of the table's. `kernel` "ours",
+    or one to compare with. With `kept` keys are in
     blocks of 1024 with 1008 real ones, of which each block of queries attends to so many, or to all: as the program
     says when it runs.
     """
@@ -95,7 +96,7 @@ def function(call: Call, device_kind: str) -> tuple[Callable[..., Any], Any]:
     import jax.numpy as jnp
     import numpy as np
     from comfyui_tpu.kernels import attention
-    from comfyui_tpu.kernels.attention_form import AttentionConfig, choose_config
+    from comfyui_tpu.kernels.attention_config import AttentionConfig, choose_config
     from comfyui_tpu.kernels.attention_reference import BlockSparsity, keys_in_blocks, keys_of_length
 
     if call.kernel != "ours":

@@ -26,11 +26,11 @@ import jax
 import numpy as np
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, placement
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, placement, weight_loader
 from comfyui_tpu.tpu_runtime.files import TensorFile
-from comfyui_tpu.tpu_runtime.formats import codes, contents, gguf_file
+from comfyui_tpu.tpu_runtime.formats import gguf_file, quantization, single_file
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 
 GB = 10**9
 SAFETENSORS = {"bf16": "BF16", "f32": "F32", "fp8": "F8_E4M3", "fp8_scaled": "F8_E4M3", "int8": "I8"}
@@ -67,7 +67,7 @@ class Peak:
             thread.join()
 
 
-def write(path: Path, kind: str, network: modules.Network) -> dict[str, TensorFile]:
+def write(path: Path, kind: str, network: upstream_network.Network) -> dict[str, TensorFile]:
     """A sparse file with the network's tensors; what reads them."""
     shapes = {source: weight.tensor_shape for weight in network.weights.values() for source in weight.sources}
     return _write_gguf(path, kind, shapes) if kind in GGUF else _write_safetensors(path, kind, shapes)
@@ -93,7 +93,7 @@ def _write_safetensors(path: Path, kind: str, shapes: dict[str, tuple[int, ...]]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + place)
-    return codes.decode_tensors(*contents.read_safetensors_header(path))
+    return quantization.decode_tensors(*single_file.read_safetensors_header(path))
 
 
 def _write_gguf(path: Path, kind: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorFile]:
@@ -124,14 +124,14 @@ def main() -> None:
     parser.add_argument("--model", default="wan2.1-t2v-14b")
     parser.add_argument("--layers", type=int, default=0, help="of the denoiser; default: all")
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8", "fp8_scaled", "int8", "Q8_0", "Q4_K"])
-    parser.add_argument("--readers", nargs="+", type=int, default=[load.READ_THREADS])
+    parser.add_argument("--readers", nargs="+", type=int, default=[weight_loader.READ_THREADS])
     parser.add_argument("--folder", type=Path, default=None, help="where the file goes; default: a temporary one")
     options = parser.parse_args()
 
     spec = lookup_spec(options.model)
     component = spec.component(spec.denoiser.experts[0])
     config = dict(component.config) | ({"num_layers": options.layers} if options.layers else {})
-    network = modules.build_network(replace(component, config=config), config)
+    network = upstream_network.build_network(replace(component, config=config), config)
     mesh = make_mesh(jax.devices()[:8], MeshShape(sp=8))
     wanted = weights.abstract_weights(network, mesh, "bfloat16")
     size = sum(int(np.prod(want.shape)) * want.dtype.itemsize for want in wanted.values())
@@ -145,13 +145,13 @@ def main() -> None:
             on_disk = path.stat().st_size
             plain = dd(path)
             for readers in options.readers:
-                load.READ_THREADS, peak = readers, Peak()
+                weight_loader.READ_THREADS, peak = readers, Peak()
                 started = time.monotonic()
                 with peak.watched(), contextlib.ExitStack() as stack:
-                    reader = load.TensorReader(stack, lambda: None)
+                    reader = weight_loader.TensorReader(stack, lambda: None)
                     in_flight = placement.PutsInFlight()
                     shards = stack.enter_context(
-                        load.read_shards(reader.for_background_threads(), network, files, wanted, in_flight)
+                        weight_loader.read_shards(reader.for_background_threads(), network, files, wanted, in_flight)
                     )
                     for _ in shards:
                         pass

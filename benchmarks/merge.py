@@ -18,7 +18,7 @@ from comfyui_tpu.tpu_runtime.loras import merge
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.plan.compile import compile_program
 from comfyui_tpu.tpu_runtime.plan.plan import plan_program
-from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program, shape_struct, shard_bytes
 from comfyui_tpu.tpu_runtime.units import MIB
 from jax.sharding import Mesh
@@ -58,7 +58,7 @@ def main() -> None:
     mesh = CompileTarget(devices=devices, precision="bfloat16").mesh(
         spec.parallelism.mesh_shape(len(devices), 2 if spec.recipe.guidance == "cfg" else 1, component.config)
     )
-    wanted = weights.abstract_weights(modules.build_network(component, component.config), mesh, "bfloat16")
+    wanted = weights.abstract_weights(upstream_network.build_network(component, component.config), mesh, "bfloat16")
     stacks = {name: want for name, want in wanted.items() if name.startswith(component.blocks) and want.ndim > 2}
     layers: Counter[tuple] = Counter()
     examples = {}

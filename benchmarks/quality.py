@@ -22,14 +22,14 @@ import jax
 import numpy as np
 from comfyui_tpu.attention import policy, tiles
 from comfyui_tpu.kernels import attention, attention_int8, attention_reference, linear_int8
-from comfyui_tpu.kernels.attention_form import INT8_TILES, AttentionConfig
+from comfyui_tpu.kernels.attention_config import INT8_TILES, AttentionConfig
 from comfyui_tpu.nodes.headless.compare import psnr
-from comfyui_tpu.tpu_runtime import pipeline
-from comfyui_tpu.tpu_runtime.cache import curves
+from comfyui_tpu.tpu_runtime import api
+from comfyui_tpu.tpu_runtime.cache import magcache_curves
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, ModelSpec
 from comfyui_tpu.tpu_runtime.programs import denoise_step, weights
-from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
 from scipy.ndimage import uniform_filter
@@ -143,9 +143,9 @@ def share_of_whole_steps(model: ModelRef, inputs: dict[str, Any]) -> float:
     if inputs.get("cache_threshold"):
         whole = {name: value for name, value in inputs.items() if name != "step_cache"}
         given, condition = encoded(model, spec.miniature.texts["prompt"], SilentProgress(), image=image, **whole)
-        pipeline.calibrate(model, *given, condition=condition, progress=SilentProgress())
+        api.calibrate(model, *given, condition=condition, progress=SilentProgress())
     settings = spec.settings(**{**spec.miniature.inputs, **inputs})
-    reused = curves.attach_curve(spec, model.model_id, settings.step_cache)
+    reused = magcache_curves.attach_curve(spec, model.model_id, settings.step_cache)
     return float(np.mean(DenoisingPlan.published(spec, replace(settings, step_cache=reused)).is_full))
 
 

@@ -193,7 +193,7 @@ class InProcess:
         os.environ |= {"COMFYUI_TPU_CACHE": str(cache), "COMFYUI_TPU_HBM_GIB": str(BUDGET_MIB / 1024)}
         from comfyui_tpu.nodes.declare import Folders, Input, Node, by_id
         from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime import api
         from comfyui_tpu.tpu_runtime.cache import xla_cache
         from comfyui_tpu.tpu_runtime.monitor import snapshot
 
@@ -205,7 +205,7 @@ class InProcess:
         self._table = {**HEADLESS_NODES, **by_id([digester])}
         self._folders = Folders(input=PICTURE.parent)
         self._free, self._stats, self._counter = (
-            pipeline.free_memory,
+            api.free_memory,
             snapshot.take_snapshot,
             xla_cache.count_compilations(),
         )

@@ -18,7 +18,7 @@ from ..fleet.messages import Workers
 from ..fleet.store import DONE, FAILED, JOURNAL, RESULTS, BatchStore
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalContext
-from .verbs import add_workflow, load_workflow, workflow_folders
+from .common_arguments import add_workflow, load_workflow, workflow_folders
 
 # Workers that are listed; further ones are counted.
 MAX_WORKERS = 24

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tpu_runtime.pipeline import (
+from ..tpu_runtime.api import (
     NAME_HELP,
     QUALITIES,
     SPARSE,
@@ -31,12 +31,12 @@ from ..tpu_runtime.pipeline import (
     resolve_spec,
 )
 from . import verify
-from .stand_ins import random_arguments, random_array, time_runs, tiny_spec
-from .verbs import add_inputs, add_precision, model_folders, parse_inputs, print_now
+from .common_arguments import add_inputs, add_precision, model_folders, parse_inputs, print_now
+from .random_inputs import random_arguments, random_array, time_runs, tiny_spec
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
-    from ..tpu_runtime.pipeline import CompiledProgram
+    from ..tpu_runtime.api import CompiledProgram
 
 SCHEMA = 1
 
@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return 1 if variants disagree. Raises ValueError for errors of the user."""
-    from ..tpu_runtime.pipeline import chips
+    from ..tpu_runtime.api import chips
 
     spec = resolve_spec(options.model, model_folders())
     if options.runs < 1:
@@ -173,14 +173,16 @@ def measure(
     trace: folder for profiler traces, one per program; None: no traces.
     """
     from ..sharding.mesh import mesh_shape
-    from ..tpu_runtime.pipeline import chips, compiling, generation, plan, versions
+    from ..tpu_runtime.api import chips, compiling, denoising_plan, plan, versions
 
     topology = chips.find_topology(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
     compiled: list[CompiledProgram] = []
     platform = devices[0].platform
     precision, pictures = resolve_precision(choice, platform), resolve_pictures(choice, platform)
-    programs = generation.list_programs(spec, settings, devices, precision=precision, pictures=pictures, stages=stages)
+    programs = denoising_plan.list_programs(
+        spec, settings, devices, precision=precision, pictures=pictures, stages=stages
+    )
     for _, same in itertools.groupby(programs, key=lambda program: (program.components, program.weights)):
         weights = None
         for program in same:
@@ -210,7 +212,8 @@ def measure(
     memory = device_memory.max_memory_stats(devices)
     return BenchResult(
         model=spec.name, title=spec.title, settings=asdict(settings), device_kind=devices[0].device_kind,
-        num_devices=len(devices), precision=precision_title(precision, pictures), versions=versions.list_result_versions(),
+        num_devices=len(devices), precision=precision_title(precision, pictures),
+        versions=versions.list_result_versions(),
         is_tiny=is_tiny,
         hbm_peak_bytes=memory.peak_in_use_bytes, programs=tuple(rows),
         hbm_reserved_peak_bytes=memory.peak_reserved_bytes, hbm_limit_bytes=memory.limit_bytes,
@@ -227,7 +230,7 @@ def _trace(folder: Path, executable: Any, weights: Any, make: Callable[[], Any])
 
 def format_report(found: BenchResult) -> str:
     """Return the readable report."""
-    from ..tpu_runtime.pipeline import plan_report as report
+    from ..tpu_runtime.api import plan_report as report
 
     head = ("program", "runs", "mesh", "compile", "GiB", "median", "least", "most", "x runs", "predicted", "of it")
     rows = [

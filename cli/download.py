@@ -13,7 +13,7 @@ from typing import TextIO
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import LINE_INTERVAL_S, TerminalContext
-from ..tpu_runtime.pipeline import (
+from ..tpu_runtime.api import (
     MIB,
     NAME_HELP,
     SEPARATOR,
@@ -123,7 +123,7 @@ def _announce(found: Checkpoint, place: Path, host: "BarContext") -> None:
 
 def _print_sizes(rows: Sequence[Sequence[str]], files: Sequence[WeightFile], place: Path, what: str) -> None:
     """Print a table, and the missing bytes of `files`; ValueError if they do not fit on the disk."""
-    from ..tpu_runtime.pipeline import plan_report as report
+    from ..tpu_runtime.api import plan_report as report
 
     for line in report.format_table(rows):
         print(f"  {line}")

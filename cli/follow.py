@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import RESTART_EXIT_CODE, HostRank, places, readings, snapshot, supervisor, trust
+from ..tpu_runtime import api
+from ..tpu_runtime.api import RESTART_EXIT_CODE, HostRank, auth, host_stats, places, snapshot, supervisor
 
 _DESCRIPTION = """\
 Joins this host's chips to those of the first host and runs its part of the
@@ -41,9 +41,9 @@ def run(options: argparse.Namespace) -> int:
                 "This host is the first of its TPU: ComfyUI or a command leads here. Give it after `--`, such as "
                 "comfyui-tpu follow -- comfyui-tpu run WORKFLOW.json."
             )
-        trust.ensure_token(print)
+        auth.ensure_token(print)
         return supervisor.supervise(options.leads, environment)
-    trust.read_token()  # raises without a token: waiting would not create one
+    auth.read_token()  # raises without a token: waiting would not create one
     if not options.once:
         # Each attempt needs its own process: JAX joins a slice once.
         end = sys.orig_argv.index("follow") + 1
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
             [sys.executable, *sys.orig_argv[1:end], "--once", *sys.orig_argv[end:]], environment, always=True
         )
     try:
-        pipeline.follow_leader(place, _chips())
-    except pipeline.HandshakeRejected as error:
+        api.follow_leader(place, _chips())
+    except api.HandshakeRejected as error:
         print(f"comfyui-tpu: {error}", file=sys.stderr, flush=True)
         return RESTART_EXIT_CODE  # it may fit after an update
     return 0
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _chips() -> Callable[[Any], list[dict[str, Any]]]:
     """Return the function that reads this host's chips for the monitor."""
-    sampler = readings.Sampler()
+    sampler = host_stats.Sampler()
     return lambda engine: sampler.complete(
         {"platform": engine.devices[0].platform, "chips": snapshot.local_chips(engine)}
     )["chips"]

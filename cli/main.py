@@ -16,12 +16,12 @@ from types import ModuleType
 from ..nodes.declare import Folders
 from ..nodes.graphs import upgrade
 from ..nodes.headless import compare
-from ..nodes.headless.changes import read_json
+from ..nodes.headless.overrides import read_json
 from ..nodes.headless.runner import TerminalContext, run_workflow
-from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import CHOICES, NAME_HELP, SPECS, STAGES, plan_process, resolve_spec, supervisor
+from ..tpu_runtime import api
+from ..tpu_runtime.api import CHOICES, NAME_HELP, SPECS, STAGES, plan_process, resolve_spec, supervisor
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
-from .verbs import (
+from .common_arguments import (
     DOWNLOADS,
     add_inputs,
     add_verb,
@@ -43,7 +43,7 @@ SHORT_FLAGS = {"num_inference_steps": "--steps", "guidance_scale": "--guidance",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
-    pipeline.bus.configure_without_tpu()
+    api.pci.configure_without_tpu()
     if logging.lastResort:
         logging.lastResort.addFilter(_is_not_shown)
     options = _parser().parse_args(arguments)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         if not _close_broken_pipes():
-            print(f"comfyui-tpu: {pipeline.printable(str(error))}", file=sys.stderr)
+            print(f"comfyui-tpu: {api.printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as cancel:
         print("comfyui-tpu: cancelled", file=sys.stderr)
@@ -68,7 +68,7 @@ def command() -> int:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
         _close_broken_pipes()
-    pipeline.exit_process(status)
+    api.exit_process(status)
     return status
 
 
@@ -87,7 +87,7 @@ def _close_broken_pipes() -> bool:
 
 def _is_not_shown(record: logging.LogRecord) -> bool:
     """Return whether a log record was not shown by a host; without a log file it would appear twice in the terminal."""
-    return not hasattr(record, pipeline.SHOWN_TO_USER)
+    return not hasattr(record, api.SHOWN_TO_USER)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,7 +179,7 @@ class _Version(argparse.Action):
     """The option --version, which reads the file that repository, registry archive and wheel contain."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        settings = tomllib.loads((pipeline.versions.ROOT / "pyproject.toml").read_text("utf-8"))
+        settings = tomllib.loads((api.versions.ROOT / "pyproject.toml").read_text("utf-8"))
         print(settings["project"]["version"])
         parser.exit()
 

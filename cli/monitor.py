@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..tpu_runtime.pipeline import GB, MIB, STAGES, Sampler, Stats, format_load_rate, format_size, snapshot
+from ..tpu_runtime.api import GB, MIB, STAGES, Sampler, Stats, format_load_rate, format_size, snapshot
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5
@@ -246,7 +246,8 @@ def _last_run(run: object) -> Iterator[RenderableType]:
 
 def _host(stats: Stats) -> RenderableType:
     host = reported if isinstance(reported := stats.get("host"), dict) else {}
-    line = f"CPU {format_percent(host.get('cpu_percent'))}, RAM {format_usage(host.get('ram_used'), host.get('ram_total'))}"
+    ram = format_usage(host.get("ram_used"), host.get("ram_total"))
+    line = f"CPU {format_percent(host.get('cpu_percent'))}, RAM {ram}"
     if host.get("process_ram") is not None:
         line += f", of it ComfyUI {format_bytes(host['process_ram'])}"
     caches = [f"{cache.get('name')} {format_bytes(cache.get('bytes'))}" for cache in _list(stats, "caches")]

@@ -5,8 +5,8 @@ import logging
 import threading
 
 from ..fleet.serve import Server, StageService
-from ..tpu_runtime.pipeline import trust
-from .verbs import model_folders
+from ..tpu_runtime.api import auth
+from .common_arguments import model_folders
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -18,8 +18,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--port",
         type=int,
-        default=trust.DEFAULT_PORT,
-        help=f"port to listen at; default: {trust.DEFAULT_PORT}; 0: a free one",
+        default=auth.DEFAULT_PORT,
+        help=f"port to listen at; default: {auth.DEFAULT_PORT}; 0: a free one",
     )
     verb.add_argument(
         "--models",
@@ -33,9 +33,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    trust.ensure_token(print)
+    auth.ensure_token(print)
     with Server(options.host, options.port, StageService((*options.models, *model_folders()))) as server:
-        address = trust.Address(host=server.host, port=server.port)
+        address = auth.Address(host=server.host, port=server.port)
         print(f"Stages are served at {address}, the address for the node TPU Remote.", flush=True)
         threading.Event().wait()
     return 0

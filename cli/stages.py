@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..nodes.declare import Folders, Json, Value
 from ..nodes.headless.runner import TerminalContext
-from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import (
+from ..tpu_runtime import api
+from ..tpu_runtime.api import (
     NAME_HELP,
     SIZE_INPUTS,
     SPECS,
@@ -20,12 +20,12 @@ from ..tpu_runtime.pipeline import (
     choose_model,
     lookup_spec,
     media,
-    payloads,
     spec_for_family,
     stage_files,
+    stage_values,
     tiny,
 )
-from .verbs import (
+from .common_arguments import (
     add_inputs,
     add_precision,
     add_verb,
@@ -152,7 +152,7 @@ def _encode(options: argparse.Namespace) -> int:
     with _time_stage(f"{spec.title}: encode") as host:
         condition = _encode_pictures(model, pictures, fixed, options.resize, host)
         prompts = texts["prompt"], texts.get("negative_prompt", "")
-        embeds = pipeline.encode_prompt(model, *prompts, progress=host, condition=condition)
+        embeds = api.encode_prompt(model, *prompts, progress=host, condition=condition)
         stage_files.save_embeddings(options.folder, *embeds, model, condition)
         stage_files.update_config(options.folder, texts | asked | fixed)
     return 0
@@ -173,12 +173,12 @@ def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Value]:
 
 def _encode_pictures(
     model: ModelRef, pictures: Sequence[Value], size: dict[str, int], resize: str, host: TerminalContext
-) -> payloads.ImageCondition | None:
+) -> stage_values.ImageCondition | None:
     """Return the condition of images, resized to `size` if it is not empty; None without images."""
     images = [media.resize(image, size["height"], size["width"], resize) if size else image for image in pictures]
     images = [media.join_images(images)] if size else images
-    conditions = [pipeline.encode_image(model, image, size, progress=host) for image in images]
-    return pipeline.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
+    conditions = [api.encode_image(model, image, size, progress=host) for image in images]
+    return api.join_references(conditions) if len(conditions) > 1 else next(iter(conditions), None)
 
 
 def _denoise(options: argparse.Namespace) -> int:
@@ -196,7 +196,7 @@ def _denoise(options: argparse.Namespace) -> int:
             f"{options.folder} --image FILE` first."
         )
     with _time_stage(f"{spec.title}: denoise") as host:
-        latents = pipeline.denoise(model, settings, *embeds, condition=condition, latents=latents, progress=host)
+        latents = api.denoise(model, settings, *embeds, condition=condition, latents=latents, progress=host)
         stage_files.save_latents(options.folder, latents, model)
         stage_files.update_config(
             options.folder, {name: x for name, x in numbers.items() if name not in STEP_RANGE_INPUTS}
@@ -209,7 +209,7 @@ def _decode(options: argparse.Namespace) -> int:
     out = options.out or options.folder / ("output_image.png" if spec.is_image else "output_video.mp4")
     latents = stage_files.load_latents(options.folder, model)
     with _time_stage(f"{spec.title}: decode") as host:
-        frames = pipeline.decode(model, latents, progress=host)
+        frames = api.decode(model, latents, progress=host)
         if spec.is_image:
             media.save_image(out, frames[0])
         else:
@@ -261,8 +261,8 @@ def _calibrate(options: argparse.Namespace) -> int:
         size = {name: getattr(settings, name) for name in SIZE_INPUTS if pictures}
         condition = _encode_pictures(model, pictures, size, options.resize, host)
         prompts = values["prompt"], values.get("negative_prompt", "")
-        embeds = pipeline.encode_prompt(model, *prompts, progress=host, condition=condition)
-        curve, path = pipeline.calibrate(model, settings, *embeds, condition=condition, progress=host)
+        embeds = api.encode_prompt(model, *prompts, progress=host, condition=condition)
+        curve, path = api.calibrate(model, settings, *embeds, condition=condition, progress=host)
     print_timings(host.timings)
     for branch, ratios in zip(("prompt", "negative prompt"), curve.ratios, strict=False):
         print(f"{branch}: {', '.join(f'{ratio:.4f}' for ratio in ratios)}")

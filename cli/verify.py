@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..nodes.declare import Json
-from ..tpu_runtime.pipeline import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
-from ..tpu_runtime.pipeline import resolve_precision as resolve
-from .stand_ins import random_arguments, random_array, time_runs
-from .verbs import print_now
+from ..tpu_runtime.api import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
+from ..tpu_runtime.api import resolve_precision as resolve
+from .common_arguments import print_now
+from .random_inputs import random_arguments, random_array, time_runs
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.pipeline import CompiledProgram, Program, StepArgs, Topology
+    from ..tpu_runtime.api import CompiledProgram, Program, StepArgs, Topology
 
 SCHEMA = 1
 # Runs a program: (weights, number of runs) -> results, whether they are finite, seconds of each run.
@@ -102,7 +102,7 @@ def verify(
     choice: the precision as a node has it.
     described: chips to compile for; None: measure on `devices`.
     """
-    from ..tpu_runtime.pipeline import versions
+    from ..tpu_runtime.api import versions
 
     precision = resolve(choice, devices[0].platform)
     is_tiny = devices[0].platform != "tpu"
@@ -185,10 +185,10 @@ class StepVariants:
 
     def program(self, settings: Settings, variation: StepVariant) -> "Program":
         """Return a variant's program."""
-        from ..tpu_runtime.pipeline import CompileTarget, generation
+        from ..tpu_runtime.api import CompileTarget, denoising_plan
 
         spec = with_blocks(self.spec, NUM_PART_BLOCKS if variation.is_part else NUM_BLOCKS)
-        plan = generation.DenoisingPlan.published(spec, settings)
+        plan = denoising_plan.DenoisingPlan.published(spec, settings)
         target = CompileTarget(
             devices=self.devices, precision=self.precision, kernel=self.kernel, fallbacks=variation.without
         )
@@ -202,7 +202,7 @@ class StepVariants:
         wanted: the variants. sizes: settings by whether a variant is of a part. topology: the chips.
         All compile before the first is predicted: most have the same kernels.
         """
-        from ..tpu_runtime.pipeline import compiling, plan
+        from ..tpu_runtime.api import compiling, plan
 
         rows: list[FormResult] = []
         compiled: list[CompiledProgram] = []
@@ -253,7 +253,7 @@ class StepVariants:
         """Return the variant's outcome, its values, and a function that runs it with any weights."""
         import numpy as np
 
-        from ..tpu_runtime.pipeline import compiling
+        from ..tpu_runtime.api import compiling
 
         executable = program.compile()
         compile_s = time.monotonic() - started
@@ -276,7 +276,7 @@ class StepVariants:
 
     def loop(self, settings: Settings) -> dict[str, Json]:
         """Time consecutive steps as a sampler runs them: compiled through the caches, state donated, each awaited."""
-        from ..tpu_runtime.pipeline import executables
+        from ..tpu_runtime.api import executables
 
         program = self.program(settings, StepVariant(name=CHOSEN, without=fallbacks.fallbacks_from_environment()))
         executable, is_new = executables.compile_or_load(program)
@@ -372,7 +372,7 @@ def step_arguments(program: "Program") -> "StepArgs":
     """Return random arguments, with a solver whose result is the network's output, both branches in equal parts."""
     import numpy as np
 
-    from ..tpu_runtime.pipeline import StepArgs
+    from ..tpu_runtime.api import StepArgs
 
     args = StepArgs(*random_arguments(program))
     row = np.zeros(args.row.shape, np.float32)
@@ -388,7 +388,7 @@ def _place(values: "np.ndarray | np.float32 | jax.Array", like: "jax.Array") -> 
 
 def format_verification(spec: ModelSpec, record: Mapping[str, Json], rows: Sequence[FormResult]) -> str:
     """Return the readable report."""
-    from ..tpu_runtime.pipeline import plan_report as report
+    from ..tpu_runtime.api import plan_report as report
 
     label = record["label"]
     head = ("form of the step", "compile", "GiB", label, "of the chosen", "difference")

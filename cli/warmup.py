@@ -6,9 +6,9 @@ from pathlib import Path
 from ..nodes.declare import Folders
 from ..nodes.graphs.graph import list_generations
 from ..nodes.headless.runner import HEADLESS_NODES, TerminalContext
-from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import NAME_HELP, ModelRef, Settings, lookup_spec, names_single_files, resolve_variant
-from .verbs import (
+from ..tpu_runtime import api
+from ..tpu_runtime.api import NAME_HELP, ModelRef, Settings, lookup_spec, names_single_files, resolve_variant
+from .common_arguments import (
     TINY,
     add_inputs,
     add_precision,
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     host = TerminalContext(Folders())
     for model, settings in _list_generations(options):
         with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
-            pipeline.warm_up(model, settings, progress=host)
+            api.warm_up(model, settings, progress=host)
     print_timings(host.timings)
     return 0
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..tpu_runtime.pipeline import supervisor, trust
+from ..tpu_runtime.api import auth, supervisor
 from .messages import Worker, WorkerLost, Workers
 from .worker import WorkerActor
 
@@ -205,7 +205,7 @@ def _over_hosts(place: Slice, begin: Callable[..., Any], actor: Any, name: str) 
         bundle_label_selector=[{_NAME: place.name, _WORKER: str(index)} for index in range(place.hosts)],
     )
     group: Any = reserved.placement_group
-    secret = {trust.TOKEN_VARIABLE: secrets.token_urlsafe(24)}  # of this slice's connections only
+    secret = {auth.TOKEN_VARIABLE: secrets.token_urlsafe(24)}  # of this slice's connections only
 
     def on_host(index: int, environment: Mapping[str, str], *actor: Any) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)

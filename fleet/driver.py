@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
-from ..tpu_runtime.pipeline import supervisor
+from ..tpu_runtime.api import supervisor
 from .jobs import JobTemplate
 from .messages import JOB_FAULT, MACHINE_FAULT, JobFailed, Worker, WorkerLost, Workers, WorkerStatus
 from .queue import Job, Queue
@@ -226,7 +226,8 @@ class Driver:
             self._count_failure(job, outcome.error)
         if all(state.consecutive_failures >= MAX_CONSECUTIVE_FAILURES for state in self._doing.values()):
             self._end = RuntimeError(
-                f"{MAX_CONSECUTIVE_FAILURES} jobs in a row failed with an error of the machine, on every machine, the last with: "
+                f"{MAX_CONSECUTIVE_FAILURES} jobs in a row failed with an error of the machine, on every machine, the "
+                "last with: "
                 f"{outcome.error} Fix that, and run the same command again: no job has lost an attempt by it."
             )
         return rest_s

@@ -15,12 +15,12 @@ from typing import Any
 from ..nodes import lora
 from ..nodes.declare import Declaration, Folders, Node
 from ..nodes.graphs.graph import WITHOUT_EFFECT_ON_PROGRAMS, Table, Workflow, expand, is_link, node_label
-from ..nodes.headless.changes import set_input
 from ..nodes.headless.core_nodes import find_image
+from ..nodes.headless.overrides import set_input
 from ..nodes.headless.runner import HEADLESS_NODES, execution_order
 from ..nodes.headless.workflow import validate_workflow
 from ..nodes.model import join_model_id
-from ..tpu_runtime.pipeline import Progress, content, parse_json
+from ..tpu_runtime.api import Progress, content_hash, parse_json
 from .messages import ContentHash, JobRequest
 from .queue import Job, JobKey
 
@@ -161,9 +161,9 @@ def hash_content(kind: str, name: str, folders: Folders, progress: Progress) -> 
     kind: "model" or "LoRA". name: as in the workflow. folders: of this machine. progress: of reading its files.
     """
     if kind == "LoRA":
-        digest = content.hash_file(lora.find_lora(folders, lora_name=name))
+        digest = content_hash.hash_file(lora.find_lora(folders, lora_name=name))
     else:
-        digest = content.hash_model(name, folders.models, progress)
+        digest = content_hash.hash_model(name, folders.models, progress)
     return ContentHash(kind=kind, name=name, content=digest)
 
 

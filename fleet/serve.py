@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..tpu_runtime import pipeline
-from ..tpu_runtime.pipeline import STAGES, ModelRef, PlannedGeneration, Preview, choose_model, records, wire
+from ..tpu_runtime import api
+from ..tpu_runtime.api import STAGES, ModelRef, PlannedGeneration, Preview, choose_model, codec, messages
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ class ClientProgress:
             raise ClientDisconnected from None
 
     def text(self, message: str) -> None:
-        self.send(records.StatusText(message))
+        self.send(messages.StatusText(message))
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         begun = time.monotonic()
         if preview is None or begun < self._next_preview:
-            return self.send(records.StepDone(done, total, unit))
+            return self.send(messages.StepDone(done, total, unit))
         # float16 is precise enough for a preview.
-        self.send(records.StepDone(done, total, unit, preview.latent_format, preview.sample().half()))
+        self.send(messages.StepDone(done, total, unit, preview.latent_format, preview.sample().half()))
         ended = time.monotonic()
         self._next_preview = ended + max(_PREVIEW_S, (ended - begun) / _PREVIEW_SHARE)
 
@@ -107,25 +107,25 @@ class StageService:
             if expected.settings is not None:
                 chosen.spec.check_settings(expected.settings)
             generations.append(replace(expected, model=chosen))
-        pipeline.announce_local_generations(generations, progress=asker)
+        api.announce_local_generations(generations, progress=asker)
         if (settings := given.get("settings")) is not None:
             chosen.spec.check_settings(settings)
-        return pipeline.run_stage(name, chosen, asker, **given)
+        return api.run_stage(name, chosen, asker, **given)
 
     def _choose(self, asker: ClientProgress, *, family: str, model_id: str, precision: str) -> str:
-        spec = pipeline.spec_for_family(family)
+        spec = api.spec_for_family(family)
         return choose_model(spec, model_id, precision=precision, folders=self._models, progress=asker).spec_name
 
     def _report_lora(self, asker: ClientProgress, *, model: ModelRef) -> str:
         changed = self._model(model, asker)
-        return pipeline.add_lora(replace(changed, loras=changed.loras[:-1]), changed.loras[-1], progress=asker)[1]
+        return api.add_lora(replace(changed, loras=changed.loras[:-1]), changed.loras[-1], progress=asker)[1]
 
 
 def lora_path(digest: str) -> Path:
     """Return the cache path of a client's LoRA. Raises ValueError if `digest` is not a SHA-256."""
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{digest!r} is not a SHA-256.")
-    return pipeline.cache_folder() / "loras" / f"{digest}.safetensors"
+    return api.cache_folder() / "loras" / f"{digest}.safetensors"
 
 
 class Server:
@@ -137,7 +137,7 @@ class Server:
         # One stage at a time, in the order of requests; waiting ones can be cancelled.
         self._one = ThreadPoolExecutor(1, "comfyui-tpu-serve")
         pages = {"/health": lambda: "ok\n", "/metrics": self._metrics}
-        self._door = pipeline.RpcServer(self._problem, self._speak, pages, HEARTBEAT_S)
+        self._door = api.RpcServer(self._problem, self._speak, pages, HEARTBEAT_S)
 
     def __enter__(self) -> "Server":
         try:
@@ -151,7 +151,7 @@ class Server:
         self._one.shutdown(wait=False, cancel_futures=True)
 
     def _problem(self, hello: Mapping[str, Any], address: str) -> str | None:
-        if hello["source"] != pipeline.versions.source_digest():
+        if hello["source"] != api.versions.source_digest():
             return "this machine has another version of the pack. Update the pack on both machines."
         return f"it has {MAX_CLIENTS} clients already." if self.clients >= MAX_CLIENTS else None
 
@@ -164,13 +164,13 @@ class Server:
         self.clients += 1
         asker, work, watch = ClientProgress(link), None, None
         try:
-            await link.say(records.ServerLoad(self.asking, self.stages.ran))
-            call = await link.get((records.Invoke,), wire.MODEL_RECORDS, MAX_ARGUMENT_BYTES)
+            await link.say(messages.ServerLoad(self.asking, self.stages.ran))
+            call = await link.get((messages.Invoke,), codec.MODEL_RECORDS, MAX_ARGUMENT_BYTES)
             problem = await _bring_all(link, call)
             self.asking += 1
             work = asyncio.get_running_loop().run_in_executor(self._one, self._run, call, asker, address, problem)
             if self.asking > 1:
-                await link.say(records.StatusText("Waiting: another request is running"))
+                await link.say(messages.StatusText("Waiting: another request is running"))
             watch = asyncio.ensure_future(link.get(()))
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -192,19 +192,19 @@ class Server:
             if problem is not None:
                 raise problem
             asker.check_cancelled()
-            reply = records.StageResult(self.stages.run(call.name, call.arguments, asker))
+            reply = messages.StageResult(self.stages.run(call.name, call.arguments, asker))
             outcome = "done"
             return reply
         except ClientDisconnected:
             outcome = "given_up"
-            return records.StageFailed("", outcome)
+            return messages.StageFailed("", outcome)
         except Exception as error:  # of any kind: the client receives it
-            kinds = {pipeline.OutOfMemory: "OutOfMemory", ValueError: "ValueError"}
+            kinds = {api.OutOfMemory: "OutOfMemory", ValueError: "ValueError"}
             kind = next((name for known, name in kinds.items() if isinstance(error, known)), "")
             text = str(error) if kind or isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             if not kind:
                 log.error("%s for %s failed", call.name, address, exc_info=error)
-            return records.StageFailed(kind, pipeline.redact(text))
+            return messages.StageFailed(kind, api.redact(text))
         finally:
             self._ended[outcome] += 1
             log.info("%s for %s: %s after %.1f s", call.name, address, outcome, time.monotonic() - started)
@@ -227,14 +227,14 @@ async def _bring_all(link: Any, call: Any) -> Exception | None:
 
 
 async def _bring(link: Any, path: Path) -> None:
-    await link.say(records.FileRequest(path.stem))
-    size = (await link.get((records.FileHeader,))).size
+    await link.say(messages.FileRequest(path.stem))
+    size = (await link.get((messages.FileHeader,))).size
     if not 0 < size <= MAX_LORA_BYTES:
         raise ValueError(f"it has {size} bytes; it may have {MAX_LORA_BYTES}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pipeline.trim(path.parent, MAX_LORA_CACHE_BYTES - size)
+    api.trim(path.parent, MAX_LORA_CACHE_BYTES - size)
     digest, problem = hashlib.sha256(), None
-    with pipeline.open_atomic(path) as scratch:
+    with api.open_atomic(path) as scratch:
         with scratch.open("wb", buffering=0) as file:
             async for piece in link.pieces(size):  # all of them, even after an error: the reply follows the last one
                 digest.update(piece)

@@ -15,12 +15,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from . import attention_int8, names
-from .attention_body import KeyExtent, QueryBlock, Scratch, block_aligned_unroll, grid_step
-from .attention_form import AttentionConfig
+from . import attention_int8, registry
+from .attention_config import AttentionConfig
+from .attention_kernel import KeyExtent, QueryBlock, Scratch, block_aligned_unroll, grid_step
 from .attention_reference import BlockSparsity, Keys
-from .chip import LANES, MIB, PACKED_ROWS, SUBLANES, Interpret, Ref, Scalar, round_up
-from .choice import KernelUnsupported
+from .dispatch import KernelUnsupported
+from .hardware import LANES, MIB, PACKED_ROWS, SUBLANES, Interpret, Ref, Scalar, round_up
 
 TRANSPOSED_ROWS = 2048  # rows that one grid step of `turn` transposes
 
@@ -115,7 +115,7 @@ def flat_attention(
         interpret=interpret,
         cost_estimate=_cost(q, keys, head_dim),
         metadata=_describe_skips(listed, step, form.unroll),
-        name=form.kernel + names.WITH_RERUN * (form.maximum == "sampled" and num_kv == 1),
+        name=form.kernel + registry.WITH_RERUN * (form.maximum == "sampled" and num_kv == 1),
     )((lengths, units, listed and _scalars(listed)), q, arrays, ones)
     if not log_sums:
         return out, None
@@ -141,7 +141,7 @@ def unsupported_reasons(
         reasons.append(f"blocks of {blocks.size} keys are not a multiple of {LANES}")
     if blocks is not None and form is not None and form.block_kv is not None and form.block_kv < blocks.rows:
         reasons.append("block-sparse keys must all fit in VMEM at once")
-    return KernelUnsupported(kernel=names.ATTENTION, reasons=tuple(reasons))
+    return KernelUnsupported(kernel=registry.ATTENTION, reasons=tuple(reasons))
 
 
 def _scalars(blocks: BlockSparsity) -> tuple[Array, ...]:
@@ -157,7 +157,7 @@ def _describe_skips(blocks: BlockSparsity | None, step: int, unroll: int) -> dic
     if blocks is None or not blocks.left_out:
         return None
     per_block = blocks.size // step
-    return {names.SKIPPED_TURNS: str(blocks.left_out * per_block // block_aligned_unroll(per_block, unroll))}
+    return {registry.SKIPPED_TURNS: str(blocks.left_out * per_block // block_aligned_unroll(per_block, unroll))}
 
 
 def _choose_step(size: int, wanted: int, turned: bool) -> int:
@@ -238,7 +238,7 @@ def transpose_rows(
         out_shape=jax.ShapeDtypeStruct((batch, lanes, columns), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
-        name=names.TURN,
+        name=registry.TURN,
     )(None if blocks is None else jnp.asarray(blocks.real), x)
 
 

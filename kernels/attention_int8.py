@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from .attention_body import LOG2_E, KeyBlock, KeyChunk, QueryBlock, broadcast_sublanes
+from .attention_kernel import LOG2_E, KeyBlock, KeyChunk, QueryBlock, broadcast_sublanes
 from .attention_reference import MASK_VALUE, Int8Keys, Keys, valid_rows
-from .chip import LANES, SUBLANES, Ref
+from .hardware import LANES, SUBLANES, Ref
 
 INT8_MAX = 127
 # Added to the largest magnitude of a query and of a head, so that their scales and the product of both are not zero.

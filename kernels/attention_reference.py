@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-from .chip import VMEM_MIB, device_kind
+from .hardware import VMEM_MIB, device_kind
 
 # Used instead of minus infinity to keep the arithmetic finite in a row without valid keys.
 MASK_VALUE = -1e30

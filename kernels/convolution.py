@@ -18,9 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from . import chip, names
-from .chip import LANES, MIB, PACKED_ROWS, RESERVED_MIB, Interpret, Ref, round_up
-from .choice import NO_TPU, KernelUnsupported, uses_small_tiles
+from . import hardware, registry
+from .dispatch import NO_TPU, KernelUnsupported, uses_small_tiles
+from .hardware import LANES, MIB, PACKED_ROWS, RESERVED_MIB, Interpret, Ref, round_up
 
 MIN_VMEM_MIB = 64  # VMEM that the kernel needs; chips with less use XLA's convolutions
 # Unrolled products of 8 pixels by 256 x 256 weights: twice as many instructions, 2 to 3 s to compile.
@@ -67,12 +67,14 @@ class FusedOps:
 
 def unsupported_reasons(weight: Shaped) -> KernelUnsupported:
     """Return the reasons why the kernel cannot use `weight` on the chips of the mesh in context."""
-    return KernelUnsupported(kernel=names.CONVOLUTION, reasons=(*unsupported_chip_reasons(), *_weight_reasons(weight)))
+    return KernelUnsupported(
+        kernel=registry.CONVOLUTION, reasons=(*unsupported_chip_reasons(), *_weight_reasons(weight))
+    )
 
 
 def unsupported_chip_reasons() -> tuple[str, ...]:
     """Return the reasons why a chip of the mesh in context cannot run kernels that hold rows of an image."""
-    kind, mib = chip.device_kind(), vmem_mib()
+    kind, mib = hardware.device_kind(), vmem_mib()
     if not kind.startswith("TPU"):
         return (NO_TPU,)
     return () if mib >= MIN_VMEM_MIB else (f"{kind} has {mib} MiB of on-chip memory (VMEM), less than {MIN_VMEM_MIB}",)
@@ -89,7 +91,7 @@ def _weight_reasons(weight: Shaped) -> tuple[str, ...]:
 
 def vmem_mib() -> int:
     """Return the MiB of VMEM of a chip of the mesh in context; 0 if it is not a TPU."""
-    return chip.VMEM_MIB.get(chip.device_kind(), 0)
+    return hardware.VMEM_MIB.get(hardware.device_kind(), 0)
 
 
 def norm_silu(
@@ -182,7 +184,7 @@ def convolution(
     past, past_at: earlier frames, and the frame of `x` before which they are inserted. interpret: see `chip.Interpret`.
     """
     assert onto is None or not halved
-    KernelUnsupported(kernel=names.CONVOLUTION, reasons=_weight_reasons(weight)).check()
+    KernelUnsupported(kernel=registry.CONVOLUTION, reasons=_weight_reasons(weight)).check()
     if bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
     image = P(None, None, None, ROWS, COLUMNS)
@@ -274,7 +276,7 @@ def _apart(weight: Shaped) -> int | None:
 
 
 def _limit_mib() -> int:
-    return ((vmem_mib() or MIN_VMEM_MIB) - RESERVED_MIB) // (1 + uses_small_tiles(names.CONVOLUTION))
+    return ((vmem_mib() or MIN_VMEM_MIB) - RESERVED_MIB) // (1 + uses_small_tiles(registry.CONVOLUTION))
 
 
 def _arrange(weight: Array, bias: Array) -> tuple[Array, Array]:
@@ -366,7 +368,7 @@ def _call(
             bytes_accessed=(num_frames * ins + frames * form.factor * out_lanes) * height * width * dtype.itemsize,
         ),
         interpret=interpret,
-        name=names.CONVOLUTION,
+        name=registry.CONVOLUTION,
     )(videos, ends, last, kernel, offset, around)
 
 
@@ -434,7 +436,7 @@ def _body(
         weights = [kernel[dt, dy].reshape(-1, lanes) for dt in range(time) for dy in range(rows)]
         parts = jax.lax.dot_general(
             sight, jnp.concatenate(weights, axis=1), (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32, precision=chip.matmul_precision(out.dtype),
+            preferred_element_type=jnp.float32, precision=hardware.matmul_precision(out.dtype),
         )  # fmt: skip
         total = _sum_columns(parts.reshape(together, wide, -1), offset, columns)
         total = jnp.swapaxes(total, 1, 2) if is_turned else total

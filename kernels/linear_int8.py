@@ -20,9 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
-from . import names
-from .chip import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, device_kind, round_up
-from .choice import KernelUnsupported, should_use, uses_small_tiles
+from . import registry
+from .dispatch import KernelUnsupported, should_use, uses_small_tiles
+from .hardware import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, device_kind, round_up
 
 # Chips whose matrix units multiply int8 twice as fast as bfloat16.
 INT8_LINEAR_CHIPS = ("TPU v5 lite", "TPU v6 lite")
@@ -159,7 +159,7 @@ def quantize_tokens(
             flops=2 * x.size * len(rotating), transcendentals=0, bytes_accessed=x.size * (x.dtype.itemsize + 1)
         ),
         interpret=interpret,
-        name=names.ROUND_TOKENS,
+        name=registry.ROUND_TOKENS,
     )(rotating, x.reshape(total, size))
     return Int8Tokens(numbers=numbers.reshape(x.shape), worth=scale.reshape(rows, seq, 1), dtype=x.dtype)
 
@@ -265,7 +265,7 @@ def choose_tiles(ins: int, outs: Sequence[int], itemsize: int = 2, arrays: int =
 
 
 def _limit_bytes() -> int:
-    return (VMEM_MIB.get(device_kind(), 128) - RESERVED_MIB) * MIB // (1 + uses_small_tiles(names.LINEAR_INT8))
+    return (VMEM_MIB.get(device_kind(), 128) - RESERVED_MIB) * MIB // (1 + uses_small_tiles(registry.LINEAR_INT8))
 
 
 def unsupported_reasons(ins: Sequence[int], outs: Sequence[int]) -> KernelUnsupported:
@@ -275,7 +275,7 @@ def unsupported_reasons(ins: Sequence[int], outs: Sequence[int]) -> KernelUnsupp
         reasons.append(f"{sizes[0]} lanes are not a multiple of {LANES}")
     elif choose_tiles(sum(ins), outs) is None:
         reasons.append(f"weights of {sum(ins)} x {sum(outs)} do not fit in the chip's VMEM")
-    return KernelUnsupported(kernel=names.LINEAR_INT8, reasons=tuple(reasons))
+    return KernelUnsupported(kernel=registry.LINEAR_INT8, reasons=tuple(reasons))
 
 
 def linear_int8_kernel(
@@ -364,7 +364,7 @@ def linear_int8_kernel(
             + sum(ins) * sum(outs),
         ),
         interpret=interpret,
-        name=names.LINEAR_INT8,
+        name=registry.LINEAR_INT8,
     )(
         jnp.asarray(0 if layer is None else layer, jnp.int32)[None],
         rotating,

@@ -12,10 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from . import names
-from .chip import Interpret, Ref
-from .choice import KernelUnsupported
+from . import registry
 from .convolution import COLUMNS, ROWS, unsupported_chip_reasons
+from .dispatch import KernelUnsupported
+from .hardware import Interpret, Ref
 
 Image = Float[Array, "1 channels frames height width"]
 CoarseRows = Float[Array, "1 channels frames rows width"]  # each row applies to several rows of the image
@@ -48,7 +48,7 @@ def reference(x: Image, factor: Vector, shift: Vector, scale: CoarseRows, offset
 
 def unsupported_reasons() -> KernelUnsupported:
     """Return the reasons why the kernel cannot run on the chips of the mesh in context."""
-    return KernelUnsupported(kernel=names.MODULATION, reasons=unsupported_chip_reasons())
+    return KernelUnsupported(kernel=registry.MODULATION, reasons=unsupported_chip_reasons())
 
 
 def _modulate(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: Interpret) -> Array:
@@ -71,7 +71,7 @@ def _modulate(x: Array, factor: Array, shift: Array, scale: Array, offset: Array
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(flops=8 * x.size, transcendentals=x.size, bytes_accessed=2 * x.nbytes),
         interpret=interpret,
-        name=names.MODULATION,
+        name=registry.MODULATION,
     )(x, *vectors, scale, offset)
     return jnp.moveaxis(result, -1, 0)[None]
 

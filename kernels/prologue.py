@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from . import names
-from .chip import LANES, Interpret, Ref, matmul_precision, round_up
-from .choice import KernelUnsupported, uses_small_tiles
+from . import registry
+from .dispatch import KernelUnsupported, uses_small_tiles
+from .hardware import LANES, Interpret, Ref, matmul_precision, round_up
 
 # Tokens of a grid step. With 5120 lanes both buffers of both arrays take 5 MiB of VMEM.
 BLOCK = 128
@@ -42,7 +42,7 @@ def unsupported_reasons(head_dim: int, lanes: int) -> KernelUnsupported:
         reasons.append(f"heads have {head_dim} lanes, not {LANES // 2} or {LANES}")
     if lanes % LANES:
         reasons.append(f"a chip's heads have {lanes} lanes, not a multiple of {LANES}")
-    return KernelUnsupported(kernel=names.PROLOGUE, reasons=tuple(reasons))
+    return KernelUnsupported(kernel=registry.PROLOGUE, reasons=tuple(reasons))
 
 
 def can_split_one_chip(lanes: int, groups: int, parts: int) -> bool:
@@ -63,7 +63,7 @@ def _parts(lanes: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _block() -> int:
-    return BLOCK // (1 + uses_small_tiles(names.PROLOGUE))
+    return BLOCK // (1 + uses_small_tiles(registry.PROLOGUE))
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def split_heads(
             bytes_accessed=2 * x.nbytes + sum(batch // len(t) * t.nbytes for t in jax.tree.leaves(tables)),
         ),
         interpret=interpret,
-        name=names.PROLOGUE,
+        name=registry.PROLOGUE,
     )(jnp.zeros(1, jnp.int32) if chip is None else chip[None], (x,) * len(sources), *vectors, *tables)
     return list(results)
 
@@ -295,7 +295,7 @@ def merge_heads(
             flops=0, transcendentals=0, bytes_accessed=2 * sum(part.nbytes for part in parts)
         ),
         interpret=interpret,
-        name=names.JOIN,
+        name=registry.JOIN,
     )(tuple(parts))
 
 

@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from . import names
-from .chip import LANES, MIB, Interpret, Ref, Scalar
-from .choice import KernelUnsupported, should_use, uses_small_tiles
+from . import registry
+from .dispatch import KernelUnsupported, should_use, uses_small_tiles
+from .hardware import LANES, MIB, Interpret, Ref, Scalar
 
 # Bytes per lane of a grid step: 128 tokens of bfloat16. With 6144 lanes the two buffers of four arrays take 12 MiB.
 BLOCK_BYTES = 256
@@ -53,7 +53,7 @@ def residual_norm(
 def unsupported_reasons(dim: int) -> KernelUnsupported:
     """Return the reasons why the kernel cannot process tokens of `dim` lanes."""
     reasons = (f"tokens have {dim} lanes, not a multiple of {LANES}",) if dim % LANES else ()
-    return KernelUnsupported(kernel=names.RESIDUAL_NORM, reasons=reasons)
+    return KernelUnsupported(kernel=registry.RESIDUAL_NORM, reasons=reasons)
 
 
 def residual_norm_reference(
@@ -115,7 +115,7 @@ def residual_norm_kernel(
         ),
         cost_estimate=pl.CostEstimate(flops=8 * x.size, transcendentals=0, bytes_accessed=2 * num_arrays * x.nbytes),
         interpret=interpret,
-        name=names.RESIDUAL_NORM,
+        name=registry.RESIDUAL_NORM,
     )(x, update, *vectors, count)
     return x if update is None else summed, normed
 
@@ -126,7 +126,7 @@ def _vector_index(num_rows: int) -> Callable[[Scalar, Scalar], tuple[Scalar, ...
 
 
 def _block_bytes() -> int:
-    return BLOCK_BYTES // (1 + uses_small_tiles(names.RESIDUAL_NORM))
+    return BLOCK_BYTES // (1 + uses_small_tiles(registry.RESIDUAL_NORM))
 
 
 def _vmem_bytes(arrays: int, dim: int) -> int:

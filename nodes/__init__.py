@@ -1,6 +1,6 @@
 """The pack's nodes as declarations. A family adds its file and one line here.
 
-May import `tpu_runtime/pipeline.py`.
+May import `tpu_runtime/api.py`.
 """
 
 from . import cogvideox, flux2, hunyuan15, qwen_image, shared, wan21, wan22_i2v, z_image

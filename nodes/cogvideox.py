@@ -2,7 +2,7 @@
 `condition` the sampler is image to video.
 """
 
-from ..tpu_runtime.pipeline import SIZE_INPUTS, lookup_spec, spec_for_family
+from ..tpu_runtime.api import SIZE_INPUTS, lookup_spec, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("CogVideoX")

@@ -7,8 +7,8 @@ Every body checks its inputs, then makes one call into the runtime.
 from dataclasses import replace
 from functools import partial
 
-from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import (
+from ..tpu_runtime import api as runtime
+from ..tpu_runtime.api import (
     SIZE_INPUTS,
     SPECS,
     STEP_RANGE_INPUTS,
@@ -16,7 +16,7 @@ from ..tpu_runtime.pipeline import (
     ModelSpec,
     choose_model,
     media,
-    payloads,
+    stage_values,
 )
 from . import inputs as named
 from .declare import Expansion, Folders, Input, Link, Node, NodeContext, Output, Ref, StageNode, Value, Values
@@ -72,7 +72,7 @@ def _encode(
     *,
     prompt: str,
     negative_prompt: str = "",
-    condition: payloads.ImageCondition | None = None,
+    condition: stage_values.ImageCondition | None = None,
     **choice: Value,
 ) -> tuple:
     model = _chosen(spec, host, **choice)
@@ -123,8 +123,8 @@ def _sample(
     *,
     prompt_embeds: Value,
     negative_prompt_embeds: Value = None,
-    condition: payloads.ImageCondition | None = None,
-    latents: payloads.Latent | None = None,
+    condition: stage_values.ImageCondition | None = None,
+    latents: stage_values.Latent | None = None,
     model_id: str,
     model: ModelRef | None,
     precision: str,
@@ -133,7 +133,7 @@ def _sample(
     spec = spec if condition is None else image_spec
     for name, entry in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if entry is not None:
-            payloads.unpack_conditioning(spec, name, entry)
+            stage_values.unpack_conditioning(spec, name, entry)
     chosen = _chosen(spec, host, model_id=model_id, model=model, precision=precision)
     if condition is not None:
         _check_takes_image(spec, chosen.spec, "condition")
@@ -158,7 +158,9 @@ def _with_encoded_size(spec: ModelSpec, condition: Values | None, numbers: Value
     return {**numbers, **{name: size.get(name) or numbers.get(name) or None for name in SIZE_INPUTS}}
 
 
-def _decode(spec: ModelSpec, host: NodeContext, *, latents: payloads.Latent, fps: float = 0, **choice: Value) -> tuple:
+def _decode(
+    spec: ModelSpec, host: NodeContext, *, latents: stage_values.Latent, fps: float = 0, **choice: Value
+) -> tuple:
     model = _chosen(spec, host, **choice)
     frames = runtime.decode(model, latents, progress=host)
     return (frames,) if spec.is_image else (frames, float(fps))

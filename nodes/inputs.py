@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import (
+from ..tpu_runtime import api as runtime
+from ..tpu_runtime.api import (
     CHOICES,
     SPECS,
     BoolInput,

@@ -3,8 +3,8 @@
 from collections.abc import Hashable
 from pathlib import Path
 
-from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import LORA_EXPERTS, Lora, ModelRef
+from ..tpu_runtime import api as runtime
+from ..tpu_runtime.api import LORA_EXPERTS, Lora, ModelRef
 from .declare import Folders, Input, Node, NodeContext, Output
 
 # Largest strength, as in ComfyUI's own loader.

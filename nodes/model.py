@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import CHOICES, QUALITIES, SPECS, ModelRef, choose_model, spec_for_family
+from ..tpu_runtime import api as runtime
+from ..tpu_runtime.api import CHOICES, QUALITIES, SPECS, ModelRef, choose_model, spec_for_family
 from . import inputs
 from .declare import Folders, Input, Node, NodeContext, Output, Value, Values
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ..tpu_runtime import pipeline as runtime
-from ..tpu_runtime.pipeline import SPECS, ModelRef, Settings, lookup_spec, media, stage_files
-from ..tpu_runtime.pipeline import plan_process as process
+from ..tpu_runtime import api as runtime
+from ..tpu_runtime.api import SPECS, ModelRef, Settings, lookup_spec, media, stage_files
+from ..tpu_runtime.api import plan_process as process
 from . import lora, model
 from .declare import Folders, Input, Node, NodeContext, Output, Value
 

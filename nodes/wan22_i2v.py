@@ -3,7 +3,7 @@
 Without an image, models for which it is optional take the video's size from the sampler.
 """
 
-from ..tpu_runtime.pipeline import SIZE_INPUTS, spec_for_family
+from ..tpu_runtime.api import SIZE_INPUTS, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS, TWO_EXPERTS
 
@@ -23,7 +23,8 @@ SAMPLER = sampler(SPEC, LABEL, *_SOCKETS, *_NUMBERS, "model_id", "guidance_scale
 DECODER = decoder(SPEC, LABEL, "latents", "model_id", "fps", *_NEW)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
 PIPELINE = pipeline(
-    SPEC, LABEL, STAGES, "image", *_PROMPTS, *SIZE_INPUTS, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2", *_NEW,
+    SPEC, LABEL, STAGES, "image", *_PROMPTS, *SIZE_INPUTS, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2",
+    *_NEW,
     "last_image", *_RECIPE,
 )  # fmt: skip
 

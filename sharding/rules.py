@@ -125,8 +125,8 @@ def _place(name: str, param: Param, rule: Rule, mesh: MeshShape) -> Layout:
 def lay_out(params: Mapping[str, Param], rules: Iterable[Rule], mesh: MeshShape) -> dict[str, Layout]:
     """Return the layout of every parameter, by the first rule that matches its name.
 
-    Raises `ShardingError` if a rule matches nothing, if a parameter over `MAX_UNRULED_BYTES` has no rule, or if one does not
-    divide and is too large to be replicated.
+    Raises `ShardingError` if a rule matches nothing, if a parameter over `MAX_UNRULED_BYTES` has no rule, or if one
+    does not divide and is too large to be replicated.
 
     params: shapes and sizes by name. rules: in order of priority. mesh: shape of the mesh.
     """

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.tpu_runtime.cache import store, trust, xla_cache
+from comfyui_tpu.tpu_runtime.cache import ownership, store, xla_cache
 from comfyui_tpu.tpu_runtime.cache.store import Store
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -226,7 +226,9 @@ def test_a_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPat
     PROGRAMS.put("a", b"code")
     folder.chmod(0o775)
     assert PROGRAMS.get("a") == b"code"
-    monkeypatch.setattr(trust.grp, "getgrgid", lambda number: trust.grp.struct_group(("staff", "", number, ["eve"])))
+    monkeypatch.setattr(
+        ownership.grp, "getgrgid", lambda number: ownership.grp.struct_group(("staff", "", number, ["eve"]))
+    )
     assert PROGRAMS.get("a") is None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comfyui_tpu.tpu_runtime.cache import store, trust
+from comfyui_tpu.tpu_runtime.cache import ownership, store
 from comfyui_tpu.tpu_runtime.cache.store import Store
 
 
@@ -71,7 +71,7 @@ def test_a_full_disk_can_still_be_read(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(number, "refused")
 
     monkeypatch.setattr(store.tempfile, "TemporaryFile", refuse)
-    monkeypatch.setattr(trust, "temporary_folder", lambda: tmp_path / "instead")
+    monkeypatch.setattr(ownership, "temporary_folder", lambda: tmp_path / "instead")
     wanted = tmp_path / f"cache-{number}"
     assert store._writable(str(wanted)) == (wanted if is_kept else tmp_path / "instead")
 
@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_looked_at_holds_no_code(folder: Path, monkeypat
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "forbidden")
 
-    monkeypatch.setattr(trust, "check_ownership", refuse)
+    monkeypatch.setattr(ownership, "check_ownership", refuse)
     assert not store.can_trust_code(folder / "xla")
     assert f"{folder / 'xla'} cannot be looked at" in caplog.text
 
@@ -170,9 +170,9 @@ def test_a_folder_that_cannot_be_looked_at_holds_no_code(folder: Path, monkeypat
 def test_a_group_is_a_users_own_where_nobody_else_is_in_it(monkeypatch, number, name, members, is_own):
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="jo", pw_gid=7))
     monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=name, gr_mem=members))
-    assert trust._is_own_group(number) == is_own
+    assert ownership._is_own_group(number) == is_own
 
 
 def test_a_group_or_user_without_a_name_is_nobodys_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grp, "getgrgid", {}.__getitem__)
-    assert trust._is_own_group(os.getgid()) is False
+    assert ownership._is_own_group(os.getgid()) is False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.tpu_runtime.engine.run import CALL_FUNCTIONS, STAGE_FUNCTIONS
+from comfyui_tpu.tpu_runtime.engine.stage_functions import CALL_FUNCTIONS, STAGE_FUNCTIONS
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
 
 ROOT = Path(__file__).parents[1]

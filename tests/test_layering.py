@@ -1,6 +1,6 @@
 """The house: which room may import which, no import circle, and rooms and files that one can hold in the head.
 
-A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `pipeline.py`, its door.
+A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `api.py`, its door.
 """
 
 import ast
@@ -21,8 +21,8 @@ MODELS = {"models", *PROGRAMS}
 NETWORKS = {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS}
 FORMATS = {"formats", "models.layouts"}
 CHECKPOINTS = {"checkpoints", *FORMATS, *MODELS}
-NODES = {"nodes", "nodes.graphs", "pipeline"}
-ENGINE = {"engine", "hosts", "line", "loras", *CHECKPOINTS}
+NODES = {"nodes", "nodes.graphs", "api"}
+ENGINE = {"engine", "multihost", "rpc", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
     "sharding": set(),
     "kernels": {"sharding"},
@@ -41,21 +41,21 @@ MAY_IMPORT = {
     "models": {"models.wan", *NETWORKS},
     "checkpoints": {*FORMATS, *MODELS},
     "loras": CHECKPOINTS,
-    "line": CHECKPOINTS,
-    "hosts": {"line", *CHECKPOINTS},
+    "rpc": CHECKPOINTS,
+    "multihost": {"rpc", *CHECKPOINTS},
     "engine": ENGINE - {"engine"},
     "remote": ENGINE,
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},
     "monitor": ENGINE,
     "selftest": ENGINE,
-    "pipeline": {"remote", "monitor", "plan", "cost_model", *ENGINE},
+    "api": {"remote", "monitor", "plan", "cost_model", *ENGINE},
     # Outside the runtime.
-    "nodes": {"pipeline"},
-    "nodes.graphs": {"nodes", "pipeline"},
+    "nodes": {"api"},
+    "nodes.graphs": {"nodes", "api"},
     "nodes.headless": NODES,
-    "nodes.comfyui.networks": {"pipeline"},
-    "nodes.comfyui.weights": {"pipeline"},
+    "nodes.comfyui.networks": {"api"},
+    "nodes.comfyui.weights": {"api"},
     "nodes.comfyui": {"nodes.comfyui.networks", "nodes.comfyui.weights", *NODES},
     "fleet": {"nodes.headless", *NODES},
     "cli": {"nodes.headless", "fleet", "selftest", "sharding", *NODES},
@@ -65,7 +65,8 @@ MAY_IMPORT = {
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 # ComfyUI's own MODEL, CLIP and VAE are torch's.
 TORCH_TOO = (
-    *(f"nodes/comfyui/core_{name}.py" for name in ("encoder", "model", "patches", "text_and_vae")),
+    *(f"nodes/comfyui/core_{name}.py" for name in ("encoder", "model", "text_and_vae")),
+    "nodes/comfyui/model_patcher.py",
     "nodes/comfyui/networks/",
     "nodes/comfyui/weights/",
 )
@@ -84,7 +85,7 @@ def room_of(path: Path) -> str:
     if parts == ("__init__.py",):
         return "entry"
     if parts[0] == "tpu_runtime":
-        return ".".join(parts[1:-1]) or ("pipeline" if parts[1] == "pipeline.py" else "leaves")
+        return ".".join(parts[1:-1]) or ("api" if parts[1] == "api.py" else "leaves")
     return ".".join(parts[:-1]) if parts[0] == "nodes" else parts[0]
 
 
@@ -216,7 +217,7 @@ def test_the_plan_of_the_house_shows_every_room():
 def _named(place: str) -> str:
     """The room that a path in the plan stands for."""
     inside = place.removeprefix("tpu_runtime/")
-    special = {"__init__.py": "entry", "pipeline.py": "pipeline", "*.py": "leaves"}
+    special = {"__init__.py": "entry", "api.py": "api", "*.py": "leaves"}
     return special.get(inside, inside.rstrip("/").replace("/", "."))
 
 
@@ -237,14 +238,19 @@ def test_no_two_classes_of_the_product_have_one_name():
 
 def test_the_rules_see_a_turned_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    for name in ("sharding/rules.py", "nodes/family.py", "tpu_runtime/engine/run.py", "tpu_runtime/models/flux2.py"):
+    for name in (
+        "sharding/rules.py",
+        "nodes/family.py",
+        "tpu_runtime/engine/stage_functions.py",
+        "tpu_runtime/models/flux2.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "sharding/rules.py").write_text("def f():\n    from ..nodes import family\n")
     (tmp_path / "tpu_runtime/models/flux2.py").write_text("from ..engine.run import Run\n")
-    (tmp_path / "tpu_runtime/engine/run.py").write_text("from ..models.flux2 import SPEC\n")
+    (tmp_path / "tpu_runtime/engine/stage_functions.py").write_text("from ..models.flux2 import SPEC\n")
     assert wrong_arrows(tmp_path / "sharding/rules.py") == [
         "sharding/rules.py:2 (sharding) imports nodes/family.py (nodes)"
     ]
     assert wrong_arrows(tmp_path / "tpu_runtime/models/flux2.py")
-    assert not wrong_arrows(tmp_path / "tpu_runtime/engine/run.py")
+    assert not wrong_arrows(tmp_path / "tpu_runtime/engine/stage_functions.py")

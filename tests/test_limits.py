@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from comfyui_tpu.tpu_runtime.model_spec.limits import (
+from comfyui_tpu.tpu_runtime.model_spec.inputs import (
     BoolInput,
     EnumInput,
     FloatInput,

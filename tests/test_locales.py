@@ -123,7 +123,7 @@ def test_what_the_tab_says_has_its_words(path: Path):
     said = {text for script in scripts if script.stem != "words" for text in said_in(script.read_text())}
     assert said == set(words)
     assert all(text.count(locales.HOLE) == words[text].count(locales.HOLE) for text in words)
-    assert f'new Set(["{path.stem}"])' in (WEB / "monitor" / "words.mjs").read_text()
+    assert f'new Set(["{path.stem}"])' in (WEB / "monitor" / "i18n.mjs").read_text()
 
 
 def test_commands_and_settings_have_their_words():
@@ -159,15 +159,15 @@ def said_by(node: ast.expr) -> str:
 # What of the server's sentences is not shown in the page.
 UNSHOWN = {
     "nodes/headless": "the command line",
-    "nodes/graphs/core.py": "what another module catches",
+    "nodes/graphs/core_samplers.py": "what another module catches",
     "nodes/graphs/graph.py": "the command line",
     "nodes/comfyui/routes.py": "answers to bodies that the page does not send",
     "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",
     "nodes/inputs.py": "tooltips, which locales/ has",
     "tpu_runtime/cache/store.py": "the log",
     "tpu_runtime/cache/xla_cache.py": "the log",
-    "tpu_runtime/hosts/follower.py": "another host's terminal",
-    "tpu_runtime/line/wire.py": "developers",
+    "tpu_runtime/multihost/follower.py": "another host's terminal",
+    "tpu_runtime/rpc/codec.py": "developers",
     "tpu_runtime/monitor": "the tab, where what is not a number has no full stop",
     "tpu_runtime/plan/findings.py": "a report for developers",
     "tpu_runtime/selftest": "a report for developers",
@@ -202,7 +202,7 @@ def is_text(node: ast.JoinedStr | ast.Constant) -> bool:
 
 
 def sentences_of(text: str) -> set[str]:
-    """As words.mjs breaks a text. What is filled in between them is sentences too; what begins with
+    """As i18n.mjs breaks a text. What is filled in between them is sentences too; what begins with
     a verb is said of something.
     """
     parts = re.split(r'(?<=[.!?]) (?=[A-Z"`{])', re.sub(r"(?<=[.!?])\{\}", "", text.strip()))

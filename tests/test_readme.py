@@ -107,7 +107,7 @@ SHOWN = {
         "tests/cli/test_monitor.py::test_a_server_that_starts_later_takes_over"
     ),
     "comfyui-tpu follow [--coordinator HOST:PORT --process N --of M]": (
-        "tests/hosts/test_hosts.py::test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_gone"
+        "tests/multihost/test_hosts.py::test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_gone"
     ),
     "comfyui-tpu calibrate MODEL [--model-id ID] [--prompt TEXT]": (
         "tests/programs/test_mag_cache.py::test_the_command_measures_what_the_node_then_uses"

@@ -7,7 +7,7 @@ from typing import Any
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Input
 from comfyui_tpu.nodes.graphs.graph import Workflow
-from comfyui_tpu.nodes.graphs.miniature import EXAMPLE_IMAGE
+from comfyui_tpu.nodes.graphs.tiny_models import EXAMPLE_IMAGE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import lookup_spec

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import lookup_spec
@@ -149,8 +149,8 @@ def frames_of(
 ) -> np.ndarray:
     """What a prompt gives, `[frames, height, width, 3]` uint8; `inputs` are what is not the miniature's default."""
     given, condition = encoded(model, prompt, progress, image=image, **inputs)
-    latents = pipeline.denoise(model, *given, condition=condition, progress=progress)
-    return np.round(pipeline.decode(model, latents, progress=progress).numpy() * 255).astype(np.uint8)
+    latents = api.denoise(model, *given, condition=condition, progress=progress)
+    return np.round(api.decode(model, latents, progress=progress).numpy() * 255).astype(np.uint8)
 
 
 def encoded(
@@ -161,10 +161,8 @@ def encoded(
     settings = spec.settings(**{**spec.miniature.inputs, **inputs})
     if image is not None:
         size = {name: getattr(settings, name) for name in spec.miniature.inputs}
-        condition = pipeline.encode_image(
-            model, torch.from_numpy(image / np.float32(255))[None], size, progress=progress
-        )
-    return (settings, *pipeline.encode_prompt(model, prompt, "", progress=progress, condition=condition)), condition
+        condition = api.encode_image(model, torch.from_numpy(image / np.float32(255))[None], size, progress=progress)
+    return (settings, *api.encode_prompt(model, prompt, "", progress=progress, condition=condition)), condition
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:

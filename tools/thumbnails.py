@@ -18,7 +18,7 @@ import av
 # Run as a file, this folder is where Python looks first.
 import workflows
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.nodes.graphs.miniature import EXAMPLE_IMAGE
+from comfyui_tpu.nodes.graphs.tiny_models import EXAMPLE_IMAGE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from graphs import Example
 from PIL import Image, ImageDraw, ImageFont, ImageOps

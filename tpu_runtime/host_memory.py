@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .refusal import HostMemoryError
+from .memory_errors import HostMemoryError
 from .units import MIB, format_size
 
 try:
@@ -45,8 +45,8 @@ def require(size_bytes: int, what: str) -> None:
     available = available_bytes()
     if available is not None and available < size_bytes + RESERVE_BYTES:
         raise HostMemoryError(
-            f"{what} needs {format_size(size_bytes)} of the host's memory, and {format_size(available)} are free, of which "
-            f"{format_size(RESERVE_BYTES)} must stay so. {_WHAT_TO_DO}"
+            f"{what} needs {format_size(size_bytes)} of the host's memory, and {format_size(available)} are free, of "
+            f"which {format_size(RESERVE_BYTES)} must stay so. {_WHAT_TO_DO}"
         )
 
 

@@ -7,7 +7,7 @@ import { text } from "./monitor/format.mjs";
 import { DEEPEST, known, RUNS } from "./monitor/graph.mjs";
 import { useMiniatures } from "./monitor/miniature.mjs";
 import { notify } from "./monitor/notice.mjs";
-import { say, understood } from "./monitor/words.mjs";
+import { say, understood } from "./monitor/i18n.mjs";
 
 const SIZES = ["height", "width", "num_frames", "num_inference_steps", "guidance_scale"];
 

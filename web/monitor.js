@@ -6,7 +6,7 @@ import { api } from "../../scripts/api.js";
 import { BADGE_CLASS, forgetBadge, hideBadge, showBadge } from "./monitor/badge.mjs";
 import { Panel } from "./monitor/panel.mjs";
 import { Poller, watchVisibility } from "./monitor/poller.mjs";
-import { say, speak } from "./monitor/words.mjs";
+import { say, speak } from "./monitor/i18n.mjs";
 
 const TAB = "comfyui-tpu";
 const RATE = "TPU.Monitor.Rate";

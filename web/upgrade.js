@@ -4,7 +4,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { text } from "./monitor/format.mjs";
 import { forget, notify } from "./monitor/notice.mjs";
-import { say, understood } from "./monitor/words.mjs";
+import { say, understood } from "./monitor/i18n.mjs";
 
 // Node ids of both packs.
 const SHARED = /^(Flux2|CogVideoX|Wan21|Wan22I2V)(TextEncoder|ImageEncoder|TPU\w+)$/;

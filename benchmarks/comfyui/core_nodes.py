@@ -62,12 +62,12 @@ def _file(folder: Path) -> Path:
 
 
 def _make_free() -> None:
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     def forward(denoiser: Any, run: Any, sample: Any, timestep: Any, inputs: Any) -> Any:
         return sample * 0.0
 
-    for spec in pipeline.SPECS:
+    for spec in api.SPECS:
         object.__setattr__(spec.denoiser, "forward", forward)
 
     import jax
@@ -89,11 +89,11 @@ def _measured(path: Path, width: int, height: int, frames: int) -> dict[str, flo
     import torch
     from comfy.patcher_extension import WrappersMP
     from comfyui_tpu.nodes.comfyui import core_model
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     import nodes
 
-    model = core_model.load_model(str(path), "float32", pipeline.SilentProgress)
+    model = core_model.load_model(str(path), "float32", api.SilentProgress)
     plain = model.clone()
     plain.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, "comfyui_tpu")
     shape = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)

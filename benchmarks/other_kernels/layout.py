@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from comfyui_tpu.kernels.chip import round_up
+from comfyui_tpu.kernels.hardware import round_up
 from jaxtyping import Array, Float
 
 LANES = 128

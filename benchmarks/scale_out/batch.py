@@ -20,8 +20,8 @@ from comfyui_tpu.fleet.messages import JobRequest, Workers
 from comfyui_tpu.fleet.store import BatchStore
 from comfyui_tpu.fleet.worker import WorkerActor
 from comfyui_tpu.nodes.declare import Folders
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.changes import read_json
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
+from comfyui_tpu.nodes.headless.overrides import read_json
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, keep
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 

@@ -6,16 +6,19 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...tpu_runtime.pipeline import NAME_HELP, lookup_spec
+from ...tpu_runtime.api import NAME_HELP, lookup_spec
 from . import chips, comfyui, disk, host
 from .machine import Finding, HostMachine, Inspection
 
 CHECKS: tuple[Inspection, ...] = (
     host.check_pack, host.check_python, host.check_conflicting_packages, host.check_tokenizer,
-    chips.check_chips, chips.check_device_permissions, chips.check_holders, chips.check_hugepages, chips.check_locked_memory,
+    chips.check_chips, chips.check_device_permissions, chips.check_holders, chips.check_hugepages,
+    chips.check_locked_memory,
     chips.check_variables, chips.check_flags, chips.check_memory_limit, chips.check_fallbacks,
-    host.check_caches, host.check_downloaded_models, disk.check_free_space, disk.check_read_rate, host.check_token, host.check_memory, host.check_pip,
-    comfyui.check_version, comfyui.check_this_pack, comfyui.check_other_packs, comfyui.check_manager, comfyui.check_running,
+    host.check_caches, host.check_downloaded_models, disk.check_free_space, disk.check_read_rate, host.check_token,
+    host.check_memory, host.check_pip,
+    comfyui.check_version, comfyui.check_this_pack, comfyui.check_other_packs, comfyui.check_manager,
+    comfyui.check_running,
 )  # fmt: skip
 
 

@@ -9,17 +9,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from ...tpu_runtime.pipeline import (
+from ...tpu_runtime.api import (
     GIB,
-    bus,
     device_access,
     fallbacks,
     format_size,
     machine_record,
     metrics_service,
+    pci,
     split_guidance_first,
 )
-from ...tpu_runtime.pipeline import HBM_VARIABLE as HBM
+from ...tpu_runtime.api import HBM_VARIABLE as HBM
 from .machine import Finding, Findings, HostMachine
 
 # JAX waits for all hosts of a slice; on one it takes some ten seconds.
@@ -91,7 +91,7 @@ def check_holders(machine: HostMachine) -> Findings:
     except ImportError:
         pass
     servers = {server.pid for server in machine.servers}
-    processes = bus.find_holders(machine.root)
+    processes = pci.find_holders(machine.root)
     for process in processes:
         label = f"{process.program}, process {process.pid}{memory}"
         if not machine.is_own(process.pid):

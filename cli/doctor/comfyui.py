@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...nodes import DECLARATIONS
 from ...nodes.headless import model_folders
-from ...tpu_runtime.pipeline import bus, list_weight_paths
+from ...tpu_runtime.api import list_weight_paths, pci
 from .machine import Finding, Findings, HostMachine
 
 PORT = 8188
@@ -198,6 +198,6 @@ def check_running(machine: HostMachine) -> Findings:
     if ours := {server.pid for server in machine.servers} & {*listeners}:
         yield Finding(f"port {PORT}", f"ComfyUI, process {ours.pop()}")
     elif listeners:
-        who = [f"{bus.program_name(pid, machine.root)}, process {pid}" for pid in listeners if pid is not None]
+        who = [f"{pci.program_name(pid, machine.root)}, process {pid}" for pid in listeners if pid is not None]
         message = f"in use by {', '.join(who) or 'a program of another user'}"
         yield Finding(f"port {PORT}", message, f"{_start(machine, machine.comfyui)} --port {PORT + 1}")

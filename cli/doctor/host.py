@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GIB, format_size, store
+from ...tpu_runtime.api import GIB, format_size, store
 from .disk import existing_folder
 from .machine import Finding, Findings, HostMachine
 

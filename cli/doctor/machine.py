@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import GB, MIB, SPECS, Checkpoint, SilentProgress, bus, lookup_spec, store
+from ...tpu_runtime.api import GB, MIB, SPECS, Checkpoint, SilentProgress, lookup_spec, pci, store
 
 _PACK = Path(__file__).parents[2]
 # Limits of a read test: bytes of a file, bytes per read, seconds, threads (weights are read by several, too).
@@ -113,7 +113,7 @@ def distributions(*folders: Path) -> dict[str, str]:
 class HostMachine:
     """The machine, and the environment that the command runs in."""
 
-    root: Path = bus.ROOT
+    root: Path = pci.ROOT
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     home: Path = field(default_factory=Path.home)
     pack: Path = _PACK
@@ -135,13 +135,13 @@ class HostMachine:
 
     @functools.cached_property
     def device_files(self) -> list[Path]:
-        return bus.find_device_files(self.root)
+        return pci.find_device_files(self.root)
 
     @functools.cached_property
-    def chips(self) -> bus.Chips | None:
+    def chips(self) -> pci.Chips | None:
         """Return the chips on the bus; None if they are not known."""
         try:
-            return bus.detect_chips(self.root)
+            return pci.detect_chips(self.root)
         except ImportError:
             return None
 
@@ -224,7 +224,7 @@ class HostMachine:
         if not inodes:
             return []
         targets = {f"socket:[{inode}]" for inode in inodes}
-        pids = {pid for pid, target in bus.iterate_open_files(self.root) if target in targets}
+        pids = {pid for pid, target in pci.iterate_open_files(self.root) if target in targets}
         return [*sorted(pids)] or [None]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..programs.denoiser_run import ShardedOps
+    from ..programs.sharded_ops import ShardedOps
 
 PROMPT = "A small cactus with a happy face in the Sahara desert."
 MAX_TOKENS = 300

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ...tpu_runtime.pipeline import check_packages, machine_record
+from ...tpu_runtime.api import check_packages, machine_record
 from ..declare import Json
 
 PACK = Path(__file__).parents[2]

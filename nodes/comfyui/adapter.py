@@ -12,13 +12,13 @@ from comfy_execution.graph_utils import GraphBuilder
 from comfy_execution.validation import validate_node_input
 from server import PromptServer
 
-from ...tpu_runtime import pipeline
+from ...tpu_runtime import api
 from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, Value, Values, with_display_names
-from ..graphs.ran import ProvenanceLog
+from ..graphs.provenance import ProvenanceLog
 from . import about, core_loaders, errors, memory, routes
-from .announce import precompile
 from .host import DENOISERS, ComfyContext, comfyui_folders, install_example_images, list_weight_files
+from .precompile import precompile
 
 try:
     from comfy_api.latest import ComfyExtension, io
@@ -46,15 +46,15 @@ def _report_fatal(sentence: str) -> None:
 
 def extension() -> ComfyExtension:
     """Return the value of ComfyUI's `comfy_entrypoint`."""
-    pipeline.bus.configure_without_tpu()
+    api.pci.configure_without_tpu()
     for refusal in about.find_package_problems():
         log.error("%s", refusal)  # every node will raise the same
     # ComfyUI's exit code is 0 after an orderly end, which must not wait minutes for XLA to finish compiling.
-    pipeline.register_exit()
+    api.register_exit()
     memory.wrap_unload()
-    pipeline.on_fatal(_report_fatal)
+    api.on_fatal(_report_fatal)
     try:
-        pipeline.listen_for_hosts()
+        api.listen_for_hosts()
     except (ValueError, RuntimeError) as error:
         log.error("%s", error)  # the first prompt will raise the same
     routes.install_routes(PROVENANCE)
@@ -114,7 +114,7 @@ def _schema(declaration: Declaration) -> io.Schema:
 
 
 def _titles(family: str) -> list[str]:
-    return [spec.title for spec in pipeline.SPECS if spec.family == family]
+    return [spec.title for spec in api.SPECS if spec.family == family]
 
 
 def _call_supported(factory: Callable[..., Made], **keywords: Value) -> Made:
@@ -158,13 +158,13 @@ def _options(declared: Input) -> list[str]:
 
 def _models(published: Sequence[str]) -> list[str]:
     """Return the models that need no download, then the `published` ones; tiny models last, or first without a TPU."""
-    choices = pipeline.list_local_models(folder_paths.get_folder_paths("diffusers"))
-    miniatures = {spec.miniature.id for spec in pipeline.SPECS}
+    choices = api.list_local_models(folder_paths.get_folder_paths("diffusers"))
+    miniatures = {spec.miniature.id for spec in api.SPECS}
     small = sorted(
-        (choice for choice in choices if choice in miniatures), key=lambda choice: not pipeline.tiny.is_trained(choice)
+        (choice for choice in choices if choice in miniatures), key=lambda choice: not api.tiny.is_trained(choice)
     )
     large = [*(choice for choice in choices if choice not in small), *list_weight_files(*DENOISERS), *published]
-    return list(dict.fromkeys([*large, *small] if pipeline.bus.find_device_files() else [*small, *large]))
+    return list(dict.fromkeys([*large, *small] if api.pci.find_device_files() else [*small, *large]))
 
 
 def _output(output: Output, *, is_list: bool) -> "io.Output":
@@ -187,12 +187,12 @@ def _socket(kind: str) -> "type[io.ComfyTypeIO]":
 def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
     def execute(cls: type, **given: Value) -> io.NodeOutput:
         with errors.shorten_error_names():
-            pipeline.check_packages()
+            api.check_packages()
         memory.register()
         prompt = cls.hidden and cls.hidden.prompt
         precompile(prompt, host := ComfyContext(prompt))
         try:
-            with errors.shorten_error_names(), pipeline.record_stages() as notes:
+            with errors.shorten_error_names(), api.record_stages() as notes:
                 results = declaration.run(host, **declaration.values(given))
             host.ended()
             if declaration.family and (hidden := cls.hidden) is not None:
@@ -201,7 +201,7 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
                 PROVENANCE.add(hidden.prompt, workflow, str(hidden.unique_id), notes)
             more = core_loaders.make_core_objects(*results) if declaration.gives_core else ()
             return io.NodeOutput(*results, *more)
-        except pipeline.OutOfMemory as error:
+        except api.OutOfMemory as error:
             failure = str(error)
         finally:
             memory.set_imports_aside()
@@ -300,7 +300,7 @@ def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
             constants = {name: value[0] for name, value in constants.items()}
         constants = {name: value for name, value in constants.items() if value is not None}
         async with _CHECKING:
-            checked = pipeline.run_in_daemon_thread(lambda: check(input_types, constants), "comfyui-tpu-check")
+            checked = api.run_in_daemon_thread(lambda: check(input_types, constants), "comfyui-tpu-check")
             return await asyncio.wrap_future(checked)
 
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]

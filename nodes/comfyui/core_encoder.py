@@ -12,12 +12,12 @@ import comfy.text_encoders.qwen_vl
 import numpy as np
 import torch
 
-from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import InMemoryLora, Lora, ModelRef, TensorFile
-from . import core_patches
+from ...tpu_runtime import api
+from ...tpu_runtime.api import InMemoryLora, Lora, ModelRef, TensorFile
+from . import model_patcher
 from .core_model import MakeContext, run_stage
 from .weights import sources
-from .weights.stored import from_file
+from .weights.lazy_tensor import from_file
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -71,7 +71,7 @@ class Encoder(torch.nn.Module):
     def tensors(self) -> dict[str, tuple[str, TensorFile]]:
         """Return our name and the file's tensor of each weight, by core's name."""
         component = self.model.spec.text_encoders[self.number].component
-        files = pipeline.checkpoint.read_own_tensors(self.model.locate(), component, self.host())
+        files = api.checkpoint.read_own_tensors(self.model.locate(), component, self.host())
         return {core: (name, files[name]) for name, core in sources.match_names(self.place.names, files).items()}
 
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
@@ -90,7 +90,7 @@ class Encoder(torch.nn.Module):
             deltas: dict[str, torch.Tensor] = {}
             for key, patches in patcher.patches.items():
                 if key.startswith(prefix):
-                    deltas |= core_patches.lora_difference(
+                    deltas |= model_patcher.lora_difference(
                         self.tensors[key.removeprefix(prefix)][0], key, patches, source
                     )
             title, component = "what nodes change in the CLIP", self.model.spec.text_encoders[self.number].component
@@ -117,9 +117,7 @@ class Encoder(torch.nn.Module):
     @functools.cached_property
     def depth(self) -> int:
         """Return the number of layers."""
-        config = self.model.resolve(pipeline.SilentProgress()).configs[
-            self.model.spec.text_encoders[self.number].component
-        ]
+        config = self.model.resolve(api.SilentProgress()).configs[self.model.spec.text_encoders[self.number].component]
         config = config.get("text_config", config)
         return int(config["num_layers"] if "num_layers" in config else config["num_hidden_layers"])
 
@@ -197,7 +195,7 @@ class Encoder(torch.nn.Module):
         )
 
     def _check_vocabulary(self, component: str, last: int) -> None:
-        config = self.model.resolve(pipeline.SilentProgress()).configs[component]
+        config = self.model.resolve(api.SilentProgress()).configs[component]
         rows = config.get("text_config", config)["vocab_size"]
         if last >= rows:
             raise ValueError(

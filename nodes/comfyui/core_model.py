@@ -18,10 +18,10 @@ import comfy.ops
 import torch
 from comfy.patcher_extension import WrappersMP, get_all_wrappers
 
-from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import QUALITIES, ModelRef, Progress
-from . import core_patches, errors
-from .core_patches import CorePatcher
+from ...tpu_runtime import api
+from ...tpu_runtime.api import QUALITIES, ModelRef, Progress
+from . import errors, model_patcher
+from .model_patcher import CorePatcher
 from .networks import inputs
 from .networks.rows import KEY, GuidanceBatch
 from .weights.sources import CoreWeights
@@ -38,9 +38,7 @@ def load_model(path: str, precision: str, host: MakeContext, quality: str = QUAL
 
     path: of the file. precision, quality: as a node has them. host: returns the running node's progress.
     """
-    patcher = defer_model(
-        pipeline.choose_partial_model(pipeline.SPECS, path, precision=precision, quality=quality), 0, host
-    )
+    patcher = defer_model(api.choose_partial_model(api.SPECS, path, precision=precision, quality=quality), 0, host)
     patcher.resolve()
     return patcher
 
@@ -61,7 +59,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
             f"{chosen.spec.title} has one denoiser, and this MODEL is that of a second one, for low noise. Link the "
             "output MODEL."
         )
-    file = pipeline.checkpoint.export_network(chosen.locate(), experts[expert], host())
+    file = api.checkpoint.export_network(chosen.locate(), experts[expert], host())
     base = _core_model(file)
     inputs.check_known(base)
     ours = inputs.CoreNetwork.of(chosen, expert)
@@ -75,13 +73,13 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
         passed |= passed.pop("kwargs", {})
         patcher = base.current_patcher
         options = passed.pop("transformer_options", None) or {}
-        core_patches.check_options(options, passed.pop("control", None))
-        core_patches.check_network(network, attributes)
-        x, loras = passed["x"], core_patches.convert_loras(patcher)
+        model_patcher.check_options(options, passed.pop("control", None))
+        model_patcher.check_network(network, attributes)
+        x, loras = passed["x"], model_patcher.convert_loras(patcher)
         result = x.new_empty(0)
         requests = inputs.split_call(ours, {**passed, "options": options})
         for rows, request in requests:
-            prediction = pipeline.PredictionRequest(
+            prediction = api.PredictionRequest(
                 sample=request.sample, timestep=request.timestep, inputs=request.inputs, expert=expert
             )
             predicted = run_stage("predict", replace(chosen, loras=loras), host, prediction=prediction)
@@ -98,12 +96,12 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
     network._forward = predict
     network.register_forward_pre_hook(partial(_with_own_sample, chosen, host), with_kwargs=True)
     base.extra_conds = partial(_extra_conds, ours, base.extra_conds)
-    attributes = core_patches.instance_attributes(network)
+    attributes = model_patcher.instance_attributes(network)
     base.tpu_texts = inputs.text_lengths(ours)
     base.tpu_source = _source(file)
     patcher.fill(base)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, partial(_prepare_sampling, ours))
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, GuidanceBatch(core_patches.CONTROL_REFUSAL))
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, GuidanceBatch(model_patcher.CONTROL_REFUSAL))
 
 
 def _with_own_sample(
@@ -120,8 +118,8 @@ def _with_own_sample(
     """
     if not get_all_wrappers(WrappersMP.DIFFUSION_MODEL, given.get("transformer_options") or {}):
         return None
-    platform = pipeline.get_engine(host()).devices[0].platform
-    if pipeline.resolve_precision(chosen.precision, platform) == "float32":
+    platform = api.get_engine(host()).devices[0].platform
+    if api.resolve_precision(chosen.precision, platform) == "float32":
         return None
     return (args[0].clone(), *args[1:]), given
 
@@ -158,8 +156,8 @@ def run_stage(stage: str, model: ModelRef, host: MakeContext, **arguments: objec
     """
     try:
         with errors.shorten_error_names():
-            return pipeline.run_stage(stage, model, host(), **arguments)
-    except pipeline.OutOfMemory as error:
+            return api.run_stage(stage, model, host(), **arguments)
+    except api.OutOfMemory as error:
         failure = str(error)
     raise comfy.model_management.OOM_EXCEPTION(failure)
 

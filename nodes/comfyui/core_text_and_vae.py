@@ -22,13 +22,13 @@ import comfy.text_encoders.wan
 import folder_paths
 import torch
 
-from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import ModelRef, TensorFile
+from ...tpu_runtime import api
+from ...tpu_runtime.api import ModelRef, TensorFile
 from ..model import CLIP_TYPES
 from .core_encoder import Encoder, EncoderSlot, check_owner, check_tokens_before
 from .core_model import MakeContext, run_stage
-from .core_patches import CPU, CorePatcher, LazyProxy
-from .weights.stored import from_file
+from .model_patcher import CPU, CorePatcher, LazyProxy
+from .weights.lazy_tensor import from_file
 
 META = torch.device("meta")
 
@@ -58,7 +58,7 @@ def _core_classes(model: ModelRef) -> tuple[type, type]:
 
 def detect_clip_type(path: str) -> str:
     """Return the type, as in core's loaders, of the text encoder in a checkpoint's file."""
-    family = pipeline.choose_partial_model(pipeline.SPECS, path).spec.family
+    family = api.choose_partial_model(api.SPECS, path).spec.family
     return next(kind for kind, families in CLIP_TYPES.items() if family in families)
 
 
@@ -74,12 +74,12 @@ def load_clip(paths: Sequence[str], kind: str, precision: str, host: MakeContext
             f"type is {kind}; on the TPU run text encoders of the types {', '.join(CLIP_TYPES)}. Choose one of them, "
             "or use ComfyUI's own loader."
         )
-    specs = [spec for spec in pipeline.SPECS if spec.family in CLIP_TYPES[kind]]
-    model = pipeline.choose_partial_model(specs, pipeline.SEPARATOR.join(paths), precision=precision)
-    file = pipeline.checkpoint.export_network(model.locate(), model.spec.text_encoders[0].component, host())
+    specs = [spec for spec in api.SPECS if spec.family in CLIP_TYPES[kind]]
+    model = api.choose_partial_model(specs, api.SEPARATOR.join(paths), precision=precision)
+    file = api.checkpoint.export_network(model.locate(), model.spec.text_encoders[0].component, host())
     with_vision = [spec for spec in specs if spec.text_encoders[0].place_beside]
     if with_vision and any("visual." in name for name in file.tensors):
-        model = pipeline.choose_partial_model(with_vision, model.model_id, precision=precision)
+        model = api.choose_partial_model(with_vision, model.model_id, precision=precision)
     loaded = defer_clip(model, host)
     loaded.resolve()
     return loaded
@@ -91,7 +91,7 @@ def defer_clip(model: ModelRef, host: MakeContext) -> "CLIP":
 
 
 def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
-    carried = pipeline.checkpoint.export_tokenizers(model.locate(), host())
+    carried = api.checkpoint.export_tokenizers(model.locate(), host())
     if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _WITH_TOKENIZER:
         raise ValueError(
             f"{model.model_id} has its tokenizer in no form that ComfyUI reads (a file that carries it along, "
@@ -129,7 +129,7 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
 def can_take_images(model: ModelRef) -> bool:
     """Return whether text encoders of this type take images in a prompt, if their file has a vision tower."""
     alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
-    return any(spec.family in alike and spec.text_encoders[0].place_beside for spec in pipeline.SPECS)
+    return any(spec.family in alike and spec.text_encoders[0].place_beside for spec in api.SPECS)
 
 
 class LazyOwner(LazyProxy):
@@ -185,7 +185,7 @@ def load_vae(path: str, precision: str, host: MakeContext) -> "VAE":
 
     path: of the file. precision: as a node has it. host: returns the running node's progress.
     """
-    loaded = defer_vae(pipeline.choose_partial_model(_ENCODING, path, precision=precision), host)
+    loaded = defer_vae(api.choose_partial_model(_ENCODING, path, precision=precision), host)
     loaded.resolve()
     return loaded
 
@@ -196,7 +196,7 @@ def defer_vae(model: ModelRef, host: MakeContext) -> "VAE":
 
 
 def _make_vae(found: "VAE", model: ModelRef, host: MakeContext) -> None:
-    file = pipeline.checkpoint.export_network(model.locate(), model.spec.vae.component, host())
+    file = api.checkpoint.export_network(model.locate(), model.spec.vae.component, host())
     patcher = found.patcher
     with META:
         shapes = {name: torch.empty(tensor.shape) for name, tensor in file.tensors.items()}
@@ -208,7 +208,7 @@ def _make_vae(found: "VAE", model: ModelRef, host: MakeContext) -> None:
     found.patcher = patcher
 
 
-_ENCODING = tuple(spec for spec in pipeline.SPECS if spec.vae.encode is not None)
+_ENCODING = tuple(spec for spec in api.SPECS if spec.vae.encode is not None)
 
 
 def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
@@ -223,9 +223,7 @@ def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
     if is_light:
         return None
     files = list({tensor.path for tensor in file.tensors.values()})
-    return (
-        pipeline.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
-    )
+    return api.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
 
 
 class VAE(LazyOwner, comfy.sd.VAE):
@@ -322,11 +320,11 @@ def load_clip_vision(path: str, precision: str, host: MakeContext) -> "CLIPVisio
 
     path: of the file. precision: as a node has it. host: returns the running node's progress.
     """
-    specs = [spec for spec in pipeline.SPECS if _image_encoder(spec) in _VISION]
-    return CLIPVision(pipeline.choose_partial_model(specs, path, precision=precision), host)
+    specs = [spec for spec in api.SPECS if _image_encoder(spec) in _VISION]
+    return CLIPVision(api.choose_partial_model(specs, path, precision=precision), host)
 
 
-def _image_encoder(spec: pipeline.ModelSpec) -> str:
+def _image_encoder(spec: api.ModelSpec) -> str:
     return next((part.class_name for part in spec.components if part.name == "image_encoder"), "")
 
 
@@ -337,7 +335,7 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
         # Core's own network is not created; `__getattr__` refuses its attributes.
         name, self.states_name = _VISION[_image_encoder(model.spec)]
         config = json.loads((Path(comfy.clip_vision.__file__).parent / name).read_text("utf-8"))
-        image_size = model.resolve(pipeline.SilentProgress()).configs["image_encoder"]["image_size"]
+        image_size = model.resolve(api.SilentProgress()).configs["image_encoder"]["image_size"]
         self.config = {**config, "image_size": image_size}
         self.image_size, self.model_type = self.config["image_size"], self.config["model_type"]
         self.image_mean = config.get("image_mean", [0.48145466, 0.4578275, 0.40821073])
@@ -352,7 +350,7 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
 
     def get_sd(self) -> dict[str, torch.Tensor]:
         """Return the weights, for saving with a checkpoint's other networks."""
-        file = pipeline.checkpoint.export_network(self._model.locate(), "image_encoder", self._host())
+        file = api.checkpoint.export_network(self._model.locate(), "image_encoder", self._host())
         return {name: from_file(tensor) for name, tensor in file.tensors.items()}
 
     def load_sd(self, sd: Mapping[str, torch.Tensor]) -> NoReturn:
@@ -380,6 +378,6 @@ class VisionOutput(comfy.clip_vision.Output):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The image encoder on the TPU gives {self.states_name}, which the video models take, and no {name}. Load it "
-            "with ComfyUI's own loader for this node."
+            f"The image encoder on the TPU gives {self.states_name}, which the video models take, and no {name}. Load "
+            "it with ComfyUI's own loader for this node."
         )

@@ -12,8 +12,8 @@ import folder_paths
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import ModelRef, Preview, Settings
+from ...tpu_runtime import api
+from ...tpu_runtime.api import ModelRef, Preview, Settings
 from .. import DECLARATIONS
 from ..declare import Folders
 from ..graphs import graph
@@ -51,7 +51,7 @@ class ComfyContext:
     def text(self, message: str) -> None:
         """Show a line of status on the node."""
         self._text = message
-        message = pipeline.escape_for_page(message)
+        message = api.escape_for_page(message)
         if self._node_id is not None:
             PromptServer.instance.send_progress_text(_UNITS.sub("\N{NO-BREAK SPACE}", message), self._node_id)
 
@@ -64,7 +64,7 @@ class ComfyContext:
 
     def ended(self) -> None:
         """Replace the last status of a node by its duration, unless a stage has already done so."""
-        if self._text and not self._text.startswith(pipeline.DURATION_PREFIX):
+        if self._text and not self._text.startswith(api.DURATION_PREFIX):
             self.text(f"Took {time.monotonic() - self._began:.1f} s")
 
     def check_cancelled(self) -> None:
@@ -93,7 +93,7 @@ def list_weight_files(*names: str) -> list[str]:
     For "vae" also light decoders, as in core.
     """
     paths = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
-    files = dict.fromkeys(name for folder in paths for name in pipeline.list_weight_paths(folder))
+    files = dict.fromkeys(name for folder in paths for name in api.list_weight_paths(folder))
     if "vae" in names:
         light = [name for name in list_weight_files("vae_approx") if name.startswith(_LIGHT[0])]
         files |= dict.fromkeys(name for name in light if not name.startswith(_LIGHT[1]))
@@ -122,7 +122,7 @@ def _install(image: Path) -> None:
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with pipeline.open_atomic(target) as scratch:
+        with api.open_atomic(target) as scratch:
             shutil.copyfile(image, scratch)
     except OSError as error:
         log.warning("ComfyUI-TPU: the examples' image could not be copied: %s. It is %s.", error, image)

@@ -9,8 +9,8 @@ import comfy.model_management
 import comfy.model_patcher
 from server import PromptServer
 
-from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import TPUModels
+from ...tpu_runtime import api
+from ...tpu_runtime.api import TPUModels
 
 
 class _Patcher(comfy.model_patcher.ModelPatcher):
@@ -24,7 +24,7 @@ class _Patcher(comfy.model_patcher.ModelPatcher):
         super().__init__(anchor, load_device=anchor.device, offload_device=anchor.device, size=1)
 
     def model_size(self) -> int:
-        return max(1, pipeline.resident_bytes())
+        return max(1, api.resident_bytes())
 
     def loaded_size(self) -> int:
         return self.model_size()
@@ -50,7 +50,7 @@ def _free() -> None:
     if _is_server_loop():
         _ask_to_unload()
     else:
-        pipeline.free_memory()
+        api.free_memory()
 
 
 def _is_server_loop() -> bool:
@@ -82,7 +82,7 @@ def set_imports_aside() -> None:
     ComfyUI's or another pack's is there. Ours hold no weights.
     """
     package = __name__.rpartition(".")[0]
-    pipeline.set_aside([kind for kind in _kinds(comfy.model_patcher.ModelPatcher) if package not in kind.__module__])
+    api.set_aside([kind for kind in _kinds(comfy.model_patcher.ModelPatcher) if package not in kind.__module__])
 
 
 def _kinds(kind: type) -> Iterator[type]:
@@ -112,7 +112,7 @@ def wrap_unload() -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                pipeline.free_memory()
+                api.free_memory()
 
     unload_all_models.__dict__["frees_tpu"] = True
     comfy.model_management.unload_all_models = unload_all_models

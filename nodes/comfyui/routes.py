@@ -15,13 +15,13 @@ from pathlib import Path
 
 from aiohttp import web
 
-from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import StatsFeed, parse_json, run_in_daemon_thread
+from ...tpu_runtime import api
+from ...tpu_runtime.api import StatsFeed, parse_json, run_in_daemon_thread
 from .. import DECLARATIONS, model
 from ..declare import Json
-from ..graphs import miniature, upgrade
-from ..graphs.queue_end import QueueEstimator
-from ..graphs.ran import ProvenanceLog
+from ..graphs import tiny_models, upgrade
+from ..graphs.provenance import ProvenanceLog
+from ..graphs.queue_eta import QueueEstimator
 from . import about
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ def install_routes(records: ProvenanceLog) -> None:
     server = PromptServer.instance
     # The server creates its queue later.
     ends = functools.cache(lambda: QueueEstimator(server.prompt_queue))
-    feed = StatsFeed(lambda: {**pipeline.snapshot.take_snapshot(), "queue": ends().describe()})
+    feed = StatsFeed(lambda: {**api.snapshot.take_snapshot(), "queue": ends().describe()})
     add_routes(
         server.routes,
         request_unload=lambda: server.prompt_queue.set_flag("unload_models", True),
         feed=feed,
-        here=lambda: pipeline.list_local_models(folder_paths.get_folder_paths("diffusers")),
+        here=lambda: api.list_local_models(folder_paths.get_folder_paths("diffusers")),
     )
     server.app.on_response_prepare.append(_keep_modules_fresh)
     server.add_on_prompt_handler(lambda data: _begin(_upgrade_prompt(data), records))
@@ -59,7 +59,7 @@ def add_routes(
     *,
     request_unload: Callable[[], None],
     feed: StatsFeed | None = None,
-    free: Callable[..., object] = pipeline.free_memory,
+    free: Callable[..., object] = api.free_memory,
     here: Callable[[], Collection[str]] = tuple,
 ) -> None:
     """Add the handlers to `routes`.
@@ -110,7 +110,7 @@ def add_routes(
     for name, change in {
         "upgrade": _upgrade,
         "convert": _convert,
-        "miniature": miniature.describe_tiny_changes,
+        "miniature": tiny_models.describe_tiny_changes,
     }.items():
         routes.post(f"/tpu/{name}")(functools.partial(apply, change=change))
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import TypeAlias, TypeGuard
 
-from ...tpu_runtime.pipeline import (
+from ...tpu_runtime.api import (
     QUALITIES,
     SIZE_INPUTS,
     STAGES,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
 
-from ...tpu_runtime import pipeline as runtime
-from ...tpu_runtime.pipeline import QUALITIES
+from ...tpu_runtime import api as runtime
+from ...tpu_runtime.api import QUALITIES
 from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
 from ..model import CLIP_TYPES, parse_quality
 
@@ -48,7 +48,8 @@ _OLD = {
     ),
     "CogVideoXTPUVAEDecoder": LegacyNode(widgets=("fps",), outputs=_FRAMES),
     "Wan21TextEncoder": LegacyNode(widgets=_PROMPTS, outputs=_EMBEDS),
-    "Wan21TPUSampler": LegacyNode(widgets=(*_VIDEO, *_STEPS, "model_id", "flow_shift"), outputs=("latents", "num_frames")),
+    "Wan21TPUSampler": LegacyNode(widgets=(*_VIDEO, *_STEPS, "model_id", "flow_shift"), outputs=("latents",
+    "num_frames")),
     "Wan21TPUVAEDecoder": LegacyNode(widgets=("model_id", "fps"), outputs=_FRAMES),
     "Wan21TPUPipeline": LegacyNode(
         widgets=("prompt", "negative_prompt", *_VIDEO, *_STEPS, "model_id", "fps", "flow_shift"), outputs=_FRAMES

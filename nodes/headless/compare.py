@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...tpu_runtime.pipeline import QUALITIES, media, spec_for_family
+from ...tpu_runtime.api import QUALITIES, media, spec_for_family
 from ..declare import Folders, Value
 from ..graphs.graph import Workflow, list_models
 from .runner import HEADLESS_NODES, TerminalContext, run_workflow

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from ...tpu_runtime import pipeline
-from ...tpu_runtime.pipeline import ModelRef, Preview, Settings
+from ...tpu_runtime import api
+from ...tpu_runtime.api import ModelRef, Preview, Settings
 from .. import DECLARATIONS
 from ..declare import Folders, Node, Value, Values, by_id
-from ..graphs import ran
+from ..graphs import provenance
 from ..graphs.graph import Table, Workflow, expand, is_link, list_generations, node_label, plan_generations
 from . import core_nodes
 from .workflow import validate_workflow
@@ -64,7 +64,7 @@ class TerminalContext:
 
     def text(self, message: str) -> None:
         """Print a line of status. If output is not a terminal, print at most one progress line every 30 s."""
-        message = pipeline.printable(message)
+        message = api.printable(message)
         kind, now = _NUMBER.sub("", message), time.monotonic()
         is_progress = _OF.search(message) is not None
         if not self._is_tty and is_progress and kind == self._last and now - self._written_at < LINE_INTERVAL_S:
@@ -115,14 +115,14 @@ def run_workflow(workflow: Workflow, host: TimedContext, table: Table = HEADLESS
         table[node["class_type"]].validate_constants(host.folders, constants, set(node["inputs"]) - set(constants))
     host.workflow, graph = workflow, expand(workflow, table)
     order = execution_order(graph, table)
-    pipeline.announce_generations(plan_generations(workflow, host.folders, table), progress=host)
+    api.announce_generations(plan_generations(workflow, host.folders, table), progress=host)
     results: dict[str, tuple[Value, ...]] = {}
-    notes: dict[str, ran.Notes] = {}
+    notes: dict[str, provenance.Notes] = {}
     for node_id in order:
         node = _node(graph, node_id, table)
         if host.tells and node.is_output:
-            host.metadata = ran.build_metadata(workflow, notes, table)
-        with host.timed(_title(node, node_id, graph)), pipeline.record_stages() as notes[node_id]:
+            host.metadata = provenance.build_metadata(workflow, notes, table)
+        with host.timed(_title(node, node_id, graph)), api.record_stages() as notes[node_id]:
             results[node_id] = node.run(host, **node.values(_resolve_links(graph[node_id]["inputs"], results)))
     return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
 

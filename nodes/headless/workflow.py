@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from ..declare import Declaration, Input, Json, Value
 from ..graphs.graph import Table, Workflow, find_declaration, is_link, node_label
 from ..graphs.upgrade import upgrade_workflow
-from .structure import read_api_nodes, read_page_links, read_page_nodes, read_page_subgraphs
+from .schema import read_api_nodes, read_page_links, read_page_nodes, read_page_subgraphs
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy
-from comfyui_tpu.kernels import attention_body, attention_form, chip
-from comfyui_tpu.kernels.attention_form import AttentionConfig
+from comfyui_tpu.kernels import attention_config, attention_kernel, hardware
+from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -121,7 +121,7 @@ def test_keys_far_above_the_first_ones_take_over(name: str, compare: Callable):
 
 
 def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_body.QueryBlock, "failed", lambda self: False)
+    monkeypatch.setattr(attention_kernel.QueryBlock, "failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=pallas()))(q, k)
     assert not np.isfinite(out).all()
@@ -308,19 +308,21 @@ HUNYUAN = {"q_seq": 111600, "kv_rows": [111600, 1256], "heads": 4, "head_dim": 1
 def test_the_form_follows_from_the_chip_the_size_and_the_weights(
     kind: str, call: dict[str, Any], bounded: bool, maximum: str, divided: bool
 ):
-    form = attention_form.choose_config(kind, AttentionPolicy(bounded=bounded).maximum(), **call)
+    form = attention_config.choose_config(kind, AttentionPolicy(bounded=bounded).maximum(), **call)
     assert (form.maximum, form.block_kv is not None) == (maximum, divided)
-    used = attention_form.estimate_vmem_bytes(form, call["q_seq"], call["kv_rows"], call["head_dim"], call["itemsize"])
-    assert used <= form.vmem_mib * 2**20 < chip.VMEM_MIB[kind] * 2**20
+    used = attention_config.estimate_vmem_bytes(
+        form, call["q_seq"], call["kv_rows"], call["head_dim"], call["itemsize"]
+    )
+    assert used <= form.vmem_mib * 2**20 < hardware.VMEM_MIB[kind] * 2**20
 
 
 def test_tiles_are_those_of_the_nearest_entry(monkeypatch: pytest.MonkeyPatch):
     def entry(rows: int, step: int) -> dict[str, Any]:
         return {"device_kind": "TPU", "head_dim": 128, "kv_rows": rows, "libtpu": "1", "tiles": {"step": step}}
 
-    monkeypatch.setattr(attention_form, "TUNED_TILES", (entry(1000, 16), entry(3000, 32)))
+    monkeypatch.setattr(attention_config, "TUNED_TILES", (entry(1000, 16), entry(3000, 32)))
     found = [
-        attention_form.choose_tiles("TPU", head_dim=128, kv_rows=rows, heads=1).get("step")
+        attention_config.choose_tiles("TPU", head_dim=128, kv_rows=rows, heads=1).get("step")
         for rows in (900, 2900, 9000)
     ]
     assert found == [16, 32, 1024]

@@ -14,8 +14,8 @@ from comfyui_tpu.attention.api import joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy, Kernel
 from comfyui_tpu.attention.tiles import SlidingTileMask, Tiling
 from comfyui_tpu.kernels import attention as kernel
-from comfyui_tpu.kernels import attention_body, attention_reference
-from comfyui_tpu.kernels.attention_form import AttentionConfig
+from comfyui_tpu.kernels import attention_kernel, attention_reference
+from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.kernels.attention_reference import BLOCKS_PER_TURN, BlockSparsity, keys_in_blocks, keys_of_length
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
@@ -189,7 +189,7 @@ def test_without_the_rerun_such_a_key_would_be_seen(monkeypatch: pytest.MonkeyPa
     q[..., 0], q[..., 1:] = 8.0, 0.0
     k[..., 0] = 0.0
     k[0, 6 * 128 + 1, :, 0] = 140 * np.log(2) * 128**0.5 / 8
-    monkeypatch.setattr(attention_body.QueryBlock, "failed", lambda self: False)
+    monkeypatch.setattr(attention_kernel.QueryBlock, "failed", lambda self: False)
     assert not np.isfinite(attended("sampled", q, k, v, blocks)).all()
 
 
@@ -371,5 +371,5 @@ def test_a_mesh_rounds_the_keys_of_tiles_as_one_chip_does(how: Kernel, monkeypat
 def test_turns_of_the_loop_divide_what_is_left_out():
     for per_block in range(1, 9):
         for unroll in range(2, 17, 2):
-            turn = attention_body.block_aligned_unroll(per_block, unroll)
+            turn = attention_kernel.block_aligned_unroll(per_block, unroll)
             assert turn % per_block == 0 and BLOCKS_PER_TURN * per_block % turn == 0, (per_block, unroll)

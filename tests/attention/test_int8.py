@@ -13,8 +13,8 @@ import pytest
 from comfyui_tpu.attention import policy as policy_module
 from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy, Kernel
-from comfyui_tpu.kernels import attention_body, attention_form, attention_int8, chip
-from comfyui_tpu.kernels.attention_form import AttentionConfig
+from comfyui_tpu.kernels import attention_config, attention_int8, attention_kernel, hardware
+from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -108,7 +108,7 @@ def test_keys_far_above_the_first_ones_take_over(name: str):
 
 
 def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_body.QueryBlock, "failed", lambda self: False)
+    monkeypatch.setattr(attention_kernel.QueryBlock, "failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=FORMS["sampled"]))(q, k)
     assert not np.isfinite(out).all()
@@ -203,10 +203,10 @@ def test_a_form_under_no_maximum_is_refused():
 def test_the_form_follows_from_the_chip(kind: str, divided: bool, rows: list[int]):
     call: dict[str, Any] = {"q_seq": rows[0], "kv_rows": rows, "head_dim": 128, "itemsize": 2}
     policy = AttentionPolicy(bounded=True, scores="int8")
-    form = attention_form.choose_config(kind, policy.maximum("int8"), scores="int8", heads=4, **call)
+    form = attention_config.choose_config(kind, policy.maximum("int8"), scores="int8", heads=4, **call)
     assert (form.scores, form.block_kv is not None) == ("int8", divided)
-    used = attention_form.estimate_vmem_bytes(form, *call.values())
-    assert used <= form.vmem_mib * 2**20 < chip.VMEM_MIB[kind] * 2**20
+    used = attention_config.estimate_vmem_bytes(form, *call.values())
+    assert used <= form.vmem_mib * 2**20 < hardware.VMEM_MIB[kind] * 2**20
 
 
 def test_a_power_of_two_is_the_next():

@@ -16,8 +16,8 @@ from comfyui_tpu.tests.support.citizen import CITIZEN_PACK
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.monitor import snapshot
-from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
-from comfyui_tpu.tpu_runtime.monitor.unstarted import IdleStats
+from comfyui_tpu.tpu_runtime.monitor.host_stats import Sampler
+from comfyui_tpu.tpu_runtime.monitor.idle import IdleStats
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
 

@@ -11,7 +11,7 @@ from typing import Any
 import av
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.nodes.graphs.ran import KEY
+from comfyui_tpu.nodes.graphs.provenance import KEY
 from comfyui_tpu.tests.browser.page import IS_DRAWN, SCREENSHOTS, needs_browser, opened, small
 from comfyui_tpu.tests.browser.test_commands import NOTICE, says
 from comfyui_tpu.tests.browser.test_examples import OPEN

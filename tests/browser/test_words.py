@@ -44,8 +44,8 @@ NOTE = """() => {
 }"""
 WORDS_OF_SERVER = """async () => {
     const scripts = await (await fetch("/extensions")).json();
-    const own = new URL(scripts.find((one) => one.endsWith("/said.js")), location);
-    const url = new URL("monitor/words.mjs", own);
+    const own = new URL(scripts.find((one) => one.endsWith("/server_messages.js")), location);
+    const url = new URL("monitor/i18n.mjs", own);
     const [{ understood }, words] = [await import(url), await (await fetch(new URL("server/zh.json", url))).json()];
 """
 # What of the words is not said as they have it: filled in with a number, between other sentences.

@@ -12,7 +12,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.engine.prompt_cache import PromptCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import upstream_network
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
@@ -110,7 +110,7 @@ def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[st
     found = Path(shutil.copytree(tiny.ensure_random(spec), folder)) / component.folder
     tensors = {name: value for path in found.glob("*.safetensors") for name, value in load_file(path).items()}
     own = {name: weight_names.to_module_name(name, component.aliases) for name in tensors}
-    network = modules.build_network(component, component.tiny)
+    network = upstream_network.build_network(component, component.tiny)
     loaded = {source for weight in network.weights.values() for source in weight.sources}
     parts = {"loaded": {name for name in tensors if own[name] in loaded}}
     parts["other"] = tensors.keys() - parts["loaded"]
@@ -137,7 +137,7 @@ def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path
     (folder / files["other"]).unlink()
     ModelRef(spec_name=spec_name, model_id=str(tmp_path / "model")).check()
     component = spec.component(component_name)
-    network = modules.build_network(component, component.tiny)
+    network = upstream_network.build_network(component, component.tiny)
     matched = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
     assert matched.keys() == network.weights.keys()
     (folder / files["loaded"]).unlink()
@@ -151,7 +151,7 @@ def test_the_files_that_are_asked_for_are_those_of_the_weights():
         root = tiny.ensure_random(spec)
         for component in spec.components:
             headers = checkpoint.read_headers(root / component.folder, component)
-            network = modules.build_network(component, component.tiny)
+            network = upstream_network.build_network(component, component.tiny)
             matched = checkpoint.match_weights(network, headers, root / component.folder)
             needed = {file.path for files in matched.values() for file in files}
             assert needed == {file.path for file in headers.values()}, f"{spec.name} {component.name}"

@@ -14,7 +14,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import compatibility
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.model_spec import Component, ConfigRequirement, ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import upstream_network
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 WAN21, WAN22, FLUX2, COGVIDEOX = "wan2.1-t2v-14b", "wan2.2-i2v-a14b", "flux2-dev", "cogvideox1.5-5b"
@@ -385,7 +385,7 @@ def needs() -> list:
 @pytest.mark.parametrize(("spec", "component"), needs())
 def test_needs_are_upstreams_keys_and_hold_for_its_defaults(spec: ModelSpec, component: Component):
     """A config that lacks a key means upstream's default: that must be one that is supported."""
-    upstream = modules.upstream_class(component)
+    upstream = upstream_network.upstream_class(component)
     if component.library == "diffusers":
         # Another maker's class of the same network may have keys of its own.
         classes = [*(getattr(diffusers, name) for name in component.class_aliases), upstream]

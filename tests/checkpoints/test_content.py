@@ -5,15 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comfyui_tpu.tpu_runtime.checkpoints import content, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import content_hash, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-LARGE = content.SAMPLES * content.SAMPLE_BYTES
+LARGE = content_hash.SAMPLES * content_hash.SAMPLE_BYTES
 
 
 def mark(folder: Path) -> str:
-    return content.hash_model(str(folder), (), SilentProgress())
+    return content_hash.hash_model(str(folder), (), SilentProgress())
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def test_the_mark_of_a_folder_is_of_names_and_contents(folder: Path):
 
 
 def test_a_folder_is_found_by_name_and_with_blanks_around_it(folder: Path):
-    assert content.hash_model(f" {folder.name} ", (str(folder.parent),), SilentProgress()) == mark(folder)
+    assert content_hash.hash_model(f" {folder.name} ", (str(folder.parent),), SilentProgress()) == mark(folder)
 
 
 def test_built_in_models_have_marks_of_their_own():
-    assert content.hash_model("tiny/random-wan21", (), SilentProgress()) == f"miniature {tiny.VERSION}"
+    assert content_hash.hash_model("tiny/random-wan21", (), SilentProgress()) == f"miniature {tiny.VERSION}"
     trained = tiny.find_trained("tiny/wan21")
-    assert trained is not None and content.hash_model("tiny/wan21", (), SilentProgress()) == mark(trained)
+    assert trained is not None and content_hash.hash_model("tiny/wan21", (), SilentProgress()) == mark(trained)
 
 
 def test_a_hub_id_is_known_by_its_newest_commit(monkeypatch: pytest.MonkeyPatch):
@@ -61,13 +61,13 @@ def test_a_hub_id_is_known_by_its_newest_commit(monkeypatch: pytest.MonkeyPatch)
         asked.append((model_id, watching))
         return SimpleNamespace(commit="0123abc")
 
-    monkeypatch.setattr(content.hub, "resolve_snapshot", snapshot)
-    assert content.hash_model(" owner/name ", (), progress) == "0123abc" and asked == [("owner/name", progress)]
+    monkeypatch.setattr(content_hash.hub, "resolve_snapshot", snapshot)
+    assert content_hash.hash_model(" owner/name ", (), progress) == "0123abc" and asked == [("owner/name", progress)]
 
 
 def test_what_is_no_model_is_a_sentence():
     with pytest.raises(CheckpointError, match="model_id is 'no model'; it is neither a folder nor a Hugging Face id"):
-        content.hash_model("no model", (), SilentProgress())
+        content_hash.hash_model("no model", (), SilentProgress())
 
 
 def file(path: Path, size: int) -> Path:
@@ -84,30 +84,30 @@ def change(path: Path, place: int) -> None:
 @pytest.mark.parametrize("size", [0, 1, LARGE])
 def test_every_byte_of_a_small_file_counts(tmp_path: Path, size: int):
     path = file(tmp_path / "a", size)
-    marks = {content.hash_file(path), content.hash_file(file(tmp_path / "b", size + 1))}
-    assert content.hash_file(file(tmp_path / "c", size)) in marks and all(len(one) == 16 for one in marks)
+    marks = {content_hash.hash_file(path), content_hash.hash_file(file(tmp_path / "b", size + 1))}
+    assert content_hash.hash_file(file(tmp_path / "c", size)) in marks and all(len(one) == 16 for one in marks)
     for place in {0, size // 2, size - 1} if size else ():
         change(path, place)
-        marks.add(content.hash_file(path))
+        marks.add(content_hash.hash_file(path))
     assert len(marks) == 2 + len({0, size // 2, size - 1} if size else ())
 
 
 def test_a_large_file_is_known_by_its_size_and_by_samples_from_end_to_end(tmp_path: Path):
     size = 2 * LARGE
     path = file(tmp_path / "a", size)
-    step = (size - content.SAMPLE_BYTES) / (content.SAMPLES - 1)
-    seen = {content.hash_file(path), content.hash_file(file(tmp_path / "b", size + 1))}
+    step = (size - content_hash.SAMPLE_BYTES) / (content_hash.SAMPLES - 1)
+    seen = {content_hash.hash_file(path), content_hash.hash_file(file(tmp_path / "b", size + 1))}
     for place in (
         0,
-        content.SAMPLE_BYTES - 1,
+        content_hash.SAMPLE_BYTES - 1,
         int(31 * step) + 5,
         int(32 * step) + 5,
-        size - content.SAMPLE_BYTES,
+        size - content_hash.SAMPLE_BYTES,
         size - 1,
     ):
         change(path, place)
-        seen.add(content.hash_file(path))
+        seen.add(content_hash.hash_file(path))
     assert len(seen) == 8
-    between = content.hash_file(path)
-    change(path, content.SAMPLE_BYTES + 5)
-    assert content.hash_file(path) == between
+    between = content_hash.hash_file(path)
+    change(path, content_hash.SAMPLE_BYTES + 5)
+    assert content_hash.hash_file(path) == between

@@ -10,7 +10,7 @@ from comfyui_tpu.cli.download import BarContext, format_bar
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tests.support.host import Runner, new_prompt
-from comfyui_tpu.tpu_runtime.checkpoints import hub, tiny, weight_files
+from comfyui_tpu.tpu_runtime.checkpoints import downloads, hub, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
@@ -34,7 +34,7 @@ def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fa
         path.parent.mkdir(exist_ok=True)
         path.exists() or path.write_text("x")
     server.use(monkeypatch, tmp_path / "hf", {SPEC.published.hub_id: folder})
-    monkeypatch.setattr(weight_files, "PAUSE_S", 0.0)
+    monkeypatch.setattr(downloads, "PAUSE_S", 0.0)
     return server
 
 
@@ -97,7 +97,7 @@ def test_a_cut_download_goes_on_where_it_stopped(
     to = tmp_path / "wan"
     command = ["download", SPEC.name, *(["--to", str(to)] if own else [])]
     fake.cuts[ENCODER] = [1000]
-    fake.cuts[DENOISER] = [2000] + [0] * weight_files.MAX_RETRIES
+    fake.cuts[DENOISER] = [2000] + [0] * downloads.MAX_RETRIES
     assert main(command) == 2
     assert (
         "transformer of Wan-AI/Wan2.1-T2V-14B-Diffusers is not on this machine, or not all" in capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_a_cancelled_download_keeps_what_came(fake: FakeHub, tmp_path: Path, mon
 
 def test_a_damaged_part_is_found_and_thrown_away(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     to = tmp_path / "wan"
-    fake.cuts[DENOISER] = [2000] + [0] * weight_files.MAX_RETRIES
+    fake.cuts[DENOISER] = [2000] + [0] * downloads.MAX_RETRIES
     main(["download", SPEC.name, "--to", str(to)])
     part = to / "transformer" / f"{DENOISER}.part"
     part.write_bytes(bytes(2000))

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime.checkpoints import load, placement
+from comfyui_tpu.tpu_runtime.checkpoints import placement, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.placement import PutsInFlight
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -136,7 +136,7 @@ def test_what_was_deleted_meanwhile_is_not_waited_for():
 def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
     """A disk that is faster than the chips: nothing arrives until it is waited for."""
     held, most = [0], [0]
-    monkeypatch.setattr(load, "READ_AHEAD_BYTES", 100)
+    monkeypatch.setattr(weight_loader, "READ_AHEAD_BYTES", 100)
 
     class Piece:
         size_bytes = piece_bytes
@@ -153,10 +153,10 @@ def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.
             super().block_until_ready()
             held[0] -= piece_bytes
 
-    monkeypatch.setattr(load._Piece, "of", lambda *args: [Piece() for _ in range(9)])
-    in_flight, reader = PutsInFlight(), type("Stopped", (), {"stop": load.threading.Event()})()
+    monkeypatch.setattr(weight_loader._Piece, "of", lambda *args: [Piece() for _ in range(9)])
+    in_flight, reader = PutsInFlight(), type("Stopped", (), {"stop": weight_loader.threading.Event()})()
     wanted: Any = {"weight": None}
-    with load.read_shards(reader, None, {"weight": ()}, wanted, in_flight) as pieces:  # type: ignore[arg-type]
+    with weight_loader.read_shards(reader, None, {"weight": ()}, wanted, in_flight) as pieces:  # type: ignore[arg-type]
         count = 0
         for piece in pieces:
             in_flight.add([Landing("piece", [])], piece.nbytes)
@@ -167,7 +167,7 @@ def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.
 def test_a_model_is_loaded_with_each_replicated_byte_put_once(put_bytes: list[int], tmp_path: Any):
     """Through `load` itself, from a file that another library wrote."""
     from comfyui_tpu.tpu_runtime.files import TensorFile
-    from comfyui_tpu.tpu_runtime.programs.modules import Weight
+    from comfyui_tpu.tpu_runtime.programs.upstream_network import Weight
     from safetensors.torch import save_file
 
     values = torch.randn(24, 16, dtype=torch.bfloat16)
@@ -182,7 +182,7 @@ def test_a_model_is_loaded_with_each_replicated_byte_put_once(put_bytes: list[in
     progress: Any = type(
         "Silent", (), {"text": lambda *a: None, "step": lambda *a: None, "check_cancelled": lambda s: 0}
     )()
-    (placed,) = load.load_weights(network, {"weight": (file,)}, {"weight": want}, "one", progress).values()
+    (placed,) = weight_loader.load_weights(network, {"weight": (file,)}, {"weight": want}, "one", progress).values()
     assert sum(put_bytes) == values.nbytes
     for shard in placed.addressable_shards:
         assert np.asarray(shard.data).tobytes() == values.view(torch.int16).numpy().tobytes()

@@ -12,11 +12,11 @@ import transformers
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.published import Rename, moved, rewrite
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny, weight_names
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader, weight_names
 from comfyui_tpu.tpu_runtime.files import read_json
 from comfyui_tpu.tpu_runtime.model_spec import Component
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
-from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from packaging.version import Version
 
@@ -77,10 +77,10 @@ Loaded = tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]
 
 def load_component(component: Component, folder: Path) -> Loaded:
     """A component's weights, and the buffers that its module computes from its config."""
-    network = modules.build_network(component, read_json(folder / "config.json"))
+    network = upstream_network.build_network(component, read_json(folder / "config.json"))
     files = checkpoint.match_weights(network, checkpoint.read_headers(folder, network.component), folder)
     wanted = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
-    loaded = load.load_weights(network, files, wanted, component.name, SilentProgress())
+    loaded = weight_loader.load_weights(network, files, wanted, component.name, SilentProgress())
     buffers = {name: x for name, x in network.module.named_buffers() if x.device.type != "meta"}
     return jax.tree.map(np.asarray, loaded), buffers
 
@@ -88,7 +88,7 @@ def load_component(component: Component, folder: Path) -> Loaded:
 def upstream(component: Component, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What upstream loads."""
     option = "torch_dtype" if component.library == "diffusers" else "dtype"
-    return modules.upstream_class(component).from_pretrained(folder, **{option: dtype}).state_dict()
+    return upstream_network.upstream_class(component).from_pretrained(folder, **{option: dtype}).state_dict()
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def test_what_transformers_keeps_in_float32_strictly_is_kept(monkeypatch: pytest
 
 def formats(spec: str, name: str) -> dict[str, torch.dtype]:
     """The format of each weight of a component in bfloat16."""
-    network = modules.build_network(component_of(spec, name), read_json(written(spec, name) / "config.json"))
+    network = upstream_network.build_network(component_of(spec, name), read_json(written(spec, name) / "config.json"))
     float32 = {key for key in network.weights if weights.weight_dtype(network, key, "bfloat16") == np.float32}
     return {
         source: torch.float32 if key in float32 else torch.bfloat16

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.formats import quantized
+from comfyui_tpu.tpu_runtime.formats import quantization_detect
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import upstream_network
 from safetensors.torch import load_file, save_file
 
 SPEC = spec_for_family("Wan21")
@@ -134,20 +134,24 @@ def test_codes_that_are_pickled_are_not_called_an_incomplete_download(part: str,
 
 
 def test_quantization_of_a_model_of_several_parts_is_found():
-    assert quantized.detect_in_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
-    assert quantized.detect_in_config({"compression_config": {"format": "pack-quantized"}}) == "pack-quantized"
+    assert (
+        quantization_detect.detect_in_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
+    )
+    assert (
+        quantization_detect.detect_in_config({"compression_config": {"format": "pack-quantized"}}) == "pack-quantized"
+    )
     for nameless in (["what"], {"bits": 4}, {"quant_method": 4}):
-        found = quantized.detect_in_config({"quantization_config": nameless})
+        found = quantization_detect.detect_in_config({"quantization_config": nameless})
         assert found == "a method that its config does not name"
     for key in ("quant_method", "quant_algo", "quant_type", "format"):
-        assert quantized.detect_in_config({"quantization_config": {key: "x", "bits": 4}}) == "x"
+        assert quantization_detect.detect_in_config({"quantization_config": {key: "x", "bits": 4}}) == "x"
     of_a_part = {"quantization_config": {"quant_method": "fp8"}}
-    assert quantized.detect_in_config({"text_config": 3, "task": of_a_part}) is None
+    assert quantization_detect.detect_in_config({"text_config": 3, "task": of_a_part}) is None
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_no_published_config_is_taken_for_a_quantized_one(spec):
-    assert not any(quantized.detect_in_config(component.config) for component in spec.components)
+    assert not any(quantization_detect.detect_in_config(component.config) for component in spec.components)
 
 
 def test_plain_fp8_is_a_cast_although_names_hold_scale(tmp_path: Path):
@@ -170,13 +174,13 @@ def test_a_layer_of_plain_fp8_is_read_as_the_numbers_it_holds(kind: torch.dtype,
     cast = {name: x.to(kind) for name, x in load_file(path).items()}
     save_file(cast, path)
     component = SPEC.component("transformer")
-    network = modules.build_network(component, component.tiny)
+    network = upstream_network.build_network(component, component.tiny)
     files = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
     name = next(name for name, weight in network.weights.items() if f"{LAYER}.weight" in weight.sources)
     with contextlib.ExitStack() as stack:
-        reader = load.TensorReader(stack, lambda: None)
+        reader = weight_loader.TensorReader(stack, lambda: None)
         alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        layer = load.read_layer(reader, files[name][0], network.weights[name], alone)
+        layer = weight_loader.read_layer(reader, files[name][0], network.weights[name], alone)
     assert np.array_equal(np.asarray(layer, np.float32), cast[f"{LAYER}.weight"].float().numpy())
 
 
@@ -185,13 +189,13 @@ def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
     component = SPEC.component("transformer")
     headers = checkpoint.read_headers(folder / "transformer", component)
     with pytest.raises(CheckpointError, match=f"{LAYER}.weight holds I8, and weights are floating point numbers"):
-        checkpoint.match_weights(modules.build_network(component, component.tiny), headers, folder)
+        checkpoint.match_weights(upstream_network.build_network(component, component.tiny), headers, folder)
 
 
 def test_positions_beside_weights_are_left_aside():
     """CLIP's published files have them."""
     names = {"embeddings.position_ids": "I64", "embeddings.position_embedding.weight": "F16", "logit_scale": "F32"}
-    assert quantized.detect_in_tensors(names) is None
+    assert quantization_detect.detect_in_tensors(names) is None
 
 
 @pytest.mark.parametrize(
@@ -209,6 +213,6 @@ def test_positions_beside_weights_are_left_aside():
     ],
 )
 def test_codes_are_known_by_what_stands_in_their_layer(names: dict[str, str], found: tuple[str, str] | None):
-    assert quantized.detect_in_tensors(names) == found
+    assert quantization_detect.detect_in_tensors(names) == found
     turned = dict(reversed(names.items()))
-    assert quantized.detect_in_tensors(turned) == found
+    assert quantization_detect.detect_in_tensors(turned) == found

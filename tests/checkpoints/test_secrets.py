@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from comfyui_tpu.tests.support.host import Runner
-from comfyui_tpu.tpu_runtime import pipeline, redact, tokens
+from comfyui_tpu.tpu_runtime import api, redact, tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -53,7 +53,7 @@ def test_a_link_with_a_token_for_a_model_id(caplog: pytest.LogCaptureFixture):
 
 
 def test_every_load_says_that_no_foreign_code_is_run():
-    pack = Path(pipeline.__file__).parents[1]
+    pack = Path(api.__file__).parents[1]
     calls = [
         (path, call)
         for path in sorted(pack.rglob("*.py"))
@@ -79,7 +79,7 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path):
     path.write_text(json.dumps(config))
     model = ModelRef(spec_name=SPEC.name, model_id=str(folder), precision="float32")
     # What a tokenizer.json says is all that is needed.
-    assert tokens.load_tokenizer(folder / "tokenizer")
+    assert tokenization.load_tokenizer(folder / "tokenizer")
     (folder / "tokenizer" / "tokenizer.json").unlink()
     assert error_of(lambda: Runner(jax.devices()[:1]).encode(model, "a cat", "", SilentProgress())) == (
         f"{folder / 'tokenizer'} comes with code of its own, which is never run here. Use a checkpoint whose tokenizer "

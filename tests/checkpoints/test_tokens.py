@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from comfyui_tpu.tests.support.published import umt5_tokenizer
-from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_json
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -26,7 +26,7 @@ def umt5(tmp_path: Path) -> Path:
 
 def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
     """A T5Tokenizer, which its config names, is made anew by transformers 5, with the unknown token at 2."""
-    ids, mask = wan.tokenize(tokens.load_tokenizer(umt5), PROMPTS)
+    ids, mask = wan.tokenize(tokenization.load_tokenizer(umt5), PROMPTS)
     file = Tokenizer.from_file(str(umt5 / "tokenizer.json"))
     file.enable_truncation(wan.MAX_TOKENS)
     file.enable_padding(length=wan.MAX_TOKENS, pad_id=PAD, pad_token="<pad>")
@@ -38,7 +38,9 @@ def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
 
 
 def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
-    ours, theirs = (wan.tokenize(each, PROMPTS) for each in (tokens.load_tokenizer(umt5), umt5_tokenizer(umt5.parent)))
+    ours, theirs = (
+        wan.tokenize(each, PROMPTS) for each in (tokenization.load_tokenizer(umt5), umt5_tokenizer(umt5.parent))
+    )
     np.testing.assert_array_equal(ours, theirs)
 
 
@@ -49,7 +51,7 @@ def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_pa
     folder = Path(
         shutil.copytree(tiny.ensure_random(spec_for_family(family)) / text.tokenizer_folder, tmp_path / "tokenizer")
     )
-    before = text.tokenize(tokens.load_tokenizer(folder), ["a cat"])
+    before = text.tokenize(tokenization.load_tokenizer(folder), ["a cat"])
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     file = folder / place
@@ -58,7 +60,7 @@ def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_pa
     else:
         held = read_json(file) if file.is_file() else {}
         file.write_text(json.dumps({**held, "chat_template": template}))
-    after = text.tokenize(tokens.load_tokenizer(folder), ["a cat"])
+    after = text.tokenize(tokenization.load_tokenizer(folder), ["a cat"])
     assert [x.tolist() for x in after] == [x.tolist() for x in before]
 
 
@@ -66,7 +68,7 @@ def test_a_template_of_the_tokenizers_own_comes_before_the_processors(tmp_path: 
     spec = spec_for_family("Flux2")
     folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
-    assert tokens.load_tokenizer(folder).chat_template == (folder / "chat_template.jinja").read_text()
+    assert tokenization.load_tokenizer(folder).chat_template == (folder / "chat_template.jinja").read_text()
 
 
 @pytest.mark.parametrize("family", ["Flux2", "HunyuanVideo15"])
@@ -75,7 +77,7 @@ def test_a_folder_without_a_template_is_named(family: str, tmp_path: Path):
     folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError) as error:
-        spec.text_encoders[0].tokenize(tokens.load_tokenizer(folder), ["a cat"])
+        spec.text_encoders[0].tokenize(tokenization.load_tokenizer(folder), ["a cat"])
     assert str(error.value) == (
         f"{folder}: there is no chat template in tokenizer_config.json, chat_template.jinja or chat_template.json; the "
         "checkpoint is incomplete. Download the folder again."

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.checkpoints.raw_files import MARK, denoiser, write_gguf, write_safetensors
 from comfyui_tpu.tests.files import single_files
-from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import file_resolution, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_partial_model, describe_ambiguity
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
@@ -25,10 +25,10 @@ def tensors_of(name: str, folder: str = "transformer") -> dict[str, torch.Tensor
     return denoiser(lookup_spec(name), folder)
 
 
-def resolved(model_id: str, name: str, **options: bool) -> parts.ResolvedFiles:
+def resolved(model_id: str, name: str, **options: bool) -> file_resolution.ResolvedFiles:
     """The model of the family of `name` that an id is."""
     family = [one for one in SPECS if one.family == lookup_spec(name).family]
-    return parts.resolve(model_id, family, **options)
+    return file_resolution.resolve(model_id, family, **options)
 
 
 # --- a value of a network ---------------------------------------------------------------------------------------------
@@ -125,18 +125,18 @@ def test_numbers_of_a_language_model_are_those_that_a_gguf_says(
     tensors = {name: torch.zeros(shape) for name, shape in (LANGUAGE | more).items()}
     own = {f"{architecture}.rope.freq_base": 5e6, f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5}
     path = write_gguf(tmp_path / "encoder.gguf", tensors, architecture, **own)
-    config = parts.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
+    config = file_resolution.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
     config = config.get("text_config", config)
     assert (config["rope_theta"], config["rms_norm_eps"]) == (5e6, 1e-5)
     path = write_gguf(tmp_path / "plain.gguf", tensors, architecture)
-    config = parts.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
+    config = file_resolution.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
     published = spec.component("text_encoder").config
     published = published.get("text_config", published)
     assert config.get("text_config", config)["rope_theta"] == published["rope_theta"]
     for number in (-1.0, 0.0, 3e38, float("nan"), float("inf")):
         path = write_gguf(tmp_path / "bad.gguf", tensors, architecture, **{f"{architecture}.rope.freq_base": number})
         with pytest.raises(CheckpointError, match="rope.freq_base is .*, and must be from 1.0 to 1"):
-            parts.resolve(f"{path} + {spec.miniature.random_id}", [spec])
+            file_resolution.resolve(f"{path} + {spec.miniature.random_id}", [spec])
 
 
 # --- a model of a family ----------------------------------------------------------------------------------------------
@@ -226,10 +226,13 @@ def test_a_part_that_is_looked_for_is_the_one_that_is_published_with_the_model(t
         single_files.write(vae / f"{name}.safetensors", source / "vae", "AutoencoderKLWan")
     single_files.write(encoder / "umt5.safetensors", source / "text_encoder", "UMT5EncoderModel")
     path = single_files.write(tmp_path / "wan2.1_t2v_14B.safetensors", source / "transformer", "WanTransformer3DModel")
-    found = parts.resolve(str(path), [wan], (str(vae), str(encoder)))
+    found = file_resolution.resolve(str(path), [wan], (str(vae), str(encoder)))
     assert found.parts["vae"].path.name == "wan_2.1_vae.safetensors"
     (vae / "wan_2.1_vae.safetensors").unlink()
-    assert parts.resolve(str(path), [wan], (str(vae), str(encoder))).parts["vae"].path.name == "zz_vae.safetensors"
+    assert (
+        file_resolution.resolve(str(path), [wan], (str(vae), str(encoder))).parts["vae"].path.name
+        == "zz_vae.safetensors"
+    )
 
 
 # --- relatives that compute something else ----------------------------------------------------------------------------
@@ -397,7 +400,7 @@ def test_numbers_in_the_metadata_of_another_format_say_nothing(tmp_path: Path):
     layers |= {"model.layers.0.self_attn.k_proj.bias": (32,), "model.layers.0.mlp.gate_proj.weight": (48, 32)}
     tensors = {name: torch.zeros(shape) for name, shape in {**layers, "model.embed_tokens.weight": (50, 32)}.items()}
     path = write_safetensors(tmp_path / "encoder.safetensors", tensors, {"rope_theta": "many", "rms_norm_eps": "1e300"})
-    config = parts.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
+    config = file_resolution.resolve(f"{path} + {spec.miniature.random_id}", [spec]).configs["text_encoder"]
     own = spec.component("text_encoder").config
     assert all(config[key] == own[key] for key in ("rope_theta", "rms_norm_eps"))
 

@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.cli import bench, stand_ins
+from comfyui_tpu.cli import bench, random_inputs
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.programs import generation
+from comfyui_tpu.tpu_runtime.programs import denoising_plan
 from comfyui_tpu.tpu_runtime.units import GIB
 
 MODEL = "flux2-klein-4b"
@@ -90,8 +90,8 @@ def test_texts_are_taken_as_whole_ones():
     """A text's length decides how much attention there is."""
     import jax
 
-    spec = stand_ins.tiny_spec(lookup_spec("wan2.1-t2v-14b"))
+    spec = random_inputs.tiny_spec(lookup_spec("wan2.1-t2v-14b"))
     settings = spec.settings(**{**spec.miniature.inputs, "num_frames": 5})
-    (step,) = generation.list_programs(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
-    inputs = stand_ins.random_arguments(step)[step.args._fields.index("inputs")]
+    (step,) = denoising_plan.list_programs(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))
+    inputs = random_inputs.random_arguments(step)[step.args._fields.index("inputs")]
     assert inputs["text_length"].tolist() == [512, 512]

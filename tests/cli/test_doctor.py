@@ -266,7 +266,8 @@ def aborting(machine: HostMachine) -> HostMachine:
 
 
 CASES: dict[str, tuple[Callable, Harm, str, str]] = {
-    "GPU build": (packages.check_torch_build, installed(torch="2.15.0+cu132"), "2.15.0+cu132, a GPU build", "cpu torch==2.15.0"),
+    "GPU build": (packages.check_torch_build, installed(torch="2.15.0+cu132"), "2.15.0+cu132, a GPU build",
+    "cpu torch==2.15.0"),
     "GPU build by its packages": (
         packages.check_torch_build, installed(torch="2.13.0", nvidia_cublas="13.1", nvidia_ml_py="1"),
         "2.13.0, a GPU build with 1 nvidia packages", "pip uninstall -y nvidia-cublas; pip install --force-reinstall",
@@ -284,24 +285,30 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     ),
     "chips of an unknown kind": (chips.check_chips, unmapped, "8 device files (0, ...)", "pip install 'tpu-info"),
     "no rights": (chips.check_device_permissions, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
-    "another user's lock": (chips.check_device_permissions, locked, "libtpu cannot lock it", "sudo rm /tmp/libtpu_lockfile"),
+    "another user's lock": (chips.check_device_permissions, locked, "libtpu cannot lock it",
+    "sudo rm /tmp/libtpu_lockfile"),
     "TPU held": (chips.check_holders, held, "by python3 train.py, process 42", "kill 42"),
     "TPU held by another user": (
-        chips.check_holders, held_by_another, "by python3 train.py, process 42, of another user", "Wait until it has ended"
+        chips.check_holders, held_by_another, "by python3 train.py, process 42, of another user",
+        "Wait until it has ended"
     ),
     "little may be locked": (
         chips.check_locked_memory, lambda machine: dataclasses.replace(machine, memlock_bytes=lambda: 8 * 2**20),
         "8.0 MiB may be locked", "ulimit -l unlimited",
     ),
-    "few mappings": (chips.check_locked_memory, few_mappings, "65535 mappings for each chip", "dma_entry_limit=1000000"),
+    "few mappings": (chips.check_locked_memory, few_mappings, "65535 mappings for each chip",
+    "dma_entry_limit=1000000"),
     "a release candidate": (
         host.check_python, lambda machine: dataclasses.replace(machine, python="3.11.0rc1"),
         "3.11.0rc1 on Linux, which was never released", "--only-upgrade python3.11",
     ),
-    "hugepages": (chips.check_hugepages, slow_pages, "off: the TPU starts", "sudo sh -c 'echo always > /sys/kernel/mm/"),
-    "JAX on the CPU": (chips.check_variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used", "unset JAX_PLATFORMS"),
+    "hugepages": (chips.check_hugepages, slow_pages, "off: the TPU starts",
+    "sudo sh -c 'echo always > /sys/kernel/mm/"),
+    "JAX on the CPU": (chips.check_variables, env(JAX_PLATFORMS="cpu"), "cpu: the TPU is not used",
+    "unset JAX_PLATFORMS"),
     "another libtpu": (
-        chips.check_variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, instead of", "unset TPU_LIBRARY_PATH"
+        chips.check_variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, instead of",
+        "unset TPU_LIBRARY_PATH"
     ),
     "no slice": (
         chips.check_variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY"
@@ -312,26 +319,30 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     ),
     "64 bits": (chips.check_variables, env(JAX_ENABLE_X64="true"), "true: never tested", "unset JAX_ENABLE_X64"),
     "no broadcasting": (
-        chips.check_variables, env(JAX_NUMPY_RANK_PROMOTION="raise"), "raise: JAX refuses", "unset JAX_NUMPY_RANK_PROMOTION"
+        chips.check_variables, env(JAX_NUMPY_RANK_PROMOTION="raise"), "raise: JAX refuses",
+        "unset JAX_NUMPY_RANK_PROMOTION"
     ),
     "no mixed types": (
         chips.check_variables, env(JAX_NUMPY_DTYPE_PROMOTION="strict"), "strict: JAX refuses",
         "unset JAX_NUMPY_DTYPE_PROMOTION",
     ),
     "another precision": (
-        chips.check_variables, env(JAX_DEFAULT_MATMUL_PRECISION="highest"), "highest: changes products of bfloat16 programs",
+        chips.check_variables, env(JAX_DEFAULT_MATMUL_PRECISION="highest"),
+        "highest: changes products of bfloat16 programs",
         "unset JAX_DEFAULT_MATMUL_PRECISION",
     ),
     "budget too high": (
         chips.check_memory_limit, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
         "unset COMFYUI_TPU_HBM_GIB",
     ),
-    "no budget": (chips.check_memory_limit, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is not a number", "unset COMFYUI_TPU_HBM_GIB"),
+    "no budget": (chips.check_memory_limit, env(COMFYUI_TPU_HBM_GIB="all"), "'all' is not a number",
+    "unset COMFYUI_TPU_HBM_GIB"),
     "kernel switched off": (
         chips.check_fallbacks, env(COMFYUI_TPU_KERNELS="-attention"), "attention: results are unchanged",
         "unset COMFYUI_TPU_KERNELS",
     ),
-    "no switch": (chips.check_fallbacks, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' must be one of", "unset COMFYUI_TPU_OPTIONS"),
+    "no switch": (chips.check_fallbacks, env(COMFYUI_TPU_OPTIONS="-all"), "'-all' must be one of",
+    "unset COMFYUI_TPU_OPTIONS"),
     "a halt": (chips.check_fallbacks, halted, "8 x TPU v6 lite: decode halted the chips", "rm "),
     "cache not writable": (host.check_caches, unwritable, "/cache cannot be written", "unset COMFYUI_TPU_CACHE"),
     "programs not writable": (
@@ -346,11 +357,14 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "no token": (host.check_token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
     "little memory": (host.check_memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),
     "pip.conf": (host.check_pip, pip_conf, "pip.conf lets pip write", "pip config --user unset global.break-system"),
-    "no ComfyUI": (comfyui.check_version, no_comfyui, "/ComfyUI; the command line needs none", "setup.py install --comfyui"),
-    "old ComfyUI": (comfyui.check_version, version("0.3.9"), "0.3.9; the pack needs 0.3.76", "checkout master && git -C"),
+    "no ComfyUI": (comfyui.check_version, no_comfyui, "/ComfyUI; the command line needs none",
+    "setup.py install --comfyui"),
+    "old ComfyUI": (comfyui.check_version, version("0.3.9"), "0.3.9; the pack needs 0.3.76",
+    "checkout master && git -C"),
     "old ComfyUI of ours": (comfyui.check_version, version("0.3.9", ours=True), "0.3.9; the pack", "setup.py update"),
     "very old ComfyUI": (comfyui.check_version, version(""), "too old to have a version", "pull"),
-    "demanding ComfyUI": (packages.check_requirements, demanding, "transformers>=6; tested with", "Take a ComfyUI that"),
+    "demanding ComfyUI": (packages.check_requirements, demanding, "transformers>=6; tested with",
+    "Take a ComfyUI that"),
     "not linked": (comfyui.check_this_pack, unlinked, "not in", "ln -s "),
     "linked twice": (comfyui.check_this_pack, linked_twice, "as comfyui-tpu: ComfyUI loads both", "rm "),
     "linked and copied": (comfyui.check_this_pack, copied_too, "as Copy: ComfyUI loads both", "Copy.disabled"),
@@ -360,9 +374,11 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         comfyui.check_other_packs, old_pack,
         "ComfyUI-FLUX.2-TPU has nodes of the same names (Flux2TPUSampler, Flux2TextEncoder)", "FLUX.2-TPU.disabled",
     ),
-    "the same node of another": (comfyui.check_other_packs, new_style, "wan.py has nodes of the same", "wan.py.disabled"),
+    "the same node of another": (comfyui.check_other_packs, new_style, "wan.py has nodes of the same",
+    "wan.py.disabled"),
     "a monitor that starts the TPU": (
-        comfyui.check_other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts", "Crystools.disabled"
+        comfyui.check_other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts",
+        "Crystools.disabled"
     ),
     "no Manager": (comfyui.check_manager, unmanaged, "not installed", "/ComfyUI/manager_requirements.txt, then start"),
     "broken environment": (packages.check_environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
@@ -371,9 +387,11 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         packages.check_environment, old_python, "Python 3.10; the pack needs 3.11",
         "setup.py install",
     ),
-    "unconstrained": (comfyui.check_running, unconstrained, "process 77 runs without PIP_CONSTRAINT", "kill 77; python3 "),
+    "unconstrained": (comfyui.check_running, unconstrained, "process 77 runs without PIP_CONSTRAINT",
+    "kill 77; python3 "),
     "port in use": (comfyui.check_running, taken, "in use by jupyter lab, process 88", "--port 8189"),
-    "port in use by another user": (comfyui.check_running, listening, "in use by a program of another user", "--port 8189"),
+    "port in use by another user": (comfyui.check_running, listening, "in use by a program of another user",
+    "--port 8189"),
 }  # fmt: skip
 
 

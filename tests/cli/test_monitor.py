@@ -10,16 +10,16 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.cli import monitor
 from comfyui_tpu.tests.support.chips import GIB, chip, tpu
-from comfyui_tpu.tpu_runtime.engine import current
-from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
-from comfyui_tpu.tpu_runtime.monitor.unstarted import IdleStats
+from comfyui_tpu.tpu_runtime.engine import lifecycle
+from comfyui_tpu.tpu_runtime.monitor.host_stats import Sampler
+from comfyui_tpu.tpu_runtime.monitor.idle import IdleStats
 from rich.console import Console
 
 
 @pytest.fixture(autouse=True)
 def nothing_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever tests before have started in this process: the command starts nothing."""
-    monkeypatch.setattr(current, "_engine", None)
+    monkeypatch.setattr(lifecycle, "_engine", None)
 
 
 def shown(stats: Any, note: str = "", width: int = 100) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import pytest
-from comfyui_tpu.cli import stand_ins, verify
+from comfyui_tpu.cli import random_inputs, verify
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.kernels import attention
 from comfyui_tpu.tests.support.patience import slower
@@ -48,7 +48,7 @@ def part_forms(precision: str = "float32") -> dict[str, verify.FormResult]:
     """Those of a part of the tokens, on one device."""
     spec = lookup_spec(MODEL)
     settings = verify.take_first_frames(spec, spec.settings(**spec.miniature.inputs))
-    check = verify.StepVariants(stand_ins.tiny_spec(spec), jax.devices()[:1], precision, runs=1)
+    check = verify.StepVariants(random_inputs.tiny_spec(spec), jax.devices()[:1], precision, runs=1)
     wanted = verify.list_variants(
         check.program(settings, verify.StepVariant(name="", without=Fallbacks())), is_tiny=True
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli.doctor import HostMachine, checks, packages
-from comfyui_tpu.tpu_runtime import pipeline, versions
+from comfyui_tpu.tpu_runtime import api, versions
 from packaging.version import Version
 
 # What results, file formats and programs depend on.
@@ -152,7 +152,7 @@ def test_a_version_that_was_not_run_is_warned_of_once_in_doctors_words(
     installed[name] = version
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            pipeline.check_packages()
+            api.check_packages()
     (record,) = [record for record in caplog.records if record.name == versions.log.name]
     ((found, remedy),) = findings(name)
     assert record.getMessage() == f"{name} {found}. To change it: {remedy}"
@@ -161,7 +161,7 @@ def test_a_version_that_was_not_run_is_warned_of_once_in_doctors_words(
 @pytest.mark.parametrize("name", ["tpu-info", "ftfy"])
 def test_a_package_that_is_missing_is_warned_of(name: str, installed: dict[str, str], caplog: pytest.LogCaptureFixture):
     installed[name] = ""
-    pipeline.check_packages()
+    api.check_packages()
     (record,) = [record for record in caplog.records if record.name == versions.log.name]
     assert record.getMessage() == f"{name} is not installed. To install it: {findings(name)[0][1]}"
 
@@ -185,7 +185,7 @@ def test_a_version_with_which_nothing_runs_is_refused(name: str, version: str, a
     """By the value that came, the allowed ones, and a command for this very environment."""
     installed[name] = version
     with pytest.raises(RuntimeError) as refused:
-        pipeline.check_packages()
+        api.check_packages()
     ((_, command),) = findings(name)
     assert str(refused.value) == (
         f"{name} {version} is not supported: TPU nodes run with {name} {allowed}. "
@@ -196,20 +196,20 @@ def test_a_version_with_which_nothing_runs_is_refused(name: str, version: str, a
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.14.1", "2.15.0+cu132", "2.15.9"])
 def test_a_torch_in_range_is_not_refused(version: str, installed: dict[str, str]):
     installed["torch"] = version
-    pipeline.check_packages()
+    api.check_packages()
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "jaxlib", "torchax", "diffusers", "transformers"])
 def test_what_nothing_runs_without_is_refused_where_it_is_missing(name: str, installed: dict[str, str]):
     installed[name] = ""
     with pytest.raises(RuntimeError, match=f"^{name} is not installed: no TPU node runs without it. Run this command"):
-        pipeline.check_packages()
+        api.check_packages()
 
 
 def test_several_refusals_are_lines(installed: dict[str, str]):
     installed |= {"torch": "2.16.0", "diffusers": ""}
     with pytest.raises(RuntimeError) as refused:
-        pipeline.check_packages()
+        api.check_packages()
     assert [line.split()[0] for line in str(refused.value).splitlines()] == ["torch", "diffusers"]
 
 
@@ -218,7 +218,7 @@ def test_a_missing_packaging_is_refused_with_its_command(monkeypatch: pytest.Mon
     monkeypatch.delattr("comfyui_tpu.tpu_runtime.versions")
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
     with pytest.raises(RuntimeError, match="^packaging is not installed: .* -m pip install packaging$"):
-        pipeline.check_packages()
+        api.check_packages()
 
 
 def test_the_bridge_refuses_before_it_imports_torchax(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch):

@@ -13,12 +13,12 @@ import pytest
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import list_generations
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.support.patience import slower
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.model_spec import MagCache, ModelSpec, Settings, StepCache
@@ -51,7 +51,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         found.append((model, settings))
         return 0
 
-    monkeypatch.setattr(pipeline, "warm_up", warmup)
+    monkeypatch.setattr(api, "warm_up", warmup)
     monkeypatch.setattr(ModelRef, "check", lambda model: None)
     return found
 
@@ -66,7 +66,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
         return executables.Executable(program=program, compiled=None), True
 
     fresh = engines.Engine(jax.devices())
-    monkeypatch.setattr(pipeline, "get_engine", lambda progress: fresh)
+    monkeypatch.setattr(api, "get_engine", lambda progress: fresh)
     monkeypatch.setattr(executables, "compile_or_load", obtain)
     yield found
 

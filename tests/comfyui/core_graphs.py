@@ -53,13 +53,13 @@ def ours(job: Mapping[str, Any]) -> Any:
     import comfy.model_patcher
     from comfyui_tpu.nodes.comfyui import core_model
     from comfyui_tpu.tests.comfyui import core_parts
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     if "folder" not in job:
-        return core_model.load_model(job["path"], "float32", pipeline.SilentProgress)
+        return core_model.load_model(job["path"], "float32", api.SilentProgress)
     family, path, expert = job["folder"]
-    model = pipeline.choose_model(pipeline.spec_for_family(family), path, precision="float32")
-    found = core_model.defer_model(model, expert, pipeline.SilentProgress)
+    model = api.choose_model(api.spec_for_family(family), path, precision="float32")
+    found = core_model.defer_model(model, expert, api.SilentProgress)
     core_parts.check_later(found, comfy.model_patcher.ModelPatcher)
     return found
 
@@ -71,19 +71,19 @@ class Ahead:
         import time
 
         import folder_paths
-        from comfyui_tpu.nodes.comfyui import announce
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.nodes.comfyui import precompile
+        from comfyui_tpu.tpu_runtime import api
         from comfyui_tpu.tpu_runtime.programs import executables
 
         path = Path(graphs.job["path"])
         folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
         obtain, self.obtained = executables.compile_or_load, []
         executables.compile_or_load = lambda program: (self.obtained.append(program), obtain(program))[1]
-        calls = list(announce.predict_calls(self.prompt(graphs.job, path.name)))
+        calls = list(precompile.predict_calls(self.prompt(graphs.job, path.name)))
         calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
         assert [list(arguments) for _, arguments in calls] == [["prediction"]], calls
-        pipeline.precompile_calls(calls, progress=pipeline.SilentProgress())
-        engine = pipeline.current_engine()
+        api.precompile_calls(calls, progress=api.SilentProgress())
+        engine = api.current_engine()
         while not self.obtained or engine.program_cache.behind():
             time.sleep(0.05)
         (self.program,) = self.obtained

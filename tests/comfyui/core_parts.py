@@ -54,7 +54,7 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     import torch
     from comfyui_tpu.nodes.comfyui import core_text_and_vae
     from comfyui_tpu.tests.corenodes import changes
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     # Core recognises encoders by their published sizes, so a miniature's class is said here.
     for name, sizes in job.get("sizes", {}).items():
@@ -65,11 +65,11 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     options = {**job["options"], "dtype": torch.float32}
     theirs = comfy.sd.CLIP(target, tokenizer_data=carried, model_options=options, state_dict=files)
     if "folder" in job:
-        ours = core_text_and_vae.defer_clip(of_folder(job), pipeline.SilentProgress)
+        ours = core_text_and_vae.defer_clip(of_folder(job), api.SilentProgress)
         check_later(ours, comfy.sd.CLIP)
         check_tokens(ours, Path(job["folder"][1], "tokenizer"))
     else:
-        ours = core_text_and_vae.load_clip(job["paths"], job["type"], "float32", pipeline.SilentProgress)
+        ours = core_text_and_vae.load_clip(job["paths"], job["type"], "float32", api.SilentProgress)
     check_refused(ours)
     errors = beside_pictures(ours, theirs, job["pictures"]) if "pictures" in job else {}
     # Of an encoder that sees pictures another file without its eyes shows the other prompts.
@@ -143,10 +143,10 @@ def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> 
 
 
 def of_folder(job: Mapping[str, Any]) -> Any:
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     family, path = job["folder"]
-    return pipeline.choose_model(pipeline.spec_for_family(family), path, precision="float32")
+    return api.choose_model(api.spec_for_family(family), path, precision="float32")
 
 
 def check_later(found: Any, kind: type) -> None:
@@ -181,17 +181,17 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
     import comfy.utils
     import torch
     from comfyui_tpu.nodes.comfyui import core_text_and_vae
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     (path,) = job["paths"]
     for name, sizes in job.get("sizes", {}).items():
         make_smaller(name, sizes)
     theirs = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path), device=torch.device("cpu"), dtype=torch.float32)
     if "folder" in job:
-        ours = core_text_and_vae.defer_vae(of_folder(job), pipeline.SilentProgress)
+        ours = core_text_and_vae.defer_vae(of_folder(job), api.SilentProgress)
         check_later(ours, comfy.sd.VAE)
     else:
-        ours = core_text_and_vae.load_vae(path, "float32", pipeline.SilentProgress)
+        ours = core_text_and_vae.load_vae(path, "float32", api.SilentProgress)
     torch.manual_seed(5)
     latents, pixels = torch.randn(job["latents"]), torch.rand(job["frames"] or (1, 64, 64, 3))
     assert ours.spacial_compression_decode() == theirs.spacial_compression_decode()
@@ -230,11 +230,11 @@ def check_shown() -> None:
     import latent_preview
     import torch
     from comfyui_tpu.nodes.comfyui import previews
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     numbers, latents = torch.randint(0, 255, (6, 8, 3)), torch.zeros(1, 16, 3, 6, 8)
     picture = (numbers + 0.5) / 255.0
-    preview = pipeline.Preview(latent_format="Wan21", sample=lambda: latents, picture=lambda: picture)
+    preview = api.Preview(latent_format="Wan21", sample=lambda: latents, picture=lambda: picture)
     methods, found = latent_preview.LatentPreviewMethod, {}
     for method in (methods.NoPreviews, methods.Latent2RGB):
         latent_preview.args.preview_method = method
@@ -251,12 +251,12 @@ def looks(job: Mapping[str, Any]) -> dict[str, float]:
     import comfy.utils
     import torch
     from comfyui_tpu.nodes.comfyui import core_text_and_vae
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     import nodes
 
     (path,) = job["paths"]
-    ours = core_text_and_vae.load_clip_vision(path, "float32", pipeline.SilentProgress)
+    ours = core_text_and_vae.load_clip_vision(path, "float32", api.SilentProgress)
     comfy.model_management.args.fp32_text_enc = True  # else its weights are float16 here too
     theirs = comfy.clip_vision.ClipVisionModel({**ours.config, **job["options"]})
     missing, _ = theirs.load_sd(comfy.utils.load_torch_file(path))

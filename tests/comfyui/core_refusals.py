@@ -107,9 +107,9 @@ class Models:
         import comfy.sd
         import torch
         from comfyui_tpu.nodes.comfyui import core_model
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime import api
 
-        class Watched(pipeline.SilentProgress):
+        class Watched(api.SilentProgress):
             check_cancelled = staticmethod(comfy.model_management.throw_exception_if_processing_interrupted)
 
         self.asked: list[str] = []

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs import core
+from comfyui_tpu.nodes.graphs import core_samplers
 
 Nodes = dict[str, dict[str, Any]]
 
@@ -39,17 +39,17 @@ def sampler(kind: str = "KSampler", **more: Any) -> dict[str, Any]:
 
 
 def test_a_sampler_is_understood_through_what_changes_no_shape():
-    (found,) = core.find_sampler_calls(workflow())
+    (found,) = core_samplers.find_sampler_calls(workflow())
     assert (found.model.kind, found.model.values["unet_name"]) == ("TPUUNETLoader", "wan.safetensors")
     assert (found.width, found.height, found.num_frames, found.batch, found.branches) == (64, 48, 9, 1, 2)
     assert [one.values["vae_name"] for one in found.decoders] == ["vae.safetensors"] and not found.pictures
-    (encoder,) = core.find_text_encoders(workflow())
+    (encoder,) = core_samplers.find_text_encoders(workflow())
     assert encoder.values["clip_name"] == "umt5.safetensors"
 
 
 @pytest.mark.parametrize("cfg, branches", [(1.0, 1), (1.5, 2)])
 def test_without_guidance_one_prompt_runs(cfg: float, branches: int):
-    (found,) = core.find_sampler_calls(workflow(sampler=sampler(cfg=cfg)))
+    (found,) = core_samplers.find_sampler_calls(workflow(sampler=sampler(cfg=cfg)))
     assert found.branches == branches
 
 
@@ -64,15 +64,15 @@ def test_a_guider_says_how_many_prompts_run(guider: str, branches: int):
         },
     }[guider]  # fmt: skip
     made = node("SamplerCustomAdvanced", guider=["guider", 0], latent_image=["latent", 0])
-    (found,) = core.find_sampler_calls(workflow(sampler=made, guider=node(guider, model=["unet", 0], **given)))
+    (found,) = core_samplers.find_sampler_calls(workflow(sampler=made, guider=node(guider, model=["unet", 0], **given)))
     assert found.branches == branches and len(found.decoders) == 1
 
 
 def test_windows_say_for_how_many_frames_the_network_is_asked():
     windows = node("WanContextWindowsManual", model=["lora", 0], context_length=5)
-    (found,) = core.find_sampler_calls(workflow(shift=windows))
+    (found,) = core_samplers.find_sampler_calls(workflow(shift=windows))
     assert (found.num_frames, found.window, found.model.kind) == (9, 5, "TPUUNETLoader")
-    (found,) = core.find_sampler_calls(
+    (found,) = core_samplers.find_sampler_calls(
         workflow(shift={**windows, "inputs": {**windows["inputs"], "context_length": 81}})
     )
     assert found.window == 9
@@ -80,7 +80,9 @@ def test_windows_say_for_how_many_frames_the_network_is_asked():
 
 def test_two_samplers_of_two_denoisers_are_two():
     second = sampler("KSamplerAdvanced", model=["low", 0], latent_image=["latent", 0])
-    found = core.find_sampler_calls(workflow(second=second, low=node("TPUUNETLoader", unet_name="low.safetensors")))
+    found = core_samplers.find_sampler_calls(
+        workflow(second=second, low=node("TPUUNETLoader", unet_name="low.safetensors"))
+    )
     assert [one.model.values["unet_name"] for one in found] == ["wan.safetensors", "low.safetensors"]
 
 
@@ -90,7 +92,7 @@ def test_a_picture_of_a_video_is_known_by_its_node():
         batch_size=1, start_image=["image", 0], clip_vision_output=["seen", 0],
     )  # fmt: skip
     own = sampler(positive=["latent", 0], negative=["latent", 1], latent_image=["latent", 2])
-    (found,) = core.find_sampler_calls(workflow(latent=made, sampler=own))
+    (found,) = core_samplers.find_sampler_calls(workflow(latent=made, sampler=own))
     assert found.pictures == {"start_image", "clip_vision_output"} and found.num_frames == 9
 
 
@@ -113,4 +115,4 @@ def test_a_picture_of_a_video_is_known_by_its_node():
 )
 def test_what_is_not_understood_is_left_out(changed: Mapping[str, Any]):
     # Behind a node that is not known, that node is where the model comes from, and no loader of ours.
-    assert all(one.model.kind != "TPUUNETLoader" for one in core.find_sampler_calls(workflow(**changed)))
+    assert all(one.model.kind != "TPUUNETLoader" for one in core_samplers.find_sampler_calls(workflow(**changed)))

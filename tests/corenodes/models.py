@@ -38,13 +38,13 @@ class Models:
         import torch
         from comfyui_tpu.nodes.comfyui import core_model
         from comfyui_tpu.tests.comfyui import core_graphs
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime import api
 
         import nodes
 
         self.job = job
         self.graphs = core_graphs.Graphs(nodes, job)
-        self.load = lambda path: core_model.load_model(path, "float32", pipeline.SilentProgress)
+        self.load = lambda path: core_model.load_model(path, "float32", api.SilentProgress)
         self.theirs = comfy.sd.load_diffusion_model(job["path"], {"dtype": torch.float32})
         self.ours = self.load(job["path"])
 
@@ -146,10 +146,10 @@ class Models:
         import comfy.sd
         from comfy.utils import load_torch_file
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime import api
 
-        clip = core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", pipeline.SilentProgress)
-        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress)
+        clip = core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", api.SilentProgress)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress)
         found = self.saved("CheckpointSave", self.ours, clip, vae)
         files = {"model.diffusion_model.": self.job["path"], "vae.": self.job["vae"]}
         files["text_encoders.umt5xxl.transformer."] = self.job["clip"][0]
@@ -165,22 +165,22 @@ class Models:
     def check_saved_vae(self) -> None:
         from comfy.utils import load_torch_file
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime import api
 
-        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress)
         check_equal(self.saved("VAESave", vae), load_torch_file(self.job["vae"]))
 
     def check_asked(self) -> None:
         """What nodes ask for by name is there, or a sentence says why not."""
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
         from comfyui_tpu.tests.corenodes import calls
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime import api
 
         objects = {
             "MODEL": self.ours,
-            "CLIP": core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", pipeline.SilentProgress),
-            "VAE": core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress),
-            "CLIP_VISION": core_text_and_vae.load_clip_vision(self.job["vision"], "float32", pipeline.SilentProgress),
+            "CLIP": core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", api.SilentProgress),
+            "VAE": core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress),
+            "CLIP_VISION": core_text_and_vae.load_clip_vision(self.job["vision"], "float32", api.SilentProgress),
         }
         for kind, found in objects.items():
             for name in calls.WORKS[kind].split():
@@ -201,9 +201,9 @@ class Models:
         import torch
         from comfy.utils import save_torch_file
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
-        from comfyui_tpu.tpu_runtime import pipeline
+        from comfyui_tpu.tpu_runtime import api
 
-        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", pipeline.SilentProgress)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress)
         vae.patcher.add_patches({next(iter(vae.get_sd())): (torch.ones(1),)})
         folder = Path.cwd()
         uses: dict[str, Callable[[], Any]] = {

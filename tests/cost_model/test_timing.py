@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.kernels import linear_int8, names
+from comfyui_tpu.kernels import linear_int8, registry
 from comfyui_tpu.tpu_runtime.cost_model import bundles, chips, collectives, flops, hlo, interconnect, kernels, step_time
 from comfyui_tpu.tpu_runtime.plan import findings
 from comfyui_tpu.tpu_runtime.programs.program import Program
@@ -179,7 +179,7 @@ def checking_kernel(x: jax.Array, reruns: bool = False) -> jax.Array:
         in_specs=[pl.BlockSpec((512, 256), lambda i: (i, 0))],
         out_specs=pl.BlockSpec((512, 1), lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct((len(x), 1), jnp.float32),
-        name="checking" + names.WITH_RERUN * reruns,
+        name="checking" + registry.WITH_RERUN * reruns,
     )(x)
 
 
@@ -207,7 +207,7 @@ def skipping_kernel(x: jax.Array, first: jax.Array) -> jax.Array:
             out_specs=pl.BlockSpec((512, 256), lambda i, _: (i, 0)),
         ),
         out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        metadata={names.SKIPPED_TURNS: "6"},
+        metadata={registry.SKIPPED_TURNS: "6"},
         name="skipping",
     )(first, x)
 

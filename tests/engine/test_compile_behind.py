@@ -17,15 +17,15 @@ import torch
 from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.cache import store, xla_cache
-from comfyui_tpu.tpu_runtime.checkpoints import read_ahead
+from comfyui_tpu.tpu_runtime.checkpoints import prefetch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
-from comfyui_tpu.tpu_runtime.engine import program_cache, run, telemetry
+from comfyui_tpu.tpu_runtime.engine import program_cache, stage_functions, telemetry
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
 from comfyui_tpu.tpu_runtime.engine.program_cache import ProgramCache, ProgramRequest
+from comfyui_tpu.tpu_runtime.memory_errors import CompileOutOfMemory, MemoryRefusal
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
-from comfyui_tpu.tpu_runtime.refusal import CompileOutOfMemory, MemoryRefusal
 
 pytestmark = pytest.mark.slow
 
@@ -302,7 +302,7 @@ def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path:
 
 
 def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "precompile_stages", lambda *_: pytest.fail("nobody said that this would run"))
+    monkeypatch.setattr(stage_functions, "precompile_stages", lambda *_: pytest.fail("nobody said that this would run"))
     engine = Runner(jax.devices()[:2])
     embeds = engine.encode(MODEL, "a cat", "", SilentProgress())
     engine.expect([PlannedGeneration(model=MODEL, stages=("denoise",))])
@@ -318,7 +318,7 @@ def test_a_model_with_a_lora_is_the_one_that_was_expected(monkeypatch: pytest.Mo
         noted.append((stage.model, stages))
         done.release()
 
-    monkeypatch.setattr(run, "precompile_stages", note)
+    monkeypatch.setattr(stage_functions, "precompile_stages", note)
     engine = Runner(jax.devices()[:2])
     changed = replace(MODEL, loras=(Lora(path="style.safetensors", strength=0.8),))
     for model in (MODEL, changed):
@@ -345,7 +345,7 @@ def test_a_cancelled_stage_drops_what_was_noted(monkeypatch: pytest.MonkeyPatch)
             until(noting.is_set)
             raise Cancelled
 
-    monkeypatch.setattr(run, "precompile_stages", note)
+    monkeypatch.setattr(stage_functions, "precompile_stages", note)
     engine = Runner(jax.devices()[:2])
     engine.expect([GENERATION])
     with pytest.raises(Cancelled):
@@ -357,14 +357,14 @@ def test_weights_are_read_ahead_as_far_as_memory_goes(tmp_path: Path, monkeypatc
     files = [tmp_path / name for name in "ab"]
     for path in files:
         path.write_bytes(bytes(3000))
-    assert (read_ahead.available_bytes() or 0) > 0
-    assert read_ahead.prefetch_files(files, lambda: None) == 6000
-    monkeypatch.setattr(read_ahead, "available_bytes", lambda: 8000)
-    assert read_ahead.prefetch_files(files, lambda: None) == 3000
+    assert (prefetch.available_bytes() or 0) > 0
+    assert prefetch.prefetch_files(files, lambda: None) == 6000
+    monkeypatch.setattr(prefetch, "available_bytes", lambda: 8000)
+    assert prefetch.prefetch_files(files, lambda: None) == 3000
     with pytest.raises(Cancelled):
         host = Host()
         host.is_cancelled = True
-        read_ahead.prefetch_files(files, host.check_cancelled)
+        prefetch.prefetch_files(files, host.check_cancelled)
 
 
 ENDING = """

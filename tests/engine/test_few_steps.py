@@ -22,12 +22,12 @@ from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.engine import stage_files
-from comfyui_tpu.tpu_runtime.engine.payloads import SOLVER_KEY
+from comfyui_tpu.tpu_runtime.engine.stage_values import SOLVER_KEY
 from comfyui_tpu.tpu_runtime.model_spec import FLOW_SCHEDULERS, Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.autoencoders import frames
-from comfyui_tpu.tpu_runtime.programs import finite, solver_table
+from comfyui_tpu.tpu_runtime.programs import finite_check, solver_table
 from comfyui_tpu.tpu_runtime.progress import Preview, SilentProgress
 from safetensors.torch import load_file, save_file
 
@@ -134,11 +134,13 @@ def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
 
 
 def test_in_bfloat16_that_is_the_likely_cause():
-    assert str(finite.not_finite_error("Some model", "its values", "bfloat16")) == (
+    assert str(finite_check.not_finite_error("Some model", "its values", "bfloat16")) == (
         "Some model: its values are not finite (NaN or infinite), in bfloat16. Set precision to float32: bfloat16 is "
         "probably too coarse for it. If that does not help, the checkpoint is damaged."
     )
-    assert str(finite.not_finite_error("Some model", "its values", "bfloat16", ["a.safetensors", "b.safetensors"])) == (
+    assert str(
+        finite_check.not_finite_error("Some model", "its values", "bfloat16", ["a.safetensors", "b.safetensors"])
+    ) == (
         "Some model: its values are not finite (NaN or infinite), in bfloat16. It is probably caused by "
         "a.safetensors and b.safetensors, merged into the weights: lower the strength, or leave it out."
     )
@@ -161,8 +163,8 @@ def test_what_comes_in_from_elsewhere_is_named():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_number_among_many_is_seen(value: float):
     good, whole = jnp.ones((3, 5)), jnp.arange(4)
-    assert bool(jax.jit(finite.all_finite)({"a": good, "b": [whole]})) and bool(finite.all_finite([whole]))
-    assert not bool(jax.jit(finite.all_finite)({"a": good, "b": [good.at[2, 4].set(value).astype(jnp.bfloat16)]}))
+    assert bool(jax.jit(finite_check.all_finite)({"a": good, "b": [whole]})) and bool(finite_check.all_finite([whole]))
+    assert not bool(jax.jit(finite_check.all_finite)({"a": good, "b": [good.at[2, 4].set(value).astype(jnp.bfloat16)]}))
 
 
 def test_infinite_pixels_are_not_clamped_to_black_and_white():

@@ -13,11 +13,11 @@ import pytest
 import torch
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime import host_memory
-from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.memory_errors import HostMemoryError
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
-from comfyui_tpu.tpu_runtime.refusal import HostMemoryError
 from comfyui_tpu.tpu_runtime.units import GIB, MIB
 
 MEMINFO = "MemTotal: 24000000 kB\nMemFree: 100 kB\nMemAvailable: 8388608 kB\nSwapFree: 0 kB\n"
@@ -159,8 +159,8 @@ def test_the_largest_model_that_fits_loads_and_the_next_is_a_sentence(
     runner.free()
     fits = size + host_memory.RESERVE_BYTES
     opened: list[Any] = []
-    read = load.TensorReader.slice
-    monkeypatch.setattr(load.TensorReader, "slice", lambda *args: (opened.append(args), read(*args))[1])
+    read = weight_loader.TensorReader.slice
+    monkeypatch.setattr(weight_loader.TensorReader, "slice", lambda *args: (opened.append(args), read(*args))[1])
     monkeypatch.setattr(host_memory, "available_bytes", lambda: fits - 1)
     with pytest.raises(
         HostMemoryError, match="Loading text_encoder of .* needs .* of the host's memory, and .* are free"

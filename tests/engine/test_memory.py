@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.tests.support.host import Runner
-from comfyui_tpu.tpu_runtime import refusal
+from comfyui_tpu.tpu_runtime import memory_errors
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.engine import device_cache
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
 from comfyui_tpu.tpu_runtime.engine.memory_advice import HBM_VARIABLE, OutOfMemory
+from comfyui_tpu.tpu_runtime.memory_errors import CompileOutOfMemory
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.plan import compile
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import Program
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
-from comfyui_tpu.tpu_runtime.refusal import CompileOutOfMemory
 from comfyui_tpu.tpu_runtime.units import MIB
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -124,12 +124,12 @@ def test_what_the_compiler_refuses_is_not_tried_again(
 
 def test_older_texts_and_other_complaints():
     nameless = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.75M of 16.00M vmem."
-    assert refusal.parse_compile_error(nameless).sentence.startswith(
+    assert memory_errors.parse_compile_error(nameless).sentence.startswith(
         "a kernel needs 16.75M of the 16.00M on-chip memory (VMEM)"
     )
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 54.12G of 31.25G hbm. Exceeded by 22.87G."
-    assert refusal.parse_compile_error(used).needed_bytes == int(54.12 * 2**30)
-    assert refusal.parse_compile_error("INTERNAL: something used (1.0G)") is None
+    assert memory_errors.parse_compile_error(used).needed_bytes == int(54.12 * 2**30)
+    assert memory_errors.parse_compile_error("INTERNAL: something used (1.0G)") is None
 
 
 # --- what leaves ------------------------------------------------------------------------------------------------------

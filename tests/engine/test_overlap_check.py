@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.engine.overlap_check import OverlapChecks, have_sam
 from comfyui_tpu.tpu_runtime.engine.program_cache import PendingCompilation, ProgramRequest
 from comfyui_tpu.tpu_runtime.machine import record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import OVERLAP, WITHOUT_OVERLAP, option_prefixes
-from comfyui_tpu.tpu_runtime.machine.ladder import FallbackPolicy
+from comfyui_tpu.tpu_runtime.machine.policy import FallbackPolicy
 from comfyui_tpu.tpu_runtime.programs.executables import Executable
 from comfyui_tpu.tpu_runtime.programs.program import Program
 

@@ -13,7 +13,7 @@ from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import precision
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import generation
+from comfyui_tpu.tpu_runtime.programs import denoising_plan
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def test_encoders_of_pictures_alone_are_in_another_format(spec: Any):
     """The programs of the stage `image`, and not the decoder's."""
     tiny = replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
     settings = tiny.settings(**tiny.miniature.inputs)
-    found = generation.list_programs(
+    found = denoising_plan.list_programs(
         tiny, settings, jax.devices()[:1], precision="bfloat16", pictures="float32", stages=("image", "decode")
     )
     formats: dict[str, set[str]] = {"float32": set(), "bfloat16": set()}

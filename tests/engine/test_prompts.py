@@ -9,7 +9,7 @@ import jax
 import pytest
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.support.host import Host, Runner
-from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
@@ -39,13 +39,13 @@ def runner() -> Runner:
     ],
 )  # fmt: skip
 def test_what_has_a_meaning_elsewhere_is_found(prompt: str, found: list[str]):
-    assert list(tokens.find_literal_syntax(prompt)) == found
+    assert list(tokenization.find_literal_syntax(prompt)) == found
 
 
 @pytest.mark.parametrize("part", ["(", "{", "{|", "|", "(a:", "(a ", ": 1.", "\\(", "embedding:"])
 def test_a_long_prompt_is_looked_at_in_time_that_grows_with_its_length(part: str):
     """Seconds where it is linear, days where it is not."""
-    list(tokens.find_literal_syntax("{(" + part * 300_000))
+    list(tokenization.find_literal_syntax("{(" + part * 300_000))
 
 
 def test_it_is_said_once_a_prompt_also_of_a_known_one(caplog: pytest.LogCaptureFixture):
@@ -75,7 +75,7 @@ def test_nothing_is_said_of_a_plain_prompt(caplog: pytest.LogCaptureFixture):
 def test_what_is_cut_off_is_counted(spec):
     """Against the tokenizer's own count of as many words as just fit, and of two more."""
     text = spec.text_encoders[0]
-    tokenizer = tokens.load_tokenizer(tiny.ensure_random(spec) / text.tokenizer_folder)
+    tokenizer = tokenization.load_tokenizer(tiny.ensure_random(spec) / text.tokenizer_folder)
     whole = functools.partial(text.tokenize, tokenizer, length=3000)
 
     def size(prompt: str) -> int:
@@ -84,15 +84,15 @@ def test_what_is_cut_off_is_counted(spec):
     number = bisect.bisect_right(range(2000), text.max_length, key=lambda number: size("a " * number + "a"))
     fits, long = "a " * (number - 1) + "a", "a " * number + END
     assert size(fits) <= text.max_length < size("a " * number + "a")
-    assert tokens.count_truncated(text, tokenizer, fits) == (0, "")
-    left, words = tokens.count_truncated(text, tokenizer, long)
+    assert tokenization.count_truncated(text, tokenizer, fits) == (0, "")
+    left, words = tokenization.count_truncated(text, tokenizer, long)
     assert left == size(long) - text.max_length > 0
     assert words and END.endswith(words)
 
 
 def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.LogCaptureFixture):
     prompt = "cat " * 520 + END
-    tokenizer = tokens.load_tokenizer(tiny.ensure_random(WAN) / "tokenizer")
+    tokenizer = tokenization.load_tokenizer(tiny.ensure_random(WAN) / "tokenizer")
     size = int(WAN.text_encoders[0].tokenize(tokenizer, [prompt], length=5000)[1].sum())
     for _ in range(2):
         host = Host()
@@ -137,7 +137,7 @@ def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
 def test_a_text_in_quotes_that_is_too_long_is_said_of_its_own_encoder():
     spec = spec_for_family("HunyuanVideo15")
     glyphs = spec.text_encoders[1]
-    tokenizer = tokens.load_tokenizer(tiny.ensure_random(spec) / glyphs.tokenizer_folder)
-    left, words = tokens.count_truncated(glyphs, tokenizer, f'a sign "{"x" * 300}{END}" in the sun')
+    tokenizer = tokenization.load_tokenizer(tiny.ensure_random(spec) / glyphs.tokenizer_folder)
+    left, words = tokenization.count_truncated(glyphs, tokenizer, f'a sign "{"x" * 300}{END}" in the sun')
     assert left > 44 and words.startswith("x" * 20) and END in words
-    assert tokens.count_truncated(glyphs, tokenizer, "no quotes " * 100) == (0, "")
+    assert tokenization.count_truncated(glyphs, tokenizer, "no quotes " * 100) == (0, "")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from comfyui_tpu.attention import local, policy, tiles
 from comfyui_tpu.attention.tiles import Tiling
-from comfyui_tpu.kernels import choice
+from comfyui_tpu.kernels import dispatch
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
@@ -17,7 +17,7 @@ from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, MagCache, MagCacheCurve, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import denoise_step, generation, weights
+from comfyui_tpu.tpu_runtime.programs import denoise_step, denoising_plan, weights
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
@@ -87,7 +87,7 @@ def test_few_tokens_are_attended_to_exactly(caplog: pytest.LogCaptureFixture):
     texts = [
         next(
             program
-            for program in generation.list_programs(
+            for program in denoising_plan.list_programs(
                 tiny, replace(settings, quality=quality), jax.devices()[:1], precision="float32", stages=("denoise",)
             )
         )
@@ -152,7 +152,7 @@ def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(
     settings = spec.settings(**{**spec.miniature.inputs, "num_inference_steps": 6, "guidance_scale": 1.0})
     settings = replace(settings, step_cache=cache)
     embeds = runner.encode(model, "a red circle moves right on blue", "", SilentProgress())
-    assert generation.DenoisingPlan.published(spec, settings).is_full.count(False) == 2
+    assert denoising_plan.DenoisingPlan.published(spec, settings).is_full.count(False) == 2
 
     def denoised(quality: str) -> Any:
         return runner.denoise(model, replace(settings, quality=quality), *embeds, SilentProgress())["samples"].numpy()
@@ -203,9 +203,9 @@ def test_blocks_are_left_out_where_all_keys_fit_the_chip(kind: str, fit: bool):
 
 
 @pytest.mark.parametrize(
-    "rungs", [choice.KernelFallbacks(off=("attention_int8",)), choice.KernelFallbacks(small=("attention_int8",))]
+    "rungs", [dispatch.KernelFallbacks(off=("attention_int8",)), dispatch.KernelFallbacks(small=("attention_int8",))]
 )
-def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: choice.KernelFallbacks):
+def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: dispatch.KernelFallbacks):
     """Without int8's kernel keys take more of the memory, and with small tiles there is half of it."""
 
     def most() -> int:
@@ -216,7 +216,7 @@ def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: choice.Kerne
         )
         return sum(fits)
 
-    with choice.use_fallbacks(rungs):
+    with dispatch.use_fallbacks(rungs):
         found = most()
     assert 0 < found < most() < 99
 

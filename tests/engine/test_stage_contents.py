@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine import payloads, stage_files
+from comfyui_tpu.tpu_runtime.engine import stage_files, stage_values
 from safetensors import safe_open
 
 MODEL = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
@@ -57,11 +57,11 @@ def test_latents_are_there_again_with_what_the_solver_remembers(tmp_path: Path):
     assert stage_files.read_config(tmp_path) == {"model_name": MODEL.spec_name, "model_id": MODEL.model_id}
     found = stage_files.load_latents(tmp_path, MODEL)
     assert set(found) == {"samples"} and torch.equal(found["samples"], given["samples"])
-    stage_files.save_latents(tmp_path, {**given, payloads.SOLVER_KEY: CARRIED_STATE}, MODEL)
+    stage_files.save_latents(tmp_path, {**given, stage_values.SOLVER_KEY: CARRIED_STATE}, MODEL)
     found = stage_files.load_latents(tmp_path, MODEL)
-    assert torch.equal(found["samples"], given["samples"]) and set(found) == {"samples", payloads.SOLVER_KEY}
+    assert torch.equal(found["samples"], given["samples"]) and set(found) == {"samples", stage_values.SOLVER_KEY}
     for name, value in CARRIED_STATE.items():
-        other = found[payloads.SOLVER_KEY][name]
+        other = found[stage_values.SOLVER_KEY][name]
         assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
     with safe_open(tmp_path / stage_files.LATENTS, framework="pt") as file:
         assert {name.partition(".")[0] for name in file.keys()} == {"latents", "solver"}  # noqa: SIM118 - no dict

@@ -13,12 +13,12 @@ import torch
 from comfyui_tpu.cli import main as cli
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.engine import conditioning, payloads, stage_files
-from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
+from comfyui_tpu.tpu_runtime.engine import conditioning, stage_files, stage_values
+from comfyui_tpu.tpu_runtime.engine.stage_values import ImageCondition
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from safetensors.torch import save, save_file
 
 MODEL = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
@@ -394,8 +394,10 @@ def test_pictures_come_back_in_their_order():
     """Which decides where each is among the model's references; safetensors has tensors in any order."""
     pictures = {f"reference_{index}": torch.full((1, 2, 3, 4), float(index)) for index in range(12)}
     condition = ImageCondition(tpu_family="Flux2", height=48, width=64, num_frames=1, tensors=pictures)
-    packed = payloads.pack_embeddings([[torch.zeros(1, 4, 6), {"tpu_family": "Flux2", "length": 3}]], None, condition)
-    *_, found = payloads.unpack_embeddings(packed, "Flux2")
+    packed = stage_values.pack_embeddings(
+        [[torch.zeros(1, 4, 6), {"tpu_family": "Flux2", "length": 3}]], None, condition
+    )
+    *_, found = stage_values.unpack_embeddings(packed, "Flux2")
     assert found is not None and list(found["tensors"]) == list(pictures)
-    joined = pipeline.join_references([found])["tensors"]
+    joined = api.join_references([found])["tensors"]
     assert [float(joined[name].max()) for name in pictures] == list(range(12))

@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs.executables import Executable
-from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
+from comfyui_tpu.tpu_runtime.programs.finite_check import NotFinite
 from comfyui_tpu.tpu_runtime.progress import Preview
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from comfyui_tpu.tests.comfyui.core_scripts import run_script
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.files.test_codes import mark
-from comfyui_tpu.tpu_runtime.checkpoints import load
-from comfyui_tpu.tpu_runtime.formats import contents
+from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
+from comfyui_tpu.tpu_runtime.formats import single_file
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 from safetensors.torch import load_file
 
@@ -97,9 +97,9 @@ def run_comfyui(tmp_path: Path, *jobs: Mapping[str, Any]) -> list[Any]:
 
 
 def read_by_us(path: Path) -> Tensors:
-    (held,) = contents.find_networks(path, LAYOUTS)
+    (held,) = single_file.find_networks(path, LAYOUTS)
     with contextlib.ExitStack() as stack:
-        reader = load.TensorReader(stack, lambda: None)
+        reader = weight_loader.TensorReader(stack, lambda: None)
         return {name: reader.slice(tensor, ()).float() for name, tensor in held.tensors.items()}
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import difference
-from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
 from comfyui_tpu.tpu_runtime.files import CheckpointError, TensorFile
-from comfyui_tpu.tpu_runtime.formats import codes, contents, decode, gguf_file
+from comfyui_tpu.tpu_runtime.formats import decode, gguf_file, quantization, single_file
 from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ def mark(**said: object) -> torch.Tensor:
 
 def read(tmp_path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> dict[str, TensorFile]:
     save_file(tensors, tmp_path / "file.safetensors", metadata)
-    return codes.decode_tensors(*contents.read_safetensors_header(tmp_path / "file.safetensors"))
+    return quantization.decode_tensors(*single_file.read_safetensors_header(tmp_path / "file.safetensors"))
 
 
 def is_close(one: torch.Tensor, other: torch.Tensor, bound: float) -> bool:
@@ -46,7 +46,7 @@ def value(file: TensorFile, *index: slice) -> torch.Tensor:
     import contextlib
 
     with contextlib.ExitStack() as stack:
-        return load.TensorReader(stack, lambda: None).slice(file, index)
+        return weight_loader.TensorReader(stack, lambda: None).slice(file, index)
 
 
 PIECES = [

@@ -27,10 +27,10 @@ from comfyui_tpu.tests.files.comfyui_oracle import (
 from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.files.test_gguf_and_tokenizers import PROMPTS, carried_by, sentencepiece_model, tekken
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
-from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import upstream_network
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
 
@@ -57,7 +57,7 @@ class Encoder:
         if not folder.is_dir():
             with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
                 torch.manual_seed(0)
-                modules.construct_upstream(component, config).save_pretrained(folder)
+                upstream_network.construct_upstream(component, config).save_pretrained(folder)
         return single_files.write(home / f"{name}.safetensors", folder, component.class_name, change=change)
 
     def job(self, *paths: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_every_encoder_is_what_comfyui_reads(tmp_path: Path):
         tensor = carried_by(tmp_path / f"{encoder.module}_file.safetensors")
         assert tensor is not None
         tokenizer_files.write_tokenizer(tensor, tmp_path / name)
-        tokenizer = tokens.load_tokenizer(tmp_path / name)
+        tokenizer = tokenization.load_tokenizer(tmp_path / name)
         for number, text in enumerate(PROMPTS):
             assert tokenizer(text)["input_ids"] == found[f"tokens.{number}"].tolist(), text
 

@@ -13,14 +13,14 @@ import sentencepiece
 import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.test_single_files import WAN, rest
-from comfyui_tpu.tpu_runtime import tokens
-from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, hub, load, tiny
+from comfyui_tpu.tpu_runtime import tokenization
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, tiny, virtual_folder, weight_loader
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_header
-from comfyui_tpu.tpu_runtime.formats import contents, tokenizer_files
-from comfyui_tpu.tpu_runtime.formats.layout import TensorShapes
+from comfyui_tpu.tpu_runtime.formats import single_file, tokenizer_files
+from comfyui_tpu.tpu_runtime.formats.file_signature import TensorShapes
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import upstream_network
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
@@ -51,11 +51,11 @@ def test_a_gguf_of_wan_and_of_its_encoder_hold_the_folders_tensors(tmp_path: Pat
         ("transformer", write_gguf(tmp_path / "wan.gguf", denoiser, "wan")),
         ("text_encoder", write_gguf(tmp_path / "umt5.gguf", encoder, "t5encoder")),
     ):
-        (held,) = contents.find_networks(Path(path), LAYOUTS)
+        (held,) = single_file.find_networks(Path(path), LAYOUTS)
         theirs = single_files.load_folder(SOURCE / folder)
         with contextlib.ExitStack() as stack:
-            reader = load.TensorReader(stack, lambda: None)
-            ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.translate_tensors(held).items()}
+            reader = weight_loader.TensorReader(stack, lambda: None)
+            ours = {name: reader.slice(tensor, ()) for name, tensor in virtual_folder.translate_tensors(held).items()}
         assert ours.keys() == theirs.keys()
         assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
     path = str(tmp_path / "umt5.gguf")
@@ -67,10 +67,10 @@ def test_a_gguf_of_z_image_holds_the_folders_tensors(tmp_path: Path):
     folder = tiny.ensure_random(lookup_spec("z-image-turbo")) / "transformer"
     theirs = single_files.load_folder(folder)
     path = write_gguf(tmp_path / "z_image.gguf", single_files.z_image(theirs), "lumina2")
-    (held,) = contents.find_networks(Path(path), LAYOUTS)
+    (held,) = single_file.find_networks(Path(path), LAYOUTS)
     with contextlib.ExitStack() as stack:
-        reader = load.TensorReader(stack, lambda: None)
-        ours = {name: reader.slice(tensor, ()) for name, tensor in assembled.translate_tensors(held).items()}
+        reader = weight_loader.TensorReader(stack, lambda: None)
+        ours = {name: reader.slice(tensor, ()) for name, tensor in virtual_folder.translate_tensors(held).items()}
     assert held.layout.class_name == "ZImageTransformer2DModel" and ours.keys() == theirs.keys()
     assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
 
@@ -117,18 +117,18 @@ def test_a_gguf_without_leading_dimensions_holds_the_folders_tensors(model: str,
     path = write_as_stable_diffusion_cpp(
         tmp_path / "file.gguf", single_files.makers(component.class_name, config, theirs)
     )
-    (held,) = contents.find_networks(path, LAYOUTS)
-    network = modules.build_network(component, config)
-    files = checkpoint.match_weights(network, assembled.translate_tensors(held), folder)
+    (held,) = single_file.find_networks(path, LAYOUTS)
+    network = upstream_network.build_network(component, config)
+    files = checkpoint.match_weights(network, virtual_folder.translate_tensors(held), folder)
     with contextlib.ExitStack() as stack:
-        reader = load.TensorReader(stack, lambda: None)
+        reader = weight_loader.TensorReader(stack, lambda: None)
         for own, weight in network.weights.items():
             for source, file in zip(weight.sources, files[own], strict=True):
                 wanted = theirs[source]
                 assert torch.equal(reader.slice(file, ()), wanted), source
                 part = tuple(slice(0, -(-size // 2)) for size in wanted.shape)
                 assert torch.equal(reader.slice(file, part), wanted[part]), source
-    own = held.layout.config(TensorShapes(assembled.translate_tensors(held)), {**component.config, **config})
+    own = held.layout.config(TensorShapes(virtual_folder.translate_tensors(held)), {**component.config, **config})
     for key in own.keys() & {"in_channels", "patch_size", "pos_embed_seq_len"}:
         assert own[key] == (tuple(config[key]) if isinstance(config[key], list) else config[key]), key
 
@@ -151,7 +151,7 @@ def sentencepiece_model() -> bytes:
 
 
 def carried_by(path: Path) -> tokenizer_files.TokenizerFile | None:
-    return tokenizer_files.find_tokenizer(path, contents.read_contents(path).tensors)
+    return tokenizer_files.find_tokenizer(path, single_file.read_contents(path).tensors)
 
 
 PROMPTS = ["a cat and a dog", "hello  world", "  Zebra über 过曝 x", " a", "a\nb", "", "ﬁ x２", "x "]
@@ -167,7 +167,7 @@ def test_an_embedded_sentencepiece_model_is_the_tokenizer(tmp_path: Path):
     save_file({**load_file(path), "spiece_model": carried}, path, metadata)
     found = checkpoint.locate(WAN, rest(WAN, str(path)))
     assert found.folder("tokenizer", SilentProgress()) != SOURCE / "tokenizer"
-    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", SilentProgress()))
+    tokenizer = tokenization.load_tokenizer(found.folder("tokenizer", SilentProgress()))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
     for prompt in PROMPTS:
         assert tokenizer(prompt)["input_ids"] == oracle.encode(prompt)
@@ -186,10 +186,10 @@ def test_the_tokenizer_in_a_checkpoint_of_all_networks_is_the_encoders(place: st
     other = torch.zeros(9, dtype=torch.uint8)
     path = tmp_path / "all.safetensors"
     save_file({**tensors, f"{place}spiece_model": carried, "text_encoders.mistral.tekken_model": other}, path)
-    (held,) = contents.find_networks(path, LAYOUTS)
+    (held,) = single_file.find_networks(path, LAYOUTS)
     assert held.layout.class_name == "UMT5EncoderModel"
     found = checkpoint.locate(WAN, rest(WAN, str(path)))
-    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", SilentProgress()))
+    tokenizer = tokenization.load_tokenizer(found.folder("tokenizer", SilentProgress()))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
     assert [tokenizer(prompt)["input_ids"] for prompt in PROMPTS] == [oracle.encode(prompt) for prompt in PROMPTS]
     # As a loader of ComfyUI's kind takes it.
@@ -259,7 +259,7 @@ def test_an_embedded_tekken_is_the_tokenizer(tmp_path: Path):
     tensor = carried_by(tmp_path / "mistral.safetensors")
     assert tensor is not None
     tokenizer_files.write_tokenizer(tensor, tmp_path / "tokenizer", "{{ bos_token }}")
-    tokenizer = tokens.load_tokenizer(tmp_path / "tokenizer")
+    tokenizer = tokenization.load_tokenizer(tmp_path / "tokenizer")
     for prompt in ("a cat and a dog", "hello  world", " Zebra über 过曝 12", "cats\n\nx!", "baking"):
         assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == by_rank(prompt), prompt
     assert tokenizer("[INST]cat[/INST]", add_special_tokens=False)["input_ids"] == [3, *by_rank("cat"), 4]

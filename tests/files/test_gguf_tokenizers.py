@@ -16,7 +16,7 @@ from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.test_gguf_and_tokenizers import PROMPTS, by_rank, carried_by, sentencepiece_model, tekken
 from comfyui_tpu.tests.files.test_single_files import WAN, rest
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
-from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
@@ -85,7 +85,7 @@ def written(path: Path, chat_template: str | None = None) -> Any:
     carried = carried_by(path)
     assert carried is not None
     tokenizer_files.write_tokenizer(carried, path.with_suffix(""), chat_template)
-    return tokens.load_tokenizer(path.with_suffix(""))
+    return tokenization.load_tokenizer(path.with_suffix(""))
 
 
 def test_a_gguf_of_umt5_has_its_tokenizer(tmp_path: Path):
@@ -97,7 +97,7 @@ def test_a_gguf_of_umt5_has_its_tokenizer(tmp_path: Path):
         add_sentencepiece(writer, model, 200)
     found = checkpoint.locate(WAN, rest(WAN, str(path)))
     assert found.folder("tokenizer", SilentProgress()) != source / "tokenizer"
-    tokenizer = tokens.load_tokenizer(found.folder("tokenizer", SilentProgress()))
+    tokenizer = tokenization.load_tokenizer(found.folder("tokenizer", SilentProgress()))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
     for prompt in PROMPTS:
         assert tokenizer(prompt)["input_ids"] == oracle.encode(prompt), prompt
@@ -128,7 +128,7 @@ def test_a_gguf_of_qwen_has_its_tokenizer_and_the_models_template(name: str, tmp
     tokenizer = written(tmp_path / "qwen.gguf", template)
     for prompt in CHATS:
         assert tokenizer(prompt)["input_ids"] == oracle(prompt)["input_ids"], prompt
-    ours, theirs = (text.tokenize(each, CHATS) for each in (tokenizer, tokens.load_tokenizer(folder)))
+    ours, theirs = (text.tokenize(each, CHATS) for each in (tokenizer, tokenization.load_tokenizer(folder)))
     assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 

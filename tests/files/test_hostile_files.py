@@ -23,13 +23,13 @@ from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.files.test_gguf_and_tokenizers import write_gguf
 from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
-from comfyui_tpu.tpu_runtime.checkpoints import assembled, checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, virtual_folder, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.formats import contents, gguf_file
+from comfyui_tpu.tpu_runtime.formats import gguf_file, single_file
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
-from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from hypothesis import given, settings
 
@@ -64,11 +64,11 @@ def write(path: Path, change: Callable[[Tensors], Tensors] = single_files.same) 
 def load_denoiser(model_id: str) -> None:
     """All that happens to a denoiser's file before a program sees its numbers."""
     found, component = choose_model(WAN, model_id).locate(), WAN.component("transformer")
-    network = modules.build_network(component, found.config(component, SilentProgress()))
+    network = upstream_network.build_network(component, found.config(component, SilentProgress()))
     folder = found.fetch_weights(component, SilentProgress())
     files = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
     wanted = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
-    load.load_weights(network, files, wanted, "test", SilentProgress())
+    weight_loader.load_weights(network, files, wanted, "test", SilentProgress())
 
 
 def quantised(tensors: Tensors, scale: float = 0.01) -> Tensors:
@@ -263,12 +263,15 @@ def test_damage_in_a_gguf_is_a_sentence(case: str, tmp_path: Path):
     change, sentence = GGUF_DAMAGE[case]
     path = write_gguf(tmp_path / "wan.gguf", change(makers_tensors()), "wan")
     # What heads it has a GGUF does not say: the folder's config stands in for the published one.
-    component, network = WAN.component("transformer"), modules.build_network(WAN.component("transformer"), TINY)
-    (held,) = contents.find_networks(Path(path), LAYOUTS)
+    component, network = (
+        WAN.component("transformer"),
+        upstream_network.build_network(WAN.component("transformer"), TINY),
+    )
+    (held,) = single_file.find_networks(Path(path), LAYOUTS)
     with pytest.raises(CheckpointError) as error:
-        files = checkpoint.match_weights(network, assembled.translate_tensors(held), Path(path))
+        files = checkpoint.match_weights(network, virtual_folder.translate_tensors(held), Path(path))
         wanted = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")
-        load.load_weights(network, files, wanted, component.name, SilentProgress())
+        weight_loader.load_weights(network, files, wanted, component.name, SilentProgress())
     assert sentence in str(error.value)
 
 
@@ -286,7 +289,7 @@ HEADER = {
 def test_any_header_of_a_single_file(tmp_path_factory: pytest.TempPathFactory, content: bytes):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     path.write_bytes(content)
-    ends_well(lambda: contents.find_networks(path, LAYOUTS), len(content))
+    ends_well(lambda: single_file.find_networks(path, LAYOUTS), len(content))
 
 
 @settings(max_examples=60, deadline=None)
@@ -294,7 +297,7 @@ def test_any_header_of_a_single_file(tmp_path_factory: pytest.TempPathFactory, c
 def test_any_bytes_of_a_gguf(tmp_path_factory: pytest.TempPathFactory, content: bytes):
     path = tmp_path_factory.getbasetemp() / "any.gguf"
     path.write_bytes(content)
-    ends_well(lambda: contents.find_networks(path, LAYOUTS), len(content))
+    ends_well(lambda: single_file.find_networks(path, LAYOUTS), len(content))
 
 
 def test_a_file_of_another_family_is_named(tmp_path: Path):
@@ -310,9 +313,9 @@ def test_weights_that_are_cut_off_while_they_are_mapped_end_in_a_sentence(tmp_pa
     """The kernel ends a process that reads behind the end of a file that it has mapped."""
     path = tmp_path / "x.safetensors"
     single_files.save_file({"a": torch.zeros(2**18), "b": torch.ones(2**18)}, path)
-    tensors, _ = contents.read_safetensors_header(path)
+    tensors, _ = single_file.read_safetensors_header(path)
     with contextlib.ExitStack() as stack:
-        reader = load.TensorReader(stack, lambda: None)
+        reader = weight_loader.TensorReader(stack, lambda: None)
         assert reader.slice(tensors["a"], ()).sum() == 0
         with path.open("r+b") as file:
             file.truncate(2**12)

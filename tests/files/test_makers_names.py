@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.support.host import Host
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, parts
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, file_resolution
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import lookup_spec
@@ -26,7 +26,7 @@ def held(model: ModelRef, name: str) -> Mapping[str, torch.Tensor]:
     found = checkpoint.export_network(model.locate(), name, Host())
     tensors = {}
     for own, tensor in found.tensors.items():
-        value = torch.zeros(0) if tensor.shape == (0,) else parts.read_tensor(found.tensors[own])
+        value = torch.zeros(0) if tensor.shape == (0,) else file_resolution.read_tensor(found.tensors[own])
         assert value is not None and tuple(value.shape) == tensor.shape
         tensors[own] = value
     return tensors

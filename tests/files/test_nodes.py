@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli import main
-from comfyui_tpu.cli.verbs import workflow_folders
+from comfyui_tpu.cli.common_arguments import workflow_folders
 from comfyui_tpu.nodes import lora
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import list_generations
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.headless import model_folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.model import LOADER, join_model_id
@@ -19,7 +19,7 @@ from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.test_single_files import write_all
 from comfyui_tpu.tests.support import fake_hub
 from comfyui_tpu.tests.support.fake_hub import FakeHub
-from comfyui_tpu.tpu_runtime.checkpoints import content, parts, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import content_hash, file_resolution, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
@@ -59,11 +59,11 @@ def test_a_file_alone_takes_its_other_parts_from_comfyuis_folders(comfyui: Path)
     folders = model_folders.find_model_folders(comfyui)
     assert [Path(folder).name for folder in folders] == ["diffusion_models", "clip", "vae"]
     model = choose_model(WAN, "wan_t2v_14B.safetensors", folders=folders)
-    found = parts.resolve(model.model_id, [WAN], folders)
+    found = file_resolution.resolve(model.model_id, [WAN], folders)
     assert {name: held.path.name for name, held in found.parts.items()} == {
         "transformer": "wan_t2v_14B.safetensors", "text_encoder": "umt5.safetensors", "vae": "wan_vae.safetensors",
     }  # fmt: skip
-    digests = {content.hash_model(model.model_id, folders, SilentProgress()) for _ in range(2)}
+    digests = {content_hash.hash_model(model.model_id, folders, SilentProgress()) for _ in range(2)}
     assert len(digests) == 1
 
 
@@ -190,7 +190,7 @@ def test_a_set_of_files_is_its_model_by_their_names(name: str, tmp_path: Path):
             paths[-1].parent.mkdir(parents=True, exist_ok=True)
             paths[-1].hardlink_to(written[folder])
         model_id = " + ".join([*map(str, paths), spec.miniature.random_id])
-        assert parts.resolve(model_id, family).spec.name == name, kind
+        assert file_resolution.resolve(model_id, family).spec.name == name, kind
 
 
 # What the folders of a model that ComfyUI's are for begin with.

@@ -12,12 +12,12 @@ from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.patience import slower
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, resolve_variant
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import FLAGSHIPS, SPECS, lookup_spec
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import upstream_network
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 WAN = lookup_spec("wan2.1-t2v-14b")
@@ -56,9 +56,9 @@ def own_tensors(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -
     found.check()
     configs = found.configs(SilentProgress())
     with contextlib.ExitStack() as stack:
-        reader = load.TensorReader(stack, lambda: None)
+        reader = weight_loader.TensorReader(stack, lambda: None)
         for component in spec.components:
-            network = modules.build_network(component, configs[component.name])
+            network = upstream_network.build_network(component, configs[component.name])
             folder = found.fetch_weights(component, SilentProgress())
             files = checkpoint.match_weights(network, checkpoint.read_headers(folder, component), folder)
             for name, weight in network.weights.items():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.files import single_files
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, parts, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, file_resolution, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
@@ -135,9 +135,9 @@ def test_an_encoder_that_cannot_see_is_not_found_for_pictures(home: Home):
     entries = [str(home.file(EDIT, "transformer")), str(home.file(EDIT, "vae"))]
     spec = lookup_spec(EDIT)
     with pytest.raises(CheckpointError, match="its text_encoder .* is in none of the files"):
-        parts.resolve(" + ".join(entries), [spec], (str(folder),))
+        file_resolution.resolve(" + ".join(entries), [spec], (str(folder),))
     home.file(EDIT, "text_encoder", "text_encoders/sees.safetensors")
-    found = parts.resolve(" + ".join(entries), [spec], (str(folder),))
+    found = file_resolution.resolve(" + ".join(entries), [spec], (str(folder),))
     assert found.parts["text_encoder"].path.name == "sees.safetensors"
 
 
@@ -239,7 +239,7 @@ def test_one_denoiser_for_two_is_named_twice(make: Callable[[Home], Path], home:
         "one for high noise first; a file in which the two are merged is named twice."
     )
     spec = lookup_spec(BOTH)
-    found = parts.resolve(" + ".join(map(str, [merged, *entries])), [spec])
+    found = file_resolution.resolve(" + ".join(map(str, [merged, *entries])), [spec])
     assert {held.path for name, held in found.parts.items() if name.startswith("transformer")} == {merged}
     assert found.parts.keys() == {"transformer", "transformer_2", "text_encoder", "vae"}
 

@@ -20,8 +20,8 @@ from comfyui_tpu.fleet.worker import WorkerActor
 from comfyui_tpu.tests.support.fleet import WORKFLOW, Inline, came, keep, prompts
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.memory_errors import HostMemoryError
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.refusal import HostMemoryError
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from comfyui_tpu.fleet import jobs
 from comfyui_tpu.fleet.jobs import MAX_PROBLEMS, JobTemplate, StagedJob, read_jobs
 from comfyui_tpu.fleet.messages import ContentHash
 from comfyui_tpu.nodes.declare import Folders, Node
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.support.fleet import WORKFLOW

@@ -30,11 +30,11 @@ from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, r
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import Inline, packets, prompts
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, PlannedGeneration
-from comfyui_tpu.tpu_runtime.line import trust
 from comfyui_tpu.tpu_runtime.progress import Preview
 from comfyui_tpu.tpu_runtime.remote import client
+from comfyui_tpu.tpu_runtime.rpc import auth
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner has listed every address, and none rests because of another test."""
-    monkeypatch.setattr(trust, "check_listed", lambda address: None)
+    monkeypatch.setattr(auth, "check_listed", lambda address: None)
     monkeypatch.setattr(client, "BACKOFFS", client._Backoffs())
 
 
@@ -241,9 +241,9 @@ def encode(asked: client.Client, model: ModelRef) -> None:
 
 def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[list[PlannedGeneration]] = []
-    here = pipeline.announce_local_generations
+    here = api.announce_local_generations
     monkeypatch.setattr(
-        pipeline,
+        api,
         "announce_local_generations",
         lambda found, progress: said.append(list(found)) or here(found, progress=progress),
     )
@@ -283,9 +283,9 @@ def test_what_runs_there_is_compiled_there_ahead_of_time(server: Server, monkeyp
 @pytest.mark.parametrize("text", ["", "host:port", "https://host:1", "host:0", "a b", "host:70000"])
 def test_an_address_that_cannot_be_is_refused_before_anything_runs(text: str):
     with pytest.raises(ValueError, match="it must be HOST or HOST:PORT"):
-        trust.parse_address(text)
-    assert str(trust.parse_address("http://gpu-1/")) == f"gpu-1:{trust.DEFAULT_PORT}"
-    assert str(trust.parse_address("[::1]:99")) == "[::1]:99"
+        auth.parse_address(text)
+    assert str(auth.parse_address("http://gpu-1/")) == f"gpu-1:{auth.DEFAULT_PORT}"
+    assert str(auth.parse_address("[::1]:99")) == "[::1]:99"
 
 
 def ask(to: str) -> str:
@@ -293,7 +293,7 @@ def ask(to: str) -> str:
 
 
 def test_who_has_no_token_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(trust.TOKEN_VARIABLE, "guess")
+    monkeypatch.setenv(auth.TOKEN_VARIABLE, "guess")
     with pytest.raises(client.RemoteError, match="rejected the connection: the token is wrong or missing"):
         ask(address(server))
     monkeypatch.undo()

@@ -20,12 +20,12 @@ from comfyui_tpu.nodes.headless.runner import TerminalContext, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.host import Cancelled, Host
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime import pipeline, versions
+from comfyui_tpu.tpu_runtime import api, versions
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
-from comfyui_tpu.tpu_runtime.line import link, trust
-from comfyui_tpu.tpu_runtime.line.records import Invoke, ServerLoad, StageFailed, StageResult, StatusText
 from comfyui_tpu.tpu_runtime.remote import client
 from comfyui_tpu.tpu_runtime.remote.client import Client
+from comfyui_tpu.tpu_runtime.rpc import auth, connection
+from comfyui_tpu.tpu_runtime.rpc.messages import Invoke, ServerLoad, StageFailed, StageResult, StatusText
 
 
 class Pretended(StageService):
@@ -47,7 +47,7 @@ class Pretended(StageService):
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
-    monkeypatch.setattr(trust, "check_listed", lambda address: None)
+    monkeypatch.setattr(auth, "check_listed", lambda address: None)
     monkeypatch.setattr(client, "BACKOFFS", client._Backoffs())
     started: list[Server] = []
 
@@ -60,8 +60,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
         server.__exit__()
 
 
-def connect(server: Server) -> link.Connection:
-    found = link.connect(trust.Address(host="127.0.0.1", port=server.port), {"source": versions.source_digest()})
+def connect(server: Server) -> connection.Connection:
+    found = connection.connect(auth.Address(host="127.0.0.1", port=server.port), {"source": versions.source_digest()})
     found.receive((ServerLoad,))
     return found
 
@@ -124,19 +124,19 @@ def test_clients_are_few_and_of_the_same_version(start: Callable[..., Server], m
     monkeypatch.setattr(serve, "MAX_CLIENTS", 2)
     server = start(Pretended())
     held = [connect(server), connect(server)]
-    with pytest.raises(link.HandshakeRejected, match="it has 2 clients already"):
+    with pytest.raises(connection.HandshakeRejected, match="it has 2 clients already"):
         connect(server)
     held[0].close()
     until(lambda: server.clients == 1)
-    with pytest.raises(link.HandshakeRejected, match="another version of the pack. Update"):
-        link.connect(trust.Address(host="127.0.0.1", port=server.port), {"source": "older"})
+    with pytest.raises(connection.HandshakeRejected, match="another version of the pack. Update"):
+        connection.connect(auth.Address(host="127.0.0.1", port=server.port), {"source": "older"})
 
 
 def test_its_health_is_anyones_and_its_numbers_are_not(start: Callable[..., Server]):
     server = start(Pretended())
     at = f"http://127.0.0.1:{server.port}"
     assert urlopen(f"{at}/health").read() == b"ok\n"
-    numbers = urlopen(Request(f"{at}/metrics", headers={"Authorization": f"Bearer {trust.read_token()}"})).read()
+    numbers = urlopen(Request(f"{at}/metrics", headers={"Authorization": f"Bearer {auth.read_token()}"})).read()
     assert b"comfyui_tpu_serve_requests 0\n" in numbers
     with pytest.raises(OSError, match="401"):
         urlopen(f"{at}/metrics")
@@ -175,8 +175,8 @@ def test_a_workflow_takes_nothing_to_an_address_that_the_owner_has_not_listed(tm
         with pytest.raises(ValueError, match=f"{address} is not listed by the owner .* add the line {address} to "):
             run_workflow(graph, TerminalContext(Folders(output=tmp_path)))
         model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", address=address)
-        with pytest.raises(trust.AuthError, match="is not listed by the owner"):
-            pipeline.run_stage("encode", model, Host(), prompt="a cat", negative_prompt="")
+        with pytest.raises(auth.AuthError, match="is not listed by the owner"):
+            api.run_stage("encode", model, Host(), prompt="a cat", negative_prompt="")
         listening.setblocking(False)
         with pytest.raises(BlockingIOError):  # nobody came
             listening.accept()
@@ -267,4 +267,4 @@ def test_an_address_of_ipv6_is_printed_as_the_node_takes_it(capsys: pytest.Captu
         context.setattr(Server, "__exit__", lambda self, *_: None)
         assert cli.main(["serve", "--host", "::1", "--port", "8190"]) == 0
     assert "Stages are served at [::1]:8190," in capsys.readouterr().out
-    assert trust.parse_address("[::1]:8190").host == "::1" and PATIENCE_S
+    assert auth.parse_address("[::1]:8190").host == "::1" and PATIENCE_S

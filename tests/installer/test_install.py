@@ -117,7 +117,7 @@ def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing
     assert versions["comfyui-manager"] == "4.2.2"
     before = small_world.listing(world / HOME, world / "tmp")
     for module in (git, venv):
-        monkeypatch.setattr(module, "logged", lambda *_: pytest.fail("pip was run, or git"))
+        monkeypatch.setattr(module, "run_logged", lambda *_: pytest.fail("pip was run, or git"))
     assert run_install(world) == 0
     assert small_world.listing(world / HOME, world / "tmp") == before
     assert "everything is in place" in capsys.readouterr().out

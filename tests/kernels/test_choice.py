@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comfyui_tpu.attention.prologue import HeadLayout
-from comfyui_tpu.kernels import attention, choice, convolution, modulation, names, prologue, residual_norm
-from comfyui_tpu.kernels.attention_form import AttentionConfig, Maximum, Scores
+from comfyui_tpu.kernels import attention, convolution, dispatch, modulation, prologue, registry, residual_norm
+from comfyui_tpu.kernels.attention_config import AttentionConfig, Maximum, Scores
 from comfyui_tpu.kernels.attention_reference import keys_of_length
 from comfyui_tpu.tpu_runtime.cost_model import chips, kernels
 from jax.sharding import Mesh
@@ -56,11 +56,11 @@ def test_a_kernel_that_is_named_raises_its_reasons(name: str):
 
 
 def warnings(caplog: pytest.LogCaptureFixture, run: Callable[[], object]) -> list[str]:
-    choice._warn_once.cache_clear()
+    dispatch._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         run()
         run()
-    return [record.getMessage() for record in caplog.records if record.name == choice.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == dispatch.__name__]
 
 
 def test_an_automatic_choice_says_once_why_xla_computes(caplog: pytest.LogCaptureFixture):
@@ -84,14 +84,14 @@ def test_a_chip_without_room_for_rows_keeps_xlas_forms(
     device = chips.compile_devices(chips.topology(topology))[0]
     with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("sp",)).abstract_mesh):
         refusals = convolution.unsupported_reasons(shaped(8, 8, 1, 3, 3)), modulation.unsupported_reasons()
-        found = warnings(caplog, lambda: [*map(choice.should_use, refusals)])
+        found = warnings(caplog, lambda: [*map(dispatch.should_use, refusals)])
     assert [refusal.reasons for refusal in refusals] == [reasons] * 2
     assert found == [f"{refusal} XLA computes it." for refusal in refusals if reasons]
 
 
 def test_programs_for_no_tpu_take_the_reference_silently(caplog: pytest.LogCaptureFixture):
-    assert modulation.unsupported_reasons().reasons == (choice.NO_TPU,)
-    assert not warnings(caplog, lambda: choice.should_use(modulation.unsupported_reasons()))
+    assert modulation.unsupported_reasons().reasons == (dispatch.NO_TPU,)
+    assert not warnings(caplog, lambda: dispatch.should_use(modulation.unsupported_reasons()))
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,5 @@ def test_the_cost_model_knows_the_form_that_may_rerun_by_its_name(scores: Scores
     *_, call = (equation for equation in traced.eqns if equation.primitive.name == "pallas_call")
     kernel = kernels.MosaicCall(name=call.params["name"], config="", operands=(), results=())
     assert kernel.reruns == (maximum == "sampled")
-    plain = {"exact": names.ATTENTION, "int8": names.ATTENTION_INT8}[scores]
-    assert names.HELPER_KERNELS.get(kernel.name, kernel.name) == plain == form.kernel
+    plain = {"exact": registry.ATTENTION, "int8": registry.ATTENTION_INT8}[scores]
+    assert registry.HELPER_KERNELS.get(kernel.name, kernel.name) == plain == form.kernel

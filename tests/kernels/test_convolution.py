@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.kernels import chip, choice, convolution
+from comfyui_tpu.kernels import convolution, dispatch, hardware
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import OPERATION
@@ -140,7 +140,7 @@ def test_every_second_row_and_column_is_torchs_stride(shape: MeshShape, compare:
 
 
 def test_a_program_for_no_tpu_keeps_xlas_convolution():
-    assert convolution.unsupported_reasons(jnp.zeros((4, 4, 3, 3, 3))).reasons == (choice.NO_TPU,)
+    assert convolution.unsupported_reasons(jnp.zeros((4, 4, 3, 3, 3))).reasons == (dispatch.NO_TPU,)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_a_blocks_weights_leave_room_for_rows(
     if lanes:
         kernel, _ = jax.eval_shape(lambda *arrays: convolution._arrange(*arrays), weight, bias)
         assert kernel.shape == (3, 3, 3, channels, channels)
-        assert 2 * 2 * kernel.size * lanes / channels < mib * chip.MIB / 2
+        assert 2 * 2 * kernel.size * lanes / channels < mib * hardware.MIB / 2

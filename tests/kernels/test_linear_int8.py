@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.kernels import chip, linear_int8
+from comfyui_tpu.kernels import hardware, linear_int8
 from comfyui_tpu.kernels.linear_int8 import Int8Weight, Tiles
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 
@@ -218,4 +218,4 @@ def test_weights_of_the_models_are_read_once_where_they_fit(
     tiles = linear_int8.choose_tiles(ins, outs)
     assert tiles is not None and tiles.groups <= most_groups
     held = ins * sum(outs) // tiles.groups + 2 * 2 * tiles.tokens * (ins + sum(outs) // tiles.groups)
-    assert held < chip.VMEM_MIB[kind] * chip.MIB
+    assert held < hardware.VMEM_MIB[kind] * hardware.MIB

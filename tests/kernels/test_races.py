@@ -21,7 +21,7 @@ from comfyui_tpu.kernels import (  # fmt: skip
     residual_norm,
 )
 from comfyui_tpu.kernels.attention import flat_attention
-from comfyui_tpu.kernels.attention_form import AttentionConfig
+from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.kernels.prologue import Norm
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape

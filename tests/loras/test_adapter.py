@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_tpu.tpu_runtime.checkpoints import load
-from comfyui_tpu.tpu_runtime.formats.names import KeyMap
+from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
+from comfyui_tpu.tpu_runtime.formats.key_map import KeyMap
 from comfyui_tpu.tpu_runtime.loras import adapter, change, merge
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.programs import modules
+from comfyui_tpu.tpu_runtime.programs import upstream_network
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 
@@ -25,7 +25,7 @@ ALPHA, RANK = 6, 9
 def test_rslora_divides_by_the_ranks_root_and_others_by_the_rank(tmp_path: Path, where: str, use_rslora: bool | None):
     """Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA"."""
     component = spec_for_family("Wan21").component("transformer")
-    network = modules.build_network(component, component.tiny)
+    network = upstream_network.build_network(component, component.tiny)
     (weight,) = (weight for weight in network.weights.values() if WEIGHT in weight.sources)
     out, inner = weight.tensor_shape
     tensors = {
@@ -43,7 +43,7 @@ def test_rslora_divides_by_the_ranks_root_and_others_by_the_rank(tmp_path: Path,
     read = adapter.read_adapter(str(path), network)
     (change,) = read.changes[WEIGHT]
     with contextlib.ExitStack() as stack:
-        found, scale = merge._read(load.TensorReader(stack, lambda: None), read, change, weight)
+        found, scale = merge._read(weight_loader.TensorReader(stack, lambda: None), read, change, weight)
     theirs = torch.nn.Sequential(torch.nn.Linear(1, 1))
     chosen = LoraConfig(target_modules=["0"], r=RANK, lora_alpha=ALPHA, use_rslora=bool(use_rslora))
     inject_adapter_in_model(chosen, theirs)

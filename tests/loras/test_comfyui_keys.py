@@ -14,11 +14,11 @@ import pytest
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, run_comfyui, saved
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
-from comfyui_tpu.tpu_runtime.checkpoints import assembled
+from comfyui_tpu.tpu_runtime.checkpoints import virtual_folder
 from comfyui_tpu.tpu_runtime.files import TensorFile
-from comfyui_tpu.tpu_runtime.formats import contents
-from comfyui_tpu.tpu_runtime.formats.contents import NetworkFile
-from comfyui_tpu.tpu_runtime.formats.names import KeyMap, lookup
+from comfyui_tpu.tpu_runtime.formats import single_file
+from comfyui_tpu.tpu_runtime.formats.key_map import KeyMap, lookup
+from comfyui_tpu.tpu_runtime.formats.single_file import NetworkFile
 from comfyui_tpu.tpu_runtime.model_spec import KeyTable, RowSlice
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
@@ -86,8 +86,10 @@ class Denoiser:
 
 
 def denoiser(path: Path) -> Denoiser:
-    (held,) = contents.find_networks(path, LAYOUTS)
-    return Denoiser(held, assembled.translate_tensors(held), assembled.collect_original_keys(held.layout.class_name))
+    (held,) = single_file.find_networks(path, LAYOUTS)
+    return Denoiser(
+        held, virtual_folder.translate_tensors(held), virtual_folder.collect_original_keys(held.layout.class_name)
+    )
 
 
 def is_asked(name: str, key: str, target: Any) -> bool:

@@ -12,12 +12,12 @@ from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, run_comfyui, saved
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
-from comfyui_tpu.tpu_runtime.formats.names import lookup
+from comfyui_tpu.tpu_runtime.formats.key_map import lookup
 from comfyui_tpu.tpu_runtime.loras import apply
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 
@@ -96,14 +96,14 @@ def ours(family: str, folder: Path, lora: Path) -> dict[str, np.ndarray]:
     """All weights by their name in the folder, with their changes."""
     component = spec_for_family(family).component("transformer")
     config = {name: value for name, value in DENOISERS[component.class_name].items()}
-    own = modules.build_network(component, {**component.config, **config})
+    own = upstream_network.build_network(component, {**component.config, **config})
     files = checkpoint.match_weights(own, checkpoint.read_headers(folder, component), folder)
     changes = apply.make_merge((Lora(path=str(lora), strength=1.0),), own)
     mesh = make_mesh(jax.devices()[:1], MeshShape())
     wanted = {
         name: want for name, want in weights.abstract_weights(own, mesh, "float32").items() if name in changes.names
     }
-    loaded = load.load_weights(own, files, wanted, "test", SilentProgress(), changes)
+    loaded = weight_loader.load_weights(own, files, wanted, "test", SilentProgress(), changes)
     found = {name: x.numpy() for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
     for name, array in loaded.items():
         weight = own.weights[name]

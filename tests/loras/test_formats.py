@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, score_bound, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, score_bound, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
-from comfyui_tpu.tpu_runtime.formats.names import KeyMap
+from comfyui_tpu.tpu_runtime.formats.key_map import KeyMap
 from comfyui_tpu.tpu_runtime.loras import adapter, apply
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.precision import Precision
-from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.programs.modules import Network, WeightSlice
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
+from comfyui_tpu.tpu_runtime.programs.upstream_network import Network, WeightSlice
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file, save_file
@@ -38,7 +38,7 @@ def network(family: str) -> Network:
 
 def network_of(name: str) -> Network:
     component = lookup_spec(name).component("transformer")
-    return modules.build_network(component, component.tiny)
+    return upstream_network.build_network(component, component.tiny)
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def merged(family: str, path: Path, precision: Precision = "float32") -> Merged:
     wanted = {
         name: want for name, want in weights.abstract_weights(own, mesh, precision).items() if name in changes.names
     }
-    loaded = load.load_weights(own, files, wanted, "test", SilentProgress(), changes)
+    loaded = weight_loader.load_weights(own, files, wanted, "test", SilentProgress(), changes)
     assert all(loaded[name].sharding == want.sharding for name, want in wanted.items())
     found = []
     for name, array in loaded.items():
@@ -449,7 +449,7 @@ def test_a_changed_norm_counts_in_the_bound_on_scores(tmp_path: Path):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_row_of_a_table_names_a_module(spec: Any):
     component = spec.component("transformer")
-    own = modules.build_network(component, component.tiny)
+    own = upstream_network.build_network(component, component.tiny)
     names = KeyMap((source for weight in own.weights.values() for source in weight.sources), component.original_keys)
     for theirs in component.original_keys:
         assert names.find(theirs.replace("*", "1")), theirs

@@ -12,13 +12,13 @@ import pytest
 import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.loras import adapter, apply
 from comfyui_tpu.tpu_runtime.loras.adapter import LoraError
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import modules, weights
-from comfyui_tpu.tpu_runtime.programs.modules import Network
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
+from comfyui_tpu.tpu_runtime.programs.upstream_network import Network
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import save_file
 
@@ -28,7 +28,7 @@ MODULE = "blocks.0.attn1.to_q"
 @pytest.fixture(scope="module")
 def network() -> Network:
     component = spec_for_family("Wan21").component("transformer")
-    return modules.build_network(component, component.tiny)
+    return upstream_network.build_network(component, component.tiny)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Pat
     files = checkpoint.match_weights(network, checkpoint.read_headers(folder, network.component), folder)
     want = weights.abstract_weights(network, make_mesh(jax.devices()[:1], MeshShape()), "float32")[name]
     with contextlib.ExitStack() as stack, pytest.raises(LoraError) as error:
-        changes.read(load.TensorReader(stack, lambda: None), name, files[name], want)
+        changes.read(weight_loader.TensorReader(stack, lambda: None), name, files[name], want)
     assert path in str(error.value) and f"{MODULE}.alpha" in str(error.value)
     assert "heckpoint" not in str(error.value)
 
@@ -158,7 +158,8 @@ def test_two_adapters_of_one_file_are_two_changes(tmp_path: Path, network: Netwo
 def test_a_file_that_names_the_second_expert_changes_that_alone(tmp_path: Path):
     spec = lookup_spec("wan2.2-t2v-a14b")
     networks = {
-        name: modules.build_network(spec.component(name), spec.component(name).tiny) for name in spec.denoiser.experts
+        name: upstream_network.build_network(spec.component(name), spec.component(name).tiny)
+        for name in spec.denoiser.experts
     }
     size = networks["transformer"].weights["blocks.*.attn1.to_q.weight"].tensor_shape[0]
     tensors = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_tpu.tests.models import parity
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
@@ -26,7 +26,7 @@ def add(folder: Path, tensors: dict[str, torch.Tensor], expert: str = "both") ->
     """The node's text and the page's."""
     save_file(tensors, folder / "my.safetensors")
     page = Page()
-    model, text = pipeline.add_lora(
+    model, text = api.add_lora(
         WAN21, Lora(path=str(folder / "my.safetensors"), strength=0.5, expert=expert), progress=page
     )
     assert [lora.strength for lora in model.loras] == [0.5]
@@ -91,4 +91,4 @@ def test_an_expert_that_there_is_not(tmp_path: Path):
 def test_a_damaged_file(tmp_path: Path):
     (tmp_path / "my.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match=r"my.safetensors is not a whole safetensors file \(.+\). Download it again"):
-        pipeline.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=SilentProgress())
+        api.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=SilentProgress())

@@ -246,7 +246,7 @@ def test_an_alpha_of_integers_may_be_any(alpha: int, times: float, tmp_path: Pat
 
 
 def scale(path: Path) -> float:
-    from comfyui_tpu.tpu_runtime.checkpoints import load
+    from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
     from comfyui_tpu.tpu_runtime.loras import merge
 
     own = network("Wan21")
@@ -254,7 +254,7 @@ def scale(path: Path) -> float:
     (weight,) = (weight for weight in own.weights.values() if "blocks.0.attn1.to_q.weight" in weight.sources)
     (change,) = read.changes["blocks.0.attn1.to_q.weight"]
     with contextlib.ExitStack() as stack:
-        return merge._read(load.TensorReader(stack, lambda: None), read, change, weight)[1]
+        return merge._read(weight_loader.TensorReader(stack, lambda: None), read, change, weight)[1]
 
 
 def test_integer_alphas_of_other_kinds(tmp_path: Path):

@@ -257,7 +257,7 @@ def names(layer: Layer) -> dict[str, Callable[[Any], None]]:
 
     def options(module: Any) -> None:
         if layer.options:
-            module.step_options = lambda mesh: dict(layer.options)
+            module.step_compiler_options = lambda mesh: dict(layer.options)
 
     def kernels(module: Any) -> None:
         if layer.pallas:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from comfyui_tpu.tests.support import fake_tpu
-from comfyui_tpu.tpu_runtime.machine import bus, device_access
+from comfyui_tpu.tpu_runtime.machine import device_access, pci
 from comfyui_tpu.tpu_runtime.machine.device_access import DevicesBusy
 
 # Quoted from public reports: vllm-project/tpu-inference 2921 and 2629, pytorch/xla 6286, google/jax issues.
@@ -155,7 +155,7 @@ def test_holders_are_named_and_their_end_is_waited_for(
 
     monkeypatch.setattr(clock, "sleep", ends)
     assert device_access.wait_for_release(timeout_s=5.0, root=root)
-    assert bus.find_holders(root) == []
+    assert pci.find_holders(root) == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comfyui_tpu.kernels import attention_form, attention_reference, choice, names, residual_norm
-from comfyui_tpu.kernels.choice import KernelFallbacks
+from comfyui_tpu.kernels import attention_config, attention_reference, dispatch, registry, residual_norm
+from comfyui_tpu.kernels.dispatch import KernelFallbacks
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
@@ -52,10 +52,10 @@ HALT = (
     [
         (NO_OPTION, "option", ("xla_tpu_enable_async_all_to_all",)),
         (NO_VALUE, "option", ("xla_tpu_scoped_vmem_limit_kib",)),
-        (SCRATCH, "kernel", (names.ATTENTION,)),
-        (LABEL, "kernel", (names.PROLOGUE,)),
+        (SCRATCH, "kernel", (registry.ATTENTION,)),
+        (LABEL, "kernel", (registry.PROLOGUE,)),
         (NAMELESS, "option", ("xla_tpu_scoped_vmem",)),
-        ("INTERNAL: Mosaic failed to compile TPU kernel: Bad lhs type", "kernel", names.KERNELS),
+        ("INTERNAL: Mosaic failed to compile TPU kernel: Bad lhs type", "kernel", registry.KERNELS),
     ],
     ids=["option", "value", "scratch", "label", "no kernel", "no name"],
 )
@@ -86,10 +86,10 @@ def test_a_fault_in_a_kernels_code_is_no_refusal():
 
 def test_a_halt_names_its_kernel_or_all_of_its_program():
     named = fallbacks.classify_halt(jax.errors.JaxRuntimeError(HALT), "decode", ["attention"])
-    assert named is not None and named.names == (names.CONVOLUTION,)
+    assert named is not None and named.names == (registry.CONVOLUTION,)
     error = jax.errors.JaxRuntimeError("INTERNAL: TPU program continuator has halted")
-    unnamed = fallbacks.classify_halt(error, "denoise_step", [names.RESIDUAL_NORM, names.ATTENTION])
-    assert unnamed is not None and unnamed.names == (names.ATTENTION, names.RESIDUAL_NORM)
+    unnamed = fallbacks.classify_halt(error, "denoise_step", [registry.RESIDUAL_NORM, registry.ATTENTION])
+    assert unnamed is not None and unnamed.names == (registry.ATTENTION, registry.RESIDUAL_NORM)
 
 
 def down(start: Fallbacks, failure: Unsupported) -> Fallbacks | None:
@@ -98,14 +98,14 @@ def down(start: Fallbacks, failure: Unsupported) -> Fallbacks | None:
 
 
 def test_a_kernel_takes_smaller_tiles_and_then_xla_its_place():
-    failure = Unsupported("kernel", "the step", (names.ATTENTION,), "no room")
+    failure = Unsupported("kernel", "the step", (registry.ATTENTION,), "no room")
     first = down(Fallbacks(), failure)
-    assert first == Fallbacks(kernels=KernelFallbacks(small=(names.ATTENTION,)))
+    assert first == Fallbacks(kernels=KernelFallbacks(small=(registry.ATTENTION,)))
     second = down(first, failure)
-    assert second == Fallbacks(kernels=KernelFallbacks(small=(names.ATTENTION,), off=(names.ATTENTION,)))
+    assert second == Fallbacks(kernels=KernelFallbacks(small=(registry.ATTENTION,), off=(registry.ATTENTION,)))
     assert down(second, failure) is None
-    halt = Unsupported("halt", "the step", (names.CONVOLUTION,), "halted")
-    assert down(Fallbacks(), halt) == Fallbacks(kernels=KernelFallbacks(off=(names.CONVOLUTION,)))
+    halt = Unsupported("halt", "the step", (registry.CONVOLUTION,), "halted")
+    assert down(Fallbacks(), halt) == Fallbacks(kernels=KernelFallbacks(off=(registry.CONVOLUTION,)))
 
 
 def test_an_option_is_left_out_once():
@@ -142,17 +142,19 @@ def test_a_switch_that_is_none_is_said(variable: str, value: str, monkeypatch: p
 
 def test_small_tiles_take_half_of_the_on_chip_memory():
     call = {"q_seq": 9472, "kv_rows": [75600], "heads": 5, "head_dim": 128, "itemsize": 2}
-    fastest = functools.partial(attention_form.choose_config, "TPU v6 lite", "sampled", **call)
-    with choice.use_fallbacks(KernelFallbacks(small=(names.ATTENTION,))):
+    fastest = functools.partial(attention_config.choose_config, "TPU v6 lite", "sampled", **call)
+    with dispatch.use_fallbacks(KernelFallbacks(small=(registry.ATTENTION,))):
         small = fastest()
     usual = fastest()
     assert 2 * small.vmem_mib <= usual.vmem_mib
-    sizes = [attention_form.estimate_vmem_bytes(form, 9472, [75600], 128, 2) for form in (small, usual)]
+    sizes = [attention_config.estimate_vmem_bytes(form, 9472, [75600], 128, 2) for form in (small, usual)]
     assert sizes[0] <= small.vmem_mib * 2**20 < sizes[1]
 
 
 @pytest.mark.parametrize(
-    "rungs", [KernelFallbacks(), KernelFallbacks(small=names.KERNELS), KernelFallbacks(off=names.KERNELS)], ids=str
+    "rungs",
+    [KernelFallbacks(), KernelFallbacks(small=registry.KERNELS), KernelFallbacks(off=registry.KERNELS)],
+    ids=str,
 )
 def test_every_rung_computes_the_same(rungs: KernelFallbacks):
     generator = np.random.default_rng(0)
@@ -160,7 +162,7 @@ def test_every_rung_computes_the_same(rungs: KernelFallbacks):
         jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in ((1, 300, 256),) * 2 + ((1, 256),)
     )
     run = functools.partial(residual_norm.residual_norm, eps=1e-6, interpret=True)
-    with choice.use_fallbacks(rungs):
+    with dispatch.use_fallbacks(rungs):
         found = run(x, update, vector, vector, vector, kernel=True)
     wanted = residual_norm.residual_norm_reference(x, update, vector, vector, vector, None, eps=1e-6)
     for one, other in zip(found, wanted, strict=True):
@@ -195,7 +197,7 @@ def test_a_kernel_that_is_refused_for_a_tpu_is_named(
     harm(monkeypatch)
     with pytest.raises(Unsupported, match=said) as error:
         executables.compile_or_load(program)
-    assert (error.value.kind, error.value.names) == ("kernel", (names.RESIDUAL_NORM,))
+    assert (error.value.kind, error.value.names) == ("kernel", (registry.RESIDUAL_NORM,))
 
 
 def test_the_attention_in_place_of_the_kernels_goes_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 import torch
-from comfyui_tpu.kernels.choice import KernelFallbacks
+from comfyui_tpu.kernels.dispatch import KernelFallbacks
 from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
 from comfyui_tpu.tests.support.closeness import PIPELINE, difference
@@ -21,15 +21,15 @@ from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.engine.memory_advice import OutOfMemory
-from comfyui_tpu.tpu_runtime.hosts.together import HostGroup
 from comfyui_tpu.tpu_runtime.machine import record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import ChipHalted, Fallbacks, Unsupported
-from comfyui_tpu.tpu_runtime.machine.ladder import FallbackPolicy
+from comfyui_tpu.tpu_runtime.machine.policy import FallbackPolicy
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.monitor import snapshot
+from comfyui_tpu.tpu_runtime.multihost.coordinator import HostGroup
 from comfyui_tpu.tpu_runtime.programs import denoise_step
-from comfyui_tpu.tpu_runtime.programs.finite import NotFinite
+from comfyui_tpu.tpu_runtime.programs.finite_check import NotFinite
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP, Program
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def breaks(exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     def put(*faults: Fault) -> Steps:
         Layer(faults=faults).install(monkeypatch.setattr)
         for module in (denoise_step, engines):
-            monkeypatch.setattr(module, "step_options", lambda mesh: OPTIONS)
+            monkeypatch.setattr(module, "step_compiler_options", lambda mesh: OPTIONS)
         steps: Steps = []
         compile_ = Program.compile
 

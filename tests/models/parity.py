@@ -19,10 +19,10 @@ import torch
 from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.host import Runner
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.programs import denoise_step, modules, solver_table, token_layout
+from comfyui_tpu.tpu_runtime.programs import denoise_step, solver_table, token_layout, upstream_network
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
@@ -137,9 +137,9 @@ def tiny_weights(spec: ModelSpec, component: str, program: Program) -> Weights:
     """A component of the tiny checkpoint, laid out as `program` takes it."""
     found, part = checkpoint.locate(spec, spec.miniature.random_id), spec.component(component)
     folder = found.folder(part.folder, SilentProgress())
-    network = modules.build_network(part, found.config(part, SilentProgress()))
+    network = upstream_network.build_network(part, found.config(part, SilentProgress()))
     files = checkpoint.match_weights(network, checkpoint.read_headers(folder, network.component), folder)
-    return load.load_weights(network, files, program.weights, component, SilentProgress())
+    return weight_loader.load_weights(network, files, program.weights, component, SilentProgress())
 
 
 def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.patience import slower
-from comfyui_tpu.tpu_runtime import pipeline, tokens
+from comfyui_tpu.tpu_runtime import api, tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -110,7 +110,7 @@ def test_a_published_tokenizer_is_read(tmp_path: Path):
     )  # fmt: skip
     config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "legacy": True, "model_max_length": 226}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ids, mask = SPEC.text_encoders[0].tokenize(tokens.load_tokenizer(tmp_path), ["A panda,  two  hats", ""])
+    ids, mask = SPEC.text_encoders[0].tokenize(tokenization.load_tokenizer(tmp_path), ["A panda,  two  hats", ""])
     pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "spiece.model")).encode("A panda,  two  hats")
     assert ids[0].tolist() == [*pieces, 1, *[0] * (225 - len(pieces))]
     assert ids[1].tolist() == [1, *[0] * 225]
@@ -275,12 +275,12 @@ def test_bad_settings_are_refused(change: dict, sentence: str):
 def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(pipeline, "get_engine", lambda progress: SimpleNamespace(run=lambda *args, **given: {}))
+    monkeypatch.setattr(api, "get_engine", lambda progress: SimpleNamespace(run=lambda *args, **given: {}))
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.published.hub_id)
 
     def warnings(**widgets: int) -> list[str]:
         caplog.clear()
-        pipeline.denoise(model, SPEC.settings(**widgets), [], None, progress=SilentProgress())
+        api.denoise(model, SPEC.settings(**widgets), [], None, progress=SilentProgress())
         return [record.getMessage() for record in caplog.records]
 
     shown = SPEC.settings()

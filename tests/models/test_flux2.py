@@ -19,13 +19,13 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tests.support.patience import slower
-from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
-from comfyui_tpu.tpu_runtime.programs import modules, network_call
+from comfyui_tpu.tpu_runtime.programs import network_call, upstream_network
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
@@ -99,7 +99,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
 def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
     config = json.loads((tiny.ensure_random(SPEC) / "tokenizer" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "LlamaTokenizerFast" and "padding_side" not in config  # as published
-    tokenizer = tokens.load_tokenizer(tiny.ensure_random(SPEC) / "tokenizer")
+    tokenizer = tokenization.load_tokenizer(tiny.ensure_random(SPEC) / "tokenizer")
     assert tokenizer.padding_side == "right"  # transformers 5, of any class
     ids, mask = mistral3.tokenize(tokenizer, [SHORT, LONG])
     empty = int((mask[0] == 0).sum())
@@ -111,7 +111,7 @@ def test_padding_after_the_text_is_masked_too(compare: Callable):
     pipe = pipeline()
     ids, mask = mistral3.tokenize(pipe.tokenizer, [SHORT])
     ids, mask = (np.roll(x, -int((mask == 0).sum())) for x in (ids, mask))
-    network = modules.build_network(SPEC.component("text_encoder"), SPEC.component("text_encoder").tiny)
+    network = upstream_network.build_network(SPEC.component("text_encoder"), SPEC.component("text_encoder").tiny)
     assert mask[0, 0] == 1 and not any("vision" in name or "lm_head" in name for name in network.weights)
     run = network_call.build_call_program(
         SPEC, "text_encoder", SPEC.component("text_encoder").tiny,

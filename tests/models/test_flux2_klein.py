@@ -24,7 +24,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
-from comfyui_tpu.tpu_runtime.programs import modules, network_call
+from comfyui_tpu.tpu_runtime.programs import network_call, upstream_network
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
@@ -88,7 +88,7 @@ def test_padding_before_the_text_is_masked_too(compare: Callable):
         BASE, "text_encoder", component.tiny, CompileTarget(devices=tuple(jax.devices()[:3]), precision="float32"),
         qwen3.encode_text, (ids, mask), partition="replicated", carries=False,
     )  # fmt: skip
-    network = modules.build_network(component, component.tiny)
+    network = upstream_network.build_network(component, component.tiny)
     assert mask[0, -1] == 1 and not any("lm_head" in name or "norm.weight" == name for name in network.weights)
     ours, *_ = run.compile()(parity.tiny_weights(BASE, "text_encoder", run), ids, mask)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_vari
 from comfyui_tpu.tpu_runtime.engine import conditioning
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, lookup_spec, spec_for_family
-from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.tests.support.chips import GIB, chip, tpu
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
-from comfyui_tpu.tpu_runtime.monitor import feed as feeds
-from comfyui_tpu.tpu_runtime.monitor.feed import StatsFeed
-from comfyui_tpu.tpu_runtime.monitor.readings import Sampler, read_libtpu
+from comfyui_tpu.tpu_runtime.monitor import stats_feed as feeds
+from comfyui_tpu.tpu_runtime.monitor.host_stats import Sampler, read_libtpu
+from comfyui_tpu.tpu_runtime.monitor.stats_feed import StatsFeed
 
 web = pytest.importorskip("aiohttp.web")
 test_utils = pytest.importorskip("aiohttp.test_utils")
@@ -159,7 +159,7 @@ def test_libtpus_own_module_has_the_metrics_we_ask_for():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     if done.returncode:
         pytest.skip(f"this libtpu has no monitoring module: {done.stderr.splitlines()[-1]}")
-    from comfyui_tpu.tpu_runtime.monitor.readings import MEMORY, UTILISATION
+    from comfyui_tpu.tpu_runtime.monitor.host_stats import MEMORY, UTILISATION
 
     assert {*UTILISATION.values(), *MEMORY.values()} <= set(done.stdout.split())
     assert read_libtpu.__doc__

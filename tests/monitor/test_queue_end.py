@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs.queue_end import QueueEstimator
+from comfyui_tpu.nodes.graphs.queue_eta import QueueEstimator
 
 
 def prompt(seed: int = 0, steps: int = 50, text: str = "a cat") -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.nodes.comfyui import about
-from comfyui_tpu.nodes.graphs.ran import KEY, ProvenanceLog
+from comfyui_tpu.nodes.graphs.provenance import KEY, ProvenanceLog
 
 STAGES = ["encode", "denoise", "decode"]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.tpu_runtime.engine import current
-from comfyui_tpu.tpu_runtime.machine import bus
+from comfyui_tpu.tpu_runtime.engine import lifecycle
+from comfyui_tpu.tpu_runtime.machine import pci
 from comfyui_tpu.tpu_runtime.monitor import metrics_service, snapshot
-from comfyui_tpu.tpu_runtime.monitor.feed import StatsFeed
-from comfyui_tpu.tpu_runtime.monitor.readings import Sampler
-from comfyui_tpu.tpu_runtime.monitor.unstarted import NO_TPU, IdleStats
+from comfyui_tpu.tpu_runtime.monitor.host_stats import Sampler
+from comfyui_tpu.tpu_runtime.monitor.idle import NO_TPU, IdleStats
+from comfyui_tpu.tpu_runtime.monitor.stats_feed import StatsFeed
 
 tpu_info = pytest.importorskip("tpu_info.device", reason="no tpu-info: it is for Linux")
 fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu")
@@ -35,10 +35,10 @@ NOTHING_STARTED = {"platform": None, "message": snapshot.NOT_STARTED, "chips": [
 @pytest.mark.parametrize("num_chips", [1, 4, 8])
 @pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "TPU7x"])
 def test_the_bus_names_and_counts_the_chips(tmp_path: Path, kind: str, num_chips: int, monkeypatch: pytest.MonkeyPatch):
-    found = bus.detect_chips(plug(tmp_path, kind, num_chips))
+    found = pci.detect_chips(plug(tmp_path, kind, num_chips))
     assert str(found) == f"{num_chips} x {kind}"
     assert found.num_devices == num_chips * (2 if kind == "TPU7x" else 1)
-    assert len(bus.find_device_files(tmp_path)) == num_chips
+    assert len(pci.find_device_files(tmp_path)) == num_chips
     # tpu-info itself, whose count is of PCI functions, says the same of devices it can read.
     (tmp_path / "sys/bus/pci/devices/0000:00:09.0").rmdir()
     real = glob.glob
@@ -49,7 +49,7 @@ def test_the_bus_names_and_counts_the_chips(tmp_path: Path, kind: str, num_chips
 
 def test_a_machine_without_chips_says_nothing_of_them(tmp_path: Path):
     for root in (tmp_path / "empty", plug(tmp_path / "network", "v6e", 0)):
-        assert bus.detect_chips(root) is None
+        assert pci.detect_chips(root) is None
         assert stats(root, closed())["message"] == NO_TPU
 
 
@@ -70,7 +70,7 @@ def test_jax_looks_for_no_tpu_where_there_is_none(
 ):
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
-    bus.configure_without_tpu(plug(tmp_path, "v6e", chips, files=files))
+    pci.configure_without_tpu(plug(tmp_path, "v6e", chips, files=files))
     assert environment.get("JAX_PLATFORMS") == platforms
     assert environment.get("TPU_SKIP_MDS_QUERY") == (None if chips else "1")
 
@@ -78,11 +78,11 @@ def test_jax_looks_for_no_tpu_where_there_is_none(
 def test_another_packs_gpu_stays_jaxs_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ["jax_cuda12_plugin"])
-    bus.configure_without_tpu(tmp_path)
+    pci.configure_without_tpu(tmp_path)
     assert os.environ == {"TPU_SKIP_MDS_QUERY": "1"}
 
 
-@pytest.mark.skipif(bool(bus.find_device_files()), reason="this machine has a TPU")
+@pytest.mark.skipif(bool(pci.find_device_files()), reason="this machine has a TPU")
 def test_jax_starts_without_a_word_of_libtpus_without_a_tpu():
     program = "from comfyui_tpu.tpu_runtime import pipeline; pipeline.bus.expect_no_tpu(); import jax; jax.devices()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "TPU"))}
@@ -105,7 +105,7 @@ def test_the_memory_of_another_process_comes_from_its_metrics_service(tmp_path: 
     root = plug(tmp_path, kind, num_chips)
     process(root, 4711, "/usr/bin/python3", "/home/me/ComfyUI/main.py", "--token", "secret", opens=["/dev/vfio/0"])
     process(root, 4712, "/usr/bin/bash", opens=["/dev/null", "/dev/vfio/vfio"])
-    num_devices = bus.detect_chips(root).num_devices
+    num_devices = pci.detect_chips(root).num_devices
     with serving(num_devices, num_chips) as port:
         said = stats(root, port)
     assert said["message"] == f"{num_chips} x {kind}, held by another process"
@@ -179,7 +179,7 @@ def test_without_tpu_info_the_reason_is_said(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_feed_gives_them_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(current, "_engine", None)  # another test of this process may have started one
+    monkeypatch.setattr(lifecycle, "_engine", None)  # another test of this process may have started one
     with serving(4) as port:
         unstarted = IdleStats(plug(tmp_path, "v6e", 4), [port], deadline_s=10.0)
         feed = StatsFeed(snapshot.take_snapshot, Sampler(unstarted=unstarted), patience_s=60.0)

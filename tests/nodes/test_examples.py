@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.nodes import DECLARATIONS
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main as cli
-from comfyui_tpu.cli.verbs import list_tiny_prompts
+from comfyui_tpu.cli.common_arguments import list_tiny_prompts
 from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Output, Ref, StageNode, by_id
 from comfyui_tpu.nodes.graphs.graph import expand
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.changes import apply_assignment
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
+from comfyui_tpu.nodes.headless.overrides import apply_assignment
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, execution_order, run_workflow
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples

@@ -10,10 +10,10 @@ import torch
 from comfyui_tpu.nodes import family, lora, wan21
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import list_generations
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.nodes.headless.workflow import validate_workflow
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from safetensors.torch import save_file
 
@@ -43,7 +43,7 @@ def workflow(*names: str) -> dict[str, Any]:
 def test_several_in_a_row_reach_the_nodes_that_take_the_model(folders: Folders, monkeypatch: pytest.MonkeyPatch):
     """By the name in the list, by a path, and beside the workflow."""
     given: list[ModelRef] = []
-    monkeypatch.setattr(pipeline, "warm_up", lambda model, settings, progress: given.append(model) or 0)
+    monkeypatch.setattr(api, "warm_up", lambda model, settings, progress: given.append(model) or 0)
     open_ = replace(folders, confined=False)
     outside = folders.workflow / "other.safetensors"
     names = ("wan/style.safetensors", str(outside), "other.safetensors")

@@ -11,7 +11,7 @@ from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Ref
 from comfyui_tpu.nodes.graphs.graph import plan_generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
@@ -42,7 +42,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(ModelRef, "check", lambda model: recorder.check(model))
     for name in ("encode_prompt", "denoise", "decode"):
-        monkeypatch.setattr(pipeline, name, getattr(recorder, name))
+        monkeypatch.setattr(api, name, getattr(recorder, name))
     yield recorder
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.headless.structure import read_api_nodes, read_page_links, read_page_nodes
+from comfyui_tpu.nodes.headless.schema import read_api_nodes, read_page_links, read_page_nodes
 
 AGAIN = " Save the workflow again."
 KIND = ", which is of the wrong kind. Save it again."

@@ -12,7 +12,7 @@ from comfyui_tpu.cli.main import main
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.graph import expand, plan_generations
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.graphs.upgrade import upgrade_workflow
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow

@@ -20,7 +20,7 @@ from comfyui_tpu.cli.main import main
 from comfyui_tpu.sharding.rules import REPLICATED
 from comfyui_tpu.tests.plan.products import assert_as_written
 from comfyui_tpu.tests.support.patience import slower
-from comfyui_tpu.tpu_runtime import refusal
+from comfyui_tpu.tpu_runtime import memory_errors
 from comfyui_tpu.tpu_runtime.cost_model import chips, interconnect
 from comfyui_tpu.tpu_runtime.machine import record as machine_record
 from comfyui_tpu.tpu_runtime.model_spec import Component, ModelSpec
@@ -206,7 +206,7 @@ def test_a_kernel_with_too_large_tiles_is_a_refusal_with_its_name():
         "on stack for %splash.2 = (f32[2048,128]) custom-call(%x). Scoped allocation with size 21.51M and limit 16.00M "
         "exceeded scoped vmem limit by 5.51M."
     )
-    assert refusal.parse_compile_error(message).sentence.startswith(
+    assert memory_errors.parse_compile_error(message).sentence.startswith(
         "kernel splash.2 needs 21.51M of the 16.00M on-chip memory"
     )
 

@@ -71,7 +71,8 @@ def test_gathers_of_weights_begin_early_and_those_of_tokens_do_not(shape: MeshSh
 def test_an_option_that_libtpu_does_not_know_is_an_error():
     mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
     program = Program(
-        name="add", fn=lambda x: x + 1, args=(shape_struct(mesh, (8, 128), jnp.float32),), mesh=mesh, precision="float32",
+        name="add", fn=lambda x: x + 1, args=(shape_struct(mesh, (8, 128), jnp.float32),), mesh=mesh,
+        precision="float32",
         compiler_options={"xla_tpu_no_such_option": "true"},
     )  # fmt: skip
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_tpu_no_such_option'"):

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.kernels import names
-from comfyui_tpu.kernels.choice import KernelFallbacks
+from comfyui_tpu.kernels import registry
+from comfyui_tpu.kernels.dispatch import KernelFallbacks
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, load, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.loras import apply
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
-from comfyui_tpu.tpu_runtime.programs import modules, weights
+from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import save_file
@@ -30,9 +30,9 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "MIN_INT8_LANES", 0)
 
 
-def network(spec: ModelSpec) -> modules.Network:
+def network(spec: ModelSpec) -> upstream_network.Network:
     component = spec.component(spec.denoiser.experts[0])
-    return modules.build_network(component, component.tiny)
+    return upstream_network.build_network(component, component.tiny)
 
 
 def loaded(spec: ModelSpec, shape: MeshShape, axes: weights.Axes, loras: tuple[Lora, ...] = ()) -> dict[str, jax.Array]:
@@ -44,7 +44,7 @@ def loaded(spec: ModelSpec, shape: MeshShape, axes: weights.Axes, loras: tuple[L
     files = checkpoint.match_weights(own, checkpoint.read_headers(folder, own.component), folder)
     changes = apply.make_merge(loras, own) if loras else None
     wanted = weights.abstract_weights(own, mesh, "bfloat16", axes)
-    found = load.load_weights(own, files, wanted, "test", SilentProgress(), changes)
+    found = weight_loader.load_weights(own, files, wanted, "test", SilentProgress(), changes)
     assert {name: (x.shape, x.dtype, x.sharding) for name, x in found.items()} == {
         name: (x.shape, x.dtype, x.sharding) for name, x in wanted.items()
     }
@@ -116,7 +116,7 @@ def test_chips_that_multiply_no_int8_keep_bfloat16(kind: str):
 @pytest.mark.usefixtures("few_are_many")
 def test_a_machine_without_the_kernel_keeps_bfloat16():
     own, device = network(SPECS[0]), jax.devices()[0]
-    assert weights.add_scale_parameters(own, device, KernelFallbacks(off=(names.LINEAR_INT8,))) == {}
+    assert weights.add_scale_parameters(own, device, KernelFallbacks(off=(registry.LINEAR_INT8,))) == {}
     assert weights.add_scale_parameters(own, device, NO_RUNGS)
 
 

@@ -19,13 +19,13 @@ from comfyui_tpu.tests.models import parity, test_cogvideox
 from comfyui_tpu.tests.models.wan import test_wan21, test_wan_t2v_siblings
 from comfyui_tpu.tests.programs import test_step_reuse as deep_cache
 from comfyui_tpu.tests.support.closeness import difference
-from comfyui_tpu.tpu_runtime import pipeline
-from comfyui_tpu.tpu_runtime.cache import curves
+from comfyui_tpu.tpu_runtime import api
+from comfyui_tpu.tpu_runtime.cache import magcache_curves
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import generation, solver_table
+from comfyui_tpu.tpu_runtime.programs import denoising_plan, solver_table
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 WAN = test_wan21.SPEC
@@ -33,7 +33,7 @@ WAN22, HUNYUAN, HUNYUAN_I2V, COGVIDEOX = (
     lookup_spec(name)
     for name in ("wan2.2-t2v-a14b", "hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-i2v-720p", "cogvideox1.5-5b")
 )
-PUBLISHED = json.loads(Path(curves.__file__).with_name("curves.json").read_text())["curves"]
+PUBLISHED = json.loads(Path(magcache_curves.__file__).with_name("curves.json").read_text())["curves"]
 # Full of eight steps: 0, 1, 4, 5, 7.
 RATIOS = (1.0, 1.2, 0.98, 1.03, 0.99, 0.8, 0.97, 0.9)
 POLICY = MagCache(threshold=0.12, curve=MagCacheCurve(ratios=(RATIOS, RATIOS), retained=(0.25,)))
@@ -65,7 +65,7 @@ def authors(ratios: Sequence[float], num_steps: int, threshold: float, most: int
 )
 def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
     """With each branch alone; the published curves of both agree on every step."""
-    curve = curves.find_curve(lookup_spec(name), "published")
+    curve = magcache_curves.find_curve(lookup_spec(name), "published")
     assert curve is not None
     for most, num_steps in ((2, 50), (2, 40), (2, 27), (4, 50), (6, 20)):
         policy = MagCache(threshold=threshold, curve=replace(curve, most_skipped=most))
@@ -80,7 +80,7 @@ def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
 )
 def test_of_hunyuanvideo_the_authors_have_a_curve_for_few_steps(ratios: str, num_steps: int):
     for name in ("hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-t2v-480p"):
-        curve = curves.find_curve(lookup_spec(name), "published")
+        curve = magcache_curves.find_curve(lookup_spec(name), "published")
         assert curve is not None
         found = [
             i for i, full in enumerate(MagCache(threshold=0.03, curve=curve).full_steps(["one"] * num_steps)) if full
@@ -112,8 +112,8 @@ def test_wan_2_2_to_video_from_a_picture_composes_whole():
     """Its authors leave out steps of the second expert alone, behind a tenth of them."""
     spec = lookup_spec("wan2.2-i2v-a14b")
     settings = spec.settings(step_cache=True)
-    policy = curves.attach_curve(spec, spec.published.hub_id, settings.step_cache)
-    plan = generation.DenoisingPlan.published(spec, replace(settings, step_cache=policy))
+    policy = magcache_curves.attach_curve(spec, spec.published.hub_id, settings.step_cache)
+    plan = denoising_plan.DenoisingPlan.published(spec, replace(settings, step_cache=policy))
     first, second = ([i for i, (name, _) in enumerate(plan.experts) if name == each] for each in spec.denoiser.experts)
     assert all(plan.is_full[index] for index in first)
     assert [plan.is_full[index] for index in second][:4] == [True, True, True, False]
@@ -214,7 +214,7 @@ def test_wan_is_diffusers_own(compare: Callable):
 @pytest.mark.slow
 def test_each_expert_is_diffusers_own(compare: Callable):
     settings = replace(test_wan_t2v_siblings.SHARED, num_inference_steps=8, step_cache=POLICY)
-    plan = generation.DenoisingPlan.published(WAN22, settings)
+    plan = denoising_plan.DenoisingPlan.published(WAN22, settings)
     first = [expert for expert, _ in plan.experts].count("transformer")
     pipe, halves = test_wan_t2v_siblings.pipeline(WAN22.name), (RATIOS[:first], RATIOS[first:])
     configs = (config_of(POLICY, len(half), mag_ratios=list(half)) for half in halves)
@@ -287,13 +287,13 @@ def test_a_measured_curve_is_diffusers_own(capsys: pytest.CaptureFixture):
 
 
 def test_off_has_the_same_program_and_no_curve_is_looked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(curves, "find_curve", lambda *_: pytest.fail("looked for"))
+    monkeypatch.setattr(magcache_curves, "find_curve", lambda *_: pytest.fail("looked for"))
     settings = WAN.settings(cache_threshold=0.5)
-    assert settings == WAN.settings() and curves.attach_curve(WAN, "any", settings.step_cache) is None
-    plan = generation.DenoisingPlan.published(WAN, settings)
+    assert settings == WAN.settings() and magcache_curves.attach_curve(WAN, "any", settings.step_cache) is None
+    plan = denoising_plan.DenoisingPlan.published(WAN, settings)
     assert [(part.kind, len(part.steps)) for part in plan.step_groups] == [("plain", 50)]
     nothing = replace(settings, num_inference_steps=8, step_cache=replace(POLICY, threshold=0.0))
-    assert [part.kind for part in generation.DenoisingPlan.published(WAN, nothing).step_groups] == ["plain"]
+    assert [part.kind for part in denoising_plan.DenoisingPlan.published(WAN, nothing).step_groups] == ["plain"]
 
 
 def test_a_plan_has_both_programs_and_how_often_each_runs():
@@ -302,7 +302,7 @@ def test_a_plan_has_both_programs_and_how_often_each_runs():
         (POLICY, {"denoise_step": 5, "denoise_step.from_features": 3}), (None, {"denoise_step": 8})
     ):  # fmt: skip
         settings = replace(test_wan21.ODD, num_inference_steps=8, step_cache=step_cache)
-        found = generation.list_programs(spec, settings, jax.devices()[:1], stages=("denoise",))
+        found = denoising_plan.list_programs(spec, settings, jax.devices()[:1], stages=("denoise",))
         assert {program.name: program.runs for program in found} == wanted
 
 
@@ -314,19 +314,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(folder: Path):
     measured = MagCacheCurve(ratios=((1.0, 0.5),))
-    path = curves.save_curve(WAN22, "mine", measured)
+    path = magcache_curves.save_curve(WAN22, "mine", measured)
     assert path.is_file() and folder in path.parents
     # Which steps run whole in any case is no matter of a measurement.
-    assert curves.find_curve(WAN22, "mine") == replace(measured, retained=(0.4, 0.4))
-    curves.save_curve(HUNYUAN, "mine", measured)
-    assert curves.find_curve(HUNYUAN, "mine") == replace(measured, retained=(0.25,))  # in few steps, too
-    published = curves.find_curve(WAN22, "another")
+    assert magcache_curves.find_curve(WAN22, "mine") == replace(measured, retained=(0.4, 0.4))
+    magcache_curves.save_curve(HUNYUAN, "mine", measured)
+    assert magcache_curves.find_curve(HUNYUAN, "mine") == replace(measured, retained=(0.25,))  # in few steps, too
+    published = magcache_curves.find_curve(WAN22, "another")
     assert published is not None and len(published.ratios[0]) == 40
-    assert curves.find_curve(COGVIDEOX, "mine") is None
-    curves.save_curve(COGVIDEOX, "mine", measured)
-    assert curves.find_curve(COGVIDEOX, "mine") == measured and curves.find_curve(COGVIDEOX, "another") is None
+    assert magcache_curves.find_curve(COGVIDEOX, "mine") is None
+    magcache_curves.save_curve(COGVIDEOX, "mine", measured)
+    assert (
+        magcache_curves.find_curve(COGVIDEOX, "mine") == measured
+        and magcache_curves.find_curve(COGVIDEOX, "another") is None
+    )
     settings = COGVIDEOX.settings(step_cache=True)
-    found = curves.attach_curve(COGVIDEOX, "mine", settings.step_cache)
+    found = magcache_curves.attach_curve(COGVIDEOX, "mine", settings.step_cache)
     assert found == MagCache(threshold=0.06, curve=measured)
 
 
@@ -340,10 +343,10 @@ def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(fo
     ],
 )  # fmt: skip
 def test_what_is_kept_and_no_curve_is_dropped(content: bytes, folder: Path):
-    key = curves.signature(COGVIDEOX.name, "mine")
-    curves.MEASURED.put(key, content)
-    assert curves.find_curve(COGVIDEOX, "mine") is None
-    assert not curves.MEASURED.path(key).exists()
+    key = magcache_curves.signature(COGVIDEOX.name, "mine")
+    magcache_curves.MEASURED.put(key, content)
+    assert magcache_curves.find_curve(COGVIDEOX, "mine") is None
+    assert not magcache_curves.MEASURED.path(key).exists()
 
 
 def test_a_model_without_a_curve_says_how_to_get_one(folder: Path):
@@ -358,7 +361,7 @@ def test_a_model_without_a_curve_says_how_to_get_one(folder: Path):
         model = ModelRef(spec_name=spec.name, model_id=model_id)
         settings = spec.settings(step_cache=True, cache_threshold=0.1)
         with pytest.raises(ValueError) as refused:
-            pipeline.run_stage("denoise", model, SilentProgress(), settings=settings)
+            api.run_stage("denoise", model, SilentProgress(), settings=settings)
         assert str(refused.value) == (
             f"{spec.title}: cache_threshold is 0.1, but no curve of this model is known. Measure it once: {advice}"
         )
@@ -370,15 +373,15 @@ def test_the_command_measures_what_the_node_then_uses(folder: Path, capsys: pyte
     command = ["calibrate", COGVIDEOX.name, "--model-id", COGVIDEOX.miniature.id, *size]
     assert cli.main(command) == 0
     said = capsys.readouterr().out
-    curve = curves.find_curve(COGVIDEOX, COGVIDEOX.miniature.id)
+    curve = magcache_curves.find_curve(COGVIDEOX, COGVIDEOX.miniature.id)
     assert curve is not None and (len(curve.ratios), len(curve.ratios[0])) == (2, 4)
     assert f"prompt: {', '.join(f'{ratio:.4f}' for ratio in curve.ratios[0])}\n" in said
     model = ModelRef(spec_name=COGVIDEOX.name, model_id=COGVIDEOX.miniature.id)
     settings = COGVIDEOX.settings(
         height=64, width=64, num_frames=9, num_inference_steps=4, step_cache=True, cache_threshold=1.0
     )
-    given = pipeline.encode_prompt(model, "a cat", "", progress=SilentProgress())
-    steps = [pipeline.denoise(model, one, *given, progress=SilentProgress())["samples"] for one in (
+    given = api.encode_prompt(model, "a cat", "", progress=SilentProgress())
+    steps = [api.denoise(model, one, *given, progress=SilentProgress())["samples"] for one in (
         settings, replace(settings, step_cache=None), replace(settings, step_cache=MagCache(threshold=1.0, curve=curve))
     )]  # fmt: skip
     assert torch.equal(steps[0], steps[2]) and difference(steps[0], steps[1]) > 1e-4

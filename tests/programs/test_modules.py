@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.programs import modules, torch_bridge, weights
+from comfyui_tpu.tpu_runtime.programs import torch_bridge, upstream_network, weights
 
 
 class Block(torch.nn.Module):
@@ -23,11 +23,13 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("gives_tuple", [True, False])
 def test_every_layer_of_upstreams_blocks_is_run(gives_tuple: bool):
-    blocks = modules.ScannedBlocks(torch.nn.ModuleList([Block(gives_tuple) for _ in range(2)]))
+    blocks = upstream_network.ScannedBlocks(torch.nn.ModuleList([Block(gives_tuple) for _ in range(2)]))
     stacked = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
 
     states = jnp.ones((2, 5, 3))
-    out = torch_bridge.call_functional(blocks, {f"{modules.LAYER}.weight": stacked}, modules.scan_states, states)
+    out = torch_bridge.call_functional(
+        blocks, {f"{upstream_network.LAYER}.weight": stacked}, upstream_network.scan_states, states
+    )
     np.testing.assert_array_equal(out, states + jnp.array([11.0, 22.0, 33.0]))
 
 
@@ -39,14 +41,14 @@ def test_an_embedding_that_is_saved_once_is_one_weight(ties: bool, monkeypatch: 
     if not ties:
         monkeypatch.setattr(UMT5EncoderModel, "tie_weights", lambda *_, **__: None)
     component = spec_for_family("Wan21").component("text_encoder")
-    network = modules.build_network(component, {**component.tiny, "tie_word_embeddings": False})
+    network = upstream_network.build_network(component, {**component.tiny, "tie_word_embeddings": False})
     assert [name for name in network.weights if "embed_tokens" in name or "shared" in name] == ["shared.weight"]
 
 
 def test_a_network_is_built_once_for_its_weights_and_its_first_trace(monkeypatch: pytest.MonkeyPatch):
     """Who traces a network may change its module, so that each has one of its own."""
-    component, build, built = spec_for_family("Wan21").component("text_encoder"), modules.build_network, []
-    monkeypatch.setattr(modules, "build_network", lambda *asked: built.append(build(*asked)) or built[-1])
+    component, build, built = spec_for_family("Wan21").component("text_encoder"), upstream_network.build_network, []
+    monkeypatch.setattr(upstream_network, "build_network", lambda *asked: built.append(build(*asked)) or built[-1])
     monkeypatch.setattr(weights, "_built", weights.OrderedDict())
     config = {**component.tiny, "d_ff": 48}
     first = weights.shared_network(component, config)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from comfyui_tpu.kernels import attention, convolution
-from comfyui_tpu.kernels.attention_form import AttentionConfig
+from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.kernels.attention_reference import Keys
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
@@ -15,7 +15,7 @@ from comfyui_tpu.tests.plan.products import assert_as_written
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.model_spec import STAGES, ModelSpec
 from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.programs import generation
+from comfyui_tpu.tpu_runtime.programs import denoising_plan
 from comfyui_tpu.tpu_runtime.programs.program import Program, shape_struct
 
 
@@ -48,9 +48,9 @@ CASES = {
 
 def traced(spec: ModelSpec, stage: str) -> list[Program]:
     devices = chips.compile_devices(chips.topology("v6e-1"))
-    found = [*generation.list_programs(spec, spec.settings(), devices, stages=(stage,))]
+    found = [*denoising_plan.list_programs(spec, spec.settings(), devices, stages=(stage,))]
     if stage == "denoise" and spec.denoiser.step_reuse is not None:
-        found += generation.list_programs(spec, spec.settings(step_cache=True), devices, stages=(stage,))
+        found += denoising_plan.list_programs(spec, spec.settings(step_cache=True), devices, stages=(stage,))
     return found
 
 

@@ -15,7 +15,7 @@ from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tpu_runtime.model_spec import FLOW_SCHEDULERS, ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
-from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from comfyui_tpu.tpu_runtime.programs.solver_table import SolverTable
 from diffusers.pipelines.flux2 import pipeline_flux2, pipeline_flux2_klein
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5

@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
-from comfyui_tpu.tpu_runtime.programs import generation, solver_table, step_reuse
+from comfyui_tpu.tpu_runtime.programs import denoising_plan, solver_table, step_cache
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 SPEC = spec_for_family("HunyuanVideo15")
@@ -78,7 +78,7 @@ def oracle(settings: Settings) -> np.ndarray:
 
 
 def fulls(policy: StepCache, num_steps: int) -> list[int]:
-    return [index for index, full in enumerate(step_reuse.full_steps(policy, ["one"] * num_steps)) if full]
+    return [index for index, full in enumerate(step_cache.full_steps(policy, ["one"] * num_steps)) if full]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_the_steps_that_run_whole(policy: tuple, num_steps: int, expected: Any):
 
 def test_without_a_policy_every_step_is_whole_and_an_expert_never_takes_anothers_features():
     experts = ["high"] * 3 + ["low"] * 3
-    assert step_reuse.full_steps(None, experts) == (True,) * 6
-    found = step_reuse.full_steps(StepCache(start=1, end=6, interval=9), experts)
+    assert step_cache.full_steps(None, experts) == (True,) * 6
+    found = step_cache.full_steps(StepCache(start=1, end=6, interval=9), experts)
     assert found == (True, True, False, True, False, False)
 
 
@@ -199,5 +199,5 @@ def test_a_plan_has_both_programs_and_how_often_each_runs():
         (ODD, {"denoise_step": 4, "denoise_step.from_features": 2}),
         (replace(ODD, step_cache=None), {"denoise_step": 6}),
     ):
-        found = generation.list_programs(tiny_spec, settings, jax.devices()[:1], stages=("denoise",))
+        found = denoising_plan.list_programs(tiny_spec, settings, jax.devices()[:1], stages=("denoise",))
         assert {program.name: program.runs for program in found} == wanted

@@ -13,9 +13,9 @@ from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, tiny, weight_names
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.programs import modules, solver_table
+from comfyui_tpu.tpu_runtime.programs import solver_table, upstream_network
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
-from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
+from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +51,7 @@ def load(folder: Path, name: str) -> None:
     component = PARTS[name]
     located = checkpoint.locate(SPEC, str(folder))
     located.configs(SilentProgress())
-    network = modules.build_network(component, located.config(component, SilentProgress()))
+    network = upstream_network.build_network(component, located.config(component, SilentProgress()))
     part = located.folder(component.folder, SilentProgress())
     checkpoint.match_weights(network, checkpoint.read_headers(part, component), part)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from comfyui_tpu.tests.properties.hostile import ends_well, spoiled
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.formats import contents, gguf_file, gguf_header, tokenizer_files
+from comfyui_tpu.tpu_runtime.formats import gguf_file, gguf_header, single_file, tokenizer_files
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +52,7 @@ def read(path: Path) -> None:
     """What a queue check, and then the encoder's loading, read of a file."""
     tensors, _ = gguf_file.read_gguf(path)
     carried = tokenizer_files.find_tokenizer(path, tensors)
-    contents.find_networks(path, LAYOUTS)
+    single_file.find_networks(path, LAYOUTS)
     if carried is not None:
         tokenizer_files.write_tokenizer(carried, path.with_suffix(""))
 
@@ -164,7 +164,7 @@ def test_no_claim_of_a_header_is_believed(path: Path, name: str):
     with pytest.raises(CheckpointError):
         read(path)
     gguf_file._read_header.cache_clear()
-    contents._read.cache_clear()
+    single_file._read.cache_clear()
     ends_well(lambda: read(path), len(content))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.loras.test_formats import network
 from comfyui_tpu.tests.properties.hostile import VALUES, documents, ends_well, spoiled
-from comfyui_tpu.tpu_runtime.checkpoints import load
+from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
 from comfyui_tpu.tpu_runtime.loras import adapter, merge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -63,7 +63,7 @@ def read(path: Path, family: str) -> bool:
     with contextlib.ExitStack() as stack:
         found = adapter.read_adapter(str(path), own)
         adapter.hash_content(str(path))
-        reader = load.TensorReader(stack, lambda: None)
+        reader = weight_loader.TensorReader(stack, lambda: None)
         for name, changes in found.changes.items():
             for change in changes:
                 _, scale = merge._read(reader, found, change, weights[name])

@@ -10,7 +10,7 @@ from typing import Any
 import av
 import pytest
 import torch
-from comfyui_tpu.nodes.graphs.ran import KEY, build_metadata
+from comfyui_tpu.nodes.graphs.provenance import KEY, build_metadata
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.tpu_runtime import media
 from hypothesis import given, settings

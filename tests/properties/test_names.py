@@ -14,7 +14,7 @@ from comfyui_tpu.nodes.headless.runner import TerminalContext
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
 from comfyui_tpu.tpu_runtime import redact
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.formats import contents
+from comfyui_tpu.tpu_runtime.formats import single_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def test_a_tensors_name_that_does_not_print_is_refused(tmp_path: Path, name: str
     writer.close()
     for one in (path, path.with_suffix(".gguf")):
         with pytest.raises(CheckpointError, match="names must be of printable characters") as error:
-            contents.read_contents(one)
+            single_file.read_contents(one)
         assert not UNSAFE.search(str(error.value))
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import safetensors
-from comfyui_tpu.nodes.graphs import ran
-from comfyui_tpu.nodes.graphs.ran import KEY, ProvenanceLog
+from comfyui_tpu.nodes.graphs import provenance
+from comfyui_tpu.nodes.graphs.provenance import KEY, ProvenanceLog
 from comfyui_tpu.tests.properties.hostile import ends_well
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
 from comfyui_tpu.tpu_runtime.checkpoints import model_ref
 from comfyui_tpu.tpu_runtime.files import MAX_HEADER_BYTES, CheckpointError
-from comfyui_tpu.tpu_runtime.formats import codes, contents
+from comfyui_tpu.tpu_runtime.formats import quantization, single_file
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
 
@@ -51,7 +51,7 @@ def test_each_node_of_a_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
     """An 88 kB prompt of many samplers froze the page for 2.6 s."""
     prompt = samplers(500, "a" * 50_000)
     records = kept(prompt, "499")
-    monkeypatch.setattr(ran, "hashlib", counted := Counted())
+    monkeypatch.setattr(provenance, "hashlib", counted := Counted())
     records.begin(prompt, workflow := {})
     assert counted.total < 3 * len(json.dumps(prompt))
     assert workflow["extra"][KEY] == {"499": [{"stage": "denoise"}]}
@@ -71,7 +71,7 @@ def test_a_node_is_another_one_where_what_it_hangs_on_is():
 
 @pytest.mark.parametrize("name", ["a chain", "a circle", "its own source", "all of all", "nested", "no nodes"])
 def test_any_graph_is_looked_at_soon(name: str):
-    count = ran.MAX_NODES
+    count = provenance.MAX_NODES
     links: dict[str, dict[str, Any]] = {
         "a chain": {str(n): {"x": [str(n + 1), 0]} for n in range(count)},
         "a circle": {str(n): {"x": [str((n + 1) % count), 0]} for n in range(count)},
@@ -111,18 +111,20 @@ def test_a_file_of_thousands_of_described_layers_is_opened_a_few_times(tmp_path:
     path.write_bytes(content := layers(2000))
     opened, safe_open = [], safetensors.safe_open
     monkeypatch.setattr(safetensors, "safe_open", lambda *args, **rest: opened.append(1) or safe_open(*args, **rest))
-    found = contents.read_contents(path)
+    found = single_file.read_contents(path)
     assert len(opened) <= 3 and len(found.tensors) == 2000
-    contents._read.cache_clear()
-    ends_well(lambda: contents.read_contents(path), len(content))
+    single_file._read.cache_clear()
+    ends_well(lambda: single_file.read_contents(path), len(content))
 
 
-@pytest.mark.parametrize("size", [codes.MAX_DESCRIPTION_BYTES + 1, 2**18])
+@pytest.mark.parametrize("size", [quantization.MAX_DESCRIPTION_BYTES + 1, 2**18])
 def test_a_long_description_is_refused_before_it_is_read(tmp_path: Path, size: int):
     path = tmp_path / "model.safetensors"
     path.write_bytes(layers(3, size=size))
-    with pytest.raises(CheckpointError, match=f"a description of a format is U8, {codes.MAX_DESCRIPTION_BYTES} bytes"):
-        contents.read_contents(path)
+    with pytest.raises(
+        CheckpointError, match=f"a description of a format is U8, {quantization.MAX_DESCRIPTION_BYTES} bytes"
+    ):
+        single_file.read_contents(path)
 
 
 def with_metadata(path: Path, **metadata: str) -> int:
@@ -139,26 +141,26 @@ MARKS = [mark for mark in LAYOUTS[0].marks[0] if not mark.startswith("!")]
 
 def test_a_config_in_a_file_is_parsed_once_for_all_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_metadata(path := tmp_path / "model.safetensors", config=json.dumps({"in_channels": 16}))
-    parsed, parse_json = [], contents.parse_json
-    monkeypatch.setattr(contents, "parse_json", lambda text: parsed.append(text) or parse_json(text))
+    parsed, parse_json = [], single_file.parse_json
+    monkeypatch.setattr(single_file, "parse_json", lambda text: parsed.append(text) or parse_json(text))
     for spec in SPECS:
         with pytest.raises(ValueError):
             model_ref.choose_model(spec, str(path))
     assert len(parsed) == 1
 
 
-@pytest.mark.parametrize("name", ["config", codes.QUANTIZATION_METADATA])
+@pytest.mark.parametrize("name", ["config", quantization.QUANTIZATION_METADATA])
 @pytest.mark.parametrize("entry", ["[],", '{"a":0},', '"",', "0,"])
 def test_metadata_of_any_size_is_a_sentence_soon(tmp_path: Path, name: str, entry: str):
     """A config of 5 MiB took 11.5 s and 774 MiB."""
     path = tmp_path / "model.safetensors"
-    for length in (codes.MAX_METADATA_LENGTH // 2, 5 * 2**20):
+    for length in (quantization.MAX_METADATA_LENGTH // 2, 5 * 2**20):
         said = f'{{"layers": [{entry * (length // len(entry))}0]}}'
         size = with_metadata(path, **{name: said})
-        contents._read.cache_clear()
+        single_file._read.cache_clear()
         ends_well(lambda: model_ref.choose_model(SPECS[0], str(path)), size)
     with pytest.raises(
-        CheckpointError, match=f"the file has {len(said)} characters; {codes.MAX_METADATA_LENGTH} are read"
+        CheckpointError, match=f"the file has {len(said)} characters; {quantization.MAX_METADATA_LENGTH} are read"
     ):
         model_ref.choose_model(SPECS[0], str(path))
 
@@ -168,14 +170,14 @@ def test_networks_of_any_names_are_looked_for_soon(tmp_path: Path, name: str):
     path = tmp_path / "model.safetensors"
     header = {name.format(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(15_000)}
     path.write_bytes(content := file_of(json.dumps(header, separators=(",", ":")).encode())[:-33])
-    ends_well(lambda: contents.find_networks(path, LAYOUTS), len(content))
+    ends_well(lambda: single_file.find_networks(path, LAYOUTS), len(content))
 
 
 def test_a_header_as_long_as_the_file_claims_is_refused(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}" + b" " * (MAX_HEADER_BYTES - 1))
-    ends_well(lambda: contents.read_contents(path), 0)
+    ends_well(lambda: single_file.read_contents(path), 0)
     with pytest.raises(
         CheckpointError, match=f"has a header of {MAX_HEADER_BYTES + 1} bytes; {MAX_HEADER_BYTES} are read"
     ):
-        contents.read_contents(path)
+        single_file.read_contents(path)

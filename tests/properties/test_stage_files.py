@@ -11,7 +11,7 @@ from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import conditioning, stage_files
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.programs.generation import DenoisingPlan
+from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save

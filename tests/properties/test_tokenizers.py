@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from comfyui_tpu.tests.properties.hostile import ends_well
-from comfyui_tpu.tpu_runtime import tokens
+from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
@@ -57,9 +57,9 @@ def test_no_unknown_pattern_of_a_folder_is_run(copied: tuple[Any, Path], pattern
         path, saved = folder / "tokenizer.json", (folder / "tokenizer.json").read_bytes()
         change(path, lambda said, part=part, value=value: said.update({part: value}))
         with pytest.raises(CheckpointError, match="cuts text by the regular expression"):
-            text.tokenize(tokens.load_tokenizer(folder), ["a" * 60])
+            text.tokenize(tokenization.load_tokenizer(folder), ["a" * 60])
         path.write_bytes(saved)
-    text.tokenize(tokens.load_tokenizer(folder), ["a" * 60])
+    text.tokenize(tokenization.load_tokenizer(folder), ["a" * 60])
 
 
 def panicking() -> Tokenizer:
@@ -78,12 +78,12 @@ def test_a_panic_of_a_tokenizer_is_a_sentence(call: str):
     with pytest.raises(BaseException) as raised:
         own("a" * 60)
     assert not isinstance(raised.value, Exception), "upstream mends this itself"
-    tokenizer, text = tokens.GuardedTokenizer(own, Path("folder")), "a" * 60
+    tokenizer, text = tokenization.GuardedTokenizer(own, Path("folder")), "a" * 60
     calls = {
         "call": lambda: tokenizer([text]),
         "tokenize": lambda: tokenizer.tokenize(text),
         "encode": lambda: tokenizer.encode(text),
-        "chat": lambda: tokens.tokenize_chats(
+        "chat": lambda: tokenization.tokenize_chats(
             tokenizer,
             [[{"content": text}]],
             9,
@@ -98,7 +98,7 @@ def test_a_panic_of_a_tokenizer_is_a_sentence(call: str):
 
 def test_other_exits_are_no_panics():
     for error in (KeyboardInterrupt, SystemExit, GeneratorExit, ValueError):
-        with pytest.raises(error), tokens.guard_panics("x"):
+        with pytest.raises(error), tokenization.guard_panics("x"):
             raise error
 
 
@@ -122,7 +122,7 @@ def test_no_template_of_a_folder_is_run(template: str, place: str, tmp_path: Pat
     folder = Path(
         shutil.copytree(tiny.ensure_random(spec_for_family("HunyuanVideo15")) / "tokenizer", tmp_path / "tokenizer")
     )
-    wanted = text.tokenize(tokens.load_tokenizer(folder), ["a red circle"])
+    wanted = text.tokenize(tokenization.load_tokenizer(folder), ["a red circle"])
     (folder / "chat_template.jinja").unlink()
     for before, is_taken in (("<|im_start|>", True), ("", False)):
         if place.endswith(".jinja"):
@@ -132,12 +132,12 @@ def test_no_template_of_a_folder_is_run(template: str, place: str, tmp_path: Pat
             held = json.loads((folder / place).read_text() or "{}")
             (folder / place).write_text(json.dumps({**held, "chat_template": before + template}))
         if is_taken:
-            ends_well(lambda: text.tokenize(tokens.load_tokenizer(folder), ["a red circle"]), 2**20)
-            found = text.tokenize(tokens.load_tokenizer(folder), ["a red circle"])
+            ends_well(lambda: text.tokenize(tokenization.load_tokenizer(folder), ["a red circle"]), 2**20)
+            found = text.tokenize(tokenization.load_tokenizer(folder), ["a red circle"])
             assert all(np.array_equal(*pair) for pair in zip(found, wanted, strict=True))
         else:
             with pytest.raises(CheckpointError, match="another chat template"):
-                text.tokenize(tokens.load_tokenizer(folder), ["a red circle"])
+                text.tokenize(tokenization.load_tokenizer(folder), ["a red circle"])
 
 
 def test_a_template_by_the_name_of_ours_is_not_run(tmp_path: Path):
@@ -149,13 +149,13 @@ def test_a_template_by_the_name_of_ours_is_not_run(tmp_path: Path):
     (folder / "chat_template.jinja").unlink()
     named = [{"name": qwen25.CHAT_TEMPLATE, "template": TEMPLATES[0]}, {"name": "default", "template": "<|im_start|>"}]
     change(folder / "tokenizer_config.json", lambda said: said.update(chat_template=named))
-    ends_well(lambda: spec.text_encoders[0].tokenize(tokens.load_tokenizer(folder), ["a"]), 2**20)
+    ends_well(lambda: spec.text_encoders[0].tokenize(tokenization.load_tokenizer(folder), ["a"]), 2**20)
 
 
 def tekken_file(path: Path, **config: Any) -> Path:
     said = {
         "config": {
-            "pattern": tokens.WORDS_TEKKEN, "default_vocab_size": 276, "default_num_special_tokens": 20, **config,
+            "pattern": tokenization.WORDS_TEKKEN, "default_vocab_size": 276, "default_num_special_tokens": 20, **config,
         },
         "vocab": [{"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode()} for n in range(256)],
         "special_tokens": [{"rank": n, "token_str": one} for n, one in enumerate(("<unk>", "<s>", "</s>", "<pad>"))],
@@ -192,20 +192,20 @@ def test_a_tekken_model_cuts_words_as_a_published_one(tmp_path: Path, pattern: A
 
 
 @pytest.mark.parametrize("kind", ["T5Tokenizer", "ByT5Tokenizer", "PegasusTokenizer", "XGLMTokenizer"])
-@pytest.mark.parametrize("name", tokens._COUNTS)
+@pytest.mark.parametrize("name", tokenization._COUNTS)
 def test_a_class_makes_no_tokens_without_end(tmp_path: Path, kind: str, name: str):
     for count in (10**9, 1e12, -5):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, name: count}))
-        ends_well(lambda: tokens.load_tokenizer(tmp_path), 2**20)
+        ends_well(lambda: tokenization.load_tokenizer(tmp_path), 2**20)
         with pytest.raises(CheckpointError, match=f"{name} is {str(count)[:5]}"):
-            tokens.load_tokenizer(tmp_path)
+            tokenization.load_tokenizer(tmp_path)
 
 
 def test_a_thread_lives_on_after_a_panic():
     """As ComfyUI's prompt thread does, which looks for `Exception`."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = tokens.GuardedTokenizer(PreTrainedTokenizerFast(tokenizer_object=panicking()), Path("folder"))
+    tokenizer = tokenization.GuardedTokenizer(PreTrainedTokenizerFast(tokenizer_object=panicking()), Path("folder"))
     said: list[str] = []
 
     def work() -> None:

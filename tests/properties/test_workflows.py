@@ -12,8 +12,8 @@ from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.nodes.declare import Folders, Input, Node
 from comfyui_tpu.nodes.graphs.graph import expand, is_link, plan_generations
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.changes import apply_assignment, read_json
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
+from comfyui_tpu.nodes.headless.overrides import apply_assignment, read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, execution_order
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples, separate_packs

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import pytest
 from comfyui_tpu.cli import selftest
-from comfyui_tpu.kernels.choice import KernelFallbacks
+from comfyui_tpu.kernels.dispatch import KernelFallbacks
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.machine import fake_pjrt

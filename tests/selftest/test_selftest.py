@@ -19,11 +19,11 @@ import torch
 from comfyui_tpu.attention import local
 from comfyui_tpu.cli import selftest
 from comfyui_tpu.cli.main import main
-from comfyui_tpu.kernels import attention_body, convolution
+from comfyui_tpu.kernels import attention_kernel, convolution
 from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.tpu_runtime import models
-from comfyui_tpu.tpu_runtime.checkpoints import load
-from comfyui_tpu.tpu_runtime.engine import stage
+from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
+from comfyui_tpu.tpu_runtime.engine import stage_context
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from comfyui_tpu.tpu_runtime.selftest import checks, chips, families, kernels
@@ -98,7 +98,7 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The sign of one of 10 368 values, after loading."""
-    name, whole = "transformer_blocks.*.attn1.to_q.weight", load.load_weights
+    name, whole = "transformer_blocks.*.attn1.to_q.weight", weight_loader.load_weights
 
     def flipped(*args: Any) -> dict[str, jax.Array]:
         weights = whole(*args)
@@ -110,7 +110,7 @@ def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pyte
             weights[name] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
         return weights
 
-    monkeypatch.setattr(stage.load, "load", flipped)
+    monkeypatch.setattr(stage_context.weight_loader, "load_weights", flipped)
     monkeypatch.setattr(kernels, "checks", lambda *args: ())
     found = ran(tmp_path, MODEL)
     assert found.status == 1
@@ -148,11 +148,11 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
     ("more", "problem"), [(1, "values of attention are not finite"), (-1, "The largest error is")], ids=str
 )
 def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monkeypatch: pytest.MonkeyPatch):
-    def valid(self: attention_body.KeyChunk, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
+    def valid(self: attention_kernel.KeyChunk, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
         keys = jax.lax.broadcasted_iota(jax.numpy.int32, shape, axis)
         return keys < self.part.length - self.start + more
 
-    monkeypatch.setattr(attention_body.KeyChunk, "valid", valid)
+    monkeypatch.setattr(attention_kernel.KeyChunk, "valid", valid)
     row = checks.run_check(next(iter(kernels.checks(*jax.devices()[:2]))), SilentProgress())
     assert row.title == "kernels: attention, bounded scores, heads of 64 (float32)"
     assert problem in row.problem

@@ -11,7 +11,7 @@ from comfyui_tpu.sharding.rules import GATHERED_AXES, MIB, REPLICATED, Layout, P
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.models import SPECS
 from comfyui_tpu.tpu_runtime.precision import Precision
-from comfyui_tpu.tpu_runtime.programs import modules, network_call, weights
+from comfyui_tpu.tpu_runtime.programs import network_call, upstream_network, weights
 
 EIGHT = MeshShape(dp=2, sp=4)
 BIG = Param(shape=(40, 5120, 5120), size_bytes=2000 * MIB)
@@ -73,9 +73,9 @@ FORMATS: dict[Precision, int] = {"bfloat16": 1, "float32": 2}
 
 
 @functools.cache
-def network_of(part: int) -> modules.Network:
+def network_of(part: int) -> upstream_network.Network:
     component = PARTS[part][1]
-    return modules.build_network(component, component.config)
+    return upstream_network.build_network(component, component.config)
 
 
 def meshes_of(part: int, chips: int) -> set[MeshShape]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 from PIL import Image
 
-from ...nodes.graphs.miniature import make_tiny
+from ...nodes.graphs.tiny_models import make_tiny
 from ...nodes.headless.runner import HEADLESS_NODES
 from ...nodes.headless.workflow import to_api
 from .comfyui_server import PACK, Server, make_random

@@ -49,9 +49,9 @@ def patch():
     if PATCHED:
         return
     PATCHED.append(True)
-    __import__(runtime("pipeline").__package__ + ".engine.engine")
-    load, executables, cache = runtime("checkpoints.load"), runtime("programs.executables"), runtime("files")
-    read, call = load.Reader.slice, executables.Executable.__call__
+    __import__(runtime("api").__package__ + ".engine.engine")
+    load, executables, cache = runtime("checkpoints.weight_loader"), runtime("programs.executables"), runtime("files")
+    read, call = load.TensorReader.slice, executables.Executable.__call__
     files = types.SimpleNamespace(**vars(os))
 
     def slow_read(self, *args):
@@ -67,7 +67,7 @@ def patch():
         disturb("write")
         os.replace(*args)
 
-    load.Reader.slice, executables.Executable.__call__ = slow_read, slow_call
+    load.TensorReader.slice, executables.Executable.__call__ = slow_read, slow_call
     files.replace = slow_replace
     cache.os = files
 

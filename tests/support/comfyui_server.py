@@ -200,7 +200,7 @@ def tiny_workflow(prefix: str, **sampler: int) -> dict:
 
 def make_random(workflow: dict) -> None:
     """Like `--tiny`, but for a trained miniature, which is larger: this takes the one with random weights."""
-    from comfyui_tpu.nodes.graphs.miniature import make_tiny
+    from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
     from comfyui_tpu.tpu_runtime.checkpoints import tiny
     from comfyui_tpu.tpu_runtime.models import SPECS
 

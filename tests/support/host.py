@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
-from comfyui_tpu.tpu_runtime.engine.payloads import Conditioning, ImageCondition, Latent
+from comfyui_tpu.tpu_runtime.engine.stage_values import Conditioning, ImageCondition, Latent
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.progress import Progress, SilentProgress
 

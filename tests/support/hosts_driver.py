@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 import torch
-from comfyui_tpu.tpu_runtime import pipeline
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
-from comfyui_tpu.tpu_runtime.hosts import distributed, place
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.monitor import readings, snapshot
+from comfyui_tpu.tpu_runtime.monitor import host_stats, snapshot
+from comfyui_tpu.tpu_runtime.multihost import distributed, rank
 
 
 class Cancelled(Exception):
@@ -55,19 +55,19 @@ def generate(request: dict[str, Any]) -> dict[str, str]:
     sizes = {**spec.miniature.inputs, **frames, **request.get("sizes", {})}
     settings = spec.settings(**{**sizes, "num_inference_steps": request.get("steps", 2)})
     host.stage = "encode"
-    texts = pipeline.encode_prompt(model, request.get("prompt", "a cat"), "", progress=host)
+    texts = api.encode_prompt(model, request.get("prompt", "a cat"), "", progress=host)
     condition = None
     if spec.pictures.encode is not None and spec.needs_condition:
         host.stage = "encode_image"
         size = {name: getattr(settings, name) for name in ("height", "width", "num_frames")}
         picture = torch.linspace(0, 1, spec.pictures.numbers[0] * size["height"] * size["width"] * 3)
-        condition = pipeline.encode_image(
+        condition = api.encode_image(
             model, picture.reshape(spec.pictures.numbers[0], size["height"], size["width"], 3), size, progress=host
         )
     host.stage = "denoise"
-    latents = pipeline.denoise(model, settings, *texts, progress=host, condition=condition)
+    latents = api.denoise(model, settings, *texts, progress=host, condition=condition)
     host.stage = "decode"
-    frames = pipeline.decode(model, latents, progress=host)
+    frames = api.decode(model, latents, progress=host)
     return {"text": digest(texts[0][0][0]), "latents": digest(latents["samples"]), "frames": digest(frames)}
 
 
@@ -79,13 +79,13 @@ def chips() -> list[dict[str, Any]]:
     """Those of all hosts, once they had time to answer."""
     snapshot.take_snapshot()
     time.sleep(1.0)
-    return readings.Sampler().complete(snapshot.take_snapshot())["chips"]
+    return host_stats.Sampler().complete(snapshot.take_snapshot())["chips"]
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if alone := os.environ.get("COMFYUI_TPU_TEST_ALONE"):
-        distributed.initialize(place.parse_rank(f"0/1@127.0.0.1:{alone}"))
+        distributed.initialize(rank.parse_rank(f"0/1@127.0.0.1:{alone}"))
     say(ready=os.getpid())
     while line := sys.stdin.readline():
         request, began = json.loads(line), time.monotonic()
@@ -94,14 +94,14 @@ def main() -> None:
                 found = generate(request)
                 say(ended="done", seconds=time.monotonic() - began, **found)
             elif "free" in request:
-                pipeline.free_memory()
+                api.free_memory()
                 say(ended="done")
             else:
                 memory = [one.split()[1] for one in open("/proc/self/status") if one.startswith("RssAnon")]
                 say(ended="done", chips=chips(), memory=int(memory[0]) * 1024)
         except (Cancelled, ValueError, RuntimeError) as error:
             say(ended=type(error).__name__, sentence=str(error), seconds=time.monotonic() - began)
-    pipeline.exit_process(0)
+    api.exit_process(0)
 
 
 if __name__ == "__main__":

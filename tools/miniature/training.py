@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models.text_encoders import causal
-from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
+from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from PIL import Image
 from tokenizers import Tokenizer, normalizers
 from torch import Tensor, nn

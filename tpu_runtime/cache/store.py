@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..files import ABANDONED_S, DISK_FULL_ERRNOS, write_file
 from ..units import GIB, MIB
-from . import trust
+from . import ownership
 
 try:
     import fcntl
@@ -59,12 +59,12 @@ def _writable(path: str) -> Path:
 
 def make_private(folder: Path) -> None:
     """Create a private folder; an existing one is not changed."""
-    folder.mkdir(mode=trust.PRIVATE, parents=True, exist_ok=True)
+    folder.mkdir(mode=ownership.PRIVATE, parents=True, exist_ok=True)
 
 
 def _use_temporary_folder(folder: Path, reason: str) -> Path:
     try:
-        instead = trust.temporary_folder()
+        instead = ownership.temporary_folder()
     except OSError as error:
         log.warning(
             "the cache folder %s cannot be written (%s); a temporary one cannot either (%s).", folder, reason, error
@@ -115,8 +115,8 @@ def can_trust_code(folder: Path) -> bool:
     """
     try:
         for trusted in (cache_folder(), folder):
-            trust.check_ownership(trusted)
-    except trust.UntrustedFile as error:
+            ownership.check_ownership(trusted)
+    except ownership.UntrustedFile as error:
         _say_once(f"compiled programs are not loaded or kept: {error}. Or set {VARIABLE} to a folder of your own.")
         return False
     except FileNotFoundError:
@@ -153,11 +153,11 @@ class Store:
         path = self.path(key)
         try:
             if self.code:
-                trust.check_ownership(path)
+                ownership.check_ownership(path)
             content = path.read_bytes()
         except FileNotFoundError:
             return None
-        except (OSError, trust.UntrustedFile) as error:
+        except (OSError, ownership.UntrustedFile) as error:
             log.warning("the cache entry %s cannot be read (%s); doing without.", path, error)
             return None
         payload = content[DIGEST_SIZE:]

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 from ..cache.store import signature
 from ..files import CheckpointError, TensorFile, read_json
-from ..formats import codes, contents, names, quantized, tokenizer_files
-from ..formats.contents import FileContents, NetworkFile
-from ..formats.stored import CroppedView, ReshapedView, UnsqueezedView, view
+from ..formats import key_map, quantization, quantization_detect, single_file, tokenizer_files
+from ..formats.single_file import FileContents, NetworkFile
+from ..formats.tensor_views import CroppedView, ReshapedView, UnsqueezedView, view
 from ..model_spec import Component, Json, KeyTable, ModelSpec
 from ..models.layouts import LAYOUTS
 from ..progress import Progress, SilentProgress
-from . import assembled, compatibility, hub, parts, tiny
+from . import compatibility, file_resolution, hub, tiny, virtual_folder
 from .weight_names import key_by_module_name, layer_index, list_weight_names
 
 if TYPE_CHECKING:
-    from ..programs.modules import Network, Weight
-    from .weight_files import WeightFile
+    from ..programs.upstream_network import Network, Weight
+    from .downloads import WeightFile
 
 INDEX = hub.INDEX
 CONFIG = "config.json"
@@ -82,7 +82,7 @@ class Checkpoint:
                 f"{self.model_id}: none of its files carries the tokenizer along. {str(error).partition('. ')[0]}. "
                 "With a network the next run fetches the tokenizer, a few MB and no weights. Without one, name a file "
                 "of the text encoder that carries its tokenizer, such as a GGUF file, or "
-                f"add{parts.SEPARATOR}a folder that has {INDEX} and {name}."
+                f"add{file_resolution.SEPARATOR}a folder that has {INDEX} and {name}."
             ) from error
 
     def _other_checkpoint(self, folder: str) -> "Checkpoint | None":
@@ -205,7 +205,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
             f"{spec.title}: model_id is empty. Enter a Hugging Face id such as {spec.published.hub_id}, a folder in "
             f"diffusers layout, or {spec.miniature.id}."
         )
-    if parts.names_single_files(model_id):
+    if file_resolution.names_single_files(model_id):
         return _locate_files(spec, model_id, folders, is_partial=is_partial)
     if model_id.startswith("tiny/"):
         if model_id not in spec.miniature.ids:
@@ -232,8 +232,8 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
 
 def _locate_files(spec: ModelSpec, model_id: str, folders: Sequence[str], *, is_partial: bool) -> Checkpoint:
     """Return the checkpoint of single files. Tokenizers that are in no file come from the family's repository."""
-    resolved = parts.resolve(model_id, [spec], folders, needs_all=not is_partial)
-    root = assembled.ensure_folder(resolved.spec, resolved.parts, resolved.configs)
+    resolved = file_resolution.resolve(model_id, [spec], folders, needs_all=not is_partial)
+    root = virtual_folder.ensure_folder(resolved.spec, resolved.parts, resolved.configs)
     if is_partial:
         return Checkpoint(spec=resolved.spec, model_id=model_id, root=root, is_partial=True)
     rest = locate(spec, resolved.rest or spec.published.hub_id, folders)
@@ -283,8 +283,8 @@ def _check_index(spec: ModelSpec, model_id: str, index: Json) -> None:
 
 def fingerprint(folder: Path) -> str:
     """Return a digest of names, sizes and times in a checkpoint's folder, which changes when a file does."""
-    if (network := assembled.read_source(folder)) is not None:
-        return assembled.stat_signature(network)
+    if (network := virtual_folder.read_source(folder)) is not None:
+        return virtual_folder.stat_signature(network)
     folder = folder.resolve() if folder.is_symlink() else folder
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return signature(str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
@@ -292,7 +292,7 @@ def fingerprint(folder: Path) -> str:
 
 def list_weight_files(folder: Path, component: Component) -> list[Path]:
     """Return the weight files of a component that hold a used tensor. Raises `CheckpointError` if one is missing."""
-    if (network := assembled.read_source(folder)) is not None:
+    if (network := virtual_folder.read_source(folder)) is not None:
         return [network.path]
     names = list_weight_names(folder, component)
     missing = [name for name in names if not os.path.isfile(folder / name)]  # `Path` raises for names too long
@@ -312,11 +312,13 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
 
     Raises `CheckpointError` for codes in an unsupported format.
     """
-    if (network := assembled.read_source(folder)) is not None:
-        return assembled.translate_tensors(network)
-    headers = [contents.read_safetensors_header(path) for path in list_weight_files(folder, component)]
+    if (network := virtual_folder.read_source(folder)) is not None:
+        return virtual_folder.translate_tensors(network)
+    headers = [single_file.read_safetensors_header(path) for path in list_weight_files(folder, component)]
     tensors = {name: tensor for header, _ in headers for name, tensor in header.items()}
-    return codes.decode_tensors(tensors, {name: text for _, metadata in headers for name, text in metadata.items()})
+    return quantization.decode_tensors(
+        tensors, {name: text for _, metadata in headers for name, text in metadata.items()}
+    )
 
 
 def match_weights(
@@ -327,7 +329,7 @@ def match_weights(
     tensors: by name, of the component's files.
     folder: of the component, for messages.
     """
-    component, network_file = network.component, assembled.read_source(folder)
+    component, network_file = network.component, virtual_folder.read_source(folder)
     folder = folder if network_file is None else network_file.path  # messages name the file
     by_name = key_by_module_name(tensors, component.aliases)
     matched: dict[str, tuple[TensorFile, ...]] = {}
@@ -367,7 +369,7 @@ def _fit_shape(file: TensorFile, shape: tuple[int, ...]) -> TensorFile:
         return view(file, shape, UnsqueezedView(file, shape))
     if len(file_shape) > len(shape) and file_shape == (*shape, *[1] * (len(file_shape) - len(shape))):
         return view(file, shape, ReshapedView(file, shape))
-    if isinstance(file.made, codes.Nvfp4 | codes.Mxfp8) and len(shape) == 2 and file_shape != shape:
+    if isinstance(file.made, quantization.Nvfp4 | quantization.Mxfp8) and len(shape) == 2 and file_shape != shape:
         padded = tuple(-(-size // file.made.multiple) * file.made.multiple for size in shape)
         return view(file, shape, CroppedView(file, shape)) if file_shape == padded else file
     return file
@@ -386,9 +388,10 @@ def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path,
     """
     expected = weight.tensor_shape
     for source, file in zip(weight.sources, files, strict=True):
-        if file.dtype not in quantized.READABLE_DTYPES:
+        if file.dtype not in quantization_detect.READABLE_DTYPES:
             raise CheckpointError(
-                f"{folder}: {source} holds {file.dtype}, and weights are floating point numbers. {quantized.ADVICE}"
+                f"{folder}: {source} holds {file.dtype}, and weights are floating point numbers. "
+                f"{quantization_detect.ADVICE}"
             )
         if file.shape != expected and single:
             raise CheckpointError(
@@ -417,12 +420,12 @@ def export_network(found: Checkpoint, name: str, progress: Progress) -> NetworkF
             f"{found.model_id} holds no {component.class_name}. Choose another file, or another loader."
         )
     folder = found.fetch_weights(component, progress)
-    if (source := assembled.read_source(folder)) is not None:
+    if (source := virtual_folder.read_source(folder)) is not None:
         return source
     config = found.config(component, progress)
     layout = next(layout for layout in LAYOUTS if layout.class_name == component.class_name)
     by_name = key_by_module_name(read_headers(folder, component), component.aliases)
-    tensors = names.to_original(by_name, _table(component, by_name))
+    tensors = key_map.to_original(by_name, _table(component, by_name))
     first = next(iter(by_name.values()))
     flags = (flag.mark for key, flag in layout.flags.items() if config.get(key))
     tensors |= {name: TensorFile(path=first.path, name=name, shape=(0,)) for name in flags}
@@ -457,7 +460,7 @@ def export_tokenizers(found: Checkpoint, progress: Progress) -> dict[str, bytes]
     for text in found.spec.text_encoders:
         component = found.spec.component(text.component)
         if not found.is_partial or found.root is None or (found.root / component.folder).is_dir():
-            network = assembled.read_source(found.folder(component.folder, progress))
+            network = virtual_folder.read_source(found.folder(component.folder, progress))
             if network is not None:
                 carried |= tokenizer_files.read_tokenizers(network.path, network.contents.tensors, network.prefix)
         if not carried and not found.is_partial:

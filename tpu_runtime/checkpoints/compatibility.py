@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..formats import quantized
+from ..formats import quantization_detect
 from ..model_spec import Component, ConfigRequirement, EqualsConfig, Json, ModelSpec
 
 # Largest allowed ratio of a config's number to the published one: for counts (below 1000) and for lengths. Each layer
@@ -97,10 +97,10 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     class_name = class_name[0] if isinstance(class_name, list) and class_name else class_name
     if class_name not in (component.class_name, *component.class_aliases):
         return f"{model_id}: {component.folder} is a {class_name}; {spec.title} needs a {component.class_name}."
-    if (method := quantized.detect_in_config(config)) and method not in quantized.DECODED_METHODS:
+    if (method := quantization_detect.detect_in_config(config)) and method not in quantization_detect.DECODED_METHODS:
         return (
             f"{spec.title}: {component.folder} of {model_id} is quantized with {method} (quantization_config in its "
-            f"config.json). {quantized.ADVICE.removesuffix('.')}, such as {spec.published.hub_id}."
+            f"config.json). {quantization_detect.ADVICE.removesuffix('.')}, such as {spec.published.hub_id}."
         )
     if strange := next(_find_oversized_values(config, component.config), None):
         if advice:

@@ -19,7 +19,7 @@ from ..model_spec import Json
 from ..progress import Progress
 from ..redact import SafeError, guard_logs, redact
 from ..units import GIB, MIB, format_size
-from . import weight_files
+from . import downloads
 
 INDEX = "model_index.json"
 _ELSEWHERE = "set HF_HOME to a folder on a larger disk"
@@ -77,10 +77,10 @@ class Snapshot:
     root: Path  # in the Hub's cache, or a folder of the user's
     is_own: bool = False  # whether it is a folder of the user's
 
-    def weights(self, names: Sequence[str], title: str) -> list[weight_files.WeightFile]:
+    def weights(self, names: Sequence[str], title: str) -> list[downloads.WeightFile]:
         """Return sizes and local bytes of weight files without reading them. `title` names the download in messages."""
         with _sentences(self.model_id, title, self.place):
-            return weight_files.list_hub_files(self.model_id, self.commit, names, self._target, self._is_here)
+            return downloads.list_hub_files(self.model_id, self.commit, names, self._target, self._is_here)
 
     @property
     def place(self) -> Path:
@@ -174,12 +174,12 @@ def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, ti
     """
     files = found.weights(names, title)
     check_free_space(files, found.place, f"{title} of {found.model_id}")
-    weight_files.download(files, progress)
+    downloads.download(files, progress)
 
 
 def find_single_files(
     model_id: str, targets: Mapping[str, Path], progress: Progress, place: Path
-) -> list[weight_files.WeightFile]:
+) -> list[downloads.WeightFile]:
     """Return files of a repository's newest commit by name.
 
     targets: local path of each file, by its name in the repository.
@@ -192,7 +192,7 @@ def find_single_files(
         progress.text(f"Looking for {model_id}")
         commit = HfApi().model_info(model_id).sha or ""
         names = list(targets)
-        files = weight_files.list_hub_files(
+        files = downloads.list_hub_files(
             model_id, commit, names, lambda name, _: targets[name], lambda name: targets[name].is_file()
         )
     if missing := set(names) - {file.name for file in files}:
@@ -200,20 +200,20 @@ def find_single_files(
     return files
 
 
-def fetch_single_files(files: Sequence[weight_files.WeightFile], progress: Progress, place: Path) -> None:
+def fetch_single_files(files: Sequence[downloads.WeightFile], progress: Progress, place: Path) -> None:
     """Complete files of `find_single_files`. `place` is their folder, for messages."""
     with _sentences(files[0].model_id, "files", place):
-        weight_files.download(files, progress)
+        downloads.download(files, progress)
 
 
-def check_free_space(files: Sequence[weight_files.WeightFile], place: Path, what: str) -> None:
+def check_free_space(files: Sequence[downloads.WeightFile], place: Path, what: str) -> None:
     """Raise `HubError` if the missing bytes of `files` do not fit into the folder `place`; `what` names them."""
     needed = sum(file.size_bytes - file.local_bytes for file in files)
     free = free_bytes(place)
     if free is not None and needed > free:
         raise HubError(
-            f"The disk is too full: {what} needs {format_size(needed)} more, and {place} has {format_size(free)} free. Make "
-            f"room for {format_size(needed - free)}, or {_ELSEWHERE}."
+            f"The disk is too full: {what} needs {format_size(needed)} more, and {place} has {format_size(free)} "
+            f"free. Make room for {format_size(needed - free)}, or {_ELSEWHERE}."
         )
 
 
@@ -351,7 +351,7 @@ def _retry_time(headers: Mapping[str, str]) -> str:
 
 def _lost_sentence(error: BaseException, model_id: str, title: str) -> str:
     """Return the message for a Hub that cannot be reached, or a connection that broke."""
-    if isinstance(error, weight_files.DamagedError):
+    if isinstance(error, downloads.DamagedError):
         return f"{title} of {model_id} came damaged ({error}), and was thrown away. Run it again; the rest is kept."
     if isinstance(error, RuntimeError):
         return (

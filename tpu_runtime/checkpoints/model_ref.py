@@ -8,7 +8,7 @@ from .. import models
 from ..model_spec import QUALITIES, Json, ModelSpec, Settings
 from ..precision import check_choice
 from ..progress import Progress
-from . import checkpoint, compatibility, parts
+from . import checkpoint, compatibility, file_resolution
 
 if TYPE_CHECKING:
     import torch
@@ -138,9 +138,11 @@ def describe_ambiguity(spec: ModelSpec, model_id: str, folders: tuple[str, ...] 
 
     folders: searched for `model_id`.
     """
-    if not parts.names_single_files(model_id):
+    if not file_resolution.names_single_files(model_id):
         return ""
-    return parts.resolve(model_id, [other for other in models.SPECS if other.family == spec.family], folders).assumed
+    return file_resolution.resolve(
+        model_id, [other for other in models.SPECS if other.family == spec.family], folders
+    ).assumed
 
 
 def choose_partial_model(
@@ -157,7 +159,7 @@ def choose_partial_model(
     Raises `CheckpointError` if the files belong to none of them.
     """
     check_choice(precision)
-    spec = parts.resolve(model_id, specs, folders, needs_all=False).spec
+    spec = file_resolution.resolve(model_id, specs, folders, needs_all=False).spec
     spec.check_input("quality", quality)
     return ModelRef(
         spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders, is_partial=True
@@ -175,9 +177,9 @@ def resolve_variant(
     progress: for downloading the index, and configs if need be; None to look only at local files.
     Raises `ValueError` without `spec` if no family fits.
     """
-    if parts.names_single_files(model_id):
+    if file_resolution.names_single_files(model_id):
         family = [member for member in models.SPECS if spec is None or member.family == spec.family]
-        return parts.resolve(model_id, family, folders).spec
+        return file_resolution.resolve(model_id, family, folders).spec
     if spec is None:
         spec = _choose_of_any_family(model_id, checkpoint.find_index(model_id, folders, progress=progress) or {})
     family = [spec, *(other for other in models.SPECS if other.family == spec.family and other.name != spec.name)]

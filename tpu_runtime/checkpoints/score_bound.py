@@ -13,7 +13,7 @@ from ...attention.policy import MAX_BOUNDED_SCORE
 from ..files import TensorFile
 from ..model_spec import Component, HeadNorms, ModelSpec
 from .checkpoint import read_headers
-from .load import TensorReader
+from .weight_loader import TensorReader
 from .weight_names import key_by_module_name
 
 LOG2_E = math.log2(math.e)

@@ -175,11 +175,11 @@ def write_weights(component: Component, folder: Path, seed: int) -> None:
     """Write random weights with the `tiny` config, as upstream saves them."""
     import torch
 
-    from ..programs import modules
+    from ..programs import upstream_network
 
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(seed)
-        module = modules.construct_upstream(component, component.tiny)
+        module = upstream_network.construct_upstream(component, component.tiny)
         for norm in module.modules():
             # Fresh running statistics are the identity: omitting them would not be noticed.
             if isinstance(norm, torch.nn.modules.batchnorm._BatchNorm) and norm.track_running_stats:

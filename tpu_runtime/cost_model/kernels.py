@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...kernels import names
+from ...kernels import registry
 from ..cache.store import signature
 from . import bundles, hlo
 from .chips import Topology, compiler_environment
@@ -28,7 +28,7 @@ TIMEOUT_S = 1800
 # bundles, 1 s for 3 700), to little use: it skips conditional parts.
 ESTIMATED_BUNDLES = 8000
 # Prefixes of kernels that libtpu does not estimate: their loops over rows take it minutes and up to 16 GiB.
-NOT_ESTIMATED = (names.CONVOLUTION, names.MODULATION, names.LINEAR_INT8)
+NOT_ESTIMATED = (registry.CONVOLUTION, registry.MODULATION, registry.LINEAR_INT8)
 _DTYPES = {
     "pred": "bool",
     **{f"s{bits}": f"int{bits}" for bits in (4, 8, 16, 32)},
@@ -39,7 +39,7 @@ _DTYPES = {
     "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2",
 }
-_SKIPPED = re.compile(rf"{names.SKIPPED_TURNS}\W+(\d+)")
+_SKIPPED = re.compile(rf"{registry.SKIPPED_TURNS}\W+(\d+)")
 # Parts of the call's configuration that are the compiler's input; it adds the rest itself.
 _GIVEN = ("flag_configs", "scoped_memory_configs", "custom_call_config")
 
@@ -64,12 +64,12 @@ class MosaicCall:
 
     @property
     def reruns(self) -> bool:
-        return names.WITH_RERUN in self.name
+        return registry.WITH_RERUN in self.name
 
     @property
     def moved_bytes(self) -> int | None:
         """Return the stated bytes of a kernel that reads one layer of a stack; None for others."""
-        if not self.name.startswith(names.LINEAR_INT8):
+        if not self.name.startswith(registry.LINEAR_INT8):
             return None
         estimate = json.loads(self.config)["custom_call_config"].get("cost_estimate", {})
         return int(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else None

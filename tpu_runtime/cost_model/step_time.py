@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from ...sharding.mesh import Device
-from . import hlo, interconnect, products, trip_count
+from . import hlo, interconnect, matmul, trip_count
 from .bundles import Cost
 from .chips import Chip
 from .collectives import Transfer, find_transfer
@@ -170,7 +170,7 @@ class _Schedule:
 
     def _plain_operation(self, found: Instruction) -> None:
         cycles = self._copy_cycles(found) if found.estimated_cycles is None else found.estimated_cycles
-        if least := products.min_matmul_cycles(found, self.scope.module, self.machine.chip):
+        if least := matmul.min_matmul_cycles(found, self.scope.module, self.machine.chip):
             cycles = max(cycles or 0.0, least)
         if cycles is not None:
             self.total += Timing(xla=cycles, operations=(self._operation(found, cycles),))

@@ -9,9 +9,9 @@ import torch
 
 from ..model_spec import SIZE_INPUTS, Json, ModelSpec, Settings
 from ..models import SPECS
-from ..programs import finite
-from ..programs.generation import DenoisingPlan
-from .payloads import Conditioning, ImageCondition, unpack_conditioning
+from ..programs import finite_check
+from ..programs.denoising_plan import DenoisingPlan
+from .stage_values import Conditioning, ImageCondition, unpack_conditioning
 
 # Names of the arrays of image embeddings that a text encoder takes, with the image's index.
 IMAGE_EMBEDDING_NAME = r"seen_\d+"
@@ -101,8 +101,8 @@ def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dic
     spec, config = plan.spec, plan.config
     if given is None:
         raise ValueError(
-            f"{spec.title}: {name} is not connected, and guidance_scale is {plan.largest_group.guidance_scale}. Connect it, "
-            "or set guidance_scale to 1."
+            f"{spec.title}: {name} is not connected, and guidance_scale is {plan.largest_group.guidance_scale}. "
+            "Connect it, or set guidance_scale to 1."
         )
     main, info = unpack_conditioning(spec, name, given)
     row: dict[str, np.ndarray] = {}
@@ -115,7 +115,7 @@ def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dic
                 f"{spec.title}: {name} has {text.name} of shape {actual_shape}; this model takes {shape}. Encode it "
                 f"with {spec.family}TextEncoder and the same model_id."
             )
-        finite.check_finite(spec.title, name, tensor)
+        finite_check.check_finite(spec.title, name, tensor)
         row[text.name] = tensor.to(torch.float32).cpu().numpy()
         length = info.get(f"{text.name}_length", text.max_length)
         if not isinstance(length, int) or not 0 <= length <= text.max_length:
@@ -159,7 +159,7 @@ def _condition_arrays(plan: DenoisingPlan, given: ImageCondition | None) -> dict
                 if is_of_size
                 else f"{spec.title}: the condition was encoded for {size}; encode it for the video's size."
             )
-        finite.check_finite(spec.title, "condition", tensor)
+        finite_check.check_finite(spec.title, "condition", tensor)
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
 
 
@@ -184,7 +184,7 @@ def get_image_embeddings(spec: ModelSpec, given: ImageCondition | None, width: i
                 f"{spec.title}: the condition holds {name} of shape {tuple(x.shape)}; it must be (1, rows, columns, "
                 f"{width}). Connect {spec.family}ImageEncoder with the model of the text encoder."
             )
-        finite.check_finite(spec.title, "condition", x)
+        finite_check.check_finite(spec.title, "condition", x)
     return [
         embeddings[name].to(torch.float32).cpu().contiguous()
         for name in sorted(embeddings, key=lambda name: int(name[5:]))
@@ -219,7 +219,7 @@ def get_latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Ten
         )
     if not samples.numel():
         raise ValueError(f"{spec.title}: the LATENT has shape {tuple(samples.shape)}, which is empty. Sample it again.")
-    finite.check_finite(spec.title, "the LATENT", samples)
+    finite_check.check_finite(spec.title, "the LATENT", samples)
     return samples.to(torch.float32).cpu()
 
 

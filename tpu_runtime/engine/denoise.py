@@ -20,22 +20,22 @@ import torch
 
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
-from ..hosts.together import HostGroup
 from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..model_spec import Call, Settings
-from ..model_spec.functions import Decode
+from ..model_spec.protocols import Decode
+from ..multihost.coordinator import HostGroup
 from ..programs import denoise_step, solver_table
+from ..programs.denoising_plan import DenoisingPlan
 from ..programs.executables import Executable
-from ..programs.generation import DenoisingPlan
 from ..programs.network_call import CallRequest, make_call
 from ..programs.solver_table import SolverTable
-from ..programs.step_reuse import CachedDenoiser, Runnable
+from ..programs.step_cache import CachedDenoiser, Runnable
 from ..progress import Preview
 from . import conditioning
 from .overlap_check import FirstStep
-from .payloads import SOLVER_KEY, Latent, SolverCheckpoint
 from .program_cache import ProgramRequest
-from .stage import StageContext
+from .stage_context import StageContext
+from .stage_values import SOLVER_KEY, Latent, SolverCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,8 @@ def _first_step(
 
 
 def measure_magcache(stage: StageContext, plan: DenoisingPlan, standing: SolverState) -> tuple[tuple[float, ...], ...]:
-    """Return the ratios of `MagCacheCurve` for the steps that `plan` runs, one tuple per branch. An expert's first step has
-    1.
+    """Return the ratios of `MagCacheCurve` for the steps that `plan` runs, one tuple per branch. An expert's first
+    step has 1.
     """
     programs = get_denoiser_programs(stage, plan, standing.inputs)
     run_steps(stage, plan, standing, programs)

@@ -17,7 +17,7 @@ from ...sharding.mesh import Device
 from .. import device_memory
 from ..cache.store import signature
 from ..programs.executables import Executable
-from ..programs.step_reuse import Runnable
+from ..programs.step_cache import Runnable
 from ..programs.weights import Weights
 from ..units import GIB, format_size
 from .memory_advice import HBM_VARIABLE, OutOfMemory
@@ -173,8 +173,8 @@ class DeviceCache:
         needed = running.workspace_bytes + sum(part.code_bytes for part in running.parts)
         if size_bytes + needed > budget:
             raise OutOfMemory(
-                f"{title} needs {format_size(size_bytes)} for its weights and {format_size(needed)} to run, on each chip; a "
-                f"chip has {format_size(budget)}."
+                f"{title} needs {format_size(size_bytes)} for its weights and {format_size(needed)} to run, on each "
+                f"chip; a chip has {format_size(budget)}."
             )
         kept = {id(part) for part in running.parts}
         with self._lock:

@@ -17,28 +17,28 @@ import torch
 
 from ...attention.policy import Kernel
 from ...sharding.mesh import Device
-from .. import device_memory, host_memory, refusal, versions
+from .. import device_memory, host_memory, memory_errors, versions
 from .. import precision as precisions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import ModelRef, PlannedGeneration
-from ..hosts.together import AttemptOutcome, HostGroup, RemoteAttemptFailed
 from ..machine import record
 from ..machine.device_access import open_devices
 from ..machine.fallbacks import ChipHalted, Unsupported, classify_halt
-from ..machine.ladder import FallbackPolicy
+from ..machine.policy import FallbackPolicy
 from ..machine.record import MachineRecord
 from ..model_spec import QUALITIES, STAGES, Settings
-from ..programs import executables, modules
-from ..programs.finite import NotFinite
+from ..multihost.coordinator import AttemptOutcome, HostGroup, RemoteAttemptFailed
+from ..programs import executables, upstream_network
+from ..programs.finite_check import NotFinite
 from ..programs.program import CompileTarget, step_compiler_options
 from ..progress import Progress, SilentProgress, run_in_daemon_thread
-from . import memory_advice, profiling, run, telemetry
+from . import memory_advice, profiling, stage_functions, telemetry
 from .device_cache import DeviceCache
 from .memory_advice import OutOfMemory
 from .overlap_check import OverlapChecks
 from .program_cache import COMPILE_THREAD, ProgramCache
 from .prompt_cache import PromptCache
-from .stage import StageContext
+from .stage_context import StageContext
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Engine:
                     host=ahead, activity=telemetry.Activity(stage="warmup", model=model.model_id)
                 )
                 watched.check_cancelled()
-                run.precompile_call(self._stage(model, watched), **arguments)
+                stage_functions.precompile_call(self._stage(model, watched), **arguments)
 
         if type(self.hosts) is HostGroup:
             _run_in_background(work, COMPILE_THREAD)
@@ -170,7 +170,7 @@ class Engine:
         arguments: of that function (see `pipeline`).
         Runs one stage at a time and without gradients. ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
-        if stage in run.CALL_FUNCTIONS and type(self.hosts) is not HostGroup:
+        if stage in stage_functions.CALL_FUNCTIONS and type(self.hosts) is not HostGroup:
             raise ValueError(
                 "This TPU has several hosts, and ComfyUI's own samplers and loaders would send each step's numbers to "
                 "all of them. Use this pack's own nodes, or the TPU of one host."
@@ -213,7 +213,7 @@ class Engine:
             )
             try:
                 result = self._run_with_oom_retry(
-                    context, functools.partial(run.STAGE_FUNCTIONS[stage], context, **arguments), settings
+                    context, functools.partial(stage_functions.STAGE_FUNCTIONS[stage], context, **arguments), settings
                 )
             except Unsupported as error:
                 if (sentence := self.ladder.down(error)) is None:
@@ -226,7 +226,7 @@ class Engine:
                 last = executables.last_executed()
                 halt = classify_halt(error, last.program.name if last else stage, last.kernels if last else ())
                 if halt is None:
-                    raise refusal.parse_host_error(str(error)) or error from None
+                    raise memory_errors.parse_host_error(str(error)) or error from None
                 self.lost = self.ladder.halted(halt)
                 self._when_halted()
                 raise self.lost from None
@@ -293,11 +293,11 @@ class Engine:
         if unread and len(self.local_devices) == len(
             self.devices
         ):  # with several hosts each needs only part of each file
-            _run_in_background(lambda: run.prefetch_weights(quiet, unread), "comfyui-tpu-read")
+            _run_in_background(lambda: stage_functions.prefetch_weights(quiet, unread), "comfyui-tpu-read")
         if settings is not None and uncompiled:
             with stage.progress.activity.timed("importing_s"):
-                modules.import_upstream(model.spec.components)  # not safe in two threads at once
-            _run_in_background(lambda: run.precompile_stages(quiet, settings, uncompiled), COMPILE_THREAD)
+                upstream_network.import_upstream(model.spec.components)  # not safe in two threads at once
+            _run_in_background(lambda: stage_functions.precompile_stages(quiet, settings, uncompiled), COMPILE_THREAD)
 
     def _cancel_background(self) -> None:
         """Cancel background work, except for compilations that XLA has begun."""
@@ -319,11 +319,11 @@ class Engine:
             try:
                 with host_memory.explained(f"{stage.spec.title}, stage {stage.name},"):
                     return self.hosts.attempt(work, _classify_failure)
-            except refusal.HostMemoryError as error:
+            except memory_errors.HostMemoryError as error:
                 # Arrays on the chips need no host memory, unless the host is the device.
                 host_reason, again = str(error), self.devices[0].platform == "cpu"
                 reason = host_reason
-            except refusal.CompileOutOfMemory as error:
+            except memory_errors.CompileOutOfMemory as error:
                 advice = memory_advice.compile_refusal_message(
                     stage.spec, stage.name, settings, error.refused, len(self.devices)
                 )
@@ -336,7 +336,7 @@ class Engine:
                 break
         self._clear()
         if host_reason:
-            raise refusal.HostMemoryError(host_reason)
+            raise memory_errors.HostMemoryError(host_reason)
         raise OutOfMemory(
             memory_advice.out_of_memory_message(stage.spec, stage.name, settings, reason, len(self.devices))
         )
@@ -402,9 +402,9 @@ def _run_in_background(work: Callable[[], None], name: str) -> None:
 
 def _classify_failure(error: BaseException) -> AttemptOutcome:
     """Return `"no room"` if memory cannot suffice, "again" if unloading may help, "failed" for other errors."""
-    if isinstance(error, OutOfMemory | refusal.HostMemoryError):
+    if isinstance(error, OutOfMemory | memory_errors.HostMemoryError):
         return "no room"
-    if not isinstance(error, jax.errors.JaxRuntimeError) or refusal.parse_host_error(str(error)):
+    if not isinstance(error, jax.errors.JaxRuntimeError) or memory_errors.parse_host_error(str(error)):
         return "failed"
     return "again" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
 

@@ -3,8 +3,8 @@
 import math
 import os
 
+from ..memory_errors import MemoryRefusal
 from ..model_spec import ModelSpec, Settings
-from ..refusal import MemoryRefusal
 
 HBM_VARIABLE = "COMFYUI_TPU_HBM_GIB"
 # Factors for height and width of the proposed smaller sizes.

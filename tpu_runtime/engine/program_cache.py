@@ -21,11 +21,11 @@ import torch
 from ..cache.store import Store, signature
 from ..cache.xla_cache import on_cache_miss
 from ..machine.fallbacks import Unsupported
+from ..memory_errors import CompileOutOfMemory
 from ..programs import executables
 from ..programs.executables import Executable
 from ..programs.program import TRACE_LOCK, Program
 from ..progress import run_in_daemon_thread
-from ..refusal import CompileOutOfMemory
 from . import telemetry
 from .device_cache import DeviceCache
 

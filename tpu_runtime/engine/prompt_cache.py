@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ..cache.store import Store
-from . import payloads
-from .payloads import Conditioning
+from . import stage_values
+from .stage_values import Conditioning
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class PromptCache:
         encoded = self._kept.get(key) or _read(key, family)
         if not decide(encoded is not None):
             encoded = encode()
-            STORE.put(key, payloads.pack_embeddings(*encoded))
+            STORE.put(key, stage_values.pack_embeddings(*encoded))
         if encoded is None:
             return FOLLOWER_RESULT
         self._kept[key] = encoded
@@ -48,7 +48,7 @@ def _read(key: str, family: str) -> Encoded | None:
     if content is None:
         return None
     try:
-        prompt, negative, _ = payloads.unpack_embeddings(content, family)
+        prompt, negative, _ = stage_values.unpack_embeddings(content, family)
     except ValueError as error:
         STORE.discard(key, f"it cannot be read ({error})")
         return None

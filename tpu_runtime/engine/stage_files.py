@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..files import parse_json, write_file
-from . import payloads
-from .payloads import Conditioning, ImageCondition, Latent, unpack_conditioning
+from . import stage_values
+from .stage_values import Conditioning, ImageCondition, Latent, unpack_conditioning
 
 if TYPE_CHECKING:
     from ..checkpoints.model_ref import ModelRef
@@ -47,7 +47,7 @@ def save_embeddings(
     for name, value in {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}.items():
         if value is not None:
             unpack_conditioning(model.spec, name, value)
-    _replace(folder / EMBEDDINGS, payloads.pack_embeddings(prompt_embeds, negative_prompt_embeds, condition))
+    _replace(folder / EMBEDDINGS, stage_values.pack_embeddings(prompt_embeds, negative_prompt_embeds, condition))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
@@ -67,19 +67,19 @@ def load_condition(folder: Path, model: "ModelRef") -> ImageCondition | None:
 def _embeddings(
     folder: Path, model: "ModelRef"
 ) -> tuple[Conditioning | None, Conditioning | None, ImageCondition | None]:
-    return _load(folder, EMBEDDINGS, "encode", model, lambda x: payloads.unpack_embeddings(x, model.spec.family))
+    return _load(folder, EMBEDDINGS, "encode", model, lambda x: stage_values.unpack_embeddings(x, model.spec.family))
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
     """Write a LATENT to `folder`. Raises `StageFileError` if that fails."""
     check_ownership(folder)
-    _replace(folder / LATENTS, payloads.pack_latents(latents))
+    _replace(folder / LATENTS, stage_values.pack_latents(latents))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})
 
 
 def load_latents(folder: Path, model: "ModelRef") -> Latent:
     """Return the LATENT of `folder`. Raises `StageFileError` if another model made it."""
-    latents = _load(folder, LATENTS, "denoise", model, payloads.unpack_latents)
+    latents = _load(folder, LATENTS, "denoise", model, stage_values.unpack_latents)
     if latents is None:
         raise StageFileError(f"{folder / LATENTS} holds no latents; run `comfyui-tpu denoise` again.")
     return latents
@@ -135,7 +135,7 @@ def _is_ours(path: Path) -> bool:
         return False
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            return payloads.MADE_BY.items() <= (file.metadata() or {}).items()
+            return stage_values.MADE_BY.items() <= (file.metadata() or {}).items()
     except SafetensorError:
         return False
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..files import Index, TensorFile
-from .stored import ReadTensor, index_bounds, slice_bounds
+from .tensor_views import ReadTensor, index_bounds, slice_bounds
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import numpy as np
 from ..files import CheckpointError, Index, TensorFile, check_names
 from . import gguf_header
 from .gguf_header import Fields, HeaderError
-from .stored import ReadTensor, index_bounds
+from .tensor_views import ReadTensor, index_bounds
 
 if TYPE_CHECKING:
     import torch

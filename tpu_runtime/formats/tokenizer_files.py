@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import tokens
+from .. import tokenization
 from ..files import CheckpointError, TensorFile, parse_json, read_json
 from . import gguf_file
 
@@ -37,8 +37,8 @@ class _Words:
 
 
 _WORDS = {
-    "qwen2": _Words(tokens.WORDS_QWEN2, pad="<|endoftext|>", is_composed=True),
-    "tekken": _Words(tokens.WORDS_TEKKEN, pad="<pad>", takes_words=True),
+    "qwen2": _Words(tokenization.WORDS_QWEN2, pad="<|endoftext|>", is_composed=True),
+    "tekken": _Words(tokenization.WORDS_TEKKEN, pad="<pad>", takes_words=True),
 }
 
 
@@ -132,7 +132,7 @@ def write_tokenizer(carried: TokenizerFile, folder: Path, chat_template: str | N
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tokens.guard_panics(carried.path):
+        with tokenization.guard_panics(carried.path):
             tokenizer, names = _read(carried)
             tokenizer.save(str(folder / "tokenizer.json"))
             size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -230,7 +230,7 @@ def _tekken(content: bytes) -> tuple[Any, dict[str, str]]:
     """Return Mistral's tokenizer: special tokens, then byte pairs by rank."""
     document = parse_json(content)
     config = document["config"]
-    tokens.check_pattern(config["pattern"], "A tekken_model")
+    tokenization.check_pattern(config["pattern"], "A tekken_model")
     num_special = int(config["default_num_special_tokens"])
     if not 0 <= num_special <= _MOST_SPECIAL:
         raise ValueError(

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from ..cache.store import signature
-from ..checkpoints import load
+from ..checkpoints import weight_loader
 from ..checkpoints.model_ref import InMemoryLora
 from ..files import TensorFile, parse_json, read_header
-from ..formats import quantized
-from ..formats.names import SECOND_EXPERT, KeyMap, strip_prefixes
-from ..programs.modules import Network, WeightSlice
+from ..formats import quantization_detect
+from ..formats.key_map import SECOND_EXPERT, KeyMap, strip_prefixes
+from ..programs.upstream_network import Network, WeightSlice
 from .change import LoraError, WeightChange, shorten_value
+from .duplicate_names import NamedChange, resolve_spellings
 from .factors import LOHA, LOKRS, LORA, Shape, ShapeMismatch, make_factors
 from .peft_config import PeftConfig, select_component
-from .spellings import NamedChange, resolve_spellings
 
 # Names of a LoRA's two matrices. ComfyUI does not accept the last pair; of several others in a module the last counts.
 _MATRICES = (
@@ -93,7 +93,7 @@ class Adapter:
     incompatible: str  # of the first module with another shape: what would have to match; "" if all match
     held: InMemoryLora | None = None  # tensors in memory instead of a file
 
-    def tensor(self, reader: load.TensorReader, name: str) -> torch.Tensor:
+    def tensor(self, reader: weight_loader.TensorReader, name: str) -> torch.Tensor:
         """Return a tensor of the file in float32 on the host, in the file's shape `[...]`."""
         if self.held is None:
             return reader.slice(TensorFile(path=self.path, name=name, shape=()), ()).float()
@@ -144,7 +144,7 @@ def read_adapter(source: Source, network: Network, check: Callable[[], None] = l
     used: set[str] = set()
     sizes = {source: parameter.tensor_shape for parameter in network.weights.values() for source in parameter.sources}
     with contextlib.ExitStack() as stack:
-        reader = load.TensorReader(stack, check)
+        reader = weight_loader.TensorReader(stack, check)
         for weight, named_changes in spellings.items():
             kept, repeated = named_changes, []
             if len(named_changes) > 1:
@@ -310,7 +310,11 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
         ) from None
     for name, tensor in tensors.items():
         split = _split(name)
-        taken = quantized.READABLE_DTYPES | _INTEGERS if split and split[2] == ".alpha" else quantized.READABLE_DTYPES
+        taken = (
+            quantization_detect.READABLE_DTYPES | _INTEGERS
+            if split and split[2] == ".alpha"
+            else quantization_detect.READABLE_DTYPES
+        )
         if split is not None and tensor.dtype not in taken:
             raise LoraError(
                 f"The LoRA {path}: {name} holds {tensor.dtype}, and changes are floating point numbers. "
@@ -322,8 +326,8 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
         raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
     if not isinstance(config, dict):
         raise LoraError(
-            f"The LoRA {path}: PEFT's config in it is {shorten_value(config)}, and no object of options. Save it again with "
-            "PEFT, or choose another."
+            f"The LoRA {path}: PEFT's config in it is {shorten_value(config)}, and no object of options. Save it "
+            "again with PEFT, or choose another."
         )
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return shapes, config

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ..cache.store import signature
-from ..checkpoints import load
+from ..checkpoints import weight_loader
 from ..checkpoints.model_ref import LORA_EXPERTS, Lora, ModelRef
-from ..programs.modules import Network
+from ..programs.upstream_network import Network
 from ..programs.weights import shared_network
 from ..progress import Progress
 from . import adapter
@@ -42,7 +42,7 @@ def make_merge(loras: Sequence[Lora], network: Network, check: Callable[[str], N
 def sum_vector_deltas(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:
     """Return the sums of LoRA differences of one-dimensional weights, `[size]` float32, by name in a checkpoint."""
     with contextlib.ExitStack() as stack:
-        return make_merge(loras, network).vectors(load.TensorReader(stack, progress.check_cancelled))
+        return make_merge(loras, network).vectors(weight_loader.TensorReader(stack, progress.check_cancelled))
 
 
 def add_lora(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
@@ -88,8 +88,8 @@ def _nothing_fits(found: Adapter, model: ModelRef, network: Network) -> str:
     title = model.spec.title
     if found.incompatible:
         return (
-            f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.incompatible}. Choose one "
-            f"made for {title}."
+            f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.incompatible}. "
+            f"Choose one made for {title}."
         )
     matrices = (weight.sources[0] for weight in network.weights.values() if weight.stacked and len(weight.shape) > 2)
     weight_name = next(name for name in matrices if name.endswith(".weight"))

@@ -62,8 +62,8 @@ def check_alpha(path: str | Path, name: str, alpha: Any) -> float:
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
         raise LoraError(
-            f"The LoRA {path}: {name} is {shorten_value(alpha)}; an alpha is a number between 0 and {_LARGEST_ALPHA:g}. "
-            "Choose another."
+            f"The LoRA {path}: {name} is {shorten_value(alpha)}; an alpha is a number between 0 and "
+            f"{_LARGEST_ALPHA:g}. Choose another."
         )
     return float(alpha)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..model_spec import RowSlice
-from ..programs.modules import WeightSlice
+from ..programs.upstream_network import WeightSlice
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]

@@ -17,10 +17,10 @@ import torch
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ...sharding import placement
-from ..checkpoints import load
+from ..checkpoints import weight_loader
 from ..checkpoints.model_ref import Lora
 from ..files import TensorFile
-from ..programs.modules import Network, Weight
+from ..programs.upstream_network import Network, Weight
 from .adapter import Adapter
 from .change import LoraError, WeightChange
 from .factors import DeltaFactors, Shape
@@ -104,7 +104,7 @@ class LoraMerge:
         )
 
     def read(
-        self, reader: load.TensorReader, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
+        self, reader: weight_loader.TensorReader, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
     ) -> jax.Array:
         """Return a weight in `names` with its changes, `[layers, *out, *in]` or one layer, with the sharding of `want`.
 
@@ -118,7 +118,7 @@ class LoraMerge:
         spec = (*sharding.spec, *[None] * (len(want.shape) - len(sharding.spec)))
         if not weight.stacked:
             place = _LayerSharding(sharding.mesh, spec, want.shape)
-            start = load.read_layer(reader, files[0], weight, sharding)
+            start = weight_loader.read_layer(reader, files[0], weight, sharding)
             changes = self._changes(reader, weight, weight.sources[0], place)
             self._check(f"merge into {name}")
             return _program(sharding, want.dtype)(start, changes)
@@ -126,14 +126,14 @@ class LoraMerge:
         place = _LayerSharding(sharding.mesh, spec[1:], want.shape[1:])
         stack: Any = None
         for layer, (source, file) in enumerate(zip(weight.sources, files, strict=True)):
-            start = load.read_layer(reader, file, weight, place.sharding(place.spec))
+            start = weight_loader.read_layer(reader, file, weight, place.sharding(place.spec))
             changes = self._changes(reader, weight, source, place)
             self._check(f"merge into layer {layer} of {name}")
             stack = jnp.zeros(want.shape, want.dtype, device=sharding) if stack is None else stack
             stack = _layer_program(sharding)(stack, layer, start, changes)
         return stack
 
-    def vectors(self, reader: load.TensorReader) -> dict[str, torch.Tensor]:
+    def vectors(self, reader: weight_loader.TensorReader) -> dict[str, torch.Tensor]:
         """Return the sum of the differences of each one-dimensional weight, `[size]`, by its name in a checkpoint."""
         sums: dict[str, torch.Tensor] = {}
         for weight in self._network.weights.values():
@@ -145,7 +145,9 @@ class LoraMerge:
                         sums[source] = sums.get(source, 0) + scale * lora.strength * delta.dense
         return sums
 
-    def _changes(self, reader: load.TensorReader, weight: Weight, source: str, place: "_LayerSharding") -> WeightDeltas:
+    def _changes(
+        self, reader: weight_loader.TensorReader, weight: Weight, source: str, place: "_LayerSharding"
+    ) -> WeightDeltas:
         """Return the changes of all files to one layer of a weight on the chips; `source` is its name in a
         checkpoint.
         """
@@ -174,7 +176,7 @@ class LoraMerge:
 
 
 def _read(
-    reader: load.TensorReader, adapter: Adapter, change: WeightChange, weight: Weight
+    reader: weight_loader.TensorReader, adapter: Adapter, change: WeightChange, weight: Weight
 ) -> tuple[DeltaFactors, float]:
     """Return the factors of a change in float32, and their scale factor other than the strength."""
     tensors = {}

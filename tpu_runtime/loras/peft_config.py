@@ -50,7 +50,8 @@ class PeftConfig:
         beginning = str(self._config.get("init_lora_weights")).lower()
         if self._method == "LORA" and beginning not in _BEGINNINGS:
             raise LoraError(
-                f"The LoRA {self._path}: PEFT's init_lora_weights is {shorten_value(self._config['init_lora_weights'])}; such "
+                f"The LoRA {self._path}: PEFT's init_lora_weights is "
+                f"{shorten_value(self._config['init_lora_weights'])}; such "
                 f"an adapter is for weights that PEFT changed at first. Taken are {', '.join(_BEGINNINGS)}. Save it "
                 "with path_initial_model_for_weight_conversion, which makes a plain LoRA of it, or choose another."
             )
@@ -61,7 +62,8 @@ class PeftConfig:
 
     def _refuse(self, name: str, allowed: str) -> None:
         raise LoraError(
-            f"The LoRA {self._path}: PEFT's {name} is {shorten_value(self._config.get(name))}; taken is {allowed}. {_WAY_ON}"
+            f"The LoRA {self._path}: PEFT's {name} is {shorten_value(self._config.get(name))}; taken is {allowed}. "
+            f"{_WAY_ON}"
         )
 
     def _pattern(self, name: str) -> dict[str, tuple[int, Any]]:
@@ -69,15 +71,16 @@ class PeftConfig:
         patterns = self._config.get(name) or {}
         if not isinstance(patterns, dict):
             raise LoraError(
-                f"The LoRA {self._path}: {name} is {shorten_value(patterns)}, and no object, which has a number for each "
-                "module. Save it again with PEFT, or choose another."
+                f"The LoRA {self._path}: {name} is {shorten_value(patterns)}, and no object, which has a number for "
+                "each module. Save it again with PEFT, or choose another."
             )
         values: dict[str, tuple[int, Any]] = {}
         for order, (key, value) in enumerate(patterns.items()):
             module = key.removesuffix("$").replace("\\.", ".")
             if not re.fullmatch(r"\^?[\w.-]+", module):
                 raise LoraError(
-                    f"The LoRA {self._path}: {name} has {shorten_value(key)}, which is a regular expression; only names of "
+                    f"The LoRA {self._path}: {name} has {shorten_value(key)}, which is a regular expression; only "
+                    "names of "
                     "modules are taken, whole or from a dot on. Save it with the modules' names, or choose another."
                 )
             values.setdefault(module, (order, value))
@@ -130,7 +133,8 @@ class PeftConfig:
         if not numbers or numbers[0] not in (chosen if isinstance(chosen, list) else [chosen]):
             raise LoraError(
                 f"The LoRA {self._path}: PEFT's layers_to_transform is {shorten_value(chosen)}, but the file changes "
-                f"{shorten_value(module)}; taken are changes of these layers alone. Save it again with PEFT, or choose another."
+                f"{shorten_value(module)}; taken are changes of these layers alone. Save it again with PEFT, or "
+                "choose another."
             )
 
     def check_whole(self, weights: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from . import bus
+from . import pci
 
 if TYPE_CHECKING:
     from ...sharding.mesh import Device
@@ -43,13 +43,13 @@ def is_busy(error_text: str) -> bool:
     return bool(_BUSY.search(error_text))
 
 
-def describe_holders(root: Path = bus.ROOT) -> str:
+def describe_holders(root: Path = pci.ROOT) -> str:
     """Name the processes that hold the chips, such as "python3 main.py (process 123)"."""
-    holders = [f"{holder.program} (process {holder.pid})" for holder in bus.find_holders(root)]
+    holders = [f"{holder.program} (process {holder.pid})" for holder in pci.find_holders(root)]
     return ", ".join(holders) or "a process of another user or container"
 
 
-def allows_one_process(root: Path = bus.ROOT) -> bool:
+def allows_one_process(root: Path = pci.ROOT) -> bool:
     """Return whether only the first process of this sandbox can ever open the chips."""
     try:
         return bool(_GVISOR.search((root / "proc/version").read_text("utf-8", "replace")))
@@ -91,11 +91,11 @@ def wait_while_busy(
 
 
 def wait_for_release(
-    report: Callable[[str], None] = lambda message: None, *, timeout_s: float = WAIT_S, root: Path = bus.ROOT
+    report: Callable[[str], None] = lambda message: None, *, timeout_s: float = WAIT_S, root: Path = pci.ROOT
 ) -> bool:
     """Wait until no process holds the chips. Return whether that happened within `timeout_s` seconds."""
     until = time.monotonic() + timeout_s
-    while holders := bus.find_holders(root):
+    while holders := pci.find_holders(root):
         if time.monotonic() >= until:
             return False
         report(f"The TPU chips are still held by {holders[0].program} (process {holders[0].pid})")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
-from ...kernels import names
-from ...kernels.choice import KernelFallbacks
+from ...kernels import registry
+from ...kernels.dispatch import KernelFallbacks
 
 KERNELS_VARIABLE = "COMFYUI_TPU_KERNELS"
 OPTIONS_VARIABLE = "COMFYUI_TPU_OPTIONS"
@@ -32,7 +32,7 @@ _NO_KERNEL = re.compile(r"Mosaic failed to compile TPU kernel")
 _VMEM = re.compile(r"memory space vmem|space=vmem")
 # libtpu's messages about a halted core, as quoted in public reports.
 _HALT = re.compile(r"halted unexpectedly|core halt|program continuator has halted|BoundsCheck", re.IGNORECASE)
-_NAMES = "|".join((*names.KERNELS, *names.HELPER_KERNELS))
+_NAMES = "|".join((*registry.KERNELS, *registry.HELPER_KERNELS))
 # An instruction `%name` or `name.3`, or a call of a kernel, as XLA and as JAX write it.
 _KERNEL = re.compile(rf"%({_NAMES})\b|\b({_NAMES})\.\d|\b({_NAMES})/pallas_call|pallas_call ({_NAMES})\b")
 
@@ -80,7 +80,7 @@ class ChipHalted(RuntimeError):
 def fallbacks_from_environment(environ: Mapping[str, str] | None = None) -> Fallbacks:
     """Return the fallbacks that the owner switched on. Raises ValueError for an unknown kernel or option."""
     environ = os.environ if environ is None else environ
-    kernels = [names.SWITCHES[word] for word in _parse_switches(environ, KERNELS_VARIABLE, names.SWITCHES)]
+    kernels = [registry.SWITCHES[word] for word in _parse_switches(environ, KERNELS_VARIABLE, registry.SWITCHES)]
     options = option_prefixes(_parse_switches(environ, OPTIONS_VARIABLE, OPTIONS))
     return Fallbacks(kernels=KernelFallbacks(off=_sort_unique(kernels)), options=options)
 
@@ -109,7 +109,7 @@ def classify_compile_error(error: BaseException, program: str, options: Iterable
         return Unsupported("option", program, (match[1] or match[2],), _first_line(text))
     kernels = find_kernels(text) or _kernel_of_traceback(error)
     if _NO_KERNEL.search(text) or (kernels and _is_lowering(error)):
-        return Unsupported("kernel", program, kernels or names.KERNELS, _first_line(text))
+        return Unsupported("kernel", program, kernels or registry.KERNELS, _first_line(text))
     if _VMEM.search(text):
         if kernels:
             return Unsupported("kernel", program, kernels, _first_line(text))
@@ -133,7 +133,7 @@ def classify_halt(error: BaseException, program: str, running: Iterable[str]) ->
 def find_kernels(text: str) -> tuple[str, ...]:
     """Return the kernels named in the text of an error or of a compiled program."""
     matches: list[str] = [name for match in _KERNEL.findall(text) for name in match if name]
-    return _sort_unique(names.HELPER_KERNELS.get(name, name) for name in matches)
+    return _sort_unique(registry.HELPER_KERNELS.get(name, name) for name in matches)
 
 
 def _kernel_of_traceback(error: BaseException) -> tuple[str, ...]:
@@ -143,8 +143,8 @@ def _kernel_of_traceback(error: BaseException) -> tuple[str, ...]:
         path = PurePath(frame.filename)
         if path.parent.name == "kernels":
             # `attention_body.py` belongs to attention, `attention_int8.py` to the kernel with the longer name.
-            words = [word for word in names.SWITCHES if f"{path.stem}_".startswith(f"{word}_")]
-            return (names.SWITCHES[max(words, key=len)],) if words else ()
+            words = [word for word in registry.SWITCHES if f"{path.stem}_".startswith(f"{word}_")]
+            return (registry.SWITCHES[max(words, key=len)],) if words else ()
     return ()
 
 

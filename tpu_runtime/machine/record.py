@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...kernels import names
-from ...kernels.choice import KernelFallbacks
+from ...kernels import registry
+from ...kernels.dispatch import KernelFallbacks
 from .. import files
 from ..cache import store
 from ..cache.store import cache_folder
@@ -159,7 +159,7 @@ def parse_record(value: object) -> MachineRecord:
         return [item for item in items if isinstance(item, str)] if isinstance(items, list) else []
 
     def kernels(name: str) -> tuple[str, ...]:
-        return tuple(sorted(set(texts(name)) & set(names.KERNELS)))
+        return tuple(sorted(set(texts(name)) & set(registry.KERNELS)))
 
     verdicts = [
         (digest, verdict)

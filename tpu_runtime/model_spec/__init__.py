@@ -14,25 +14,7 @@ from .component import (
     split_rows,
     swap_halves,
 )
-from .functions import Call, Forward, Report
-from .groups import (
-    DenoiserSpec,
-    FeatureReuse,
-    HeadNorms,
-    HubCheckpoint,
-    ImageConditioning,
-    LatentGeometry,
-    LightVae,
-    Parallelism,
-    SamplingConfig,
-    TextEncoding,
-    TinyModel,
-    VaeSpec,
-    classifier_free_guidance,
-    make_distilled_advice,
-    split_guidance_first,
-)
-from .limits import (
+from .inputs import (
     CHECKPOINT,
     DENSE_QUALITY,
     FLOW_SCHEDULERS,
@@ -52,4 +34,22 @@ from .limits import (
     drop_zero_sizes,
 )
 from .model import STAGES, ModelSpec
+from .protocols import Call, Forward, Report
+from .spec_parts import (
+    DenoiserSpec,
+    FeatureReuse,
+    HeadNorms,
+    HubCheckpoint,
+    ImageConditioning,
+    LatentGeometry,
+    LightVae,
+    Parallelism,
+    SamplingConfig,
+    TextEncoding,
+    TinyModel,
+    VaeSpec,
+    classifier_free_guidance,
+    make_distilled_advice,
+    split_guidance_first,
+)
 from .step_cache import MagCache, MagCacheCurve, StepCache

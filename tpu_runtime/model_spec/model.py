@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .component import Component, Json, freeze_mappings
-from .groups import (
+from .inputs import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList
+from .spec_parts import (
     DenoiserSpec,
     HubCheckpoint,
     ImageConditioning,
@@ -16,7 +17,6 @@ from .groups import (
     TinyModel,
     VaeSpec,
 )
-from .limits import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList
 from .step_cache import MagCache, StepCache, make_step_cache
 
 STAGES = ("encode", "image", "denoise", "decode")

@@ -34,7 +34,7 @@ from .text_encoders import t5
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.denoiser_run import ShardedOps
+    from ..programs.sharded_ops import ShardedOps
     from .denoisers.layers import Pair
 
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))

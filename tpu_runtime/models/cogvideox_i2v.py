@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..programs.denoiser_run import ShardedOps
+    from ..programs.sharded_ops import ShardedOps
 
 STRIDE_HW = 8
 # The constant input of upstream's `ofs_embedding`, which only this model has.

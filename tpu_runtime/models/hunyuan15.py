@@ -31,7 +31,7 @@ from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEX
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.denoiser_run import ShardedOps
+    from ..programs.sharded_ops import ShardedOps
     from .denoisers.layers import Modulation, Pair
 
 # Rows of `cond_type_embed`, which marks the source of a conditioning token.

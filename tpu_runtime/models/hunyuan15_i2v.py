@@ -86,7 +86,7 @@ def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
 
 def tokens_of(encoder: Net, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Return SigLIP's last hidden state `[images, 729, dim]` of `pixels` `[images, 3, 384, 384]`."""
-    from ..programs.modules import scan_states
+    from ..programs.upstream_network import scan_states
 
     states = scan_states(encoder.encoder.layers, encoder.embeddings(pixels), attention_mask=None)
     return encoder.post_layernorm(states), None

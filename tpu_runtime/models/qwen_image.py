@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...attention.api import Placement
-    from ..programs.denoiser_run import ShardedOps
+    from ..programs.sharded_ops import ShardedOps
     from .denoisers.layers import Modulation, Pair, ResidualNorm
 
 PATCH = (1, 2, 2)

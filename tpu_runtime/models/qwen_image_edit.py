@@ -71,7 +71,8 @@ def resize_image(picture: "Image.Image", area: int) -> "Image.Image":
     width, height = picture.size
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"Qwen-Image Edit: the image is {width}x{height}; one side may be {MAX_ASPECT_RATIO} times the other. Crop it."
+            f"Qwen-Image Edit: the image is {width}x{height}; one side may be {MAX_ASPECT_RATIO} times the other. "
+            "Crop it."
         )
     return picture.resize(calculate_dimensions(area, width / height), Image.Resampling.LANCZOS)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..programs.denoiser_run import ShardedOps
+    from ..programs.sharded_ops import ShardedOps
     from .denoisers.layers import Pair
 
 # Sequences are padded to a multiple of this with learnt tokens, which are attended to like any other.

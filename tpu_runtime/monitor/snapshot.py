@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from .. import device_memory
 from ..cache import store
-from ..engine.current import current_engine
-from .unstarted import Stats
+from ..engine.lifecycle import current_engine
+from .idle import Stats
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine

@@ -32,12 +32,14 @@ def give_advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[
     if not refused:
         largest = max(programs, key=lambda program: program.memory.peak)
         return (
-            f"All components at once need {format_gib(needed)} of {format_gib(available)} GiB. The runtime evicts idle components, "
+            f"All components at once need {format_gib(needed)} of {format_gib(available)} GiB. The runtime evicts "
+            "idle components, "
             f"and then it fits: {largest.name} is the largest with {format_gib(largest.memory.peak)} GiB.",
         )
     culprit = max(refused, key=lambda program: program.memory.peak)
     sentence = (
-        f"{culprit.name} does not fit: it needs at least {format_gib(culprit.memory.peak)} of {format_gib(available)} GiB per "
+        f"{culprit.name} does not fit: it needs at least {format_gib(culprit.memory.peak)} of {format_gib(available)} "
+        "GiB per "
         f"device, {format_gib(culprit.memory.weights)} of them weights. Evicting idle components does not help."
     )
     return (sentence, _find_change(request, culprit, available))
@@ -73,8 +75,8 @@ def _find_change(request: PlanRequest, culprit: ProgramPlan, available: int) -> 
                 total = compiled.memory.peak + _other_weights(replace(change.request, stages=request.stages), culprit)
                 return (
                     f"What would fit, confirmed by a compile: {change.words} ({culprit.name} then needs "
-                    f"{format_gib(compiled.memory.peak)} GiB per device, with all components loaded {format_gib(total)} of "
-                    f"{format_gib(available)})."
+                    f"{format_gib(compiled.memory.peak)} GiB per device, with all components loaded "
+                    f"{format_gib(total)} of {format_gib(available)})."
                 )
             tried.append(f"{change.words} ({compiled.refusal or format_gib(compiled.memory.peak) + ' GiB per device'})")
     return f"None of the tried changes fits: {'; '.join(tried) or 'no larger slice of this TPU generation is known'}."

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 import jax
 
 from ...sharding.shape import MeshShape
-from .. import refusal as refusals
+from .. import memory_errors as refusals
 from .. import versions
 from ..cache.store import Store, signature
 from ..cost_model import chips, flops
 from ..cost_model.chips import Topology
 from ..model_spec import STAGES, ModelSpec, Settings
 from ..precision import Precision
-from ..programs import generation
+from ..programs import denoising_plan
 from ..programs.program import Program, shard_bytes
 from .report import Memory, format_gib
 
@@ -35,7 +35,7 @@ class PlanRequest:
     stages: tuple[str, ...] = STAGES
 
     def programs(self) -> tuple[Program, ...]:
-        return generation.list_programs(
+        return denoising_plan.list_programs(
             self.spec,
             self.settings,
             chips.compile_devices(self.topology),

@@ -16,8 +16,8 @@ import jax
 from ...sharding.mesh import mesh_shape
 from ...sharding.shape import MeshShape
 from .. import precision as precisions
-from ..cache import curves
-from ..checkpoints import parts
+from ..cache import magcache_curves
+from ..checkpoints import file_resolution
 from ..cost_model import chips, flops, hlo, interconnect, kernels, step_time
 from ..cost_model.bundles import Cost
 from ..cost_model.chips import Topology
@@ -224,7 +224,7 @@ def parse_request(
     model, topology, precision: by name. models: folders of files. inputs: of the model, by name.
     mesh: sizes dp,sp,tp separated by commas; None: the runtime's choice. stages: names separated by commas.
     """
-    spec = parts.resolve_spec(model, models)
+    spec = file_resolution.resolve_spec(model, models)
     settings = spec.settings(**{"guidance_scale_2": inputs.get("guidance_scale"), **inputs})
     names = tuple(name.strip() for name in stages.split(",") if name.strip())
     unknown = [name for name in names if name not in STAGES]
@@ -232,7 +232,9 @@ def parse_request(
         raise ValueError(f"--stages is {stages!r}; it must be some of {', '.join(STAGES)}.")
     return PlanRequest(
         spec=spec,
-        settings=replace(settings, step_cache=curves.attach_curve(spec, spec.published.hub_id, settings.step_cache)),
+        settings=replace(
+            settings, step_cache=magcache_curves.attach_curve(spec, spec.published.hub_id, settings.step_cache)
+        ),
         topology=chips.topology(topology),
         precision=precisions.resolve_precision(precision, "tpu"),
         pictures=precisions.resolve_image_precision(precision, "tpu"),

@@ -34,6 +34,6 @@ def make_report(asked: Mapping[str, Any], progress: "Progress") -> str:
                 raise (ValueError if answer["is_users"] else RuntimeError)(answer["error"])
             progress.text(answer["line"])
         raise RuntimeError(
-            f"the plan's process ended with exit code {child.process.wait()}{child.last_error_line()}. Plans take up to 12 "
-            "GiB of host memory: end other programs, or plan a smaller size."
+            f"the plan's process ended with exit code {child.process.wait()}{child.last_error_line()}. Plans take up "
+            "to 12 GiB of host memory: end other programs, or plan a smaller size."
         )

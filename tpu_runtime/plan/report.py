@@ -191,7 +191,8 @@ def _row(program: ProgramPlan) -> tuple[str, ...]:
     total = None if program.predicted_s is None else program.predicted_s * program.runs
     return (
         program.name, str(program.runs), program.mesh, format_gib(memory.weights), format_gib(memory.temporaries),
-        format_gib(memory.output), format_gib(memory.peak), "yes" if program.fits else "NO", f"{program.compile_s:.0f} s",
+        format_gib(memory.output), format_gib(memory.peak), "yes" if program.fits else "NO",
+        f"{program.compile_s:.0f} s",
         "-" if timing is None else f"{timing.xla / 1e6:.1f}", "-" if timing is None else f"{timing.kernels / 1e6:.1f}",
         _seconds(waiting), _seconds(program.predicted_s) + f" {FLOOR}" * program.is_floor, _seconds(total),
         _percent(program.mfu), _percent(program.ceiling_share),

@@ -16,13 +16,13 @@ from jaxtyping import Array, PyTree
 from ...attention import local
 from ...attention.policy import AttentionPolicy, is_long_sequence
 from ...attention.tiles import MAX_TILES, Tiling
-from ...kernels import choice
+from ...kernels import dispatch
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..model_spec import QUALITIES, SPARSE, FeatureReuse, ModelSpec
-from . import finite, modules, solver_table, step_reuse, torch_bridge, weights
-from .denoiser_run import ShardedOps
+from . import finite_check, solver_table, step_cache, torch_bridge, upstream_network, weights
 from .program import DENOISE_STEP, CompileTarget, Config, Program, shape_struct, step_compiler_options
+from .sharded_ops import ShardedOps
 from .token_layout import TokenLayout
 from .weights import Weights
 
@@ -100,7 +100,7 @@ def build_saving_program(spec: ModelSpec, config: Config, target: CompileTarget,
     def step(weights: Weights, *args: PyTree) -> PyTree:
         return build.run(weights, StepArgs(*args), predict)
 
-    kept = step_reuse.feature_shardings(reuse, build.mesh)
+    kept = step_cache.feature_shardings(reuse, build.mesh)
     return build.program(step, (build.state_shardings, kept))
 
 
@@ -111,7 +111,7 @@ def build_reusing_program(spec: ModelSpec, config: Config, target: CompileTarget
     """
     build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
     assert reuse is not None, spec.name
-    features = step_reuse.feature_shapes(reuse, build_saving_program(spec, config, target, shape))
+    features = step_cache.feature_shapes(reuse, build_saving_program(spec, config, target, shape))
 
     def predict(denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
         return reuse.reuse(denoiser, run, features, *asked), ()
@@ -135,7 +135,8 @@ def build_prediction_program(
     It is `(weights, sample, timestep, inputs) -> (prediction, is_finite)`. The host sends the sample and the inputs
     once per step: each chip gets a part, and the chips exchange these faster than the host could send copies.
 
-    spec, config, target, shape: as for `build_denoise_program`. sample_shape, inputs: shapes of the sample and of the inputs
+    spec, config, target, shape: as for `build_denoise_program`. sample_shape, inputs: shapes of the sample and of the
+    inputs
       of `model_spec.Forward`, with one row for all branches or one for each.
     """
     build = _StepBuild.of(spec, config, target, shape)
@@ -145,7 +146,7 @@ def build_prediction_program(
         sample, inputs = jax.lax.with_sharding_constraint((sample, inputs), NamedSharding(mesh, P()))
         asked = (sample.astype(target.dtype), timestep[None], inputs)
         output, _ = build.predicted(weights, build.forward, (), asked)
-        return output, finite.all_finite(output)
+        return output, finite_check.all_finite(output)
 
     return build.make_program(
         predict,
@@ -174,7 +175,7 @@ class _StepBuild:
     target: CompileTarget
     shape: StepShape
     mesh: Mesh
-    network: modules.Network
+    network: upstream_network.Network
     on_mesh: ShardedOps
     axes: weights.Axes  # contracting dimensions of int8 weights
 
@@ -225,7 +226,7 @@ class _StepBuild:
             output = torch_bridge.call(self.spec.recipe.guide, output[:1], output[1:], args.guidance)
         sample, *memory, denoised = solver_table.advance(args.state, output, args.row)
         state = (self._put_given(sample, args.inputs), *memory, self._put_given(denoised, args.inputs))
-        return (*state, finite.all_finite(state[0])), kept
+        return (*state, finite_check.all_finite(state[0])), kept
 
     def forward(
         self, denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree
@@ -358,7 +359,7 @@ def _keys_fit(tiles: Tiling, heads: int, head_dim: int, policy: AttentionPolicy,
     if device.platform != "tpu":
         return True
     rows, size = tiles.rows * tiles.count, {"heads": heads, "head_dim": head_dim, "itemsize": target.dtype.itemsize}
-    with choice.use_fallbacks(target.fallbacks.kernels):
+    with dispatch.use_fallbacks(target.fallbacks.kernels):
         return local.all_keys_fit_vmem(policy, device.device_kind, rows, **size)
 
 

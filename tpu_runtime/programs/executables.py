@@ -8,10 +8,10 @@ import jax
 from jaxtyping import PyTree
 
 from ...sharding import placement
-from .. import refusal
+from .. import memory_errors
 from ..cache.xla_cache import count_compilations, count_thread_hits
 from ..machine import fallbacks
-from ..refusal import CompileOutOfMemory
+from ..memory_errors import CompileOutOfMemory
 from .program import Program
 
 
@@ -77,8 +77,8 @@ def last_executed() -> Executable | None:
 def compile_or_load(program: Program) -> tuple[Executable, bool]:
     """Return the compiled program, and whether XLA compiled it: its persistent cache may have it already.
 
-    Raises `CompileOutOfMemory` if the compiler rejects it for lack of the chip's memory, and `Unsupported` if it rejects a
-    kernel or an option.
+    Raises `CompileOutOfMemory` if the compiler rejects it for lack of the chip's memory, and `Unsupported` if it
+    rejects a kernel or an option.
     """
     count_compilations()  # counts from now on
     before = count_thread_hits()
@@ -87,7 +87,9 @@ def compile_or_load(program: Program) -> tuple[Executable, bool]:
     except Exception as error:
         if unsupported := fallbacks.classify_compile_error(error, program.name, program.compiler_options):
             raise unsupported from error
-        refused = refusal.parse_compile_error(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+        refused = (
+            memory_errors.parse_compile_error(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+        )
         if refused is None:
             raise  # another error, or memory that is only full now
         raise CompileOutOfMemory(refused) from None

@@ -17,7 +17,7 @@ from ...sharding import rules
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..model_spec import Call, ModelSpec
-from . import finite, modules, torch_bridge, weights
+from . import finite_check, torch_bridge, upstream_network, weights
 from .program import CompileTarget, Config, Program
 from .weights import Weights
 
@@ -140,7 +140,7 @@ def build_call_program(
             args = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), args)
         result, carried = torch_bridge.call_functional(network.module, weights, function, *args)
         result = jax.tree.map(lambda x: x.astype(jnp.float32), result)
-        return result, carried, finite.all_finite(result)
+        return result, carried, finite_check.all_finite(result)
 
     def place(args: PyTree, sharding: NamedSharding | Format) -> PyTree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
@@ -162,7 +162,7 @@ def build_call_program(
 
 def _in_use(mesh: Mesh, name: str, weight: Array, layout: rules.Layout) -> Array:
     """Return a weight outside scanned blocks, gathered if it is only split at rest."""
-    if f".{modules.LAYER}." in name or layout.in_use == layout.at_rest:
+    if f".{upstream_network.LAYER}." in name or layout.in_use == layout.at_rest:
         return weight
     return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P(*layout.in_use)))
 

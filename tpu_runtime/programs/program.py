@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ...attention.policy import Kernel
-from ...kernels import choice
+from ...kernels import dispatch
 from ...sharding.chips import find_chip
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
@@ -106,7 +106,7 @@ class Program:
     out_shardings: PyTree = None
     runs: int = 1  # executions in one generation
     compiler_options: Mapping[str, str] = field(default_factory=dict)  # of libtpu, by name
-    rungs: choice.KernelFallbacks = field(default_factory=choice.KernelFallbacks)  # fallbacks of kernels
+    rungs: dispatch.KernelFallbacks = field(default_factory=dispatch.KernelFallbacks)  # fallbacks of kernels
 
     @functools.cached_property
     def weights_digest(self) -> str:
@@ -123,7 +123,7 @@ class Program:
         """Hold the tracing lock and set everything that the program's code looks up while it is traced and lowered."""
         # float32 means float32: by default a TPU multiplies float32 matrices in bfloat16.
         highest = jax.default_matmul_precision("highest") if self.precision == "float32" else contextlib.nullcontext()
-        with TRACE_LOCK, highest, _target(self.mesh), choice.use_fallbacks(self.rungs):
+        with TRACE_LOCK, highest, _target(self.mesh), dispatch.use_fallbacks(self.rungs):
             yield
 
     @functools.cached_property

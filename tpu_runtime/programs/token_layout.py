@@ -21,7 +21,7 @@ from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...attention.tiles import SlidingTileMask, Tiling
 from ...kernels import residual_norm
-from ...kernels.chip import INT8_ROWS, PACKED_ROWS
+from ...kernels.hardware import INT8_ROWS, PACKED_ROWS
 from ...kernels.linear_int8 import (
     Activation,
     GatedResidual,
@@ -32,7 +32,7 @@ from ...kernels.linear_int8 import (
     rotation_block,
 )
 from ...sharding.rules import Layout
-from .modules import LAYER, layer_index
+from .upstream_network import LAYER, layer_index
 
 ROW_MULTIPLES = {
     "exact": PACKED_ROWS,

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...kernels import names
-from ...kernels.choice import KernelFallbacks
+from ...kernels import registry
+from ...kernels.dispatch import KernelFallbacks
 from ...kernels.linear_int8 import INT8_LINEAR_CHIPS, Int8Weight, quantize, rotate_weight, rotation_block
 from ...sharding import rules
 from ...sharding.mesh import Device, mesh_shape
 from ..model_spec import Component
 from ..precision import Precision
-from . import modules
-from .modules import Network, Weight
+from . import upstream_network
 from .program import TRACE_LOCK, Config, shard_bytes
+from .upstream_network import Network, Weight
 
 Weights = dict[str, jax.Array]
 Axes = Mapping[str, tuple[int, ...]]  # names of int8 weights, and the contracting dimensions of each
@@ -62,13 +62,13 @@ def private_network(component: Component, config: Config) -> Network:
         if cached.is_untouched:
             cached.is_untouched = False
             return cached.network
-        return modules.build_network(component, config)
+        return upstream_network.build_network(component, config)
 
 
 def _find_or_build(component: Component, config: Config) -> _Built:
     key = (id(component), json.dumps(config, sort_keys=True, default=str))
     if key not in _built:  # the network refers to the component, so that its id stays unique
-        _built[key] = _Built(network=modules.build_network(component, config), is_untouched=True)
+        _built[key] = _Built(network=upstream_network.build_network(component, config), is_untouched=True)
         if len(_built) > MAX_BUILT:
             _built.popitem(last=False)
     _built.move_to_end(key)
@@ -163,7 +163,7 @@ def add_scale_parameters(network: Network, device: Device, rungs: KernelFallback
     Empty if int8 is not faster on `device`, or if the kernel is off in `rungs`.
     """
     takes = device.platform != "tpu" or device.device_kind in INT8_LINEAR_CHIPS
-    if not takes or names.LINEAR_INT8 in rungs.off:
+    if not takes or registry.LINEAR_INT8 in rungs.off:
         return {}
     axes = find_int8_weights(network)
     for name, over in axes.items():

@@ -17,11 +17,11 @@ from typing import Any
 from .. import versions
 from ..checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from ..engine.memory_advice import OutOfMemory
-from ..line import trust
-from ..line.link import Connection, ConnectionLost, HandshakeRejected, connect, run_on_loop
-from ..line.records import FileHeader, FileRequest, Invoke, ServerLoad, StageFailed, StageResult, StatusText, StepDone
-from ..line.trust import Address
 from ..progress import Preview, Progress
+from ..rpc import auth
+from ..rpc.auth import Address
+from ..rpc.connection import Connection, ConnectionLost, HandshakeRejected, connect, run_on_loop
+from ..rpc.messages import FileHeader, FileRequest, Invoke, ServerLoad, StageFailed, StageResult, StatusText, StepDone
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ BACKOFFS = _Backoffs()
 
 def parse_addresses(text: str) -> tuple[Address, ...]:
     """Parse addresses separated by commas. Raises ValueError if one is invalid or not listed."""
-    addresses = tuple(dict.fromkeys(trust.parse_address(word) for word in text.split(",")))
+    addresses = tuple(dict.fromkeys(auth.parse_address(word) for word in text.split(",")))
     for address in addresses:
-        trust.check_listed(address)
+        auth.check_listed(address)
     return addresses
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ...kernels import choice, residual_norm
+from ...kernels import dispatch, residual_norm
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
 from ..cache import xla_cache
@@ -94,7 +94,7 @@ def _run_program(devices: Sequence[Device], nonce: int) -> tuple[str, bool, floa
     x = np.random.default_rng(8).normal(size=(len(devices), TOKENS, LANES)).astype(np.float32)
     placed = jax.device_put(x, NamedSharding(mesh, P("sp")))
     known = record.read_record(record.machine_key(devices[0].device_kind, len(devices))).fallbacks
-    with choice.use_fallbacks(known.kernels), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with dispatch.use_fallbacks(known.kernels), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = mapped.lower(placed)
     before, started = xla_cache.count_thread_hits(), time.perf_counter()
     program = lowered.compile()

@@ -23,8 +23,8 @@ import torch
 
 from ..checkpoints.model_ref import ModelRef, PlannedGeneration
 from ..engine.engine import Engine
-from ..engine.payloads import Conditioning, ImageCondition, Latent
 from ..engine.prompt_cache import Encoded, PromptCache
+from ..engine.stage_values import Conditioning, ImageCondition, Latent
 from ..model_spec import STAGES, ModelSpec, Settings
 from ..precision import Precision
 from ..progress import Preview, Progress

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .. import children
-from ..machine import bus, device_access, record
+from ..machine import device_access, pci, record
 from ..machine.record import MachineRecord
 from . import report
 from .checks import CheckResult, parse_result
@@ -123,7 +123,7 @@ class FirstRun:
 
     def _explain(self, busy: str) -> str:
         """Add to DevicesBusy's sentence the other possible cause, where an earlier process had the chips."""
-        if not self.chips or bus.find_holders():
+        if not self.chips or pci.find_holders():
             return busy
         return f"{busy} If this sandbox lets only one process open the chips, start it anew and add --one-process."
 
@@ -140,7 +140,7 @@ class FirstRun:
         self._begun = time.monotonic()
         deadlines = {group.name: group.deadline_s for group in chosen}
         limit_s, is_begun = START_S, False
-        with children.run_module_child("selftest.child", {**job, "groups": list(deadlines)}) as child:
+        with children.run_module_child("selftest.worker", {**job, "groups": list(deadlines)}) as child:
             while True:
                 try:
                     line = child.line(self._begun + limit_s - time.monotonic())

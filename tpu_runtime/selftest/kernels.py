@@ -19,9 +19,9 @@ from ...attention.api import attention
 from ...attention.policy import AttentionPolicy
 from ...attention.prologue import HeadLayout
 from ...attention.tiles import SlidingTileMask, Tiling
-from ...kernels import choice, convolution, linear_int8, modulation, names, residual_norm
-from ...kernels.attention_form import INT8_ATTENTION_CHIPS, AttentionConfig, choose_config
-from ...kernels.chip import VMEM_MIB
+from ...kernels import convolution, dispatch, linear_int8, modulation, registry, residual_norm
+from ...kernels.attention_config import INT8_ATTENTION_CHIPS, AttentionConfig, choose_config
+from ...kernels.hardware import VMEM_MIB
 from ...kernels.prologue import Norm
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
@@ -58,7 +58,7 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
     def check(kernel: str, stage: str, run: Callable[[], tuple[Arrays, Arrays]]) -> Check:
         bound = (
             INT8_BOUND
-            if INT8 in stage or kernel == names.LINEAR_INT8
+            if INT8 in stage or kernel == registry.LINEAR_INT8
             else (RERUN_BOUNDS if RERUN in stage else BOUNDS)[precision]
         )
         return Check(
@@ -74,20 +74,20 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
                 lambda name=name, head_dim=head_dim: _attention(device, host, name, head_dim),
             )
         yield check(
-            names.PROLOGUE,
+            registry.PROLOGUE,
             f"norm and rotation, heads of {head_dim}",
             lambda head_dim=head_dim: _prologue(device, host, head_dim),
         )
-    yield check(names.RESIDUAL_NORM, "residual norm", lambda: _residual_norm(device, host))
+    yield check(registry.RESIDUAL_NORM, "residual norm", lambda: _residual_norm(device, host))
     if device.platform != "tpu" or device.device_kind in linear_int8.INT8_LINEAR_CHIPS:
-        yield check(names.LINEAR_INT8, "int8 linear layers", lambda: _linear_int8(device, host))
+        yield check(registry.LINEAR_INT8, "int8 linear layers", lambda: _linear_int8(device, host))
     if device.platform != "tpu" or VMEM_MIB.get(device.device_kind, 0) >= convolution.MIN_VMEM_MIB:
-        yield check(names.CONVOLUTION, "convolution", lambda: _convolution(device, host))
-        yield check(names.MODULATION, "modulation", lambda: _modulation(device, host))
+        yield check(registry.CONVOLUTION, "convolution", lambda: _convolution(device, host))
+        yield check(registry.MODULATION, "modulation", lambda: _modulation(device, host))
 
 
 def _without_kernel(kernel: str) -> MachineRecord:
-    return MachineRecord(fallbacks=Fallbacks(kernels=choice.KernelFallbacks(off=(kernel,))))
+    return MachineRecord(fallbacks=Fallbacks(kernels=dispatch.KernelFallbacks(off=(kernel,))))
 
 
 def _run_with_small_tiles(
@@ -103,9 +103,9 @@ def _run_with_small_tiles(
         if (refused := classify_compile_error(error, f"the kernel {kernel}")) is None:
             raise
         reason = refused.reason
-    small = choice.KernelFallbacks(small=(kernel,))
+    small = dispatch.KernelFallbacks(small=(kernel,))
     try:
-        with choice.use_fallbacks(small):
+        with dispatch.use_fallbacks(small):
             *_, problem = compare_arrays(*run(), bound)
     except Exception as error:
         if classify_compile_error(error, kernel) is None:

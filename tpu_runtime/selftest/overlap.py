@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...kernels import choice, names, residual_norm
+from ...kernels import dispatch, registry, residual_norm
 from ...sharding.mesh import Device, Mesh, make_mesh
 from ...sharding.shape import MeshShape
 from ..machine import fallbacks, record
@@ -29,7 +29,7 @@ NUM_LAYERS = 4
 # Lanes and tokens per chip. On a TPU each iteration gathers 16 MiB, like the weights of a block.
 ON_TPU, SIMULATED = (2048, 2048), (256, 32)
 # Options are tried without kernels, so that a kernel that halts is not mistaken for a faulty option.
-_NO_KERNEL = choice.KernelFallbacks(off=(names.RESIDUAL_NORM,))
+_NO_KERNEL = dispatch.KernelFallbacks(off=(registry.RESIDUAL_NORM,))
 WHAT = ("gathered weights", "exchanged tokens", "sums", "norms")
 
 
@@ -75,7 +75,7 @@ def _together(devices: Sequence[Device]) -> Measurement:
     taken, rungs = known.left(_options(devices)), known.kernels
     wrong = _differences(devices, taken, rungs)
     if not wrong:
-        by = "XLA, for the kernel is off" if names.RESIDUAL_NORM in rungs.off else "the kernel"
+        by = "XLA, for the kernel is off" if registry.RESIDUAL_NORM in rungs.off else "the kernel"
         return Measurement(note=f"{len(taken)} options; norms by {by}")
     problem = f"Next to a kernel these differ: {', '.join(wrong)}"
     for count in range(1, len(OVERLAP) + 1):
@@ -85,7 +85,7 @@ def _together(devices: Sequence[Device]) -> Measurement:
     raise CheckFailed(f"{problem}; without options too.")
 
 
-def _differences(devices: Sequence[Device], given: Mapping[str, str], rungs: choice.KernelFallbacks) -> list[str]:
+def _differences(devices: Sequence[Device], given: Mapping[str, str], rungs: dispatch.KernelFallbacks) -> list[str]:
     """Return the names of results that differ from arithmetic or, for the norms, from a run without transfers.
 
     devices: that run the loop. given: compiler options. rungs: kernel fallbacks.
@@ -123,7 +123,7 @@ def _arrays(count: int, lanes: int, tokens: int) -> tuple[np.ndarray, ...]:
 def _run(
     mesh: Mesh,
     given: Mapping[str, str],
-    rungs: choice.KernelFallbacks,
+    rungs: dispatch.KernelFallbacks,
     sent: tuple[np.ndarray | None, ...],
     x: np.ndarray,
 ) -> list[np.ndarray]:
@@ -150,7 +150,7 @@ def _specs(arrays: tuple[Any, ...]) -> tuple[P | None, ...]:
     return tuple(None if array is None else spec for array, spec in zip(arrays, along, strict=True))
 
 
-def lower_step(mesh: Mesh, rungs: choice.KernelFallbacks, arrays: tuple[Any, ...]) -> jax.stages.Lowered:
+def lower_step(mesh: Mesh, rungs: dispatch.KernelFallbacks, arrays: tuple[Any, ...]) -> jax.stages.Lowered:
     """Lower the loop for `arrays` or their shapes: tokens, then weights, tokens and partial sums, None if absent.
 
     mesh: of the loop. rungs: kernel fallbacks.
@@ -179,7 +179,7 @@ def lower_step(mesh: Mesh, rungs: choice.KernelFallbacks, arrays: tuple[Any, ...
     tokens, weights, *others = specs
     out = (None if weights is None else P(), *others, tokens)
     mapped = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
-    with choice.use_fallbacks(rungs), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with dispatch.use_fallbacks(rungs), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return mapped.lower(*arrays)
 
 

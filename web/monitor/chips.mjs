@@ -1,7 +1,7 @@
 // One bar per chip: rows if they fit the sidebar, a grid of small bars for a large slice.
 
 import { amount, bytes, bytesOf, list, mean, most, percent, text, UNKNOWN } from "./format.mjs";
-import { say } from "./words.mjs";
+import { say } from "./i18n.mjs";
 import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 
 // More chips than this become a grid.

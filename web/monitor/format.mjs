@@ -1,6 +1,6 @@
 // Formats numbers. Missing values become a dash: the server may not have them, or may be older.
 
-import { say } from "./words.mjs";
+import { say } from "./i18n.mjs";
 
 export const UNKNOWN = "–";
 

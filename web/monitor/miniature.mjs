@@ -5,7 +5,7 @@ import { app } from "../../../scripts/app.js";
 import { text } from "./format.mjs";
 import { BYPASSED, isLinked, widgetOf } from "./graph.mjs";
 import { notify } from "./notice.mjs";
-import { say, understood } from "./words.mjs";
+import { say, understood } from "./i18n.mjs";
 
 /** The node that a prompt calls so, and of which graph; "7:2" is node 2 of the subgraph that node 7 is. */
 function placeOf(id) {

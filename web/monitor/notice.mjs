@@ -1,7 +1,7 @@
 // The notice over the graph, with the message of a command or an opened workflow.
 
 import { make } from "./dom.mjs";
-import { say } from "./words.mjs";
+import { say } from "./i18n.mjs";
 
 const NOTICE = "comfyui-tpu-notice";
 const RULES = `#${NOTICE} {

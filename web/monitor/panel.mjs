@@ -7,7 +7,7 @@ import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
 import { draw, History } from "./history.mjs";
 import { isStage, stageOf } from "./stages.mjs";
-import { say, understood } from "./words.mjs";
+import { say, understood } from "./i18n.mjs";
 
 const CACHES = {
   programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,

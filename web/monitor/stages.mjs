@@ -1,7 +1,7 @@
 // The page's names of a generation's stages.
 
 import { text } from "./format.mjs";
-import { say } from "./words.mjs";
+import { say } from "./i18n.mjs";
 
 const STAGES = {
   encode: () => say`Text encoder`, image: () => say`Image encoder`, denoise: () => say`Denoiser`,

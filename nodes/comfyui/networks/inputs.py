@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from comfy.ldm.common_dit import pad_to_patch_size
 
-from ....tpu_runtime import pipeline
-from ....tpu_runtime.pipeline import ModelRef, ModelSpec
+from ....tpu_runtime import api
+from ....tpu_runtime.api import ModelRef, ModelSpec
 from . import rows as batch
 from .rows import LENGTHS
 
@@ -42,7 +42,7 @@ class CoreNetwork:
     @classmethod
     def of(cls, chosen: ModelRef, expert: int) -> "CoreNetwork":
         """Return a model's denoiser, by its number `expert`."""
-        config = chosen.resolve(pipeline.SilentProgress()).configs[chosen.spec.denoiser.experts[expert]]
+        config = chosen.resolve(api.SilentProgress()).configs[chosen.spec.denoiser.experts[expert]]
         return cls(spec=chosen.spec, config=config)
 
 
@@ -230,7 +230,7 @@ def text_lengths(network: CoreNetwork) -> dict[str, int]:
 
 def predict_call(
     chosen: ModelRef, expert: int, shape: tuple[int, ...], rows: tuple[int, int], pictures: Collection[str]
-) -> "pipeline.PredictionRequest":
+) -> "api.PredictionRequest":
     """Return the call that a step of core's samplers will make to a denoiser, with zeros as values.
 
     chosen, expert: the model, and the number of its denoiser.
@@ -258,7 +258,7 @@ def predict_call(
         arguments["guidance"] = torch.ones(rows[1])
     time = "timesteps" if spec.family in ("ZImage", "QwenImage") else "timestep"
     call = _FAMILIES[spec.family](network, {**arguments, "x": x, time: torch.ones(1)})
-    return pipeline.PredictionRequest(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
+    return api.PredictionRequest(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ....tpu_runtime.pipeline import TensorFile
+from ....tpu_runtime.api import TensorFile
 from . import writer
-from .stored import LazyTensor, from_file
+from .lazy_tensor import LazyTensor, from_file
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ....tpu_runtime.pipeline import open_atomic
-from .stored import LazyTensor
+from ....tpu_runtime.api import open_atomic
+from .lazy_tensor import LazyTensor
 
 # Names of formats in safetensors.
 _NAMES = {

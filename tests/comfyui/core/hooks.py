@@ -30,15 +30,15 @@ def main(comfyui: str, path: str) -> None:
     import comfy.sd
     import torch
     from comfyui_tpu.nodes.comfyui import core_model
-    from comfyui_tpu.tpu_runtime import pipeline
+    from comfyui_tpu.tpu_runtime import api
 
     with torch.inference_mode():
         theirs = comfy.sd.load_diffusion_model(path, {"dtype": torch.float32})
-        ours = core_model.load_model(path, "float32", pipeline.SilentProgress)
+        ours = core_model.load_model(path, "float32", api.SilentProgress)
         cases = Cases()
         found = {name: cases.compare(use, theirs, ours) for name, use in cases.uses().items()}
         theirs.set_model_compute_dtype(torch.bfloat16)
-        ours = core_model.load_model(path, "bfloat16", pipeline.SilentProgress)
+        ours = core_model.load_model(path, "bfloat16", api.SilentProgress)
         found["EasyCache in bfloat16"] = cases.compare(cases.cached, theirs, ours)
     print(json.dumps(found))
 

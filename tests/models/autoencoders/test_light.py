@@ -17,7 +17,7 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
 from comfyui_tpu.tests.support.patience import slower
-from comfyui_tpu.tpu_runtime.checkpoints import parts, tiny
+from comfyui_tpu.tpu_runtime.checkpoints import file_resolution, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, choose_partial_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import lookup_spec
@@ -215,7 +215,7 @@ def test_a_vae_that_files_lack_is_never_a_light_decoder(upstream: ModuleType, tm
     single_files.write(folder / "wan_vae.safetensors", source / "vae", "AutoencoderKLWan")
     path = single_files.write(tmp_path / "wan.safetensors", source / "transformer", "WanTransformer3DModel")
     encoder = single_files.write(tmp_path / "umt5.safetensors", source / "text_encoder", "UMT5EncoderModel")
-    found = parts.resolve(f"{path} + {encoder}", [WAN], (str(folder),))
+    found = file_resolution.resolve(f"{path} + {encoder}", [WAN], (str(folder),))
     assert found.parts["vae"].path.name == "wan_vae.safetensors" and "vae_light" not in found.parts
 
 

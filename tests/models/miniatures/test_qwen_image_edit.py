@@ -12,8 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.nodes.graphs.miniature import make_tiny
-from comfyui_tpu.nodes.headless.changes import read_json
+from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
+from comfyui_tpu.nodes.headless.overrides import read_json
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.models import parity

@@ -18,10 +18,10 @@ from comfyui_tpu.tests.models.wan import test_wan21
 from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, SHORT, normalised
 from comfyui_tpu.tests.support.closeness import NETWORK, OPERATION, difference
 from comfyui_tpu.tests.support.published import umt5_tokenizer
-from comfyui_tpu.tpu_runtime import pipeline as runtime
+from comfyui_tpu.tpu_runtime import api as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import resolve_variant
-from comfyui_tpu.tpu_runtime.engine.payloads import ImageCondition
+from comfyui_tpu.tpu_runtime.engine.stage_values import ImageCondition
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.wan import wan21_i2v

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.text_encoders.t5 import write_umt5_tokenizer
 from comfyui_tpu.tpu_runtime.models.text_encoders.wan import MAX_TOKENS
 from comfyui_tpu.tpu_runtime.models.wan.wan import SCHEDULER
-from comfyui_tpu.tpu_runtime.tokens import load_tokenizer
+from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 

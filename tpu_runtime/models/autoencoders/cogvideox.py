@@ -186,11 +186,11 @@ def modulate_norm(
     counted: `[frames]`, true for frames that count. weight, bias: `[channels]`, of the norm. scale, offset:
     `[1, channels, frames, h, width]`, with fewer rows than `x`. groups, eps: of the norm.
     """
-    from ....kernels import choice, modulation
+    from ....kernels import dispatch, modulation
 
     middle, factor = group_moments(x, counted, groups=groups, eps=eps)
     factor = factor * weight
-    run = modulation.modulate if choice.should_use(modulation.unsupported_reasons()) else modulation.reference
+    run = modulation.modulate if dispatch.should_use(modulation.unsupported_reasons()) else modulation.reference
     return run(x, factor, bias - middle * factor, scale, offset)
 
 

@@ -110,11 +110,11 @@ def convolution(
     import jax
     import jax.numpy as jnp
 
-    from ....kernels import choice
     from ....kernels import convolution as ours
+    from ....kernels import dispatch
 
     is_product = kernel and max(weight.shape[2:]) == 1
-    if kernel and not is_product and choice.should_use(ours.unsupported_reasons(weight)):
+    if kernel and not is_product and dispatch.should_use(ours.unsupported_reasons(weight)):
         return ours.convolution(
             x, weight, bias, repeats=edges == "replicate", gain=gain, shift=shift, onto=onto, doubled=doubled,
             halved=halved, past=past, past_at=past_at,

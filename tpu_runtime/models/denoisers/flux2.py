@@ -11,7 +11,7 @@ def split_fused_projections(module: Net) -> None:
     The feed-forward of single blocks is in groups as wide as all heads, and its output projection is stored as `[in,
     out]`. So a chip's rows of it are contiguous: those of its heads, then its share of each group.
     """
-    from ...programs.modules import slice_weight
+    from ...programs.upstream_network import slice_weight
 
     for block in module.transformer_blocks:
         for ff in (block.ff, block.ff_context):

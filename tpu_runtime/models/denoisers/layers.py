@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from ....attention.prologue import Prologue
-    from ...programs.denoiser_run import ShardedOps
+    from ...programs.sharded_ops import ShardedOps
 
     Pair = tuple[torch.Tensor, torch.Tensor]  # latents and text, two halves of a sequence, or cosines and sines
     ResidualNorm = Callable[..., Pair]  # `ShardedOps.residual_norm` of tokens that are spread over `tp`
@@ -169,8 +169,8 @@ class OverlappedHalves(NamedTuple):
     This is intra-sequence overlap (https://arxiv.org/abs/2409.11155). It suits blocks whose updates are
     `x + gate * update(norm(x))`, with weights that stay split over the chips of `tp`. Each chip has some of the heads
     and feed-forward columns, so an update is a sum over chips; between updates each chip has some of the tokens (see
-    `token_layout`). `stagger` begins a stack of blocks, `join` ends it. In a block an update is `apply_pending_update`, then the
-    products that make its sums, then `add_update`.
+    `token_layout`). `stagger` begins a stack of blocks, `join` ends it. In a block an update is
+    `apply_pending_update`, then the products that make its sums, then `add_update`.
 
     The first half has its last update added, and its next norm computed. The second half has only each chip's partial
     sums of its last update; they are exchanged during the first half's next products.

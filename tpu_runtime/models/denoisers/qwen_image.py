@@ -3,7 +3,8 @@
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, ConfigRequirement, EqualsConfig
 
-# Each group of `tp` holds all weights; eight chips are two groups (see `shard_heads_in_pairs`). A step would take 1.5 times as
+# Each group of `tp` holds all weights; eight chips are two groups (see `shard_heads_in_pairs`). A step would take 1.5
+# times as
 # long if weights were gathered from the other group.
 _RULES = (
     Rule("transformer_blocks.**.bias", REPLICATED),

@@ -3,7 +3,7 @@
 Key names are here only where no component has them. May import `formats` and the leaves.
 """
 
-from ...formats.layout import FileLayout
+from ...formats.file_signature import FileLayout
 from . import cogvideox, encoders, flux2, hunyuan15, kl, light, qwen_image, wan, z_image
 
 LAYOUTS: tuple[FileLayout, ...] = (

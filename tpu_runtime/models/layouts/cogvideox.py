@@ -1,7 +1,7 @@
 """CogVideoX's single files: the denoiser with ComfyUI's keys, the VAE with diffusers'."""
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, TensorShapes
+from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 # Networks with further input channels, by the number of input channels.

@@ -6,7 +6,7 @@ Recognition follows ComfyUI's `comfy/sd.py`, `detect_te_model`.
 from collections.abc import Iterable
 from functools import partial
 
-from ...formats.layout import Config, FileLayout, TensorShapes
+from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 from ..text_encoders import mistral3, qwen3, qwen25

@@ -1,6 +1,6 @@
 """FLUX.2's single files: the denoiser with Black Forest Labs' keys. Its VAE is in `kl`."""
 
-from ...formats.layout import Config, FileLayout, TensorShapes
+from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 

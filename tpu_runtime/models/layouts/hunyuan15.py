@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, TensorShapes, prefix_keys
+from ...formats.file_signature import Config, FileLayout, TensorShapes, prefix_keys
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 from .cogvideox import vae_config

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ...formats.layout import Config, FileLayout, TensorShapes, count_layers, prefix_keys
+from ...formats.file_signature import Config, FileLayout, TensorShapes, count_layers, prefix_keys
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 

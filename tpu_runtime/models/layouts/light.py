@@ -1,7 +1,7 @@
 """Single files of TAEHV, a small decoder: one set of keys, two authors, and the latents of several models."""
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, TensorShapes
+from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 # Models that are not supported here and have as many channels as Wan's, by the prefix of the published files.

@@ -1,6 +1,6 @@
 """Qwen-Image's single files: the denoiser, whose original keys are those of diffusers. Its VAE is Wan's."""
 
-from ...formats.layout import Config, FileLayout, Flag, TensorShapes
+from ...formats.file_signature import Config, FileLayout, Flag, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 # Edit models from 2511 on embed reference latents at timestep 0. Some of ComfyUI's files mark that with an empty

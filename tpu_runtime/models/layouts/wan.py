@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 from ...files import CheckpointError
-from ...formats.layout import Config, FileLayout, TensorShapes, count_layers, prefix_keys
+from ...formats.file_signature import Config, FileLayout, TensorShapes, count_layers, prefix_keys
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 

@@ -1,6 +1,6 @@
 """Z-Image's single files: the denoiser with Tongyi-MAI's keys, as ComfyUI repackages it. Its VAE is in `kl`."""
 
-from ...formats.layout import Config, FileLayout, TensorShapes
+from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
 
 

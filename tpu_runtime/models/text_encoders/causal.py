@@ -44,7 +44,7 @@ def hidden_states(model: Net, ids: "torch.Tensor", mask: "torch.Tensor", layers:
 
     import torch
 
-    from ...programs.modules import scan_layers
+    from ...programs.upstream_network import scan_layers
 
     attn = model.layers.block.self_attn
     attn.forward = types.MethodType(causal_attention, attn)

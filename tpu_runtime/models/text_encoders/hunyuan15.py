@@ -40,10 +40,10 @@ def tokenize(
     """
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
-    from ... import tokens
+    from ... import tokenization
 
     chats = format_text_input(list(prompts), system_message())
-    ids, mask = tokens.tokenize_chats(
+    ids, mask = tokenization.tokenize_chats(
         tokenizer,
         chats,
         PREFIX + length,

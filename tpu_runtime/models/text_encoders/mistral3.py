@@ -69,10 +69,10 @@ def tokenize(
     from diffusers.pipelines.flux2.pipeline_flux2 import format_input
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-    from ... import tokens
+    from ... import tokenization
 
     chats = format_input(prompts=list(prompts), system_message=SYSTEM_MESSAGE)
-    return tokens.tokenize_chats(
+    return tokenization.tokenize_chats(
         tokenizer, chats, length, padding_side="left", template=CHAT_TEMPLATE, add_generation_prompt=False
     )
 

@@ -37,7 +37,7 @@ def encode_text(
     """
     import torch
 
-    from ...programs.modules import scan_states
+    from ...programs.upstream_network import scan_states
 
     rows, length = ids.shape
     prefix = length - mask.shape[1]

@@ -39,12 +39,12 @@ def patch_positions(grid: tuple[int, int]) -> "np.ndarray":
 def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Return the tokens `[1, patches / 4, dim]` of an image.
 
-    encoder: transformers' vision tower. patches, places: see `cut_patches` and `patch_positions`. Patches attend to those of
-    their window, and in some layers to all. Upstream reorders patches by window; here windows are a mask.
+    encoder: transformers' vision tower. patches, places: see `cut_patches` and `patch_positions`. Patches attend to
+    those of their window, and in some layers to all. Upstream reorders patches by window; here windows are a mask.
     """
     import torch
 
-    from ...programs.modules import scan_layers
+    from ...programs.upstream_network import scan_layers
 
     config = encoder.config
     window = places // (config.window_size // PATCH)

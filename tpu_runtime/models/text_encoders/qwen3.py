@@ -37,10 +37,10 @@ def tokenize(
     tokenizer: Qwen2's. prompts: a conversation each. length: tokens that a conversation is padded or truncated to.
     thinks: without it the template starts the answer with an empty thought.
     """
-    from ... import tokens
+    from ... import tokenization
 
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return tokens.tokenize_chats(
+    return tokenization.tokenize_chats(
         tokenizer,
         chats,
         length,

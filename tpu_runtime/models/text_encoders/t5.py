@@ -97,7 +97,7 @@ def encode_unmasked(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> 
     """
     import torch
 
-    from ...programs.modules import scan_states
+    from ...programs.upstream_network import scan_states
 
     stack, config = encoder.encoder, encoder.config
     position = torch.arange(ids.shape[1], device=ids.device)

@@ -50,7 +50,7 @@ def encode_text(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
     """
     import torch
 
-    from ...programs.modules import scan_states
+    from ...programs.upstream_network import scan_states
 
     stack, states = encoder.encoder, encoder.shared(ids)
     bias = (torch.finfo(states.dtype).min * ~mask.bool()).to(states.dtype)[:, None, None, :]

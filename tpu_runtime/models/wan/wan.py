@@ -30,7 +30,7 @@ from ..denoisers import layers
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.denoiser_run import ShardedOps
+    from ...programs.sharded_ops import ShardedOps
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 

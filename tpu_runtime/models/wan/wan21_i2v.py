@@ -72,7 +72,7 @@ def tokens_of(encoder: Net, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None
 
     `encoder` is built without its last layer.
     """
-    from ...programs.modules import scan_states
+    from ...programs.upstream_network import scan_states
 
     x = encoder.pre_layrnorm(encoder.embeddings(pixels))
     return scan_states(encoder.encoder.layers, x, attention_mask=None), None

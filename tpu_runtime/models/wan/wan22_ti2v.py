@@ -26,7 +26,7 @@ from . import wan
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.denoiser_run import ShardedOps
+    from ...programs.sharded_ops import ShardedOps
 
 # The model authors' example.
 PROMPT = "Two anthropomorphic cats in comfy boxing gear and bright gloves fight intensely on a spotlighted stage."

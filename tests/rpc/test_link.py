@@ -1,0 +1,253 @@
+"""Links between machines: who may come in, what a stranger costs, who is told what, and when an end is gone."""
+
+import asyncio
+import contextlib
+import errno
+import shutil
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from comfyui_tpu.tests.support.patience import until
+from comfyui_tpu.tpu_runtime.rpc import auth, connection
+from comfyui_tpu.tpu_runtime.rpc.connection import Connection, ConnectionLost, HandshakeRejected, RpcServer
+from comfyui_tpu.tpu_runtime.rpc.messages import BarrierReached, StatusText
+
+
+class Echo:
+    """A port that says what it hears, to who is named."""
+
+    def __init__(self, heartbeat_s: float = connection.HEARTBEAT_S) -> None:
+        self.links: list[Connection] = []
+        self.made: list[Connection] = []
+        self.door = RpcServer(lambda hello, address: hello["no"], self._speak, {"/health": lambda: "ok"}, heartbeat_s)
+        self.where = auth.Address(host="127.0.0.1", port=self.door.listen("127.0.0.1", 0))
+
+    async def _speak(self, one: Connection, hello: Any, address: str) -> None:
+        self.links.append(one)
+        with contextlib.suppress(ConnectionLost):
+            while True:
+                await one.say(await one.get((StatusText,)))
+        self.links.remove(one)
+
+    def connect(self, no: Any = None) -> Connection:
+        self.made.append(connection.connect(self.where, {"no": no}))
+        return self.made[-1]
+
+    def raw(self, content: bytes) -> bytes:
+        """What a connection is answered, up to its end."""
+        with socket.create_connection((self.where.host, self.where.port), 60) as line:
+            line.sendall(content)
+            found = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := line.recv(2**16):
+                    found += piece
+            return found
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    found = Echo()
+    yield found
+    for one in found.made:
+        one.close()
+    found.door.close()
+
+
+def test_who_has_the_token_is_heard_and_who_is_refused_is_told_why(echo: Echo, monkeypatch: pytest.MonkeyPatch):
+    one = echo.connect()
+    one.send(StatusText("é"))
+    assert one.receive((StatusText,)) == StatusText("é")
+    with pytest.raises(HandshakeRejected, match="^another time, é$"):
+        echo.connect("another time, é")
+    monkeypatch.setenv(auth.TOKEN_VARIABLE, "guess")
+    with pytest.raises(HandshakeRejected, match="^the token is wrong or missing"):
+        echo.connect()
+    one.close()
+    until(lambda: not echo.links)
+
+
+def test_what_is_not_expected_ends_the_link(echo: Echo):
+    one = echo.connect()
+    one.send(BarrierReached("x", 1))
+    with pytest.raises(ConnectionLost):
+        one.receive((StatusText,))
+
+
+@pytest.mark.parametrize("length", ["-1", "abc", "99999999999999", "1e3"])
+def test_a_body_is_not_read_whatever_length_it_claims(echo: Echo, length: str):
+    """`Content-Length: -1` was read for ever into memory, also by who refused it."""
+    for path in (b"/line", b"/tpu/run", b"/health"):
+        said = echo.raw(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\n\r\n" % (path, length.encode()))
+        assert said.startswith(b"HTTP/1.") and b"Traceback" not in said
+
+
+def test_a_page_in_a_browser_cannot_use_a_tunnel(echo: Echo):
+    """DNS rebinding: its Host is the attacker's, and its Origin."""
+    given = (
+        f"GET /line HTTP/1.1\r\nHost: evil\r\nOrigin: http://evil\r\nAuthorization: Bearer {auth.read_token()}\r\n\r\n"
+    )
+    assert echo.raw(given.encode()).startswith(b"HTTP/1.1 404")
+    assert echo.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").endswith(b"ok")
+
+
+def test_a_head_that_is_too_long_is_not_kept(echo: Echo):
+    said = echo.raw(b"GET /line HTTP/1.1\r\nX: " + b"x" * 10**6)
+    assert b"400" in said[:20] or not said
+    assert echo.connect()
+
+
+def test_an_error_of_accepting_one_is_not_the_end_of_accepting(echo: Echo, monkeypatch: pytest.MonkeyPatch):
+    """Whichever it was, nobody came in after it."""
+    errors = [OSError(number, "") for number in (errno.EPERM, errno.ECONNABORTED, errno.EMFILE)]
+    accept = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", lambda one: fails(errors.pop()) if errors else accept(one))
+    assert echo.connect() and not errors
+
+
+def fails(error: Exception) -> Any:
+    raise error
+
+
+def test_strangers_are_few_and_are_let_go(echo: Echo, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 5.0)
+    strangers = [socket.create_connection((echo.where.host, echo.where.port)) for _ in range(200)]
+    until(lambda: len(echo.door._strangers) == connection.MAX_UNAUTHENTICATED)
+    until(lambda: not echo.door._strangers)
+    assert echo.connect()
+    for one in strangers:
+        one.close()
+
+
+def test_an_end_that_says_nothing_any_more_is_gone():
+    """As a process that is stopped: its kernel still takes what is sent."""
+    echo = Echo(heartbeat_s=2.0)
+    session: list[Any] = []
+
+    async def connect() -> None:
+        import aiohttp
+
+        session.append(aiohttp.ClientSession())
+        given = {"Authorization": f"Bearer {auth.read_token()}", "X-Hello": '{"no": null}'}
+        session.append(await session[0].ws_connect(f"http://{echo.where}/line", headers=given, autoping=False))
+
+    connection.run_on_loop(connect())
+    until(lambda: echo.links)
+    began = time.monotonic()
+    until(lambda: not echo.links)
+    assert time.monotonic() - began < 30
+    connection.run_on_loop(session[0].close())
+    echo.door.close()
+
+
+def test_sending_may_be_given_up(echo: Echo):
+    """Cancel was deaf while a LoRA was sent to who did not read it."""
+    hanging = asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), connection.event_loop())
+    one = echo.connect()
+    looks = iter([None] * 3)
+
+    class Cancelled(Exception):
+        pass
+
+    def look() -> None:
+        if next(looks, Cancelled) is Cancelled:
+            raise Cancelled
+
+    async def stuck(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    one._line.send_bytes = stuck
+    with pytest.raises(Cancelled):
+        connection.run_on_loop(one.put("", b"x"), look)
+    hanging.cancel()
+
+
+def test_two_threads_share_one_loop():
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(connection.event_loop())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+
+
+# --- what the owner of a machine says
+
+
+@pytest.fixture
+def owner(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in (auth.TOKEN_VARIABLE, auth.REMOTES_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "comfyui-tpu"
+
+
+def test_a_secret_is_made_once_and_said_as_the_command_for_the_other_side(owner: Any):
+    with pytest.raises(auth.AuthError, match="There is no token"):
+        auth.read_token()
+    said: list[str] = []
+    made = auth.ensure_token(said.append)
+    assert said[0].endswith(f"export COMFYUI_TPU_TOKEN={made}") and len(made) >= 32
+    assert auth.ensure_token(said.append) == auth.read_token() == made and len(said) == 1
+    assert stat.S_IMODE((owner / "token").stat().st_mode) == 0o600
+    (owner / "token").chmod(0o644)
+    with pytest.raises(auth.AuthError, match="others may read it: chmod 600"):
+        auth.ensure_token(said.append)
+
+
+def test_the_token_goes_only_to_machines_that_the_owner_has_listed(owner: Any, monkeypatch: pytest.MonkeyPatch):
+    """A workflow's JSON took it to any address that its widget named."""
+    address = auth.parse_address("10.0.0.7:8190")
+    with pytest.raises(auth.AuthError, match="add the line 10.0.0.7:8190 to .*/comfyui-tpu/remotes, or set COMFYUI"):
+        auth.check_listed(address)
+    owner.mkdir()
+    (owner / "remotes").write_text("# mine\n\n10.0.0.7  # the port is the usual one\n")
+    auth.check_listed(address)
+    with pytest.raises(auth.AuthError):
+        auth.check_listed(auth.parse_address("10.0.0.7:8191"))
+    monkeypatch.setenv(auth.REMOTES_VARIABLE, "gpu-1, [::1]:99")
+    auth.check_listed(auth.parse_address("gpu-1:8190"))
+    auth.check_listed(auth.parse_address("[::1]:99"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")
+def test_with_certificates_a_link_is_encrypted_and_a_stranger_in_its_place_is_not_believed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("own", "other"):
+        made = [
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-subj",
+            "/CN=x",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ]
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *made]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setenv(auth.TLS_CERT_VARIABLE, str(tmp_path / "own.pem"))
+    monkeypatch.setenv(auth.TLS_KEY_VARIABLE, str(tmp_path / "own.key"))
+    echo = Echo()
+    try:
+        monkeypatch.setenv(auth.TLS_CA_VARIABLE, str(tmp_path / "own.pem"))
+        one = echo.connect()
+        one.send(StatusText("x"))
+        assert one.receive((StatusText,)) == StatusText("x")
+        for authority in (str(tmp_path / "other.pem"), ""):
+            monkeypatch.setenv(auth.TLS_CA_VARIABLE, authority)
+            with pytest.raises(OSError):
+                echo.connect()
+        monkeypatch.setenv(auth.TLS_KEY_VARIABLE, str(tmp_path / "other.key"))
+        with pytest.raises(auth.AuthError, match="are not a certificate and its key"):
+            Echo()
+    finally:
+        one.close()
+        echo.door.close()
