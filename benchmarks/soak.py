@@ -456,14 +456,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.prompts < 2 * ROUND:
         parser.error(f"--prompts is {options.prompts}; it must be at least {2 * ROUND}.")
-    kind = InProcess if options.in_process or not (COMFYUI / "main.py").is_file() else InServer
+    kind: Callable[[Path, Path, ExitStack], Any] = (
+        InProcess if options.in_process or not (COMFYUI / "main.py").is_file() else InServer
+    )
     begun = time.monotonic()
     if options.faults:
         with tempfile.TemporaryDirectory(prefix="soak-") as base:
             cache = options.cache or Path(base, "cache")
             return soak_faults(options.prompts, options.seed, options.every, Path(base), cache)
     with tempfile.TemporaryDirectory(prefix="soak-") as base, ExitStack() as stack:
-        soak = Soak(kind(Path(base), options.cache or Path(base, "cache"), stack))
+        place: Any = kind(Path(base), options.cache or Path(base, "cache"), stack)
+        soak = Soak(place)
         soak.warm()
         soak.run(plan(options.prompts, options.seed))
         verdict = soak.verdict()

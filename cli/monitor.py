@@ -265,8 +265,9 @@ def _ago(then: float | None) -> str:
 
 
 def _number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and 0 <= value < float("inf") else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if 0 <= value < float("inf") else None
 
 
 def format_bytes(value: object) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.api import CompiledProgram, Program, StepArgs, Topology
+    from ..tpu_runtime.api import CompiledProgram, Precision, Program, StepArgs, Topology
 
 SCHEMA = 1
 # Runs a program: (weights, number of runs) -> results, whether they are finite, seconds of each run.
@@ -178,8 +178,9 @@ def _off(variable: str, names: Sequence[str]) -> fallbacks.Fallbacks:
 class StepVariants:
     """Variants of one step on one set of devices."""
 
-    def __init__(self, spec: ModelSpec, devices: "Sequence[Device]", precision: str, runs: int) -> None:
-        self.spec, self.devices, self.precision, self.runs = spec, tuple(devices), precision, runs
+    def __init__(self, spec: ModelSpec, devices: "Sequence[Device]", precision: "Precision", runs: int) -> None:
+        self.spec, self.devices, self.runs = spec, tuple(devices), runs
+        self.precision: Precision = precision
         # Without a TPU kernels are interpreted, because otherwise none would be compared.
         self.kernel: Literal["auto", "pallas"] = "auto" if devices[0].platform == "tpu" else "pallas"
 

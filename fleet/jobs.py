@@ -14,7 +14,7 @@ from typing import Any
 
 from ..nodes import lora
 from ..nodes.declare import Declaration, Folders, Node
-from ..nodes.graphs.graph import WITHOUT_EFFECT_ON_PROGRAMS, Table, Workflow, expand, is_link, node_label
+from ..nodes.graphs.graph import WITHOUT_EFFECT_ON_PROGRAMS, GraphNode, Table, Workflow, expand, is_link, node_label
 from ..nodes.headless.core_nodes import find_image
 from ..nodes.headless.overrides import set_input
 from ..nodes.headless.runner import HEADLESS_NODES, execution_order
@@ -104,7 +104,7 @@ class JobTemplate:
             node.pop("_meta", None)
         return StagedJob(workflow=workflow, files=files, marks=tuple(marks))
 
-    def _check(self, node_id: str, node: Mapping[str, Any], declaration: Declaration) -> None:
+    def _check(self, node_id: str, node: GraphNode, declaration: Declaration) -> None:
         """Run `Declaration.check`, which may read a checkpoint's headers, once per choice of a model."""
         widgets = {name: value for name, value in node["inputs"].items() if not is_link(value)}
         if declaration.id == "TPULoadStage" and not Path(str(widgets.get("folder", ""))).is_absolute():

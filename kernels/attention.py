@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from . import attention_int8, registry
@@ -171,10 +170,10 @@ def _choose_step(size: int, wanted: int, turned: bool) -> int:
     )
 
 
-def _scratch(form: AttentionConfig, head_dim: int, dtype: DTypeLike) -> Scratch:
-    """Return the kernel's scratch buffers, without contents."""
+def _scratch(form: AttentionConfig, head_dim: int, dtype: jnp.dtype) -> Any:
+    """Return the shapes of the kernel's scratch buffers, a `Scratch`."""
 
-    def vmem(rows: int, kind: DTypeLike = jnp.float32) -> Any:
+    def vmem(rows: int, kind: Any = jnp.float32) -> Any:
         return pltpu.VMEM((form.heads, rows, form.block_q), kind)
 
     is_int8, has_maximum = form.scores == "int8", form.maximum != "zero"

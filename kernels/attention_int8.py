@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from .attention_kernel import LOG2_E, KeyBlock, KeyChunk, QueryBlock, broadcast_sublanes
 from .attention_reference import MASK_VALUE, Int8Keys, Keys, valid_rows
-from .hardware import LANES, SUBLANES, Ref
+from .hardware import LANES, SUBLANES, Ref, Slice
 
 INT8_MAX = 127
 # Added to the largest magnitude of a query and of a head, so that their scales and the product of both are not zero.
@@ -195,7 +194,7 @@ class Int8QueryBlock(QueryBlock):
         assert self.vmem.worth is not None
         return self.vmem.worth
 
-    def fold(self, products: Array, step: KeyChunk, head: int, columns: pl.Slice) -> None:
+    def fold(self, products: Array, step: KeyChunk, head: int, columns: Slice) -> None:
         """Set the queries' digits so that later products have the maximum of these subtracted, to the nearest 127.
 
         products: int8 products of the keys of `step` and the queries `columns` of `head`, `[keys, queries]` int32.
@@ -213,7 +212,7 @@ class Int8QueryBlock(QueryBlock):
             -INT8_MAX * total * self.score_scales[head, :1, columns]
         )
 
-    def products(self, step: KeyChunk, head: int, columns: pl.Slice, *, folded: bool = False) -> Array:
+    def products(self, step: KeyChunk, head: int, columns: Slice, *, folded: bool = False) -> Array:
         """Return the products of the int8 keys of `step` and the queries `columns` of `head`, `[keys, queries]` int32.
 
         folded: whether to subtract the maximum, by the digits that `fold` has set.
@@ -226,10 +225,10 @@ class Int8QueryBlock(QueryBlock):
             keys, self.vmem.scaled[head, :depth, columns], (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32
         )
 
-    def scores(self, step: KeyChunk, head: int, columns: pl.Slice) -> Array:
+    def scores(self, step: KeyChunk, head: int, columns: Slice) -> Array:
         return self.products(step, head, columns).astype(jnp.float32) * self.score_scales[head, :1, columns]
 
-    def exponentiate(self, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> None:
+    def exponentiate(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> None:
         below = self.products(step, head, columns, folded=True).astype(jnp.float32).astype(jnp.bfloat16)
         exponents = below * self.score_scales[head, :1, columns].astype(jnp.bfloat16)
         if self.interpreted:

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from .attention_config import AttentionConfig
 from .attention_reference import BLOCKS_PER_TURN, MASK_VALUE, BlockSparsity
-from .hardware import LANES, PACKED_ROWS, SUBLANES, Ref, Scalar, matmul_precision
+from .hardware import LANES, PACKED_ROWS, SUBLANES, Ref, Scalar, Slice, matmul_precision
 
 # A sum of exponentials above this shows that the maximum was too low by at least 83 (of up to 2^17 keys).
 MAX_SUM = 2.0**100
@@ -84,7 +84,7 @@ class KeyBlock:
 
     def run(self, at: int, size: int, turn: Scalar, unroll: int) -> "KeyChunk":
         """Return run `at` of the loop's first turn, moved on to `turn` of `unroll` runs; no padding."""
-        start = pl.multiple_of((at + turn * unroll) * size, size)
+        start = pl.multiple_of(cast(Array, (at + turn * unroll) * size), size)
         return KeyChunk(part=self, start=start, size=size, masked=False, real=size)
 
     def sample(self) -> "KeyChunk":
@@ -125,7 +125,7 @@ class BlockSparseKeys(KeyBlock):
         number = self.place(at // per_block + turn * (unroll // per_block))
         inside = at % per_block * size
         return KeyChunk(
-            part=self, start=pl.multiple_of(number * self.block + inside, size), size=size,
+            part=self, start=pl.multiple_of(cast(Array, number * self.block + inside), size), size=size,
             masked=inside + size > self.least, real=self.real(number) - inside,
         )  # fmt: skip
 
@@ -144,7 +144,7 @@ class KeyChunk:
     real: Scalar  # leading rows that are valid
 
     @property
-    def rows(self) -> pl.Slice:
+    def rows(self) -> Slice:
         return pl.ds(self.start, self.size)
 
     def valid(self, shape: tuple[int, ...], axis: int = 0) -> Array:
@@ -169,11 +169,11 @@ class QueryBlock:
     def block_q(self) -> int:
         return self.vmem.out.shape[-1]
 
-    def head_lanes(self, head: int) -> pl.Slice:
+    def head_lanes(self, head: int) -> Slice:
         """Return the lanes of the keys that hold `head`: full registers, which may hold a neighbour's lanes too."""
         return pl.ds(head * self.head_dim // LANES * LANES, max(LANES, self.head_dim))
 
-    def pieces(self) -> Iterator[tuple[int, pl.Slice]]:
+    def pieces(self) -> Iterator[tuple[int, Slice]]:
         """Yield each head with each slice of `form.columns` queries: the operands of one matrix product."""
         columns = self.form.columns or self.block_q
         for head in range(self.form.heads):
@@ -214,7 +214,7 @@ class QueryBlock:
             left, right, (dims, ((), ())), preferred_element_type=jnp.float32, precision=matmul_precision(left.dtype)
         )
 
-    def scores(self, step: KeyChunk, head: int, columns: pl.Slice) -> Array:
+    def scores(self, step: KeyChunk, head: int, columns: Slice) -> Array:
         """Return scores of the keys of `step` for `head` and `columns`, in base 2, `[keys, queries]` float32.
 
         Scores of padding may be anything.
@@ -223,12 +223,12 @@ class QueryBlock:
             step.part.keys[step.rows, self.head_lanes(head)], self.vmem.scaled[head, :, columns], ((1,), (0,))
         )
 
-    def compute_masked_scores(self, step: KeyChunk, head: int, columns: pl.Slice) -> Array:
+    def compute_masked_scores(self, step: KeyChunk, head: int, columns: Slice) -> Array:
         """Return `scores` of `step`, `head` and `columns`, `[keys, queries]`, with padding `NEGATIVE`."""
         scores = self.scores(step, head, columns)
         return jnp.where(step.valid(scores.shape), scores, MASK_VALUE) if step.masked else scores
 
-    def weight_values(self, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> Array:
+    def weight_values(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> Array:
         """Return the values of `step`, weighted by buffer `parity` of `head` and `columns`, `[head_dim, queries]`."""
         lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(self.form.turned(self.head_dim))  # of keys
         values = step.part.values[(lanes, step.rows) if axis else (step.rows, lanes)]
@@ -247,14 +247,14 @@ class QueryBlock:
 
     # --- under a fixed maximum ----------------------------------------------------------------------------------------
 
-    def exponentiate(self, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> None:
+    def exponentiate(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> None:
         """Store the exponentials of `step` for `head` and `columns` in buffer `parity` and add them to the sums."""
         scores = self.scores(step, head, columns)
         if self.form.maximum == "sampled":
             scores = scores - self.vmem.top[0][head, :1, columns]
         self.vmem.sums[head, :, columns] += self.store_weights(jnp.exp2(scores), step, parity, head, columns)
 
-    def store_weights(self, weights: Array, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> Array | float:
+    def store_weights(self, weights: Array, step: KeyChunk, parity: int, head: int, columns: Slice) -> Array | float:
         """Store the weights without padding in buffer `parity` and return their sums, `[8, queries]`.
 
         weights: exponentials of `step` for `head` and `columns`, `[keys, queries]`.
@@ -269,13 +269,13 @@ class QueryBlock:
         """Return partial sums of `weights` `[keys, queries]` over keys, `[8, queries]`."""
         return jnp.sum(weights.reshape(-1, SUBLANES, weights.shape[1]), axis=0)
 
-    def accumulate(self, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> None:
+    def accumulate(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> None:
         """Add the values of `step`, weighted by buffer `parity`, to the result of `head` and `columns`."""
         self.vmem.out[head, :, columns] += self.weight_values(step, parity, head, columns)
 
     # --- under a running maximum --------------------------------------------------------------------------------------
 
-    def measure(self, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> None:
+    def measure(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> None:
         """Store the scores of `step` for `head` and `columns` in buffer `parity` and update the running maximum."""
         scores = self.compute_masked_scores(step, head, columns)
         before = self.vmem.top[1 - parity][head, :1, columns]
@@ -284,7 +284,7 @@ class QueryBlock:
         self.vmem.top[parity][head, :, columns] = broadcast_sublanes(top)
         self.vmem.kept[parity][head, :, columns] = broadcast_sublanes(jnp.exp2(before - top))
 
-    def exponentiate_online(self, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> None:
+    def exponentiate_online(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> None:
         """Store exponentials of `step`, by `parity`, `head` and `columns`, under the running maximum; update sums."""
         scores = self.vmem.raw[parity][head, : step.size, columns] - self.vmem.top[parity][head, :1, columns]
         added = self.store_weights(jnp.exp2(scores), step, parity, head, columns)
@@ -292,7 +292,7 @@ class QueryBlock:
             self.vmem.sums[head, :, columns] * self.vmem.kept[parity][head, :, columns] + added
         )
 
-    def accumulate_online(self, step: KeyChunk, parity: int, head: int, columns: pl.Slice) -> None:
+    def accumulate_online(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> None:
         """Rescale the result of `head` and `columns` by buffer `parity` and add the values of `step`."""
         kept = self.vmem.kept[parity][head, :1, columns]
         self.vmem.out[head, :, columns] = self.vmem.out[head, :, columns] * kept + self.weight_values(

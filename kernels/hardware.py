@@ -3,6 +3,7 @@
 from typing import Protocol, runtime_checkable
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..sharding.chips import CHIPS
@@ -37,7 +38,7 @@ class ArrayRef(Protocol):
 
 
 Ref = ArrayRef
-
+Slice = pl.Slice | slice  # a range of rows or lanes; a plain slice if its start is known before the trace
 
 MIB = 2**20
 # A register is 8 sublanes of 128 lanes of 32 bits; two rows of bfloat16 share a sublane, or four of int8.

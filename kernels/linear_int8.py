@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from . import registry
 from .dispatch import KernelUnsupported, should_use, uses_small_tiles
-from .hardware import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, device_kind, round_up
+from .hardware import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, Slice, device_kind, round_up
 
 # Chips whose matrix units multiply int8 twice as fast as bfloat16.
 INT8_LINEAR_CHIPS = ("TPU v5 lite", "TPU v6 lite")
@@ -59,7 +59,7 @@ class Int8Tokens:
     numbers: Any  # int8 `[rows, tokens, lanes]`
     worth: Any  # scale of each token, `[rows, tokens, 1]` float32
     # Of the tokens before, and of the results of products with them.
-    dtype: DTypeLike = field(metadata={"static": True})
+    dtype: jnp.dtype = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -418,7 +418,7 @@ def _columns(size: int, rows: int) -> int:
     return max([columns for columns in divisors if columns % MXU_WIDTH == 0] or divisors)
 
 
-def _product(numbers: Ref, scale: Ref, weight: Int8Weight, lanes: pl.Slice, turned: bool) -> Array:
+def _product(numbers: Ref, scale: Ref, weight: Int8Weight, lanes: Slice, turned: bool) -> Array:
     """Return some `lanes` of the product with a weight, plus its bias, `[tokens, lanes]` float32."""
     factor = weight.numbers[:, lanes] if turned else weight.numbers[lanes, :]
     dims = (((1,), (0 if turned else 1,)), ((), ()))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from . import registry
 from .dispatch import KernelUnsupported, should_use, uses_small_tiles
-from .hardware import LANES, MIB, Interpret, Ref, Scalar
+from .hardware import LANES, MIB, Interpret, Ref, Scalar, Slice
 
 # Bytes per lane of a grid step: 128 tokens of bfloat16. With 6144 lanes the two buffers of four arrays take 12 MiB.
 BLOCK_BYTES = 256
@@ -145,7 +145,7 @@ def _body(
         token = pl.program_id(1) * len(x) + jax.lax.broadcasted_iota(jnp.int32, (len(x), LANES), 0)
         is_leading = token < num_leading[0]
 
-    def lanes(vector: Ref, at: pl.Slice) -> Array:
+    def lanes(vector: Ref, at: Slice) -> Array:
         return vector[:, at] if len(vector) == 1 else jnp.where(is_leading, vector[:1, at], vector[1:, at])
 
     source = x

@@ -80,7 +80,7 @@ from .multihost import supervisor
 from .multihost.coordinator import RESTART_EXIT_CODE
 from .multihost.rank import HostRank
 from .plan import process as plan_process
-from .precision import CHOICES
+from .precision import CHOICES, Precision
 from .precision import precision_label as precision_title
 from .precision import resolve_image_precision as resolve_pictures
 from .precision import resolve_precision as resolve_precision

@@ -131,6 +131,7 @@ def _remove_left(folder: Path) -> None:
 
 def _remove_unheld(path: Path, *, is_ours: bool) -> None:
     """Remove a regular, unlocked file of this user; another machine's only after `ABANDONED_S`."""
+    assert fcntl is not None
     status = os.lstat(path)
     is_old = time.time() - status.st_mtime > ABANDONED_S
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not (is_ours or is_old):

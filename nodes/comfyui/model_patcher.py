@@ -325,7 +325,7 @@ def lora_difference(
             f"A node changes {key}, which is in none of the files of this model. Those have {len(source.tensors)} "
             "weights under ComfyUI's names. Leave the node out, or use the model's file in ComfyUI's own names."
         )
-    return dict(_difference(name, sources.patch_difference(key, patches, base)))
+    return dict(_difference(name, sources.patch_difference(key, list(patches), base)))
 
 
 def _difference(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

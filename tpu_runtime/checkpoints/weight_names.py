@@ -8,7 +8,7 @@ from typing import TypeVar
 from ..files import CheckpointError, read_json
 from ..model_spec import Component
 
-Value = TypeVar("Found")
+Value = TypeVar("Value")
 # Names of weight indices, the variant's before the last dot.
 _INDICES = re.compile(r".+\.safetensors\.index(\.[\w-]+)?\.json")
 # How the libraries name the weights of one file.

@@ -40,7 +40,7 @@ class EqualsConfig:
     times: int = 1
 
 
-def freeze_mappings(record: object) -> None:
+def freeze_mappings(record: Any) -> None:
     """Make the mappings among a frozen dataclass's fields read-only."""
     for entry in fields(record):
         value = getattr(record, entry.name)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -257,7 +258,7 @@ class _StepBuild:
         )
         return output.astype(jnp.float32), kept
 
-    def _put_given(self, sample: Array, inputs: dict[str, Array]) -> Array:
+    def _put_given(self, sample: Array | np.ndarray, inputs: dict[str, Array]) -> Any:
         put_given = self.spec.pictures.put_given
         return sample if put_given is None else torch_bridge.call(put_given, sample, inputs)
 

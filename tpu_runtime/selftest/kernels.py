@@ -22,6 +22,7 @@ from ...attention.tiles import SlidingTileMask, Tiling
 from ...kernels import convolution, dispatch, linear_int8, modulation, registry, residual_norm
 from ...kernels.attention_config import INT8_ATTENTION_CHIPS, AttentionConfig, choose_config
 from ...kernels.hardware import VMEM_MIB
+from ...kernels.linear_int8 import Activation
 from ...kernels.prologue import Norm
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
@@ -192,7 +193,7 @@ def _prologue(device: Device, host: Device, head_dim: int) -> tuple[Arrays, Arra
     def run(on: Device, *, kernel: bool) -> Arrays:
         layout = HeadLayout(head_dim=head_dim, kernel=kernel, interpret=on.platform != "tpu")
 
-        def both(x: jax.Array, weight: jax.Array, tables: Pair) -> Pair:
+        def both(x: jax.Array, weight: jax.Array, tables: Pair) -> tuple[list[jax.Array], jax.Array]:
             divided = layout.divide(x, 2, 2, Norm(weight=weight, eps=EPS), tables)
             return divided, layout.join(divided)
 
@@ -237,12 +238,12 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     def run(on: Device, *, kernel: bool) -> Arrays:
         interpret = on.platform != "tpu"
 
-        def exact(x: Any, factors: Sequence[Any], activation: str | None, onto: Any = None) -> list[jax.Array]:
+        def exact(x: Any, factors: Sequence[Any], activation: Activation | None, onto: Any = None) -> list[jax.Array]:
             outs = [x @ factor[layer].T if bias is None else x @ factor[layer].T + bias for factor, bias in factors]
             outs = linear_int8.apply_activation(outs, activation)
             return outs if onto is None else [onto.x + onto.gate * outs[0]]
 
-        def rounded(x: Any, factors: Sequence[Any], activation: str | None, onto: Any = None) -> list[jax.Array]:
+        def rounded(x: Any, factors: Sequence[Any], activation: Activation | None, onto: Any = None) -> list[jax.Array]:
             weights = []
             for factor, bias in factors:
                 numbers, scale = linear_int8.quantize(linear_int8.rotate_weight(factor, 2, block), (2,))

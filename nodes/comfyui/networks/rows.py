@@ -160,11 +160,12 @@ class GuidanceBatch:
 
     def _once(self, name: str, parts: tuple[Any, ...], make: Callable[[tuple[Any, ...]], Made]) -> Made:
         """Return the result of `make` for these objects, cached while they are the same."""
-        before, made = self._joined.get(name, (None, None))
-        if before is None or list(map(id, before)) != list(map(id, parts)):
-            made = make(parts)
-            self._joined[name] = (parts, made)
-        return made
+        cached = self._joined.get(name)
+        if cached is None or list(map(id, cached[0])) != list(map(id, parts)):
+            joined = make(parts)
+            self._joined[name] = (parts, joined)
+            return joined
+        return cached[1]
 
 
 def _pad(tensors: tuple[torch.Tensor | None, ...], most: int) -> tuple[torch.Tensor, tuple[int, ...]] | None:

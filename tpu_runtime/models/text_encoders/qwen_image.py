@@ -130,7 +130,9 @@ def _tokenize(
 ) -> "tuple[np.ndarray, np.ndarray]":
     import numpy as np
 
-    encoding = tokenizer(texts, max_length=prefix + length, padding="max_length", padding_side="right", truncation=True)
+    encoding = tokenizer(
+        list(texts), max_length=prefix + length, padding="max_length", padding_side="right", truncation=True
+    )
     ids, mask = (np.array(encoding[name], np.int32) for name in ("input_ids", "attention_mask"))
     return ids, mask[:, prefix:]
 
