@@ -341,7 +341,7 @@ def test_an_exit_code_passes_and_a_signal_becomes_the_shells_number():
     ("last", "said"),
     [
         ("no matching distribution", "line 39\nno matching distribution\n\nThis failed: installing x. The full"),
-        ("OSError: [Errno 28] No space left on device", "This failed, because the disk is full: installing x. Make"),
+        ("OSError: [Errno 28] No space left on device", "This failed, because the disk is full: installing x. Free"),
         ("[Errno -3] Temporary failure in name resolution", "This failed, because the index of packages could not be"),
         ("error: error sending request for url (x)", "This failed, because the index of packages could not be reached"),
     ],

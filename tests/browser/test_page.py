@@ -8,7 +8,7 @@ import pytest
 from comfyui_tpu.tests.browser.page import ARGUMENTS, BROWSER, needs_browser, patient
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.
             super().block_until_ready()
             held[0] -= piece_bytes
 
-    monkeypatch.setattr(weight_loader._Piece, "of", lambda *args: [Piece() for _ in range(9)])
+    monkeypatch.setattr(weight_loader._PendingShard, "of", lambda *args: [Piece() for _ in range(9)])
     in_flight, reader = PutsInFlight(), type("Stopped", (), {"stop": weight_loader.threading.Event()})()
     wanted: Any = {"weight": None}
     with weight_loader.read_shards(reader, None, {"weight": ()}, wanted, in_flight) as pieces:  # type: ignore[arg-type]

@@ -12,6 +12,50 @@ from types import SimpleNamespace
 import pytest
 from comfyui_tpu.cli.doctor import HostMachine, checks, chips, comfyui, disk, host, packages
 from comfyui_tpu.cli.doctor.checks import CHECKS
+from comfyui_tpu.tests.cli.doctor_faults import (
+    Harm,
+    aborting,
+    another,
+    bare,
+    broken,
+    copied_too,
+    crystools,
+    dangling,
+    demanding,
+    env,
+    environment,
+    few_mappings,
+    forbidden,
+    full,
+    halted,
+    held,
+    held_by_another,
+    in_memory,
+    installed,
+    linked_twice,
+    listening,
+    little_memory,
+    locked,
+    new_style,
+    no_comfyui,
+    no_token,
+    offline,
+    old_pack,
+    old_python,
+    pip_conf,
+    server,
+    slow_disk,
+    slow_pages,
+    taken,
+    too_small,
+    unconstrained,
+    unlinked,
+    unmanaged,
+    unmapped,
+    unwritable,
+    version,
+    write,
+)
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 
 fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
@@ -47,224 +91,6 @@ def well(tmp_path: Path) -> HostMachine:
     )  # fmt: skip
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-Harm = Callable[[HostMachine], HostMachine | None]
-
-
-def env(**variables: str) -> Harm:
-    return lambda machine: dataclasses.replace(machine, environ={**machine.environ, **variables})
-
-
-def installed(**versions: str) -> Harm:
-    names = {name.replace("_", "-"): version for name, version in versions.items()}
-    return lambda machine: dataclasses.replace(machine, packages={**machine.packages, **names})
-
-
-def server(machine: HostMachine, pid: int = 77, *opens: str, environ: Mapping[str, str] | None = None) -> None:
-    """A ComfyUI that runs."""
-    arguments = ("/venv/bin/python", "main.py", "--cpu")
-    fake_tpu.process(machine.root, pid, *arguments, opens=opens, folder=machine.comfyui, environ=environ)
-
-
-def listening(machine: HostMachine, inode: int = 5555, port: int = 8188) -> None:
-    line = f"  0: 0100007F:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 {inode} 1\n"
-    write(machine.root / "proc/net/tcp", f"header\n{line}")
-
-
-def environment(machine: HostMachine, name: str = ".venv", minor: int = 11, **versions: str) -> Path:
-    """An environment beside ComfyUI, with these packages alone."""
-    site = machine.comfyui / name / f"lib/python3.{minor}/site-packages"
-    for package, version in versions.items():
-        write(site / f"{package}-{version}.dist-info/METADATA", f"Name: {package}\nVersion: {version}\n")
-    site.mkdir(parents=True, exist_ok=True)
-    write(machine.comfyui / name / "bin/python", "")
-    return machine.comfyui / name
-
-
-# --- the faults: the check, what is done to a machine that is well, what is found, the command ------------------------
-
-
-def bare(machine: HostMachine) -> None:
-    shutil.rmtree(machine.root / "dev")
-
-
-def unmapped(machine: HostMachine) -> None:
-    shutil.rmtree(machine.root / "sys/bus")
-
-
-def forbidden(machine: HostMachine) -> HostMachine:
-    return dataclasses.replace(machine, may_use=lambda path: not path.name.endswith(("3", "lockfile")))
-
-
-def locked(machine: HostMachine) -> HostMachine:
-    write(machine.root / chips.LOCK, "")
-    return dataclasses.replace(machine, may_use=lambda path: path.name != "libtpu_lockfile")
-
-
-def held(machine: HostMachine) -> None:
-    fake_tpu.process(machine.root, 42, "python3", "train.py", "--key=secret", opens=["/dev/vfio/0", "/dev/vfio/1"])
-
-
-def slow_pages(machine: HostMachine) -> None:
-    write(machine.root / chips.HUGEPAGES, "always [madvise] never\n")
-
-
-def few_mappings(machine: HostMachine) -> None:
-    write(machine.root / chips.DMA_ENTRIES, "65535\n")
-
-
-def held_by_another(machine: HostMachine) -> HostMachine:
-    held(machine)
-    return dataclasses.replace(machine, uid=machine.uid + 1)
-
-
-def halted(machine: HostMachine) -> None:
-    said = {"kernels_off": ["convolution"], "sentences": ["decode halted the chips."]}
-    write(machine.home / ".cache/comfyui-tpu/machine.json", json.dumps({"8 x TPU v6 lite": said}))
-
-
-def unwritable(machine: HostMachine) -> HostMachine:
-    machine = env(COMFYUI_TPU_CACHE=str(machine.home / "cache"))(machine)
-    return dataclasses.replace(machine, is_writable=lambda path: path != machine.home)
-
-
-def in_memory(machine: HostMachine) -> HostMachine:
-    (machine.root / "dev/shm").mkdir()
-    return env(HF_HOME=str(machine.root / "dev/shm"))(machine)
-
-
-def full(machine: HostMachine) -> HostMachine:
-    return dataclasses.replace(machine, free_bytes=lambda path: GIB)
-
-
-def forgotten(machine: HostMachine) -> None:
-    shutil.rmtree(machine.hub)
-
-
-def too_small(machine: HostMachine) -> HostMachine:
-    forgotten(machine)
-    return dataclasses.replace(machine, free_bytes=lambda path: 10 * GIB)
-
-
-def slow_disk(machine: HostMachine) -> HostMachine:
-    weights(machine.hub / "models--Wan-AI--Wan2.1-T2V-14B-Diffusers/snapshots/a/vae/model.safetensors")
-    return dataclasses.replace(machine, read_rate=lambda file: 0.1)
-
-
-def weights(file: Path) -> Path:
-    """A file that takes no disk."""
-    write(file, "")
-    os.truncate(file, 100 * 2**20)
-    return file
-
-
-def offline(machine: HostMachine) -> HostMachine:
-    forgotten(machine)
-    return env(HF_HUB_OFFLINE="1")(machine)
-
-
-def no_token(machine: HostMachine) -> None:
-    (machine.home / ".cache/huggingface/token").unlink()
-
-
-def little_memory(machine: HostMachine) -> None:
-    write(machine.root / "proc/meminfo", "MemAvailable:   3145728 kB\n")
-
-
-def pip_conf(machine: HostMachine) -> None:
-    write(machine.home / ".config/pip/pip.conf", "[global]\nbreak-system-packages = true\n")
-
-
-def version(text: str, *, ours: bool = False) -> Harm:
-    def harm(machine: HostMachine) -> None:
-        file = machine.comfyui / "comfyui_version.py"
-        write(file, f'__version__ = "{text}"\n') if text else file.unlink()
-        if ours:
-            write(machine.comfyui / ".comfyui-tpu/installed.json", "{}")
-
-    return harm
-
-
-def no_comfyui(machine: HostMachine) -> None:
-    shutil.rmtree(machine.comfyui)
-
-
-def demanding(machine: HostMachine) -> None:
-    write(machine.comfyui / "requirements.txt", "transformers>=6\n")
-
-
-def unlinked(machine: HostMachine) -> None:
-    (machine.comfyui / "custom_nodes/ComfyUI-TPU").unlink()
-
-
-def linked_twice(machine: HostMachine) -> None:
-    (machine.comfyui / "custom_nodes/comfyui-tpu").symlink_to(machine.pack)
-
-
-def copied_too(machine: HostMachine) -> None:
-    write(machine.comfyui / "custom_nodes/Copy/pyproject.toml", '[project]\nname = "comfyui-tpu"\n')
-
-
-def another(machine: HostMachine) -> None:
-    unlinked(machine)
-    copied_too(machine)
-
-
-def dangling(machine: HostMachine) -> None:
-    (machine.comfyui / "custom_nodes/Gone").symlink_to("/nowhere/at/all")
-
-
-def old_pack(machine: HostMachine) -> None:
-    text = (
-        'NODE_CLASS_MAPPINGS = {\n    "Flux2TPUSampler": Flux2TPUSampler,\n    "Flux2TextEncoder": Flux2TextEncoder,\n}'
-    )
-    write(machine.comfyui / "custom_nodes/ComfyUI-FLUX.2-TPU/nodes.py", text)
-
-
-def new_style(machine: HostMachine) -> None:
-    write(machine.comfyui / "custom_nodes/wan.py", 'io.Schema(node_id="Wan21TPUSampler", inputs=[])')
-
-
-def crystools(machine: HostMachine) -> None:
-    text = "import tpu_info.device\nimport jax\nself.devices = jax.devices()"
-    write(machine.comfyui / "custom_nodes/ComfyUI-Crystools/general/tpu.py", text)
-
-
-def unmanaged(machine: HostMachine) -> None:
-    shutil.rmtree(machine.comfyui / "custom_nodes/ComfyUI-Manager")
-
-
-def broken(name: str) -> Harm:
-    def harm(machine: HostMachine) -> None:
-        python = environment(machine, name) / "bin/python"
-        python.unlink()
-        python.symlink_to("/usr/bin/python3.98")
-
-    return harm
-
-
-def old_python(machine: HostMachine) -> None:
-    environment(machine, minor=10)
-
-
-def unconstrained(machine: HostMachine) -> None:
-    server(machine, environ={"HOME": "/home/me"})
-
-
-def taken(machine: HostMachine) -> None:
-    fake_tpu.process(machine.root, 88, "jupyter", "lab", opens=["socket:[5555]"])
-    listening(machine)
-
-
-def aborting(machine: HostMachine) -> HostMachine:
-    write(machine.home / "python/sentencepiece.py", "import os; os.abort()")
-    return env(PYTHONPATH=str(machine.home / "python"))(machine)
-
-
 CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "GPU build": (packages.check_torch_build, installed(torch="2.15.0+cu132"), "2.15.0+cu132, a GPU build",
     "cpu torch==2.15.0"),
@@ -281,7 +107,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         "constraints.txt sentencepiece protobuf",
     ),
     "container without chips": (
-        chips.check_chips, bare, "8 x v6e on the bus, but no device files", "again with --version=v2-alpha-tpuv6e"
+        chips.check_chips, bare, "8 x v6e on the bus, but no device files", "again with --version=v2-alpha-tpuv6e",
     ),
     "chips of an unknown kind": (chips.check_chips, unmapped, "8 device files (0, ...)", "pip install 'tpu-info"),
     "no rights": (chips.check_device_permissions, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
@@ -290,7 +116,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "TPU held": (chips.check_holders, held, "by python3 train.py, process 42", "kill 42"),
     "TPU held by another user": (
         chips.check_holders, held_by_another, "by python3 train.py, process 42, of another user",
-        "Wait until it has ended"
+        "Wait until it has ended",
     ),
     "little may be locked": (
         chips.check_locked_memory, lambda machine: dataclasses.replace(machine, memlock_bytes=lambda: 8 * 2**20),
@@ -308,10 +134,10 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "unset JAX_PLATFORMS"),
     "another libtpu": (
         chips.check_variables, env(TPU_LIBRARY_PATH="/lib/libtpu.so"), "/lib/libtpu.so, instead of",
-        "unset TPU_LIBRARY_PATH"
+        "unset TPU_LIBRARY_PATH",
     ),
     "no slice": (
-        chips.check_variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY"
+        chips.check_variables, env(TPU_SKIP_MDS_QUERY="1"), "without TPU_ACCELERATOR_TYPE", "unset TPU_SKIP_MDS_QUERY",
     ),
     "flags that abort": (
         chips.check_flags, env(XLA_FLAGS="--xla_a=1 --xla_tpu_b=2", LIBTPU_INIT_ARGS="--c=3"),
@@ -320,7 +146,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "64 bits": (chips.check_variables, env(JAX_ENABLE_X64="true"), "true: never tested", "unset JAX_ENABLE_X64"),
     "no broadcasting": (
         chips.check_variables, env(JAX_NUMPY_RANK_PROMOTION="raise"), "raise: JAX refuses",
-        "unset JAX_NUMPY_RANK_PROMOTION"
+        "unset JAX_NUMPY_RANK_PROMOTION",
     ),
     "no mixed types": (
         chips.check_variables, env(JAX_NUMPY_DTYPE_PROMOTION="strict"), "strict: JAX refuses",
@@ -328,8 +154,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     ),
     "another precision": (
         chips.check_variables, env(JAX_DEFAULT_MATMUL_PRECISION="highest"),
-        "highest: changes products of bfloat16 programs",
-        "unset JAX_DEFAULT_MATMUL_PRECISION",
+        "highest: changes products of bfloat16 programs", "unset JAX_DEFAULT_MATMUL_PRECISION",
     ),
     "budget too high": (
         chips.check_memory_limit, env(COMFYUI_TPU_HBM_GIB="40"), "40 GiB, more than the 32.0 GiB of a v6e",
@@ -378,15 +203,12 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "wan.py.disabled"),
     "a monitor that starts the TPU": (
         comfyui.check_other_packs, crystools, "ComfyUI-Crystools starts the TPU when ComfyUI starts",
-        "Crystools.disabled"
+        "Crystools.disabled",
     ),
     "no Manager": (comfyui.check_manager, unmanaged, "not installed", "/ComfyUI/manager_requirements.txt, then start"),
     "broken environment": (packages.check_environment, broken("venv"), "broken: ", "python3 -m venv --upgrade"),
     "our broken environment": (packages.check_environment, broken(".comfyui-tpu/venv"), "broken: ", "setup.py install"),
-    "Python 3.10": (
-        packages.check_environment, old_python, "Python 3.10; the pack needs 3.11",
-        "setup.py install",
-    ),
+    "Python 3.10": (packages.check_environment, old_python, "Python 3.10; the pack needs 3.11", "setup.py install"),
     "unconstrained": (comfyui.check_running, unconstrained, "process 77 runs without PIP_CONSTRAINT",
     "kill 77; python3 "),
     "port in use": (comfyui.check_running, taken, "in use by jupyter lab, process 88", "--port 8189"),

@@ -370,7 +370,7 @@ def test_weights_are_read_ahead_as_far_as_memory_goes(tmp_path: Path, monkeypatc
 ENDING = """
 import sys, threading
 import jax, jax.numpy as jnp
-from comfyui_tpu.tpu_runtime.engine import current, program_cache
+from comfyui_tpu.tpu_runtime.engine import lifecycle, program_cache
 from comfyui_tpu.tpu_runtime.progress import run_in_daemon_thread
 
 def slow(x):
@@ -387,7 +387,7 @@ run_in_daemon_thread(compile, program_cache.COMPILE_THREAD)
 begun.wait()
 print("ends")
 if "leave" in sys.argv:
-    current.exit_process(3)
+    lifecycle.exit_process(3)
 sys.exit(3)
 """
 

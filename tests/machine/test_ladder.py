@@ -283,7 +283,7 @@ def test_the_monitor_says_what_the_machine_does_without(monkeypatch: pytest.Monk
 RESTARTED = """
 import fcntl, os, sys
 from pathlib import Path
-from comfyui_tpu.tpu_runtime.engine import current
+from comfyui_tpu.tpu_runtime.engine import lifecycle
 file, folder = map(Path, sys.argv[1:])
 if file.exists():
     chips, lock = map(int, file.read_text().split())
@@ -295,7 +295,7 @@ for number in (chips, lock):
     os.set_inheritable(number, True)
 file.write_text(f"{chips} {lock}")
 print(os.getpid(), flush=True)
-current.restart()
+lifecycle.restart()
 """
 
 

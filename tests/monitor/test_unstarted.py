@@ -84,7 +84,7 @@ def test_another_packs_gpu_stays_jaxs_choice(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.skipif(bool(pci.find_device_files()), reason="this machine has a TPU")
 def test_jax_starts_without_a_word_of_libtpus_without_a_tpu():
-    program = "from comfyui_tpu.tpu_runtime import pipeline; pipeline.bus.expect_no_tpu(); import jax; jax.devices()"
+    program = "from comfyui_tpu.tpu_runtime import api; api.pci.configure_without_tpu(); import jax; jax.devices()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "TPU"))}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -193,10 +193,10 @@ def test_grpc_is_imported_only_where_a_service_listens_and_suits_sentencepiece(t
     program = f"""
         import io, sys
         from pathlib import Path
-        from comfyui_tpu.tpu_runtime.machine import bus
+        from comfyui_tpu.tpu_runtime.machine import pci
         from comfyui_tpu.tpu_runtime.monitor import metrics_service
-        print(bus.chips(Path("{plug(tmp_path, "v6e", 8)}")))
-        assert metrics_service.usage([{closed()}]) == []
+        print(pci.detect_chips(Path("{plug(tmp_path, "v6e", 8)}")))
+        assert metrics_service.read_usage([{closed()}]) == []
         print(*(name in sys.modules for name in ("grpc", "google.protobuf", "jax", "libtpu")))
         import tpu_info.proto.tpu_metric_service_pb2_grpc
         import sentencepiece

@@ -69,7 +69,7 @@ def test_the_docs_recipes_are_those():
     assert found(hunyuan) == (4, EULER, lightx2v, "`flow_shift` 5, guidance 1")
     steps, said = recipes["Wan 2.1 with LightX2V's"]
     same, _, before = said.partition(";")
-    assert (steps, same) == ("4", "the same, with its one guidance 1") and LCM in before and "older card" in before
+    assert (steps, same) == ("4", "the same, with guidance 1") and LCM in before and "older card" in before
     fastwan = "Wan 2.1 or 2.2 5B as FastWan (FastVideo's `WanDMDPipeline`)"
     assert found(fastwan) == (3, LCM, FASTWAN.split(", "), "shift 1, guidance 1")
 
@@ -230,7 +230,7 @@ def test_sigmas_that_cannot_be_are_refused(sigmas: str, problem: str):
     [
         (
             {"start_step": 2, "end_step": 2, "num_inference_steps": 4},
-            "start_step is 2 and end_step 2, of 4 steps: none",
+            "start_step is 2 and end_step 2, of 4 steps: no step is left to run",
         ),
         ({"start_step": 4, "sigmas": LIGHTX2V}, "start_step is 4 and end_step 0, of 4 steps: no step is left to run."),
         ({"high_noise_steps": 5, "sigmas": LIGHTX2V}, "high_noise_steps is 5, but there are 4 steps."),

@@ -77,7 +77,7 @@ class Service(services.RuntimeMetricServiceServicer):
             number = {"hbm_used": (index + 1) * GIB, "hbm_limit": 31 * GIB, "duty_cycle": 10.0 * index}[field]
             gauge = messages.Gauge(as_int=number) if isinstance(number, int) else messages.Gauge(as_double=number)
             attribute = messages.Attribute(key="device-id", value=messages.AttrValue(int_attr=8 + index))
-            found.append(messages.Metric(find_attribute=attribute, gauge=gauge))
+            found.append(messages.Metric(attribute=attribute, gauge=gauge))
         return messages.MetricResponse(metric=messages.TPUMetric(name=request.metric_name, metrics=found))
 
 

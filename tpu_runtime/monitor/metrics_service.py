@@ -108,5 +108,5 @@ def _by_device(answer: Any) -> dict[int, Any]:
     for metric in answer.metric.metrics:
         value = metric.gauge.WhichOneof("value")
         if value in ("as_int", "as_double"):
-            numbers[metric.find_attribute.value.int_attr] = getattr(metric.gauge, value)
+            numbers[metric.attribute.value.int_attr] = getattr(metric.gauge, value)
     return numbers

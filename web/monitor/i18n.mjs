@@ -16,7 +16,7 @@ async function fetched(name) {
   return answer.ok ? await answer.json() : {};
 }
 
-/** Set the language of `say`; English if there are no translations. */
+/** Set the language of say; English if there are no translations. */
 export async function speak(language) {
   [words, sentences] = [{}, []];
   if (!KNOWN.has(language)) return;
