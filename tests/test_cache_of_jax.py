@@ -130,7 +130,7 @@ def test_a_setting_that_jax_lacks_costs_no_run(
 
     monkeypatch.setattr(jax.config, "update", refuse)
     xla_cache.use_persistent_cache()
-    assert len(warnings(caplog)) == 4 and "does not take jax_compilation_cache_dir" in warnings(caplog)[0]
+    assert len(warnings(caplog)) == 4 and "rejects jax_compilation_cache_dir" in warnings(caplog)[0]
 
 
 def _jaxs(function: Callable) -> Callable:

@@ -112,6 +112,6 @@ def test_no_other_file_of_the_pack_knows_these_parts():
     )
     files = {path.name for path in folder.rglob("*.py") if knows.search(path.read_text("utf-8"))}
     assert files == {
-        "core_encoder.py", "core_model.py", "core_patches.py", "core_text_and_vae.py", "inputs.py", "memory.py",
+        "core_encoder.py", "core_model.py", "core_text_and_vae.py", "inputs.py", "memory.py", "model_patcher.py",
         "rows.py", "sources.py",
     }  # fmt: skip

@@ -252,7 +252,7 @@ def changes_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if name.endswith(".lora_up.weight"):
             down = tensors[name.replace("lora_up", "lora_down")]
             found[name] = up.float() @ down.float() if up.ndim == 2 else up.float().flatten(1)
-    return {name: x for name, x in found.items() if x.abs().max() > 1e-3}
+    return {name: x for name, x in found.items() if x.abs().gt(1e-3).any()}
 
 
 def without(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:

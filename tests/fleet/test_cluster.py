@@ -27,7 +27,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay([ONE, ONE])
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setattr(cluster, "start_actor", fake.start)
-    for module, name in ((cluster, "_LOOK_S"), (driver, "_TICK_S")):
+    for module, name in ((cluster, "_SEARCH_S"), (driver, "_TICK_S")):
         monkeypatch.setattr(module, name, 0.005)
     return fake
 

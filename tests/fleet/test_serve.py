@@ -107,7 +107,7 @@ def test_who_leaves_while_it_is_told_to_wait_is_no_longer_counted(
     first = connect(server)
     first.send(Invoke("x", {"number": 0}))
     until(lambda: stages.begun == [0])
-    monkeypatch.setattr(serve.records, "StatusText", is_gone)
+    monkeypatch.setattr(serve.messages, "StatusText", is_gone)
     second = connect(server)
     second.send(Invoke("x", {"number": 1}))
     until(lambda: server.clients == 1)

@@ -20,6 +20,7 @@ from comfyui_tpu.tests.support.closeness import PIPELINE, difference
 from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
+from comfyui_tpu.tpu_runtime.engine import overlap_check
 from comfyui_tpu.tpu_runtime.engine.memory_advice import OutOfMemory
 from comfyui_tpu.tpu_runtime.machine import record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import ChipHalted, Fallbacks, Unsupported
@@ -56,6 +57,8 @@ Breaks = Callable[..., Steps]
 def breaks(exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Breaks:
     """Puts this process on a machine with these faults."""
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
+    # A comparison in the background would compile one more form at any time.
+    monkeypatch.setattr(overlap_check.OverlapChecks, "first_step", lambda *_: None)
 
     def put(*faults: Fault) -> Steps:
         Layer(faults=faults).install(monkeypatch.setattr)

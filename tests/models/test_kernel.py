@@ -21,7 +21,10 @@ from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-KERNELS = ((local, "by_kernel"), (prologue, "divide"), (prologue, "join"), (residual_norm, "by_kernel"))
+KERNELS = (
+    (local, "attend_with_kernel"), (prologue, "split_heads"), (prologue, "merge_heads"),
+    (residual_norm, "residual_norm_kernel"),
+)  # fmt: skip
 # All-to-alls where heads divide by it, else a ring, or both: the miniatures have 2 to 6 heads.
 CHIPS = (1, 2, 3, 8)
 # Every family's blocks once, every arrangement once: `--attention pallas` asks for the rest.

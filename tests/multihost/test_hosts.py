@@ -116,7 +116,7 @@ if number == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 os._exit(3)
 """
-    keeper = KEEPER + "sys.exit(supervisor.keep(sys.argv[1:], {'COMFYUI_TPU_HOSTS': 'here'}))"
+    keeper = KEEPER + "sys.exit(supervisor.supervise(sys.argv[1:], {'COMFYUI_TPU_HOSTS': 'here'}))"
     assert subprocess.run([sys.executable, "-c", keeper, sys.executable, "-S", "-c", script]).returncode == 3
     assert starts.read_text() == "xxx"
 
@@ -131,7 +131,7 @@ class Popen(subprocess.Popen):
         super().__init__(*words, **options)
 
 subprocess.Popen = Popen
-sys.exit(supervisor.keep(sys.argv[1:], {}))
+sys.exit(supervisor.supervise(sys.argv[1:], {}))
 """
     )
     sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]

@@ -122,7 +122,7 @@ def test_what_is_no_record_is_refused_by_name(predict: Any, tmp_path: Path):
     [
         ({"schema": 0}, "is not what `comfyui-tpu bench --json` of this version writes"),
         ({"programs": []}, "holds no program"),
-        ({"num_devices": "8"}, "num_devices of a Measured is wrong"),
+        ({"num_devices": "8"}, "num_devices of a BenchResult is wrong"),
         ({"programs": [{"name": "step"}]}, "runs, mesh, compile_s, median_s, least_s, most_s, predicted_s, peak_bytes"),
     ],
 )

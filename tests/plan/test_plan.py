@@ -294,7 +294,9 @@ def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pyt
 def benchmark() -> ModuleType:
     found = importlib.util.spec_from_file_location("benchmark_predict", BENCHMARKS / "predict.py")
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(BENCHMARKS)
+        found.loader.exec_module(module)
     return module
 
 

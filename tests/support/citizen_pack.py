@@ -106,7 +106,7 @@ async def validate(request):
 @routes.get("/citizen/stats")
 async def stats(request):
     """The monitor's numbers of this moment; its own address may answer with those of half a second ago."""
-    return web.json_response(runtime("monitor.snapshot").stats())
+    return web.json_response(runtime("monitor.snapshot").take_snapshot())
 
 
 @routes.get("/citizen/memory")

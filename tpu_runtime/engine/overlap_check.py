@@ -88,8 +88,13 @@ class OverlapChecks:
         return FirstStep(wanted=wanted, without=wanted_of(False), args=tuple(jax.device_get(tuple(args))))
 
     def compare(self, step: FirstStep, weights: Weights, results: Any) -> None:
-        """Compare a step's `results` in a thread, as soon as the other form is compiled and no stage runs."""
+        """Compare a step's `results` in a thread, as soon as the other form is compiled and no stage runs.
+
+        results: the last one tells whether they are finite; a step that is not finite is retried without overlap anyway.
+        """
         kept, held = jax.device_get(results), dict(weights)
+        if not np.all(kept[-1]):
+            return
         run_in_daemon_thread(lambda: self._quietly(step, held, kept), THREAD)
 
     def _quietly(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:
