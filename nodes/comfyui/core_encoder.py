@@ -44,7 +44,7 @@ class EncoderSlot:
         return core.layer_idx % number + 1
 
 
-class Part:
+class TextPart:
     """A module of core's text model by name, which nodes such as LoraSave look up; the patcher has its weights."""
 
     comfy_cast_weights = False
@@ -52,11 +52,11 @@ class Part:
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
 
-    def __getattr__(self, name: str) -> "Part":
+    def __getattr__(self, name: str) -> "TextPart":
         below = [one.removeprefix(f"{name}.") for one in self._names if one.startswith(f"{name}.")]
         if not below:
             raise AttributeError(f"core's text model has no {name} here")
-        return Part(below)
+        return TextPart(below)
 
 
 class Encoder(torch.nn.Module):
@@ -112,7 +112,7 @@ class Encoder(torch.nn.Module):
         except AttributeError:
             if "place" not in vars(self):
                 raise
-            return getattr(Part(self.place.names), name)
+            return getattr(TextPart(self.place.names), name)
 
     @functools.cached_property
     def depth(self) -> int:
