@@ -185,9 +185,17 @@ def load_vae(path: str, precision: str, host: MakeContext) -> "VAE":
 
     path: of the file. precision: as a node has it. host: returns the running node's progress.
     """
-    loaded = defer_vae(api.choose_partial_model(_ENCODING, path, precision=precision), host)
+    loaded = defer_vae(_choose_vae_model(path, precision), host)
     loaded.resolve()
     return loaded
+
+
+def _choose_vae_model(path: str, precision: str) -> ModelRef:
+    """Return the model of a VAE's file: one that encodes, or for an all-in-one checkpoint one that does not."""
+    try:
+        return api.choose_partial_model(_ENCODING, path, precision=precision)
+    except ValueError:
+        return api.choose_partial_model(api.SPECS, path, precision=precision)
 
 
 def defer_vae(model: ModelRef, host: MakeContext) -> "VAE":
@@ -223,7 +231,12 @@ def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
     if is_light:
         return None
     files = list({tensor.path for tensor in file.tensors.values()})
-    return api.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
+    try:
+        return (
+            api.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
+        )
+    except ValueError:
+        return None  # an all-in-one checkpoint of a model that does not encode
 
 
 class VAE(LazyOwner, comfy.sd.VAE):
@@ -298,7 +311,8 @@ class Autoencoder(torch.nn.Module):
         if self.encoding is None:
             raise ValueError(
                 f"{self.model.spec.title}: {self.model.model_id} has no encoder that is read here: its VAE is in "
-                "several files, or is a light decoder. Load the VAE's own file with Load VAE (TPU)."
+                "several files, beside networks that take no picture, or a light decoder. Load the VAE's own file with "
+                "Load VAE (TPU)."
             )
         self._check()
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
