@@ -167,7 +167,7 @@ class Models:
         both = {name: x for name, x in found.items() if not name.startswith("text_encoders.")}
         save_file(both, "both.safetensors")
         latents = self.graphs.draw(1, 16, 2, 8, 6)
-        frames = core_text_and_vae.vae("both.safetensors", "float32", pipeline.Silent).decode(latents)
+        frames = core_text_and_vae.load_vae("both.safetensors", "float32", api.SilentProgress).decode(latents)
         assert relative(frames, read.decode(latents)) < 1e-4
 
     def check_saved_vae(self) -> None:

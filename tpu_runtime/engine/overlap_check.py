@@ -90,7 +90,7 @@ class OverlapChecks:
     def compare(self, step: FirstStep, weights: Weights, results: Any) -> None:
         """Compare a step's `results` in a thread, as soon as the other form is compiled and no stage runs.
 
-        results: the last one tells whether they are finite; a step that is not finite is retried without overlap anyway.
+        results: the last one tells whether they are finite; a step that is not is retried without overlap anyway.
         """
         kept, held = jax.device_get(results), dict(weights)
         if not np.all(kept[-1]):
