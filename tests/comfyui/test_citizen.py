@@ -361,7 +361,7 @@ def test_prompts_of_many_families_in_turn_stay_under_a_budget(server: Server, fa
         watcher.join()
     assert samples and 0 < max(samples) <= BUDGET_MIB * MIB
     lines = [line for line in server.log.read_text()[start:].splitlines() if "is unloaded from the devices" in line]
-    left = {re.search(r"of (tiny/[\w-]+) leaves", line).group(1) for line in lines}
+    left = {re.search(r"of (tiny/[\w-]+) is unloaded", line).group(1) for line in lines}
     assert len(left) >= len(families) // 2 and len(lines) > len(families), lines
 
 

@@ -198,6 +198,7 @@ async def walk(request):
     """Types on the devices, or of torchax, in anything that ComfyUI's cache of outputs holds."""
     import jax
 
+    gc.unfreeze()  # the pack freezes the objects of its imports, and all others of that moment
     executors = [one for one in gc.get_objects() if type(one).__name__ == "PromptExecutor"]
     seen, wrong, count = set(), [], 0
     stack = [executor.caches.outputs for executor in executors]
