@@ -110,7 +110,7 @@ def test_a_file_says_what_ran_for_it_when_it_is_dropped(page: Any, server: Serve
     says(page, "How this file was made:")
     open_example(page)
     page.evaluate("app.extensionManager.command.execute('comfyui-tpu.ran')")
-    says(page, "Drop a picture or video that a TPU made on the page")
+    says(page, "Drop an image or video generated on a TPU here")
 
 
 def test_results_that_comfyui_had_in_its_cache_say_when_they_ran(page: Any, server: Server):

@@ -23,7 +23,7 @@ PROBE = """
     @PromptServer.instance.routes.get("/probe/hold")
     async def hold(request):
         declare, held_at = ours(".nodes.declare"), request.query["model"]
-        check = declare.Declaration.check_constants
+        check = declare.Declaration.validate_constants
 
         def waits(self, folders, constants, linked=None):
             if constants.get("model_id") == held_at:
@@ -31,7 +31,7 @@ PROBE = """
                 assert let_go.wait(300)
             return check(self, folders, constants, linked)
 
-        declare.Declaration.check_constants = waits
+        declare.Declaration.validate_constants = waits
         return web.json_response({})
 
     @PromptServer.instance.routes.get("/probe/held")
