@@ -28,8 +28,8 @@ GAP_S = (0.14e-3, 0.36e-3)
 PCIE_BYTES_S = 10 * GB
 # The host's part of 81 frames at 1280x720, measured on two idle cores (docs/LOG.md, 2026-11-28).
 HOST_S_PER_BYTE = 0.47 / (81 * 720 * 1280 * 3 * 4)
-# From the start of a process to the first step: imports and tracing (`cold_start.py`), opening the chips (assumed), and
-# weights from a disk of 2 or 0.5 GB/s (assumed). Programs are on the disk.
+# From the start of a process to the first step: imports and tracing, opening the chips, and weights from a
+# disk of 2 or 0.5 GB/s, all assumed. Programs are on the disk.
 BEFORE_S = (10.0, 25.0)
 OPENING_S = (10.0, 20.0)
 DISK_BYTES_S = (2 * GB, 0.5 * GB)
@@ -132,13 +132,13 @@ def _derivation() -> str:
         f"Each range begins with the prediction. Its end assumes that kernels run at {kernels[1]} of their ceiling "
         f"where {kernels[0]} are predicted, that XLA's operations run as linear layers at {linear[1]} of the peak "
         f"where {linear[0]} are predicted, and that each transfer that is waited for starts in "
-        f"{1e6 * SLOW_START_S:.0f} microseconds, not in {1e6 * interconnect.START_S:.0f}. The three columns behind the "
-        f"step say how much each of them adds. The host adds {gaps[0]:.2f} to {gaps[1]:.2f} ms between two steps "
+        f"{1e6 * SLOW_START_S:.0f} microseconds, not in {1e6 * interconnect.START_S:.0f}. The three columns after the "
+        f"step give the part of each. The host adds {gaps[0]:.2f} to {gaps[1]:.2f} ms between two steps "
         "(measured on a host without chips) and the frames: at best those of the last call over all chips' PCIe "
         f"links, at worst all of them over one link of {PCIE_BYTES_S / GB:.0f} GB/s (assumed). To the first step of a "
-        f"new process: imports and tracing {BEFORE_S[0]:.0f} to {BEFORE_S[1]:.0f} s, opening the chips "
-        f"{OPENING_S[0]:.0f} to {OPENING_S[1]:.0f} s (assumed), weights from a disk of {disk[0]:.0f} to {disk[1]:.1f} "
-        "GB/s; compiled programs are on the disk."
+        f"new process: imports and tracing {BEFORE_S[0]:.0f} to {BEFORE_S[1]:.0f} s and opening the chips "
+        f"{OPENING_S[0]:.0f} to {OPENING_S[1]:.0f} s (both assumed), weights from a disk of {disk[0]:.0f} to "
+        f"{disk[1]:.1f} GB/s; compiled programs are on the disk."
     )
 
 

@@ -20,7 +20,7 @@ Groups = tuple[tuple[int, ...], ...]
 # Seconds from the start of a collective to its first byte, with the participants' agreement to start. Not published for
 # these chips: a hop is about 1 us (the "How to Scale Your Model" book), two or three hops and the agreement make 3 to
 # 10 us. Of Z-Image's 600 transfers a step on eight v6e they make 2 to 6 ms; others measured eight chips on one image
-# 1.85 times as slow as an image on each chip (MaxDiffusion #446). The self-test measures it ("links" in machine.json).
+# 1.85 times as slow as an image on each chip (MaxDiffusion #446). A `transfer_start_s` in machine.json replaces it.
 START_S = 5e-6
 
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "collective-broadcast": 1}
@@ -28,10 +28,12 @@ KINDS = (*RING, "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
 def link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[Device]) -> Mapping[Cable, float]:
-    """Bytes that each link carries in one direction.
+    """Return the bytes that each link carries in one direction.
 
-    `size_bytes`: for all-gather the gathered array, for reduce-scatter and all-reduce the array to be reduced, for
-    all-to-all and permute what each device holds. `groups`: positions in `devices`, for a permute its pairs.
+    kind: of the collective. size_bytes: of the gathered array of an all-gather, of the array before a reduce-scatter or
+        all-reduce, and of each device's array for an all-to-all or permute.
+    groups: positions in `devices`; the pairs of a permute.
+    Raises `NotImplementedError` for another kind.
     """
     places = tuple(tuple(tuple(devices[member].coords) for member in group) for group in groups)
     if kind == "collective-permute":
@@ -53,7 +55,10 @@ def is_exchange(groups: Groups) -> bool:
 
 
 def _ring_flows(group: Sequence[Coords], phases: int) -> list[tuple[Coords, Coords, float]]:
-    """A ring passes `(n - 1) / n` of the array over each of its edges, half of it in each direction."""
+    """Return the flows of a ring.
+
+    It passes `(n - 1) / n` of the array over each of its edges, half of it in each direction.
+    """
     members = len(group)
     if members < 2:
         return []

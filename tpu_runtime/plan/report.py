@@ -19,8 +19,10 @@ FLOOR = "floor"
 
 
 def is_floor(ceiling_share: float | None, kernels_share: float | None) -> bool:
-    """Return whether a program's share of what its shapes allow, or its kernels' share of the peak, is no prediction
-    but the peak.
+    """Return whether a prediction is a floor.
+
+    ceiling_share: of the peak that the program's shapes allow. kernels_share: of the peak, for its kernels. None:
+        unknown.
     """
     return max(ceiling_share or 0.0, kernels_share or 0.0) >= FLOOR_SHARE
 
@@ -206,10 +208,10 @@ def _verdict(plan: Plan) -> str:
 
 
 def _basis(plan: Plan) -> str:
-    """Return the sentences that say what the figures of `plan` rest on."""
+    """Return the sentences that state the basis of the figures of `plan`."""
     start_us, is_measured = 1e6 * plan.transfer_start.seconds, plan.transfer_start.is_measured
     figures = f"All figures are {LABEL} ({plan.compiler}); nothing was measured."
-    start = f"Each collective starts in {start_us:.1f} us, an assumption until the self-test measures it."
+    start = f"Each collective starts in {start_us:.1f} us, an assumption: no measurement is recorded."
     if is_measured:
         figures = f"All figures are {LABEL} ({plan.compiler}); only the start of collectives was measured."
         start = f"Each collective starts in {start_us:.1f} us, as the self-test measured here."
