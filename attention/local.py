@@ -80,9 +80,9 @@ def attend_with_kernel(
     device_kind: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
-    """Return the same as `by_reference`, by the kernel. Heads of an unsupported size are padded with zeros.
+    """Return the same as `attend_with_reference`, by the kernel. Heads of an unsupported size are padded with zeros.
 
-    q, keys, head_dim, log_sums, policy: as for `by_reference`.
+    q, keys, head_dim, log_sums, policy: as for `attend_with_reference`.
     device_kind: JAX's name of the chip. interpret: whether to run in Pallas' interpret mode.
     """
     unpadded, heads = (q, keys), q.shape[2] // head_dim

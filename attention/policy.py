@@ -21,10 +21,10 @@ class AttentionPolicy:
 
     kernel: Kernel = "auto"  # "auto": Pallas on a TPU, the reference elsewhere
     bounded: bool = False  # the weights guarantee scores within `MAX_BOUNDED_SCORE`, so that no maximum is needed
-    # "int8" scores are approximate, and used where they are faster: for at least `LONG_SEQUENCE_TOKENS` on chips of
-    # `TAKES_INT8`.
+    # "int8" scores are approximate, and used where they are faster: for at least `LONG_SEQUENCE_TOKENS` on
+    # `INT8_ATTENTION_CHIPS`.
     scores: Scores = "exact"
-    form: AttentionConfig | None = None  # None: the fastest that fits the chip, see `attention_form.fastest`
+    form: AttentionConfig | None = None  # None: the fastest that fits the chip, see `attention_config.choose_config`
 
     def maximum(self, scores: Scores = "exact") -> Maximum:
         """Return how the kernel finds the maximum of the scores, see `AttentionConfig`."""

@@ -65,7 +65,7 @@ class WorkerLost(RuntimeError):
 
 
 class Worker:
-    """A process with an actor (`worker.Actor`) that runs one job at a time and is started again when it ends.
+    """A process with an actor (`worker.WorkerActor`) that runs one job at a time and is started again when it ends.
 
     No method waits: results and errors of an actor arrive through futures.
     """

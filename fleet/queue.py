@@ -66,7 +66,7 @@ class Queue:
         self._held.pop(worker, None)
 
     def _candidates(self, worker: str) -> Iterator[deque[Job]]:
-        """Yield groups in order of preference, at most `MOST` models and sizes.
+        """Yield groups in order of preference, at most `MAX_CANDIDATES` models and sizes.
 
         First the worker's own group, then those with the most waiting jobs per worker, counting this one.
         """

@@ -142,7 +142,7 @@ class Venv:
     def constrained_command(self, *arguments: str, index: str | None = None) -> list[str]:
         """Return the command that installs `arguments` within the tested versions.
 
-        index: as in `installs`.
+        index: as in `install_command`.
         """
         return self.install_command("-c", str(self.constraints), *arguments, index=index)
 

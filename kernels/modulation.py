@@ -38,7 +38,7 @@ def modulate(
 
 
 def reference(x: Image, factor: Vector, shift: Vector, scale: CoarseRows, offset: CoarseRows) -> Image:
-    """Return the same as `modulated`, computed by XLA: x, factor, shift, scale and offset are those of `modulated`."""
+    """Return the same as `modulate`, computed by XLA: x, factor, shift, scale and offset are those of `modulate`."""
     rows = x.reshape(*x.shape[:3], scale.shape[3], -1, x.shape[4]).astype(jnp.float32)
     by_channel = (..., None, None, None, None)
     result = rows * factor[by_channel] + shift[by_channel]

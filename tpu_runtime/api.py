@@ -221,7 +221,7 @@ def choose_remote_model(
 def run_stage(stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
     """Run one stage on the model's machine and return its result.
 
-    stage: a key of `engine.run.STAGE_FUNCTIONS`.
+    stage: a key of `engine.stage_functions.STAGE_FUNCTIONS`.
     model: the reference.
     progress: of the application.
     arguments: of that function. Settings must be checked; a warning about unusual ones is logged once.
@@ -391,8 +391,9 @@ def _as_it_runs(expected: PlannedGeneration) -> PlannedGeneration:
 
 
 def precompile_calls(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progress: Progress) -> None:
-    """Compile the programs of calls by ComfyUI's own nodes in the background (see `run.precompile_call`). Another
-    thread iterates.
+    """Compile the programs of calls by ComfyUI's own nodes in the background.
+
+    calls: iterated in another thread; see `stage_functions.precompile_call`.
     """
     get_engine(progress).prepare(calls)
 

@@ -34,7 +34,7 @@ _WIDGETS = {"INT": io.Int, "FLOAT": io.Float, "STRING": io.String, "COMBO": io.C
 
 
 def _report_fatal(sentence: str) -> None:
-    """Send the error of a prompt whose node can no longer raise one (see `pipeline.on_fatal`)."""
+    """Send the error of a prompt whose node can no longer raise one (see `api.on_fatal`)."""
     server = PromptServer.instance
     message = {
         "prompt_id": getattr(server, "last_prompt_id", None), "node_id": server.last_node_id, "node_type": "",

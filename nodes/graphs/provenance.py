@@ -15,7 +15,7 @@ from ..declare import Json, Values
 from .graph import Table, Workflow, is_link
 
 KEY = "comfyui-tpu"
-# The stages that a node ran, each with model, chips, seconds and so on; see `pipeline.noted`.
+# The stages that a node ran, each with model, chips, seconds and so on; see `api.record_stages`.
 Notes = Sequence[Mapping[str, Json]]
 # Limits: nodes of a prompt, which may be anyone's, and nodes whose notes are kept.
 MAX_NODES, MAX_RECORDS = 2000, 256

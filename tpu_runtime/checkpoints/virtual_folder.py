@@ -58,7 +58,7 @@ def build_folder_config(
 ) -> dict[str, Any]:
     """Return the config of the virtual folder of a file: the network's own, or the parent model's for partial networks.
 
-    known: values that the user gives by naming models (see `told.DeclaredFlags`).
+    known: values that the user gives by naming models (see `identification.DeclaredFlags`).
     """
     first, *others = spec.parts_of(folder)
     config = build_config(held, first, known)

@@ -1,4 +1,4 @@
-"""Parser of the scheduled program that XLA prints (`CompiledProgram.as_text()`), as far as predictions need it.
+"""Parser of the scheduled program that XLA prints (`jax.stages.Compiled.as_text()`), as far as predictions need it.
 
 Instructions keep the schedule's order. Written for libtpu 0.0.42.1, whose instructions may span lines.
 """

@@ -122,7 +122,7 @@ class Engine:
             self._cancel_background()
 
     def prepare(self, calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> None:
-        """Compile the programs of single calls in the background, in this order (see `run.precompile_call`)."""
+        """Compile the programs of single calls in the background, in this order (see `stage_functions`)."""
         ahead = self._ahead
 
         def work() -> None:
@@ -166,8 +166,8 @@ class Engine:
     def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
         """Run one stage on all hosts and return its result.
 
-        stage: a key of `run.STAGE_FUNCTIONS`.
-        arguments: of that function (see `pipeline`).
+        stage: a key of `stage_functions.STAGE_FUNCTIONS`.
+        arguments: of that function (see `api`).
         Runs one stage at a time and without gradients. ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
         if stage in stage_functions.CALL_FUNCTIONS and type(self.hosts) is not HostGroup:

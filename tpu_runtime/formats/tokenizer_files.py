@@ -76,7 +76,7 @@ def _nearness(name: str, prefix: str) -> int:
 def read_tokenizers(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> dict[str, bytes]:
     """Return the contents of the tokenizers in a file, by their tensor names in safetensors files.
 
-    tensors, prefix: as for `embedded`.
+    tensors, prefix: as for `find_tokenizer`.
     """
     if (tokenizer_file := find_tokenizer(path, tensors, prefix)) is None:
         return {}

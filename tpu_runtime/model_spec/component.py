@@ -93,7 +93,7 @@ class Component:
     aliases: Mapping[str, str] = field(default_factory=dict)
     class_aliases: tuple[str, ...] = ()  # other class names in checkpoints that upstream maps to this one
     config_part: str = ""  # key of this network's config in that of the whole model, if an alias is such a model
-    # drops unused modules and may replace weights by slices (see `modules.WeightSlice`)
+    # drops unused modules and may replace weights by slices (see `upstream_network.WeightSlice`)
     trim: Callable[[Any], None] | None = None
     original_keys: KeyTable = field(default_factory=dict)  # original names (see `formats.names`)
     lora_prefixes: tuple[str, ...] = ()  # prefixes of diffusers' names in LoRA files that ComfyUI accepts, in its order

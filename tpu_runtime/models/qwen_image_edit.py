@@ -63,7 +63,7 @@ def look(call: Call, patches: "np.ndarray", grid: tuple[int, int]) -> "np.ndarra
 def resize_image(picture: "Image.Image", area: int) -> "Image.Image":
     """Scale an image to about `area` pixels and sides that are multiples of 32, with upstream's arithmetic.
 
-    Raises ValueError for an aspect ratio above `MOST_RATIO`, whose shorter side would round to 0.
+    Raises ValueError for an aspect ratio above `MAX_ASPECT_RATIO`, whose shorter side would round to 0.
     """
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
     from PIL import Image

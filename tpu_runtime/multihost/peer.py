@@ -16,7 +16,7 @@ FOLLOWER_MESSAGES, _LOG_LINES = (BarrierReached, AttemptEnded, LogLine, ChipStat
 
 
 class Peer:
-    """A follower, as the leader sees it. The connections' loop calls `hear`; another thread reads the rest."""
+    """A follower, as the leader sees it. The connections' loop calls `handle`; another thread reads the rest."""
 
     def __init__(self, process: int, address: str, link: Connection) -> None:
         self.process, self.link = process, link

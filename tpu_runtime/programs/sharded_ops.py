@@ -27,7 +27,7 @@ class ShardedOps:
 
     Between `tokens` and `unpadded` a sequence has padding, at its end or in tiles. Attention masks it exactly; all
     other operations work token by token. Queries, keys, values and results of attention are `[rows, tokens, heads,
-    head_dim]`. A prologue is the preparation of queries and keys (see `layers.prologue`).
+    head_dim]`. A prologue is the preparation of queries and keys (see `layers.make_prologue`).
 
     `layout` does the same for JAX arrays. Use `torch_bridge.call_jax(run.layout.name, ...)` for methods that are
     missing here.
@@ -64,7 +64,7 @@ class ShardedOps:
         return torch_bridge.call_jax(gather, x)
 
     def remove_padding(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` `[rows, tokens, ...]` without the padding of `tokens`; `untiled` removes that of tiles."""
+        """Return `x` `[rows, tokens, ...]` without the padding of `tokens`; `remove_tiling` removes that of tiles."""
         return torch_bridge.call_jax(self.layout.remove_padding, x)
 
     def remove_tiling(self, x: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ def initial_state(sample: np.ndarray, num_memory: int) -> tuple[np.ndarray, ...]
 
 
 def insert_noise(state: tuple[Any, ...], noise: np.ndarray | None) -> tuple[Any, ...]:
-    """Return the state with the noise `[1, *latent]` of the next step (see `SolverTable.noises`); None: unchanged."""
+    """Return the state with the noise `[1, *latent]` of the next step (`SolverTable.draw_noises`); None: unchanged."""
     return state if noise is None else (*state[:-1], noise)
 
 

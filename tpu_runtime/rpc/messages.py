@@ -70,7 +70,7 @@ class StageFailed(NamedTuple):
 class Start(NamedTuple):
     """All hosts are connected."""
 
-    environment: dict  # variables that all hosts use (see `terms`)
+    environment: dict  # variables that all hosts use (see `multihost.handshake`)
 
 
 class Reply(NamedTuple):

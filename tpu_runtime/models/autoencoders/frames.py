@@ -76,7 +76,7 @@ def encode_still(
 def to_pixels(decoded: "torch.Tensor") -> "torch.Tensor":
     """Convert a decoder's output `[...]`, around -1..1, to float32 pixels in 0..1.
 
-    Infinite values become NaN. Clamped they would look like black and white, and go unnoticed (see `finite`).
+    Infinite values become NaN. Clamped they would look like black and white, and go unnoticed (see `finite_check`).
     """
     import torch
 

@@ -150,7 +150,7 @@ def causal_convolution(
 ) -> "torch.Tensor":
     """Apply `HunyuanVideo15CausalConv3d` to `x` `[1, channels, frames, h, w]`, preceded by the frames `past`.
 
-    conv: diffusers' module. past: `[1, channels, 1, h, w]` each. norm, onto: as in `layers.convolved`.
+    conv: diffusers' module. past: `[1, channels, 1, h, w]` each. norm, onto: as in `layers.apply_convolution`.
     """
     assert (conv.time_causal_padding[:4], conv.pad_mode) == ((1, 1, 1, 1), "replicate")
     return apply_convolution(conv.conv, x, edges="replicate", past=past, kernel=True, norm=norm, onto=onto)
