@@ -23,10 +23,9 @@ MIB = 2**20
 class Call:
     """Attention of `q_rows` queries to `kv_rows` keys and then to `text_rows`, whose number is known at run time.
 
-    `form`: fields of a `AttentionConfig` in place of the table's. `kernel` "ours",
-    or one to compare with. With `kept` keys are in
-    blocks of 1024 with 1008 real ones, of which each block of queries attends to so many, or to all: as the program
-    says when it runs.
+    `form`: fields of an `AttentionConfig` that replace the table's. `kernel`: "ours", or one to compare with. `kept`:
+    with keys in blocks of 1024 with 1008 valid ones, the number of blocks that a block of queries attends to; at run
+    time it may also attend to all.
     """
 
     title: str

@@ -24,8 +24,7 @@ DECODER = decoder(SPEC, LABEL, "latents", "model_id", "fps", *_NEW)
 STAGES = (TEXT_ENCODER, IMAGE_ENCODER, SAMPLER, DECODER)
 PIPELINE = pipeline(
     SPEC, LABEL, STAGES, "image", *_PROMPTS, *SIZE_INPUTS, *_NUMBERS, "model_id", "fps", "resize", "guidance_scale_2",
-    *_NEW,
-    "last_image", *_RECIPE,
+    *_NEW, "last_image", *_RECIPE,
 )  # fmt: skip
 
 NODES = (*STAGES, PIPELINE)

@@ -13,8 +13,8 @@ from .machine import Finding, HostMachine, Inspection
 CHECKS: tuple[Inspection, ...] = (
     host.check_pack, host.check_python, host.check_conflicting_packages, host.check_tokenizer,
     chips.check_chips, chips.check_device_permissions, chips.check_holders, chips.check_hugepages,
-    chips.check_locked_memory,
-    chips.check_variables, chips.check_flags, chips.check_memory_limit, chips.check_fallbacks,
+    chips.check_locked_memory, chips.check_variables, chips.check_flags, chips.check_memory_limit,
+    chips.check_fallbacks,
     host.check_caches, host.check_downloaded_models, disk.check_free_space, disk.check_read_rate, host.check_token,
     host.check_memory, host.check_pip,
     comfyui.check_version, comfyui.check_this_pack, comfyui.check_other_packs, comfyui.check_manager,

@@ -48,8 +48,9 @@ _OLD = {
     ),
     "CogVideoXTPUVAEDecoder": LegacyNode(widgets=("fps",), outputs=_FRAMES),
     "Wan21TextEncoder": LegacyNode(widgets=_PROMPTS, outputs=_EMBEDS),
-    "Wan21TPUSampler": LegacyNode(widgets=(*_VIDEO, *_STEPS, "model_id", "flow_shift"), outputs=("latents",
-    "num_frames")),
+    "Wan21TPUSampler": LegacyNode(
+        widgets=(*_VIDEO, *_STEPS, "model_id", "flow_shift"), outputs=("latents", "num_frames")
+    ),
     "Wan21TPUVAEDecoder": LegacyNode(widgets=("model_id", "fps"), outputs=_FRAMES),
     "Wan21TPUPipeline": LegacyNode(
         widgets=("prompt", "negative_prompt", *_VIDEO, *_STEPS, "model_id", "fps", "flow_shift"), outputs=_FRAMES

@@ -1,5 +1,7 @@
-"""The stages of a generation, single calls of networks, and warming up: functions of a `StageContext`, by name in
-`STAGE_FUNCTIONS`."""
+"""The stages of a generation, single calls of networks, and warming up.
+
+They are functions of a `StageContext`, by name in `STAGE_FUNCTIONS`.
+"""
 
 import functools
 import hashlib

@@ -70,8 +70,7 @@ class Leader(HostGroup):
         """Release the followers, because the process ends."""
         self._tell(Shutdown("the leader ended"))
 
-    # -- see `HostGroup`
-    # ------------------------------------------------------------------------------------------------
+    # -- see `HostGroup` -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def stage(self, name: str, arguments: Arguments, progress: Progress) -> Iterator[Progress]:
