@@ -1,7 +1,7 @@
-"""What stays as long as the process is left out of the search for garbage, during which nothing else of Python runs.
+"""Exclusion of permanent objects from garbage collections, which stop all Python threads.
 
-JAX, PyTorch and upstream's models leave some 700 000 objects; ComfyUI searches all of them every ten seconds while
-prompts run, and its page stands still for half a second meanwhile.
+JAX, PyTorch and upstream's models create some 700 000 objects. ComfyUI collects garbage every ten seconds while prompts
+run, and its page freezes for half a second each time.
 """
 
 import gc
@@ -11,19 +11,20 @@ from collections.abc import Collection
 
 from .units import MIB
 
-# So many new objects are worth a search, the last that looks at them.
+# Number of new objects from which on they are frozen.
 MANY = 100_000
-# A network of another's with more than this could be part of a circle, which would never be freed.
+# A network with more weights than this is not frozen, because a reference cycle with it would never be freed.
 LARGE_BYTES = MIB
 _LOCK = threading.Lock()
 _seen = 0
 
 
 def set_aside(kinds: Collection[type] = ()) -> bool:
-    """Frees what is garbage, and leaves what else there is out of later searches; gives whether it did.
+    """Collect garbage, freeze all other objects (`gc.freeze`), and return whether that was done.
 
-    Nothing is done while there are few new objects, an object of just one of these `kinds`, or a network with weights
-    in the host's memory. What is set aside is still freed as soon as nothing refers to it, but for circles.
+    kinds: types of which no object may exist; subclasses do not count.
+    Nothing is done with fewer than `MANY` new objects, or with a network's weights in the host's memory. A frozen
+    object is still freed when its last reference goes, except in a reference cycle.
     """
     global _seen
     with _LOCK:
@@ -45,11 +46,11 @@ def _holds_models(kinds: frozenset[type]) -> bool:
     if types & kinds:
         return True
     torch = sys.modules.get("torch")
-    networks = {one for one in types if torch is not None and issubclass(one, torch.nn.Module)}
-    return any(type(one) in networks and _weight_bytes(one) > LARGE_BYTES for one in objects)
+    networks = {kind for kind in types if torch is not None and issubclass(kind, torch.nn.Module)}
+    return any(type(item) in networks and _weight_bytes(item) > LARGE_BYTES for item in objects)
 
 
 def _weight_bytes(network: object) -> int:
-    """Of its own weights, without those of networks in it, which are looked at themselves."""
-    own = [held for name in ("_parameters", "_buffers") for held in vars(network).get(name, {}).values()]
-    return sum(one.nbytes for one in own if one is not None and one.device.type != "meta")
+    """Return the bytes of a network's own weights on the host, without those of its submodules."""
+    tensors = [tensor for name in ("_parameters", "_buffers") for tensor in vars(network).get(name, {}).values()]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None and tensor.device.type != "meta")

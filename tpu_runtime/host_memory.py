@@ -1,6 +1,7 @@
-"""The memory that this process can still take of its host, and the error where something would take more.
+"""Available memory of the host, and the error for a request that exceeds it.
 
-Linux ends a process that takes too much, with all its prompts; so what is large asks before it begins. Imports no JAX.
+Linux kills a process that allocates too much, with all its prompts, so large allocations are checked first. Imports no
+JAX.
 """
 
 import contextlib
@@ -18,11 +19,11 @@ except ImportError:  # Windows
     resource = None
 
 _ROOT = Path("/")
-# What stays free: threads, the log, and the next prompt's answer have to go on.
+# Memory to leave free for threads, the log and the answer to the next prompt.
 RESERVE_BYTES = 128 * MIB
-# More than any machine has: what version 1 of cgroups says where there is no limit.
+# Larger than any machine's memory: version 1 of cgroups reports such a limit for "unlimited".
 _NO_LIMIT = 2**60
-# What torch says of memory that the kernel refused, and Rust's libraries.
+# Errors of torch and of Rust libraries for memory that the kernel refused.
 _REFUSED = re.compile(r"DefaultCPUAllocator|\(os error 12\)|Cannot allocate memory")
 
 _WHAT_TO_DO = (
@@ -32,16 +33,19 @@ _WHAT_TO_DO = (
 
 
 def available_bytes() -> int | None:
-    """What this process can still take: the least of what the host, its container and its own limits leave.
+    """Return the bytes that this process can still allocate; None if Linux's files do not report them.
 
-    None where nobody says so as Linux does.
+    The value is the smallest of the host's free memory and the remainders of the container's and the process's limits.
     """
-    found = [*_of_host(), *_of_containers(), *_of_process()]
-    return max(0, min(found)) if found else None
+    remainders = [*_read_host(), *_read_containers(), *_read_process()]
+    return max(0, min(remainders)) if remainders else None
 
 
 def require(size_bytes: int, what: str) -> None:
-    """Raises `HostMemoryError` where `what`, as "Loading X", would take more than there is."""
+    """Raise `HostMemoryError` if less than `size_bytes` and `RESERVE_BYTES` are available.
+
+    what: begins the message, such as "Loading X".
+    """
     available = available_bytes()
     if available is not None and available < size_bytes + RESERVE_BYTES:
         raise HostMemoryError(
@@ -52,7 +56,7 @@ def require(size_bytes: int, what: str) -> None:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Makes a `HostMemoryError` of memory that the kernel refuses while `what` is done."""
+    """Turn an error for memory that the kernel refused into a `HostMemoryError`. `what` begins its message."""
     try:
         yield
     except Exception as error:  # libraries raise errors of their own
@@ -69,44 +73,44 @@ def _is_refused(error: Exception) -> bool:
         return True
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
-    # What a chip's runtime says is its own matter, see `refusal`.
+    # Errors of a chip's runtime are parsed in `memory_errors`.
     return "RESOURCE_EXHAUSTED" not in str(error) and bool(_REFUSED.search(str(error)))
 
 
-def _of_host() -> Iterator[int]:
+def _read_host() -> Iterator[int]:
     lines = _table(_ROOT / "proc/meminfo", ":")
     if "MemAvailable" in lines:
         yield (lines["MemAvailable"] + lines.get("SwapFree", 0)) * 1024
 
 
-def _of_containers() -> Iterator[int]:
-    """What each control group leaves that this process is in, of version 1 or 2; pages of files can be taken back."""
+def _read_containers() -> Iterator[int]:
+    """Yield the remainder of each control group of this process, version 1 or 2; the page cache counts as free."""
     for line in _text(_ROOT / "proc/self/cgroup").splitlines():
-        _, kinds, place = (*line.split(":", 2), "", "")[:3]
+        _, kinds, path = (*line.split(":", 2), "", "")[:3]
         if kinds not in ("", "memory"):
             continue
         root = _ROOT / "sys/fs/cgroup" / kinds
         limit, used = (
             ("memory.max", "memory.current") if not kinds else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         )
-        # In a container the place is often the host's, and what is mounted is the container's own.
-        inner = root / place.lstrip("/")
-        for folder in {root, *(one for one in (inner, *inner.parents) if root in one.parents)}:
-            if (most := _number(folder / limit)) is None or most >= _NO_LIMIT:
+        # In a container the path is often the host's, and the mounted tree is the container's own.
+        inner = root / path.lstrip("/")
+        for folder in {root, *(parent for parent in (inner, *inner.parents) if root in parent.parents)}:
+            if (max_bytes := _number(folder / limit)) is None or max_bytes >= _NO_LIMIT:
                 continue
-            found = _table(folder / "memory.stat", " ")
+            stat = _table(folder / "memory.stat", " ")
             names = ("inactive_file", "active_file") if not kinds else ("total_inactive_file", "total_active_file")
-            yield most - (_number(folder / used) or 0) + sum(found.get(name, 0) for name in names)
+            yield max_bytes - (_number(folder / used) or 0) + sum(stat.get(name, 0) for name in names)
 
 
-def _of_process() -> Iterator[int]:
+def _read_process() -> Iterator[int]:
     if resource is None:
         return
-    held = _table(_ROOT / "proc/self/status", ":")
+    status = _table(_ROOT / "proc/self/status", ":")
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most, _ = resource.getrlimit(limit)
-        if most != resource.RLIM_INFINITY and name in held:
-            yield most - held[name] * 1024
+        max_bytes, _ = resource.getrlimit(limit)
+        if max_bytes != resource.RLIM_INFINITY and name in status:
+            yield max_bytes - status[name] * 1024
 
 
 def _text(path: Path) -> str:
@@ -122,10 +126,10 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path, separator: str) -> dict[str, int]:
-    """The whole numbers of a file of lines, by what stands before them."""
-    found = {}
+    """Return the integers of a file by the name before each; lines without an integer are skipped."""
+    values = {}
     for line in _text(path).splitlines():
         name, _, value = line.partition(separator)
         if (number := value.split()[:1]) and number[0].isdigit():
-            found[name] = int(number[0])
-    return found
+            values[name] = int(number[0])
+    return values

@@ -78,8 +78,9 @@ def register() -> None:
 
 
 def set_imports_aside() -> None:
-    """Leaves what our imports made out of ComfyUI's searches for garbage (see `pipeline.set_aside`), unless a model of
-    ComfyUI's or another pack's is there. Ours hold no weights.
+    """Exclude objects of our imports from ComfyUI's garbage collections (see `api.set_aside`).
+
+    Nothing is excluded while a model of ComfyUI or another pack exists. Our models hold no weights on the host.
     """
     package = __name__.rpartition(".")[0]
     api.set_aside([kind for kind in _kinds(comfy.model_patcher.ModelPatcher) if package not in kind.__module__])

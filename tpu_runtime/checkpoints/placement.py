@@ -1,8 +1,8 @@
-"""Arrays from the host onto its chips: each byte crosses the host's bus once, and chips hand copies to each other.
+"""Transfer of arrays from the host to its chips, in which each byte crosses PCIe once.
 
-An array that several chips hold is put in parts, one on each of these chips, and gathered on the links between them:
-eight copies of 12 GB over PCIe take seconds, a gather a tenth of one. Only chips of this host take part in a gather, so
-that hosts do not wait for each other.
+An array that several chips hold is put in parts, one on each of these chips, and gathered over the links between them.
+Eight copies of 12 GB over PCIe take seconds; a gather takes a tenth of a second. A gather uses only chips of this host,
+so hosts do not wait for each other.
 """
 
 import functools
@@ -20,12 +20,12 @@ from ..files import Index
 
 # Smaller arrays are put on every chip: launching a program takes longer.
 MIN_SPLIT_BYTES = 2**20
-# Pieces whose transfer may be under way while the next is put.
+# Number of pieces whose transfer may be pending while the next is put.
 MAX_PUTS_IN_FLIGHT = 2
 
 
 class Arriving(Protocol):
-    """What `device_put` returns, as far as its arrival is asked for."""
+    """Array returned by `device_put`, which may not have arrived."""
 
     def is_ready(self) -> bool: ...
     def is_deleted(self) -> bool: ...
@@ -33,8 +33,9 @@ class Arriving(Protocol):
 
 
 class PutsInFlight:
-    """Transfers to the chips that may be under way, oldest first: `device_put` returns before the bytes have left, and
-    the host holds them until then.
+    """Pending transfers to the chips, oldest first.
+
+    `device_put` returns before the transfer ends, and the host holds the bytes until then.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class PutsInFlight:
             self.wait_for_oldest()
 
     def wait_for_oldest(self) -> None:
-        """Wait until the oldest piece has arrived. Raises what its transfer raises."""
+        """Wait until the oldest piece has arrived. Raises the transfer's error."""
         for array in self._puts.popleft()[0]:
             if not array.is_deleted():
                 array.block_until_ready()
@@ -68,10 +69,10 @@ class PutsInFlight:
 def place(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray], in_flight: PutsInFlight
 ) -> jax.Array:
-    """Return an array of `shape` on the chips, made of the shards that `read` returns for their indices.
+    """Return the array `[*shape]` on the chips, with the bits that `read` returned.
 
-    `read` is called once for each index that chips of this host have, in the order of `shards_of`. The bits are those
-    that `read` returned.
+    read: returns the shard of an index; called once per index of this host's chips, in the order of `shards_of`.
+    in_flight: counts the shards until they have arrived.
     """
     shards = shards_of(sharding, shape)
     counts = {len(devices) for _, devices in shards}
@@ -112,7 +113,7 @@ def _split_axis(shape: tuple[int, ...], count: int) -> int:
 
 
 def _split(piece: np.ndarray, count: int, axis: int) -> Iterator[np.ndarray]:
-    """Yield `count` equal parts of `piece` along `axis`, with zeros behind its end."""
+    """Yield `count` equal parts of `piece` along `axis`, padded with zeros."""
     size = -(-piece.shape[axis] // count)
     for start in range(0, count * size, size):
         part = piece[(slice(None),) * axis + (slice(start, start + size),)]
@@ -123,7 +124,7 @@ def _split(piece: np.ndarray, count: int, axis: int) -> Iterator[np.ndarray]:
 def _gathered(
     parts: Sequence[jax.Array], *, shape: tuple[int, ...], dtype: np.dtype, count: int, axis: int
 ) -> list[jax.Array]:
-    """Return the shards of `shape` that each `count` following `parts` make up, one on the chip of each part."""
+    """Return the shards `[*shape]`, each gathered from `count` consecutive `parts`, one on the chip of each part."""
     devices = tuple(part.device for part in parts)
     program, sharding = _gather_program(devices, shape, dtype, count, axis)
     first, *rest = parts[0].shape
@@ -136,8 +137,9 @@ def _gathered(
 def _gather_program(
     devices: tuple[Device, ...], shape: tuple[int, ...], dtype: np.dtype, count: int, axis: int
 ) -> tuple[Callable[[jax.Array], jax.Array], NamedSharding]:
-    """Return the program that gathers parts among each `count` chips, and how its argument lies on these: the parts
-    one behind the other.
+    """Return the program that gathers parts among each `count` chips, and the sharding of its argument.
+
+    The argument is the concatenation of the parts.
     """
     mesh = Mesh(np.array(devices).reshape(-1, count), ("shard", "replica"))
 

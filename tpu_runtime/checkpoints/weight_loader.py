@@ -93,7 +93,7 @@ def load_weights(
                     weights[name] = place(want.shape, want.sharding, lambda index: next(ahead), in_flight)
                 if want.dtype == jax.numpy.int8:
                     check(f"round {name}")
-                    in_flight.wait_for_all()  # which holds what is rounded
+                    in_flight.wait_for_all()  # it refers to the weight that is rounded
                     weights[name], weights[name + SCALE_SUFFIX] = quantize_weight(
                         weights[name], axes[name], want, wanted[name + SCALE_SUFFIX]
                     )

@@ -71,7 +71,7 @@ TOPOLOGIES: tuple[Topology, ...] = (
 
 
 def topology(name: str) -> Topology:
-    """The slice called `name`, or by one of its aliases; raises `ValueError` that lists the names."""
+    """Return the slice with this name or alias. Raises `ValueError` with all names for an unknown one."""
     wanted = re.sub(r"\s", "", name).lower()
     for found in TOPOLOGIES:
         if wanted in (found.name, *found.aliases):
@@ -81,21 +81,21 @@ def topology(name: str) -> Topology:
 
 
 def find_topology(device_kind: str, num_devices: int) -> Topology | None:
-    """The slice that devices of this kind and number are; None for one that is not listed, or no TPU."""
+    """Return the slice of `num_devices` devices of this kind; None for an unlisted slice, or no TPU."""
     same = (found for found in TOPOLOGIES if found.chip.device_kind == device_kind)
     return next((found for found in same if found.num_devices == num_devices), None)
 
 
 def larger(small: Topology) -> tuple[Topology, ...]:
-    """The slices of the same generation with more chips, smallest first."""
+    """Return the slices of the generation of `small` with more chips, smallest first."""
     same = (found for found in TOPOLOGIES if found.chip == small.chip and found.num_chips > small.num_chips)
     return tuple(sorted(same, key=lambda found: found.num_chips))
 
 
 def compile_devices(target: Topology) -> tuple[Device, ...]:
-    """The devices of `target` to compile for; no TPU is needed or touched.
+    """Return the devices of `target` to compile for. It needs no TPU and opens none.
 
-    Raises `RuntimeError` where libtpu is not installed.
+    Raises `RuntimeError` if libtpu is not installed.
     """
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise RuntimeError(
@@ -108,8 +108,9 @@ def compile_devices(target: Topology) -> tuple[Device, ...]:
 
 
 def compiler_environment() -> dict[str, str]:
-    """What libtpu must find in the environment when it is loaded to compile next to a process that uses a TPU, or
-    where there is none: it asks no metadata server, takes no lock and does not complain that it is not on a TPU VM.
+    """Return the environment for a libtpu that only compiles, without a TPU or next to a process that uses one.
+
+    libtpu then asks no metadata server, takes no lock, and does not report that it runs outside a TPU VM.
     """
     return {
         "TPU_SKIP_MDS_QUERY": "1",

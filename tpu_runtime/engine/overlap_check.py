@@ -1,8 +1,8 @@
 """Comparison of each new program's first real step with and without overlapped transfers, bit by bit.
 
-An overlapped transfer that goes wrong gives finite numbers, which nothing else would notice. The step's
-arguments and results are kept on the host, the other form is compiled behind what runs, and the chips compute it
-between two stages. The verdict is kept in the machine's record, so that each program is compared once on a machine.
+A faulty overlapped transfer can give wrong but finite numbers that no other check detects. The step's arguments and
+results are kept on the host, the program without overlap is compiled in the background, and the chips run it between
+two stages. The machine's record stores the verdict, so each program is compared once per machine.
 """
 
 import logging
@@ -24,25 +24,25 @@ from .program_cache import PendingCompilation, ProgramRequest
 log = logging.getLogger(__name__)
 
 THREAD = "comfyui-tpu-compare"
-# Longer than any compilation takes; what is dropped from the queue never ends.
+# Longer than any compilation; a request that is dropped from the queue never ends.
 MAX_WAIT_S = 2 * 3600.0
 
 
 class Programs(Protocol):
-    """The compiled programs of a process, as far as they are asked for here."""
+    """Program cache of a process."""
 
     def note(self, wanted: ProgramRequest) -> PendingCompilation | Executable: ...
 
 
 class HeldPrograms(Protocol):
-    """What the chips hold, as far as it is asked for here."""
+    """Device cache of a process."""
 
     def has_room(self, program: Executable, *, runs: bool = False) -> bool: ...
     def drop_program(self, digest: str) -> None: ...
 
 
 class Verdicts(Protocol):
-    """The machine's record, and how a verdict gets into it."""
+    """Fallback policy, which stores verdicts in the machine's record."""
 
     @property
     def record(self) -> MachineRecord: ...
@@ -51,13 +51,11 @@ class Verdicts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStep:
-    """A step that the chips are about to make: `wanted` is its program, `without` that without overlap. `args` are on
-    the host, for a program may overwrite its own.
-    """
+    """A step that the chips are about to run."""
 
-    wanted: ProgramRequest
-    without: ProgramRequest
-    args: tuple[Any, ...]
+    wanted: ProgramRequest  # its program
+    without: ProgramRequest  # the same without overlapped transfers
+    args: tuple[Any, ...]  # on the host, because a program may overwrite its arguments
 
 
 @dataclass(kw_only=True)
@@ -73,8 +71,10 @@ class OverlapChecks:
     def first_step(
         self, program: object, args: tuple[Any, ...], wanted_of: Callable[[bool], ProgramRequest]
     ) -> FirstStep | None:
-        """Return the step that `program` is about to make with `args`, if it is to be compared: the program is new to
-        this machine and overlaps transfers. `wanted_of` returns the program with overlap or without.
+        """Return the step that `program` is about to run with `args`, if it is to be compared; else None.
+
+        It is compared if the program is new to this machine and overlaps transfers.
+        wanted_of: returns the program with overlap (True) or without.
         """
         if not isinstance(program, Executable):
             return None
@@ -100,7 +100,7 @@ class OverlapChecks:
     def _quietly(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:
         try:
             self._compare(step, weights, results)
-        except Exception as error:  # whatever it is, the step itself succeeded
+        except Exception as error:  # of any kind: the step itself succeeded
             log.warning("%s was not compared with its form without overlap: %s", step.wanted.title, error)
 
     def _compare(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:

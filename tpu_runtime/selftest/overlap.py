@@ -75,7 +75,7 @@ def _together(devices: Sequence[Device]) -> Measurement:
     taken, rungs = known.left(_options(devices)), known.kernels
     wrong = _differences(devices, taken, rungs)
     if not wrong:
-        by = "XLA, for the kernel is off" if registry.RESIDUAL_NORM in rungs.off else "the kernel"
+        by = "XLA, because the kernel is off" if registry.RESIDUAL_NORM in rungs.off else "the kernel"
         return Measurement(note=f"{len(taken)} options; norms by {by}")
     problem = f"Next to a kernel these differ: {', '.join(wrong)}"
     for count in range(1, len(OVERLAP) + 1):
