@@ -270,7 +270,9 @@ def test_a_halt_in_the_third_kernel_is_one_red_row_and_the_next_prompt_is_right(
     assert [stage for stage, problem in found.items() if problem] == ["residual norm"]
     assert HALT in found["residual norm"]
     assert {"convolution", "modulation", "run by another", "first step", "frames", "weights"} <= set(found)
-    assert next(row for row in run.rows if "beside" in row.stage).note.endswith("norms by XLA, because the kernel is off")
+    assert next(row for row in run.rows if "beside" in row.stage).note.endswith(
+        "norms by XLA, because the kernel is off"
+    )
     assert learnt().fallbacks.kernels == KernelFallbacks(off=("residual_norm",))
     assert run.report().to_json()["machine"]["kernels_off"] == ["residual_norm"]
 
