@@ -42,18 +42,18 @@ def forget(server: Server) -> None:
 
 
 def ask_until(server: Server, ask: Callable[[Server], object], condition: Callable[[], bool]) -> None:
-    """Asks for an unload until there is one.
+    """Ask for an unload until there is one and ComfyUI owes no other.
 
     ComfyUI misses a flag that is set after it has looked at its flags and before it waits for the next prompt, while it
-    collects garbage.
+    collects garbage. A prompt that is queued before ComfyUI has looked runs first, and is unloaded right behind.
     """
     ask(server)
     asked_s = time.monotonic()
 
     def is_done() -> bool:
         nonlocal asked_s
-        if condition():
-            return True  # a flag that is set now would be seen behind the next prompt
+        if condition() and not server.get("/citizen/flags")["pending"]:
+            return True
         if time.monotonic() - asked_s > ASK_AGAIN_S:
             ask(server)
             asked_s = time.monotonic()

@@ -109,6 +109,12 @@ async def stats(request):
     return web.json_response(runtime("monitor.snapshot").take_snapshot())
 
 
+@routes.get("/citizen/flags")
+async def flags(request):
+    """Names of the unloads that ComfyUI was asked for and has not begun."""
+    return web.json_response({"pending": sorted(PromptServer.instance.prompt_queue.get_flags(reset=False))})
+
+
 @routes.get("/citizen/memory")
 async def memory(request):
     """Bytes of this process when nothing that could be given back is kept."""
