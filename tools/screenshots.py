@@ -19,10 +19,10 @@ import av
 import numpy as np
 from comfyui_tpu.installer import demo_and_tests
 from comfyui_tpu.tests.browser import test_monitor
+from comfyui_tpu.tests.browser.page import launch_browser
 from comfyui_tpu.tests.support import comfyui_server
 from comfyui_tpu.tests.support.patience import until
 from PIL import Image
-from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -69,11 +69,9 @@ def take_pages() -> None:
     try:
         server.start()
         server.post("/settings", SETTINGS)
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=test_monitor.CHROMIUM, args=test_monitor.ARGUMENTS)
+        with launch_browser() as browser:
             page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
             take(test_monitor.Tab(page, server))
-            browser.close()
     finally:
         server.stop()
         shutil.rmtree(base, ignore_errors=True)

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from comfyui_tpu.tests.browser import test_monitor
+from comfyui_tpu.tests.browser.page import launch_browser
 from comfyui_tpu.tests.support import comfyui_server
-from playwright.sync_api import sync_playwright
 
 ANSWERS, ROUNDS = 200, 4
 # Shows so many answers, or none; a frame is painted after each.
@@ -44,11 +44,9 @@ def main() -> None:
     try:
         server.start()
         server.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0"})
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=test_monitor.CHROMIUM, args=test_monitor.ARGUMENTS)
+        with launch_browser() as browser:
             tab = test_monitor.Tab(browser.new_page(viewport={"width": 1280, "height": 1000}), server, "")
             each = measure(tab, apart)
-            browser.close()
     finally:
         server.stop()
         shutil.rmtree(base, ignore_errors=True)

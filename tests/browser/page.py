@@ -79,6 +79,18 @@ ENDS_IN_TIME = """async ([script, given, seconds]) => {
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the PATH")
 
 
+@contextlib.contextmanager
+def launch_browser() -> Iterator[Any]:
+    """Yield a headless Chromium; it ends with the block."""
+    playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
+    with playwright_sync.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
 def patient(page: Any, seconds: float = PATIENCE_S) -> Any:
     """The page, in which whatever does not happen within these seconds is an error that says what was waited for."""
     page.set_default_timeout(1000 * seconds)
@@ -100,15 +112,10 @@ def _loaded(page: Any, url: str) -> Any:
 @contextlib.contextmanager
 def opened(server: Server) -> Iterator[Any]:
     """The page of a server, ready to load a workflow."""
-    playwright_sync = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
     # Its first visit would open a gallery of templates over the canvas.
     server.post("/settings", {"Comfy.TutorialCompleted": True})
-    with playwright_sync.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-        try:
-            yield _loaded(browser.new_page(viewport={"width": 1600, "height": 1000}), server.url)
-        finally:
-            browser.close()
+    with launch_browser() as browser:
+        yield _loaded(browser.new_page(viewport={"width": 1600, "height": 1000}), server.url)
 
 
 @contextlib.contextmanager

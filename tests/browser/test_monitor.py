@@ -3,7 +3,6 @@
 import contextlib
 import random
 import re
-import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.tests.browser.page import patient
+from comfyui_tpu.tests.browser.page import launch_browser, needs_browser, patient
 from comfyui_tpu.tests.support.citizen import CITIZEN_PACK
 from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui, tiny_workflow
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
@@ -23,8 +22,6 @@ playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: p
 
 PATIENCE_MS = 1000 * PATIENCE_S
 playwright.expect.set_options(timeout=PATIENCE_MS)
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 SCREENSHOTS = PACK / "output" / "screenshots"
 APP = "window.comfyAPI.app.app.extensionManager"
 PANEL = ".comfyui-tpu-panel"
@@ -40,7 +37,7 @@ IS_DARK = """() => {
 }"""
 GIB = 2**30
 
-pytestmark = [needs_comfyui, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
+pytestmark = [needs_comfyui, needs_browser]
 
 
 class Tab:
@@ -135,10 +132,8 @@ def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with launch_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

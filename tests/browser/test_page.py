@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from comfyui_tpu.tests.browser.page import ARGUMENTS, BROWSER, needs_browser, patient
+from comfyui_tpu.tests.browser.page import launch_browser, needs_browser, patient
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install playwright")
 pytestmark = [needs_browser, pytest.mark.slow]
@@ -13,10 +13,8 @@ pytestmark = [needs_browser, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+    with launch_browser() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ import random
 import re
 from typing import Any
 
-import pytest
 from comfyui_tpu.tests.browser import test_monitor
+from comfyui_tpu.tests.browser.page import needs_browser
 from comfyui_tpu.tests.browser.test_monitor import GIB, OVERLAPS, PANEL, WIDER, Tab, chromium, fake, loaded, server, tab
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 
 __all__ = ["chromium", "loaded", "server", "tab"]
 
-pytestmark = [needs_comfyui, pytest.mark.skipif(test_monitor.CHROMIUM is None, reason="no chromium on this machine")]
+pytestmark = [needs_comfyui, needs_browser]
 
 
 def test_nothing_moves_as_the_tab_opens(tab: Tab):

@@ -180,13 +180,13 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(rungs: R
 
 @pytest.mark.recorded
 def test_the_tab_says_what_runs_in_the_place_of_what_was_refused(rungs: Ran):
-    from comfyui_tpu.tests.browser.test_monitor import ARGUMENTS, CHROMIUM, PANEL, Tab, playwright
+    from comfyui_tpu.tests.browser.page import BROWSER, launch_browser
+    from comfyui_tpu.tests.browser.test_monitor import PANEL, Tab, playwright
 
-    if CHROMIUM is None:
+    if BROWSER is None:
         pytest.skip("no chromium on this machine")
     rungs.server.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0"})
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with launch_browser() as browser:
         tab = Tab(browser.new_page(viewport={"width": 1280, "height": 1000}), rungs.server)
         tab.load()
         tab.open()
@@ -195,7 +195,6 @@ def test_the_tab_says_what_runs_in_the_place_of_what_was_refused(rungs: Ran):
         assert len(sentences) == 4 and said.last.is_visible()
         tab.screenshot("monitor-ladder")
         assert tab.faults == []
-        browser.close()
 
 
 def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_machine: Starts, right: np.ndarray):
