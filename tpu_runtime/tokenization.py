@@ -57,6 +57,9 @@ _WITH_PATTERNS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _COUNTS = ("extra_ids", "offset", "num_madeup_words")
 MAX_EXTRA_TOKENS = 4096
 MAX_QUOTE_LENGTH = 60  # characters
+# Characters of a prompt that are examined, more than any text encoder takes: a search of a long text, or a list of a
+# million tokens, would keep every other thread waiting.
+MAX_COUNTED = 100_000
 _WORD = re.compile(r"\w+")
 
 
@@ -225,37 +228,46 @@ def tokenize_chats(
 def find_literal_syntax(prompt: str) -> Iterator[str]:
     """Yield syntax of other programs in a prompt, the first of each kind, with the kind."""
     for kind, pattern in LITERAL_SYNTAX.items():
-        if match := pattern.search(prompt):
+        if match := pattern.search(prompt, 0, MAX_COUNTED):
             yield f"{quote_truncated(match.group())} ({kind})"
 
 
 def count_truncated(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[int, str]:
-    """Return how many tokens of a prompt the text encoder truncates, and their text.
+    """Return how many tokens of a prompt the text encoder truncates, and the start of their text.
 
     text: the encoding.
     tokenizer: of the text encoder.
-    prompt: a text.
+    prompt: a text; of a longer one than `MAX_COUNTED` characters, those are counted.
     """
     import numpy as np
 
+    prompt = prompt[:MAX_COUNTED]
     (kept,), _ = text.tokenize(tokenizer, [prompt])
-    # A character is at most four bytes, and a token at least one.
-    ids, masks = text.tokenize(tokenizer, [prompt, ""], length=text.max_length + 4 * len(prompt))
     prefix = np.ones(text.prefix, bool)
-    full, empty = (row[np.concatenate([prefix, mask.astype(bool)])] for row, mask in zip(ids, masks, strict=True))
+
+    def tokens(prompt: str, length: int) -> "np.ndarray[Any, Any]":
+        (row,), (mask,) = text.tokenize(tokenizer, [prompt], length=length)
+        return row[np.concatenate([prefix, mask.astype(bool)])]
+
+    # A character is at most four bytes, and a token at least one. Few texts need that many.
+    length, most = text.max_length + len(prompt) // 2, text.max_length + 4 * len(prompt)
+    while len(full := tokens(prompt, length)) >= length and length < most:
+        length = min(2 * length, most)
+    empty = tokens("", text.max_length)
     if len(full) <= len(kept):
         return 0, ""
     # Some tokenizers append a last token after truncation; a conversation continues after the prompt.
     start = _equal(kept, full)
     end = len(full) - _equal(full[::-1], empty[::-1])
-    return len(full) - len(kept), tokenizer.decode(full[start:end], skip_special_tokens=True).strip()
+    shown = full[start : min(end, start + 4 * MAX_QUOTE_LENGTH)]
+    return len(full) - len(kept), tokenizer.decode(shown, skip_special_tokens=True).strip()
 
 
 def find_unknown_words(tokenizer: Any, prompt: str) -> Iterator[str]:
     """Yield the words of a prompt that are not single tokens, each once: for a trained tiny model, words it never
     saw.
     """
-    for word in dict.fromkeys(_WORD.findall(prompt)):
+    for word in dict.fromkeys(_WORD.findall(prompt[:MAX_COUNTED])):
         # After another word, so that tokenizers treat it as a whole word.
         if len(tokenizer.tokenize(f"a {word}")) > 2:
             yield word

@@ -1,6 +1,7 @@
 """What of a prompt does not reach the model as it may be meant: said once a prompt, in the node and the log."""
 
 import bisect
+import dataclasses
 import functools
 import logging
 import re
@@ -88,6 +89,25 @@ def test_what_is_cut_off_is_counted(spec):
     left, words = tokenization.count_truncated(text, tokenizer, long)
     assert left == size(long) - text.max_length > 0
     assert words and END.endswith(words)
+
+
+@pytest.mark.parametrize("spec", SPECS[:4], ids=lambda spec: spec.name)
+def test_of_a_prompt_without_end_a_part_is_looked_at(spec, monkeypatch: pytest.MonkeyPatch):
+    """Lists of its tokens are as long as that part's; what is counted is the tokenizer's own count of it."""
+    text = spec.text_encoders[0]
+    tokenizer = tokenization.load_tokenizer(tiny.ensure_random(spec) / text.tokenizer_folder)
+    monkeypatch.setattr(tokenization, "MAX_COUNTED", 2000)
+    lengths = []
+
+    def tokenize(tokenizer, prompts, length=text.max_length):
+        lengths.append(length)
+        return text.tokenize(tokenizer, prompts, length=length)
+
+    prompt = "(red:1.4) " * 200 + "{a|b} embedding:x " * 100_000
+    number, words = tokenization.count_truncated(dataclasses.replace(text, tokenize=tokenize), tokenizer, prompt)
+    assert number == int(text.tokenize(tokenizer, [prompt[:2000]], length=9000)[1].sum()) - text.max_length
+    assert words and max(lengths) <= text.max_length + 4 * 2000
+    assert list(tokenization.find_literal_syntax(prompt)) == ["'(red:1.4)' (a weight)"]
 
 
 def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.LogCaptureFixture):
