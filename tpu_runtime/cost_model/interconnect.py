@@ -20,7 +20,7 @@ Groups = tuple[tuple[int, ...], ...]
 # Seconds from the start of a collective to its first byte, with the participants' agreement to start. Not published for
 # these chips: a hop is about 1 us (the "How to Scale Your Model" book), two or three hops and the agreement make 3 to
 # 10 us. Of Z-Image's 600 transfers a step on eight v6e they make 2 to 6 ms; others measured eight chips on one image
-# 1.85 times as slow as an image on each chip (MaxDiffusion #446). A `transfer_start_s` in machine.json replaces it.
+# 1.85 times as slow as an image on each chip (MaxDiffusion #446). The self-test measures it.
 START_S = 5e-6
 
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "collective-broadcast": 1}

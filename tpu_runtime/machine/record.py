@@ -43,8 +43,7 @@ RATES = ("to_chips", "from_chips")
 class MachineRecord:
     """Known failures and measurements of a machine, in the order in which they were found out.
 
-    `selftest --first-run` measures `reserve_share`, `compilers_behind` and `rates`. No check writes
-    `transfer_start_s` yet.
+    `selftest --first-run` measures `reserve_share`, `compilers_behind`, `rates` and `transfer_start_s`.
     """
 
     fallbacks: Fallbacks = Fallbacks()

@@ -211,7 +211,7 @@ def _basis(plan: Plan) -> str:
     """Return the sentences that state the basis of the figures of `plan`."""
     start_us, is_measured = 1e6 * plan.transfer_start.seconds, plan.transfer_start.is_measured
     figures = f"All figures are {LABEL} ({plan.compiler}); nothing was measured."
-    start = f"Each collective starts in {start_us:.1f} us, an assumption: no measurement is recorded."
+    start = f"Each collective starts in {start_us:.1f} us, an assumption until `selftest --first-run` measures it."
     if is_measured:
         figures = f"All figures are {LABEL} ({plan.compiler}); only the start of collectives was measured."
         start = f"Each collective starts in {start_us:.1f} us, as the self-test measured here."

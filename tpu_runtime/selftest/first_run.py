@@ -4,6 +4,7 @@ This process imports no JAX: it holds no chips, and survives any failure of a ch
 check starts. New fallbacks are written to `machine.json` at once, so that later groups run as prompts will.
 """
 
+import os
 import signal
 import tempfile
 import time
@@ -85,7 +86,8 @@ class FirstRun:
 
     def _run_together(self, chosen: Sequence[CheckGroup], folder: str) -> None:
         """Run all groups in one process, which ends if a chip is lost."""
-        together = [group for group in chosen if group.name != REOPEN]
+        # A process gets its environment once.
+        together = [group for group in chosen if group.name != REOPEN and not group.environment]
         if self._process(together, {"folder": folder, "done": []}):
             return
         note = "All checks share one process here, and an earlier check ended it. Start the sandbox anew to go on."
@@ -140,7 +142,8 @@ class FirstRun:
         self._begun = time.monotonic()
         deadlines = {group.name: group.deadline_s for group in chosen}
         limit_s, is_begun = START_S, False
-        with children.run_module_child("selftest.worker", {**job, "groups": list(deadlines)}) as child:
+        environment = {**os.environ, **dict(chosen[0].environment)}
+        with children.run_module_child("selftest.worker", {**job, "groups": list(deadlines)}, environment) as child:
             while True:
                 try:
                     line = child.line(self._begun + limit_s - time.monotonic())

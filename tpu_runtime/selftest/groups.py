@@ -17,7 +17,12 @@ class CheckGroup:
     deadline_s: float = 120.0  # per check
     continue_on_failure: bool = True  # whether another process continues after a check that lost the chips
     is_plain: bool = False  # part of `selftest` without --first-run
+    environment: tuple[tuple[str, str], ...] = ()  # variables of its process
 
+
+# Bytes of host memory that libtpu maps for transfers when it starts; transfers are timed with each size.
+PREMAPPED = "TPU_PREMAPPED_BUFFER_SIZE"
+PREMAPPED_GIB = (4, 16)
 
 # Kernels come before programs that contain them: a kernel that halts is one row, and disabled afterwards.
 FIRST = (
@@ -32,6 +37,11 @@ FIRST = (
     CheckGroup(name=STORE),
     CheckGroup(name=STORED),
     CheckGroup(name="compiling", deadline_s=240.0),
+    CheckGroup(name="probes", deadline_s=300.0),
+    *(
+        CheckGroup(name=f"{PREMAPPED} {size} GiB", environment=((PREMAPPED, str(size * 2**30)),))
+        for size in PREMAPPED_GIB
+    ),
 )
 
 

@@ -12,7 +12,7 @@ import jax
 from ...sharding.mesh import Device
 from ..models import lookup_spec
 from ..precision import Precision
-from . import chips, compiled, groups, kernels, memory, overlap
+from . import chips, compiled, groups, kernels, memory, overlap, probes
 from .checks import Check
 
 if TYPE_CHECKING:
@@ -64,6 +64,12 @@ _CHECKS: dict[str, Callable[[CheckPlace], Iterator[Check]]] = {
     groups.STORE: lambda place: compiled.check_store(place.devices, place.folder),
     groups.STORED: lambda place: compiled.check_stored(place.devices, place.folder),
     "compiling": lambda place: compiled.check_background_compilation(place.devices),
+    "probes": lambda place: probes.checks(place.devices),
+    **{
+        group.name: lambda place, name=group.name: probes.check_arrays(place.devices, name)
+        for group in groups.FIRST
+        if group.environment
+    },
 }
 
 
