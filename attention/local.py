@@ -47,7 +47,7 @@ def select_scores(policy: AttentionPolicy, num_keys: int, device_kind: str | Non
 
     Int8 scores are exact where the int8 kernel is switched off; the fallback has been logged.
     """
-    scores = policy.scores_of(num_keys, device_kind)
+    scores = policy.choose_scores(num_keys, device_kind)
     return "exact" if device_kind is not None and KernelUnsupported(kernel=kernel_name(scores)) else scores
 
 
@@ -63,7 +63,7 @@ def attend_with_reference(
 
     keys: arrays of keys and values. head_dim: lanes of a head. policy: decides whether scores are those of int8.
     """
-    if not _are_quantized(keys) and policy.scores_of(sum(part.rows for part in keys)) == "exact":
+    if not _are_quantized(keys) and policy.choose_scores(sum(part.rows for part in keys)) == "exact":
         return attention_reference.flat_attention(q, keys, head_dim=head_dim, log_sums=log_sums)
     rounded, keys = attention_int8.fake_quantize(q, keys, head_dim, head_dim**-0.5)
     out, log_sum = attention_reference.flat_attention(rounded, keys, head_dim=head_dim, log_sums=log_sums)
@@ -93,9 +93,7 @@ def attend_with_kernel(
     rows = [part.rows for part in keys]
     scores: Scores = "int8" if _are_quantized(keys) else select_scores(policy, sum(rows), device_kind)
     form = _form(policy, device_kind, q.shape[1], rows, scores, heads=heads, head_dim=padded, itemsize=q.dtype.itemsize)
-    if keys[0].blocks is not None and not should_use(
-        attention.unsupported_reasons(heads, padded, keys[0].blocks, form)
-    ):
+    if keys[0].blocks is not None and not should_use(attention.check_support(heads, padded, keys[0].blocks, form)):
         return attend_with_reference(*unpadded, head_dim=head_dim, log_sums=log_sums, policy=policy)
     out, log_sum = attention.flat_attention(
         q, keys, head_dim=padded, form=form, log_sums=log_sums, scale=head_dim**-0.5, interpret=interpret

@@ -30,7 +30,7 @@ class AttentionPolicy:
         """Return how the kernel finds the maximum of the scores, see `AttentionConfig`."""
         return "zero" if self.bounded and scores == "exact" else "sampled"
 
-    def scores_of(self, num_keys: int, device_kind: str | None = None) -> Scores:
+    def choose_scores(self, num_keys: int, device_kind: str | None = None) -> Scores:
         """Return how scores of `num_keys` keys are computed on chips `device_kind`, or, if None, by the reference."""
         pays = is_long_sequence(num_keys) and (device_kind is None or device_kind in INT8_ATTENTION_CHIPS)
         return self.scores if pays else "exact"

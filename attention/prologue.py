@@ -47,7 +47,7 @@ class HeadLayout:
 
         Two, so that one part is exchanged while the other attends. One if the lanes do not fill registers of both.
         """
-        return 2 if self.kernel and lanes >= 2 * LANES and not prologue.unsupported_reasons(self.head_dim, lanes) else 1
+        return 2 if self.kernel and lanes >= 2 * LANES and not prologue.check_support(self.head_dim, lanes) else 1
 
     def divide(
         self, x: Float[Array, "batch seq lanes"], groups: int, parts: int, norm: Norm | None = None, tables: Any = None
@@ -100,4 +100,4 @@ class HeadLayout:
         )
 
     def _by_kernel(self, lanes: int) -> bool:
-        return self.kernel and should_use(prologue.unsupported_reasons(self.head_dim, lanes))
+        return self.kernel and should_use(prologue.check_support(self.head_dim, lanes))

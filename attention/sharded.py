@@ -120,7 +120,7 @@ def _ring(
     neighbours = [(chip, (chip + 1) % ring_size) for chip in range(ring_size)]
     pass_on = functools.partial(jax.lax.ppermute, axis_name=RING, perm=neighbours)
 
-    def keys_of(owner: Array, k: Any, v: Array, length: int | Array) -> Keys:
+    def make_keys(owner: Array, k: Any, v: Array, length: int | Array) -> Keys:
         block = k.shape[1]
         certain = max(0, length - (ring_size - 1) * block) if isinstance(length, int) else 0
         return keys_of_length(
@@ -130,7 +130,7 @@ def _ring(
     merged = None
     for hop in range(ring_size):
         owner = (index - hop) % ring_size
-        keys = [*(keys_of(owner, *key) for key in passed), *(replicated if hop == 0 else ())]
+        keys = [*(make_keys(owner, *key) for key in passed), *(replicated if hop == 0 else ())]
         out, log_sum = attend(q, keys, log_sums=True)
         assert log_sum is not None  # it was asked for
         part = out.astype(jnp.float32), log_sum

@@ -120,7 +120,9 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
         model = choose_model(spec, model_id, precision=options.precision, folders=folders, progress=host)
         spec = model.spec
     defaults = dict(spec.texts) | {name: limit.default for name, limit in spec.inputs.items()}
-    fitting = {**spec.miniature.inputs, **tiny.trained_texts(spec, model_id)} if model_id in spec.miniature.ids else {}
+    fitting = (
+        {**spec.miniature.inputs, **tiny.find_trained_texts(spec, model_id)} if model_id in spec.miniature.ids else {}
+    )
     stored = {name: config[name] for name in defaults if name in config}
     values = {**defaults, **fitting, **stored, **parse_inputs(options, spec)}
     for name in spec.inputs:
@@ -136,7 +138,7 @@ def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, 
 def _time_stage(title: str) -> Iterator[TerminalContext]:
     """Return the host of a stage; print the stage's duration at its end."""
     host = TerminalContext(Folders())
-    with host.timed(title):
+    with host.time_node(title):
         yield host
     print_timings(host.timings)
 
@@ -253,10 +255,12 @@ def _calibrate(options: argparse.Namespace) -> int:
     model = choose_model(spec, model_id, precision=options.precision, folders=model_folders(), progress=host)
     if model.spec != spec:
         raise ValueError(f"{model_id} is a {model.spec.name}, not a {spec.name}. Name that model.")
-    fitting = {**spec.miniature.inputs, **tiny.trained_texts(spec, model_id)} if model_id in spec.miniature.ids else {}
+    fitting = (
+        {**spec.miniature.inputs, **tiny.find_trained_texts(spec, model_id)} if model_id in spec.miniature.ids else {}
+    )
     values = {**spec.texts, **fitting, **parse_inputs(options, spec)}
     settings = spec.settings(**values)
-    with host.timed(f"{spec.title}: {len(settings.steps)} steps"):
+    with host.time_node(f"{spec.title}: {len(settings.steps)} steps"):
         pictures = _pictures(spec, options.image)
         size = {name: getattr(settings, name) for name in SIZE_INPUTS if pictures}
         condition = _encode_pictures(model, pictures, size, options.resize, host)

@@ -111,7 +111,7 @@ def verify(
         check.program(settings, StepVariant(name=CHOSEN, without=fallbacks.fallbacks_from_environment())), is_tiny
     )
     sizes = {False: settings, True: take_first_frames(spec, settings)}
-    rows = tuple(check.predicted(variants, sizes, described) if described else check.measured(variants, sizes))
+    rows = tuple(check.predict(variants, sizes, described) if described else check.measure(variants, sizes))
     loop = None if described else check.loop(settings)
     record = {
         "schema": SCHEMA, "label": "predicted" if described else "measured", "model": spec.name, "is_tiny": is_tiny,
@@ -195,7 +195,7 @@ class StepVariants:
         )
         return plan.program(plan.step_groups[0], target, plan.shape)
 
-    def predicted(
+    def predict(
         self, wanted: "Iterator[StepVariant]", sizes: Mapping[bool, Settings], topology: "Topology"
     ) -> Iterator[FormResult]:
         """Yield each variant with its predicted time.
@@ -226,7 +226,7 @@ class StepVariants:
         for row in rows:
             yield row if row.peak_bytes is None else replace(row, predicted_s=next(plans).predicted_s)
 
-    def measured(self, wanted: "Iterator[StepVariant]", sizes: Mapping[bool, Settings]) -> Iterator[FormResult]:
+    def measure(self, wanted: "Iterator[StepVariant]", sizes: Mapping[bool, Settings]) -> Iterator[FormResult]:
         """Yield each variant with its time, and its difference from the chosen one of its size."""
         chosen: dict[bool, np.ndarray] = {}
         pulls: dict[str, np.ndarray] = {}

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     host = TerminalContext(Folders())
     for model, settings in _list_generations(options):
-        with host.timed(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
+        with host.time_node(f"{model.spec.title}: {settings.width}x{settings.height}, {settings.num_frames} frames"):
             api.warm_up(model, settings, progress=host)
     print_timings(host.timings)
     return 0

@@ -66,7 +66,7 @@ class JobTemplate:
 
         line: its number. text: its JSON.
         """
-        prepared = self.prepared(text)
+        prepared = self.prepare(text)
         return Job(id=prepared.id, line=line, text=text, group=self._group(prepared))
 
     def request(self, job: Job, out: str, token: str) -> JobRequest:
@@ -74,7 +74,7 @@ class JobTemplate:
 
         out, token: location and token of the batch.
         """
-        prepared = self.prepared(job.text)
+        prepared = self.prepare(job.text)
         files = {name: path.read_bytes() for name, path in prepared.files.items()}
         for name, image in files.items():
             if not name.startswith(_digest(image)):
@@ -84,7 +84,7 @@ class JobTemplate:
             marks=prepared.marks, out=out, token=token,
         )  # fmt: skip
 
-    def prepared(self, text: str) -> StagedJob:
+    def prepare(self, text: str) -> StagedJob:
         """Return a line's workflow, checked as `run_workflow` would; checks that lines share run once."""
         workflow = {name: {**node, "inputs": dict(node["inputs"])} for name, node in self._workflow.items()}
         for target, value in _settings(text).items():

@@ -48,10 +48,10 @@ class JobContext(TerminalContext):
         if self._actor.is_cancelled.is_set():
             raise JobCancelled
 
-    def timed(self, title: str) -> AbstractContextManager[None]:
+    def time_node(self, title: str) -> AbstractContextManager[None]:
         self.check_cancelled()
         self._actor.now = WorkerStatus(node=title)
-        return super().timed(title)
+        return super().time_node(title)
 
 
 class WorkerActor:

@@ -50,13 +50,13 @@ def flat_attention(
     batch, q_seq, lanes = q.shape
     heads = lanes // head_dim
     listed = keys[0].blocks
-    unsupported_reasons(heads, head_dim, listed, form).check()
+    check_support(heads, head_dim, listed, form).check()
     min_heads = max(1, LANES // head_dim)  # a block has 128 lanes at least
     heads_per_step = form.heads if form.heads % min_heads == 0 and heads % form.heads == 0 else min_heads
     # Blocks of equal size, so that no last block is nearly empty: its padding would be computed for nothing.
     block_q = round_up(-(-q_seq // -(-q_seq // form.block_q)), LANES) if listed is None else listed.size
     width = heads_per_step * head_dim
-    is_transposed = form.turned(head_dim)
+    is_transposed = form.reads_transposed(head_dim)
     blocks = _key_blocks(keys, form, LANES if is_transposed else PACKED_ROWS)
     num_kv = -(-max(keys[0].rows, 1) // blocks[0])
     step = min(form.step, max(blocks)) if listed is None else _choose_step(listed.size, form.step, is_transposed)
@@ -121,7 +121,7 @@ def flat_attention(
     return out, sums[:, :, 0] if means is None else attention_int8.restore_means(sums[:, :, 0], q, means, scale)
 
 
-def unsupported_reasons(
+def check_support(
     heads: int, head_dim: int, blocks: BlockSparsity | None = None, form: AttentionConfig | None = None
 ) -> KernelUnsupported:
     """Return the reasons why the kernel cannot compute attention of this shape.

@@ -59,7 +59,7 @@ class AttentionConfig:
     def kernel(self) -> str:
         return kernel_name(self.scores)
 
-    def turned(self, head_dim: int) -> bool:
+    def reads_transposed(self, head_dim: int) -> bool:
         """Return whether the kernel reads values transposed, `[lanes, keys]`."""
         return head_dim < LANES or self.scores == "int8"
 

@@ -236,7 +236,7 @@ class Int8QueryBlock(QueryBlock):
             exponents = exponents.astype(jnp.float32)
         self.store_weights(jnp.exp2(exponents).astype(jnp.bfloat16), step, parity, head, columns)
 
-    def summed(self, weights: Array) -> Array | float:
+    def sum_weights(self, weights: Array) -> Array | float:
         return 0.0  # by the second product
 
     def append_sum_rows(self, values: Array, step: KeyChunk) -> Array:

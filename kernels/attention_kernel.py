@@ -78,7 +78,7 @@ class KeyBlock:
         """Return the number of runs of `size` keys in one turn of the loop, at least `unroll` if possible."""
         return unroll
 
-    def skipped(self, size: int, unroll: int) -> Scalar | None:
+    def count_skipped_turns(self, size: int, unroll: int) -> Scalar | None:
         """Return the number of turns of `unroll` runs that the loop skips; None if it cannot skip any."""
         return None
 
@@ -117,7 +117,7 @@ class BlockSparseKeys(KeyBlock):
     def chunks_per_turn(self, size: int, unroll: int) -> int:
         return block_aligned_unroll(self.block // size, unroll)
 
-    def skipped(self, size: int, unroll: int) -> Scalar | None:
+    def count_skipped_turns(self, size: int, unroll: int) -> Scalar | None:
         return self.is_sparse * (self.left_out * (self.block // size) // unroll) if self.left_out else None
 
     def run(self, at: int, size: int, turn: Scalar, unroll: int) -> "KeyChunk":
@@ -230,7 +230,8 @@ class QueryBlock:
 
     def weight_values(self, step: KeyChunk, parity: int, head: int, columns: Slice) -> Array:
         """Return the values of `step`, weighted by buffer `parity` of `head` and `columns`, `[head_dim, queries]`."""
-        lanes, axis = pl.ds(head * self.head_dim, self.head_dim), int(self.form.turned(self.head_dim))  # of keys
+        lanes = pl.ds(head * self.head_dim, self.head_dim)
+        axis = int(self.form.reads_transposed(self.head_dim))  # of keys
         values = step.part.values[(lanes, step.rows) if axis else (step.rows, lanes)]
         if step.masked and not step.part.clean:
             values = jnp.where(step.valid(values.shape, axis), values, jnp.zeros_like(values))
@@ -263,9 +264,9 @@ class QueryBlock:
             weights = jnp.where(step.valid(weights.shape), weights, 0)
         buffer = self.vmem.weights[parity]
         buffer[head, : step.size, columns] = weights.astype(buffer.dtype)
-        return self.summed(weights)
+        return self.sum_weights(weights)
 
-    def summed(self, weights: Array) -> Array | float:
+    def sum_weights(self, weights: Array) -> Array | float:
         """Return partial sums of `weights` `[keys, queries]` over keys, `[8, queries]`."""
         return jnp.sum(weights.reshape(-1, SUBLANES, weights.shape[1]), axis=0)
 
@@ -322,7 +323,7 @@ class QueryBlock:
         steps = [(part, number) for part in parts for number in range(part.num_chunks(size))]
         depth = max(delay for delay, _ in stages)
         uniform, unroll = parts[0].num_loop_chunks(size), parts[0].chunks_per_turn(size, unroll)
-        skipped = parts[0].skipped(size, unroll)
+        skipped = parts[0].count_skipped_turns(size, unroll)
         turns = (uniform - depth) // unroll if skipped is not None or uniform >= depth + 2 * unroll else 0
         looped = range(depth, depth + turns * unroll)
 
@@ -343,10 +344,10 @@ class QueryBlock:
             taken = index if skipped is None else index - skipped
             for offset in range(unroll):
 
-                def step_at(delay: int, at: int = depth + offset) -> KeyChunk:
+                def select_step(delay: int, at: int = depth + offset) -> KeyChunk:
                     return parts[0].run(at - delay, size, taken, unroll)
 
-                tick(depth + offset, step_at)
+                tick(depth + offset, select_step)
 
         for tick_at in range(len(steps) + depth):
             if turns and tick_at == looped.start:
@@ -362,7 +363,7 @@ class QueryBlock:
         """Return the sums of the exponentials of each query, `[1, block_q]` float32."""
         return jnp.sum(self.vmem.sums[head], axis=0, keepdims=True)  # [1, block_q]
 
-    def failed(self) -> Array:
+    def has_failed(self) -> Array:
         """Return whether a fixed maximum was too low for some query, or a sum is not finite."""
         worst = functools.reduce(
             jnp.maximum, (jnp.where(self.denominators(h) < MAX_SUM, 0.0, 1.0) for h in range(self.form.heads))
@@ -423,7 +424,9 @@ def grid_step(
         parts.append(KeyBlock(keys=k, values=v, rows=extent.block, certain=certain, length=length))
     if blocks is not None:
         assert listed is not None
-        parts[0] = _select_blocks(parts[0], blocks, *listed, clean=block.form.turned(block.head_dim), ones=ones)
+        parts[0] = _select_blocks(
+            parts[0], blocks, *listed, clean=block.form.reads_transposed(block.head_dim), ones=ones
+        )
     run = block.run_online if block.form.maximum == "online" else block.run
     if num_kv == 1:
         block.prepare(parts[0])
@@ -474,7 +477,7 @@ def finish(block: QueryBlock, parts: list[KeyBlock]) -> None:
     """Write the result. If the sampled maximum was too low, first process all keys again under a running maximum."""
     if block.form.maximum == "sampled":
 
-        @pl.when(block.failed())
+        @pl.when(block.has_failed())
         def _() -> None:
             block.clear()
             block.run_online(parts)

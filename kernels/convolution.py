@@ -65,14 +65,12 @@ class FusedOps:
     onto: Any = None  # residual that is added to the result, of its shape
 
 
-def unsupported_reasons(weight: Shaped) -> KernelUnsupported:
+def check_support(weight: Shaped) -> KernelUnsupported:
     """Return the reasons why the kernel cannot use `weight` on the chips of the mesh in context."""
-    return KernelUnsupported(
-        kernel=registry.CONVOLUTION, reasons=(*unsupported_chip_reasons(), *_weight_reasons(weight))
-    )
+    return KernelUnsupported(kernel=registry.CONVOLUTION, reasons=(*check_chip_support(), *_weight_reasons(weight)))
 
 
-def unsupported_chip_reasons() -> tuple[str, ...]:
+def check_chip_support() -> tuple[str, ...]:
     """Return the reasons why a chip of the mesh in context cannot run kernels that hold rows of an image."""
     kind, mib = hardware.device_kind(), vmem_mib()
     if not kind.startswith("TPU"):
@@ -212,16 +210,16 @@ def _convolve(
     places, above, reach = videos[0].shape[2], rows // 2, columns // 2
     width = within * places
 
-    def joined(cut: tuple[slice, ...]) -> Array:
+    def join(cut: tuple[slice, ...]) -> Array:
         """Return a small part of all frames, in order. Full frames are joined in the kernel."""
         now, *past = (x[cut] for x in videos)
         return jnp.concatenate([now[:past_at], *past, now[past_at:]], axis=0)
 
-    first, final = (joined((slice(None), cut)) for cut in (slice(0, 1), slice(-1, None)))
+    first, final = (join((slice(None), cut)) for cut in (slice(0, 1), slice(-1, None)))
     ends = _neighbours(first, final, ROWS, repeats=repeats) if above else ()
 
     def with_ends(cut: slice) -> Array:
-        middle = joined((slice(None), slice(None), cut))
+        middle = join((slice(None), slice(None), cut))
         return jnp.concatenate([*(x[:, :, cut] for x in ends[:1]), middle, *(x[:, :, cut] for x in ends[1:])], axis=1)
 
     # The columns after a row's full registers are followed by its neighbours on the right and left, as on a circle.

@@ -134,7 +134,7 @@ def quantize_tokens(
     kernel: whether to use Pallas, unless the kernel does not support the shape. interpret: see `chip.Interpret`.
     """
     rows, seq, size = x.shape
-    if not (kernel and should_use(unsupported_reasons([size], [LANES]))):
+    if not (kernel and should_use(check_support([size], [LANES]))):
         blocks = _rotate(x.reshape(rows, seq, -1, block), jnp.asarray(rotation_matrix(block)))
         numbers, scale = quantize(blocks.reshape(x.shape), (2,))
         return Int8Tokens(numbers=numbers, worth=scale[..., None], dtype=x.dtype)
@@ -190,7 +190,7 @@ def linear_int8(
     assert onto is None or (len(weights) == 1 and activation is None)
     run = linear_int8_reference
     if kernel and should_use(
-        unsupported_reasons([part.shape[2] for part in parts], [weight.outs(turned) for weight in weights])
+        check_support([part.shape[2] for part in parts], [weight.outs(turned) for weight in weights])
     ):
         run = functools.partial(linear_int8_kernel, interpret=interpret)
     return run(parts, weights, block=block, activation=activation, turned=turned, layer=layer, onto=onto)
@@ -268,7 +268,7 @@ def _limit_bytes() -> int:
     return (VMEM_MIB.get(device_kind(), 128) - RESERVED_MIB) * MIB // (1 + uses_small_tiles(registry.LINEAR_INT8))
 
 
-def unsupported_reasons(ins: Sequence[int], outs: Sequence[int]) -> KernelUnsupported:
+def check_support(ins: Sequence[int], outs: Sequence[int]) -> KernelUnsupported:
     """Return the reasons why the kernel cannot multiply parts of `ins` lanes each by weights of `outs` outputs each."""
     reasons = []
     if sizes := [size for size in (*ins, *outs) if size % LANES]:
@@ -295,7 +295,7 @@ def linear_int8_kernel(
     # Rows are concatenated, unless each has its own gate.
     rows, seq = shape if onto is not None and len(onto.gate) > 1 else (1, math.prod(shape))
     outs = [weight.outs(turned) for weight in weights]
-    unsupported_reasons(ins, outs).check()
+    check_support(ins, outs).check()
     arrays = 1 if onto is None else 2
     tiles = choose_tiles(sum(ins), outs, dtype.itemsize, arrays) or Tiles(TOKENS[-1], 1)
     tokens = round_up(-(-seq // -(-seq // tiles.tokens)), INT8_ROWS)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from . import registry
-from .convolution import COLUMNS, ROWS, unsupported_chip_reasons
+from .convolution import COLUMNS, ROWS, check_chip_support
 from .dispatch import KernelUnsupported
 from .hardware import Interpret, Ref
 
@@ -46,9 +46,9 @@ def reference(x: Image, factor: Vector, shift: Vector, scale: CoarseRows, offset
     return jax.nn.silu(result).astype(x.dtype).reshape(x.shape)
 
 
-def unsupported_reasons() -> KernelUnsupported:
+def check_support() -> KernelUnsupported:
     """Return the reasons why the kernel cannot run on the chips of the mesh in context."""
-    return KernelUnsupported(kernel=registry.MODULATION, reasons=unsupported_chip_reasons())
+    return KernelUnsupported(kernel=registry.MODULATION, reasons=check_chip_support())
 
 
 def _modulate(x: Array, factor: Array, shift: Array, scale: Array, offset: Array, *, interpret: Interpret) -> Array:

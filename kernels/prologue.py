@@ -35,7 +35,7 @@ class Norm:
     eps: float = field(metadata={"static": True})
 
 
-def unsupported_reasons(head_dim: int, lanes: int) -> KernelUnsupported:
+def check_support(head_dim: int, lanes: int) -> KernelUnsupported:
     """Return the reasons why the kernels cannot process heads of `head_dim`, with `lanes` of each array per chip."""
     reasons = []
     if head_dim not in (LANES // 2, LANES):
@@ -134,7 +134,7 @@ def split_heads(
     interpret: how to run without a TPU, see `chip.Interpret`.
     """
     batch, seq, lanes = x.shape
-    unsupported_reasons(head_dim, lanes // groups).check()
+    check_support(head_dim, lanes // groups).check()
     places, block = _parts(lanes // groups, parts), _block()
     written = groups if chip is None else 1
     if chip is None:

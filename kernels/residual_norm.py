@@ -45,12 +45,12 @@ def residual_norm(
     num_leading: tokens that use the first vector of each pair; None without pairs.
     interpret: how to run without a TPU, see `chip.Interpret`.
     """
-    if kernel and should_use(unsupported_reasons(x.shape[2])):
+    if kernel and should_use(check_support(x.shape[2])):
         return residual_norm_kernel(x, update, gate, scale, shift, num_leading, eps=eps, interpret=interpret)
     return residual_norm_reference(x, update, gate, scale, shift, num_leading, eps=eps)
 
 
-def unsupported_reasons(dim: int) -> KernelUnsupported:
+def check_support(dim: int) -> KernelUnsupported:
     """Return the reasons why the kernel cannot process tokens of `dim` lanes."""
     reasons = (f"tokens have {dim} lanes, not a multiple of {LANES}",) if dim % LANES else ()
     return KernelUnsupported(kernel=registry.RESIDUAL_NORM, reasons=reasons)
@@ -92,7 +92,7 @@ def residual_norm_kernel(
     x, update, gate, scale, shift, num_leading, eps, interpret: as for `residual_norm`.
     """
     batch, seq, dim = x.shape
-    unsupported_reasons(dim).check()
+    check_support(dim).check()
     vectors = jax.tree.map(lambda v: v.astype(jnp.float32).reshape(len(v), -1, dim), (gate, scale, shift))
     count = jax.tree.map(lambda count: count.astype(jnp.int32).reshape(1), num_leading)
     block = _block_bytes() // x.dtype.itemsize

@@ -62,7 +62,7 @@ class Example:
         found = {**defaults, **texts, "model_id": spec.published.hub_id, "resize": "crop"}
         if self.is_miniature:
             own = spec.miniature
-            found |= {"model_id": own.id, **own.inputs, **tiny.trained_texts(spec, own.id)}
+            found |= {"model_id": own.id, **own.inputs, **tiny.find_trained_texts(spec, own.id)}
         return {**found, **self.widgets}
 
 

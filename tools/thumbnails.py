@@ -92,7 +92,7 @@ def _font(line: str, size: int, width: int) -> ImageFont.FreeTypeFont | ImageFon
 
 def prompt(example: Example) -> str:
     """The miniature's, in quotes."""
-    text = tiny.trained_texts(example.spec, example.spec.miniature.id).get("prompt")
+    text = tiny.find_trained_texts(example.spec, example.spec.miniature.id).get("prompt")
     return f'"{text}"' if text else "random weights"
 
 

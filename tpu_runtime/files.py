@@ -85,7 +85,7 @@ def open_atomic(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """
     _remove_left(path.parent)
     with contextlib.ExitStack() as stack:
-        scratch = _locked_scratch(path, mode, stack)
+        scratch = _create_locked_scratch(path, mode, stack)
         try:
             yield scratch
             os.replace(scratch, path)  # while it is locked, so that it is not taken for an abandoned file
@@ -94,7 +94,7 @@ def open_atomic(path: Path, mode: int = 0o666) -> Iterator[Path]:
                 scratch.unlink(missing_ok=True)
 
 
-def _locked_scratch(path: Path, mode: int, stack: contextlib.ExitStack) -> Path:
+def _create_locked_scratch(path: Path, mode: int, stack: contextlib.ExitStack) -> Path:
     """Return a new file in the folder of `path`, locked until `stack` closes.
 
     It is not locked on Windows, where an open file cannot be replaced.

@@ -55,7 +55,7 @@ def require(size_bytes: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
+def translate_errors(what: str) -> Iterator[None]:
     """Turn an error for memory that the kernel refused into a `HostMemoryError`. `what` begins its message."""
     try:
         yield

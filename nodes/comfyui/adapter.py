@@ -194,7 +194,7 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
         try:
             with errors.shorten_error_names(), api.record_stages() as notes:
                 results = declaration.run(host, **declaration.values(given))
-            host.ended()
+            host.show_duration()
             if declaration.family and (hidden := cls.hidden) is not None:
                 saved = hidden.extra_pnginfo  # unchecked: part of the request
                 workflow = saved.get("workflow") if isinstance(saved, dict) else None

@@ -62,7 +62,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
     file = api.checkpoint.export_network(chosen.locate(), experts[expert], host())
     base = _core_model(file)
     inputs.check_known(base)
-    ours = inputs.CoreNetwork.of(chosen, expert)
+    ours = inputs.CoreNetwork.from_model(chosen, expert)
     network = base.diffusion_model
     forward = inspect.signature(type(network)._forward)
 

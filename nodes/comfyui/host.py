@@ -62,7 +62,7 @@ class ComfyContext:
             self._bar, self._unit = comfy.utils.ProgressBar(total, node_id=self._node_id), unit
         self._bar.update_absolute(done, total, self._previewer.image(preview) if preview else None)
 
-    def ended(self) -> None:
+    def show_duration(self) -> None:
         """Replace the last status of a node by its duration, unless a stage has already done so."""
         if self._text and not self._text.startswith(api.DURATION_PREFIX):
             self.text(f"Took {time.monotonic() - self._began:.1f} s")

@@ -58,7 +58,7 @@ def make_tiny(workflow: Workflow) -> None:
         # A wrong type is reported later, when the whole workflow is checked.
         known = isinstance(model_id, str) and not names_single_files(model_id)
         spec = resolve_variant(spec_for_family(family), model_id if known else "")
-        texts = tiny.trained_texts(spec, spec.miniature.id)
+        texts = tiny.find_trained_texts(spec, spec.miniature.id)
         replacements = {"model_id": spec.miniature.id, **spec.miniature.inputs, **texts}
         replacements |= {name: AUTO for name in PART_WIDGETS if name in node["inputs"]}
         defaults_by_name = {

@@ -35,7 +35,7 @@ class TimedContext(core_nodes.SavingContext, Protocol):
     tells: bool  # whether saved files get the provenance of their results
     workflow: Workflow
 
-    def timed(self, title: str) -> AbstractContextManager[None]:
+    def time_node(self, title: str) -> AbstractContextManager[None]:
         """Return a context in which a node of this title runs."""
         ...
 
@@ -85,7 +85,7 @@ class TerminalContext:
         """Do nothing: Ctrl-C arrives as KeyboardInterrupt."""
 
     @contextmanager
-    def timed(self, title: str) -> Iterator[None]:
+    def time_node(self, title: str) -> Iterator[None]:
         """Print `title`, and record how long the block took if it succeeds."""
         self._stream.write(f"{title}\n")
         start = time.perf_counter()
@@ -122,7 +122,7 @@ def run_workflow(workflow: Workflow, host: TimedContext, table: Table = HEADLESS
         node = _node(graph, node_id, table)
         if host.tells and node.is_output:
             host.metadata = provenance.build_metadata(workflow, notes, table)
-        with host.timed(_title(node, node_id, graph)), api.record_stages() as notes[node_id]:
+        with host.time_node(_title(node, node_id, graph)), api.record_stages() as notes[node_id]:
             results[node_id] = node.run(host, **node.values(_resolve_links(graph[node_id]["inputs"], results)))
     return {node_id: results[node_id] for node_id in order if _node(graph, node_id, table).is_output}
 

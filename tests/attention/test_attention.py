@@ -121,7 +121,7 @@ def test_keys_far_above_the_first_ones_take_over(name: str, compare: Callable):
 
 
 def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_kernel.QueryBlock, "failed", lambda self: False)
+    monkeypatch.setattr(attention_kernel.QueryBlock, "has_failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=pallas()))(q, k)
     assert not np.isfinite(out).all()

@@ -189,7 +189,7 @@ def test_without_the_rerun_such_a_key_would_be_seen(monkeypatch: pytest.MonkeyPa
     q[..., 0], q[..., 1:] = 8.0, 0.0
     k[..., 0] = 0.0
     k[0, 6 * 128 + 1, :, 0] = 140 * np.log(2) * 128**0.5 / 8
-    monkeypatch.setattr(attention_kernel.QueryBlock, "failed", lambda self: False)
+    monkeypatch.setattr(attention_kernel.QueryBlock, "has_failed", lambda self: False)
     assert not np.isfinite(attended("sampled", q, k, v, blocks)).all()
 
 
@@ -216,15 +216,15 @@ def test_log_sums_are_of_the_kept_keys(name: str):
 
 def test_what_the_kernel_does_not_take_is_refused():
     blocks = replace(listed(3), size=96)
-    assert str(kernel.unsupported_reasons(2, 64, blocks)).endswith("blocks of 96 keys are not a multiple of 128.")
+    assert str(kernel.check_support(2, 64, blocks)).endswith("blocks of 96 keys are not a multiple of 128.")
     with pytest.raises(ValueError) as error:
         replace(listed(7), left_out=3)
     assert str(error.value) == "left_out is 3; it must be a multiple of 4 and at most 5, so that 2 of 7 blocks remain."
     with pytest.raises(ValueError, match="left_out is 4; it must be .* at most 3"):
         replace(listed(5, blocks=5), left_out=4)
     divided = replace(SMALL, maximum="online", block_kv=128)
-    assert "must all fit in VMEM at once" in str(kernel.unsupported_reasons(2, 64, listed(3), divided))
-    assert not kernel.unsupported_reasons(2, 64, listed(3), SMALL)
+    assert "must all fit in VMEM at once" in str(kernel.check_support(2, 64, listed(3), divided))
+    assert not kernel.check_support(2, 64, listed(3), SMALL)
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------

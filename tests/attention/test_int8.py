@@ -108,7 +108,7 @@ def test_keys_far_above_the_first_ones_take_over(name: str):
 
 
 def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_kernel.QueryBlock, "failed", lambda self: False)
+    monkeypatch.setattr(attention_kernel.QueryBlock, "has_failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=FORMS["sampled"]))(q, k)
     assert not np.isfinite(out).all()
@@ -186,7 +186,7 @@ def test_few_keys_are_attended_to_exactly(kernel: Kernel, monkeypatch: pytest.Mo
 
 def test_chips_that_it_would_not_make_faster_attend_exactly():
     policy = AttentionPolicy(scores="int8")
-    found = {kind: policy.scores_of(75600, kind) for kind in ("TPU v6 lite", "TPU v5 lite", "TPU7x", "TPU v4")}
+    found = {kind: policy.choose_scores(75600, kind) for kind in ("TPU v6 lite", "TPU v5 lite", "TPU7x", "TPU v4")}
     assert found == {"TPU v6 lite": "int8", "TPU v5 lite": "exact", "TPU7x": "exact", "TPU v4": "exact"}
 
 

@@ -84,7 +84,7 @@ def test_shards_with_copies_are_gathered_among_their_chips_alone(
 
 
 def test_small_arrays_are_put_on_every_chip(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(placement, "_gathered", lambda *args, **more: pytest.fail("a small array was split"))
+    monkeypatch.setattr(placement, "_gather", lambda *args, **more: pytest.fail("a small array was split"))
     array = np.arange(12, dtype=np.float32)
     placed = placement.place((12,), NamedSharding(mesh_of(8), P()), lambda index: array, PutsInFlight())
     assert [np.asarray(shard.data).tolist() for shard in placed.addressable_shards] == [array.tolist()] * 8
@@ -153,7 +153,7 @@ def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.
             super().block_until_ready()
             held[0] -= piece_bytes
 
-    monkeypatch.setattr(weight_loader._PendingShard, "of", lambda *args: [Piece() for _ in range(9)])
+    monkeypatch.setattr(weight_loader._PendingShard, "list_for_weight", lambda *args: [Piece() for _ in range(9)])
     in_flight, reader = PutsInFlight(), type("Stopped", (), {"stop": weight_loader.threading.Event()})()
     wanted: Any = {"weight": None}
     with weight_loader.read_shards(reader, None, {"weight": ()}, wanted, in_flight) as pieces:  # type: ignore[arg-type]

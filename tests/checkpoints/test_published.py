@@ -27,7 +27,7 @@ PARTS = [
         id(part): (spec.name, part.name)
         for spec in reversed(SPECS)
         for part in spec.components
-        if len({one.class_name for one in spec.parts_of(part.folder)}) == 1
+        if len({one.class_name for one in spec.list_components(part.folder)}) == 1
     }.values()
 ]
 

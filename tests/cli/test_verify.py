@@ -53,7 +53,7 @@ def part_forms(precision: str = "float32") -> dict[str, verify.FormResult]:
         check.program(settings, verify.StepVariant(name="", without=Fallbacks())), is_tiny=True
     )
     parts = (one for one in wanted if one.is_part)
-    return {row.name: row for row in check.measured(parts, {True: settings})}
+    return {row.name: row for row in check.measure(parts, {True: settings})}
 
 
 WITHOUT_ATTENTION = "without the kernels attention (part)"
@@ -116,7 +116,7 @@ def test_of_forms_that_are_predicted_one_that_does_not_compile_leaves_the_others
     check = verify.StepVariants(spec, chips.compile_devices(target), "bfloat16", runs=1)
     off = Fallbacks(options=fallbacks.option_prefixes(fallbacks.OPTIONS))
     forms = [verify.StepVariant(name="off", without=off), verify.StepVariant(name="on", without=Fallbacks())]
-    found = list(check.predicted(iter(forms), {False: spec.settings()}, target))
+    found = list(check.predict(iter(forms), {False: spec.settings()}, target))
     assert [(row.name, row.problem, row.peak_bytes) for row in found] == [
         ("off", "does not compile: the TPU's compiler failed: INTERNAL: no such luck", None), ("on", "no room", 3)
     ]  # fmt: skip

@@ -84,7 +84,7 @@ class Ahead:
         assert [list(arguments) for _, arguments in calls] == [["prediction"]], calls
         api.precompile_calls(calls, progress=api.SilentProgress())
         engine = api.current_engine()
-        while not self.obtained or engine.program_cache.behind():
+        while not self.obtained or engine.program_cache.list_background():
             time.sleep(0.05)
         (self.program,) = self.obtained
         sample, _, inputs = self.program.args

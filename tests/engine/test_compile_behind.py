@@ -82,7 +82,7 @@ class Compiler:
         return ProgramRequest(title=f"the {name}", key=(name,), build=lambda: name)  # type: ignore[arg-type, return-value]
 
     def behind(self) -> list[str]:
-        return [str(one["title"]) for one in self.cache.behind()]
+        return [str(one["title"]) for one in self.cache.list_background()]
 
 
 class Program(str):
@@ -125,7 +125,7 @@ def test_two_are_compiled_at_a_time_in_the_order_in_which_they_were_noted(compil
     until(lambda: len(compiler.begun) == 2)
     assert set(compiler.begun) == {"denoiser", "decoder"}
     assert compiler.behind() == ["the denoiser", "the decoder", "the rest"]
-    assert [one["elapsed_s"] is None for one in compiler.cache.behind()] == [False, False, True]
+    assert [one["elapsed_s"] is None for one in compiler.cache.list_background()] == [False, False, True]
     compiler.allow("denoiser")
     until(lambda: compiler.begun[2:] == ["rest"])
     compiler.allow("decoder", "rest")
@@ -179,7 +179,7 @@ def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compi
     # What is in a cache's file may be anything.
     for content in (b"nan", b"-1", b"1e9", b"soon"):
         program_cache.COMPILE_TIMES.put(wanted("1280x720").kind, content)
-        assert program_cache._expected_s(wanted("832x480")) == 0
+        assert program_cache._last_compile_s(wanted("832x480")) == 0
 
 
 def test_what_is_cached_is_not_said_to_be_compiled(compiler: Compiler):
@@ -298,7 +298,7 @@ def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path:
     assert ahead.counts == plain.counts - Counter(compile=4)
     assert ahead.compilations.compiled == compiled
     titles = dict.fromkeys(wanted.title.partition(" for")[0] for wanted in noted)
-    assert list(titles) == ["the denoiser", "the vae decoder"] and ahead.program_cache.behind() == []
+    assert list(titles) == ["the denoiser", "the vae decoder"] and ahead.program_cache.list_background() == []
 
 
 def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch):

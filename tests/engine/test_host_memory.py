@@ -116,7 +116,7 @@ def test_what_the_kernel_refuses_is_a_sentence(allocate: Callable[[], None]):
     with pytest.raises(
         HostMemoryError, match=r"Decoding got no more of the host's memory, of which .* are free. End other"
     ):
-        with host_memory.explained("Decoding"):
+        with host_memory.translate_errors("Decoding"):
             allocate()
 
 
@@ -128,7 +128,7 @@ def test_what_the_kernel_refuses_is_a_sentence(allocate: Callable[[], None]):
     ],
 )  # fmt: skip
 def test_other_errors_stay(error: BaseException):
-    with pytest.raises(type(error)) as raised, host_memory.explained("Decoding"):
+    with pytest.raises(type(error)) as raised, host_memory.translate_errors("Decoding"):
         raise error
     assert raised.value is error
 

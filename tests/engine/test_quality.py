@@ -106,7 +106,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ROWS_MULTIPLE", 16)
     monkeypatch.setattr(denoise_step, "Tiling", lambda sizes, tile: Tiling(sizes=sizes, tile=(3, 1, 5)))
     monkeypatch.setattr(policy, "LONG_SEQUENCE_TOKENS", 0)
-    monkeypatch.setattr(policy.AttentionPolicy, "scores_of", lambda *_: "exact")
+    monkeypatch.setattr(policy.AttentionPolicy, "choose_scores", lambda *_: "exact")
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -287,7 +287,7 @@ def plan_of(name: str) -> DenoisingPlan:
     """Nothing of it is in a folder."""
     spec = lookup_spec(name)
     configs = {part.name: part.tiny for part in spec.components}
-    return DenoisingPlan.of(spec, spec.settings(), configs, spec.recipe.scheduler)
+    return DenoisingPlan.create(spec, spec.settings(), configs, spec.recipe.scheduler)
 
 
 @pytest.mark.parametrize(

@@ -393,7 +393,7 @@ def write_folder(path: Path, source: Path, spec: ModelSpec, folder: str, **optio
     """A folder of a checkpoint as one file; where it holds a whole Qwen2.5-VL, by the names of transformers 4, as
     Comfy-Org repackages it, with the language model's config and that of what it sees with.
     """
-    first, *others = spec.parts_of(folder)
+    first, *others = spec.list_components(folder)
     if first.whole(others) == first.class_name:
         return write(path, source / folder, first.class_name, **options)
     config, tensors = json.loads((source / folder / "config.json").read_text()), {}

@@ -92,7 +92,7 @@ def test_a_group_is_of_weights_and_of_programs(recipe: JobTemplate):
 
 
 def test_another_model_is_another_group(recipe: JobTemplate):
-    marks = {mark.kind: mark for mark in recipe.prepared(line()).marks}
+    marks = {mark.kind: mark for mark in recipe.prepare(line()).marks}
     assert marks["model"].name == "tiny/wan21" and len(marks["model"].content) > 4
     own, other = recipe.job(1, line()), recipe.job(1, line(**{"6_model_id": "tiny/random-wan21"}))
     assert own.group.model != other.group.model and own.id != other.id
@@ -112,7 +112,7 @@ def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: JobTemplate, 
 
 def test_a_jobs_own_workflow_is_not_the_recipes(recipe: JobTemplate, workflow: dict):
     saved = json.dumps(workflow)
-    prepared = recipe.prepared(line(**{"1_prompt": "mine"}))
+    prepared = recipe.prepare(line(**{"1_prompt": "mine"}))
     assert prepared.workflow["1"]["inputs"]["prompt"] == "mine" and json.dumps(workflow) == saved
     assert not any("_meta" in node for node in prepared.workflow.values())
 
@@ -121,7 +121,7 @@ def test_a_request_is_the_job_as_its_worker_gets_it(recipe: JobTemplate):
     job = recipe.job(7, line())
     request = recipe.request(job, "out", "token")
     assert (request.job, request.line, request.out, request.token) == (job.id, 7, "out", "token")
-    assert (request.workflow, request.marks) == (recipe.prepared(job.text).workflow, recipe.prepared(job.text).marks)
+    assert (request.workflow, request.marks) == (recipe.prepare(job.text).workflow, recipe.prepare(job.text).marks)
     assert request.files == {} and request.folders == Folders()
 
 
@@ -158,12 +158,12 @@ def of_picture(recipe: JobTemplate, name: str) -> str:
 
 
 def test_pictures_are_known_by_what_they_hold(pictured: JobTemplate, tmp_path: Path):
-    one, two, other = (pictured.prepared(of_picture(pictured, f"{name}.png")) for name in ("one", "two", "other"))
+    one, two, other = (pictured.prepare(of_picture(pictured, f"{name}.png")) for name in ("one", "two", "other"))
     assert one.id == two.id != other.id
     ((name, path),) = one.files.items()
     assert name == "0967115f2813a3541eae.png" and path == tmp_path / "one.png"
     with pytest.raises(ValueError, match="There is no image .*none.png"):
-        pictured.prepared(of_picture(pictured, "none.png"))
+        pictured.prepare(of_picture(pictured, "none.png"))
 
 
 def test_a_picture_that_changes_under_a_batch_is_named(pictured: JobTemplate, tmp_path: Path):
@@ -198,7 +198,7 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
     for node_id in ("1", "2", "3"):
         graph[node_id]["inputs"]["model"] = ["7", 0]
     recipe = JobTemplate(graph, folders, SilentProgress())
-    marks = {name: recipe.prepared(line(**{"7_lora_name": f"{name}.safetensors"})).marks for name in "abc"}
+    marks = {name: recipe.prepare(line(**{"7_lora_name": f"{name}.safetensors"})).marks for name in "abc"}
     loras = {name: [mark for mark in found if mark.kind == "LoRA"] for name, found in marks.items()}
     assert [mark.name for found in loras.values() for mark in found] == [f"{name}.safetensors" for name in "abc"]
     (a,), (b,), (c,) = loras.values()
@@ -211,20 +211,20 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
     assert stronger.model != own.model and stronger.size == own.size
     assert recipe.job(1, line(**{"7_lora_name": "c.safetensors"})).group.model not in (own.model, stronger.model)
     with pytest.raises(ValueError, match="none.safetensors"):
-        recipe.prepared(line(**{"7_lora_name": "none.safetensors"}))
+        recipe.prepare(line(**{"7_lora_name": "none.safetensors"}))
 
 
 def test_a_model_on_another_machine_is_known_there_alone(workflow: dict, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_TPU_REMOTES", "127.0.0.1")
     remote = {"class_type": "TPURemote", "inputs": {**workflow["6"]["inputs"], "address": "127.0.0.1:8190"}}
-    prepared = JobTemplate(with_nodes(workflow, n6=remote), Folders(), SilentProgress()).prepared(line())
+    prepared = JobTemplate(with_nodes(workflow, n6=remote), Folders(), SilentProgress()).prepare(line())
     assert prepared.marks == (ContentHash(kind="remote model", name="tiny/wan21", content=""),)
 
 
 def test_a_model_that_is_not_named_is_the_nodes_default(workflow: dict):
     graph = with_nodes(workflow)
     graph["6"]["inputs"]["model_id"] = "tiny/random-wan21"
-    own = JobTemplate(graph, Folders(), SilentProgress()).prepared(line()).marks
+    own = JobTemplate(graph, Folders(), SilentProgress()).prepare(line()).marks
     assert [mark.name for mark in own] == ["tiny/random-wan21"]
 
 
@@ -241,16 +241,16 @@ def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path
     )]  # fmt: skip
     recipe = JobTemplate(graph, Folders(), SilentProgress())
     with pytest.raises(ValueError) as error:
-        recipe.prepared(line())
+        recipe.prepare(line())
     problem = "in a batch, folder must be an absolute path, such as /data/stages."
     assert str(error.value) == f"TPULoadStage (node 8): {problem}"
     named = line(**{"8_folder": str(tmp_path)})
-    first = recipe.prepared(named)
+    first = recipe.prepare(named)
     (files,) = (mark for mark in first.marks if mark.kind == "files")
     assert json.loads(files.name)["folder"] == str(tmp_path) and files.content not in ("None", "")
     stage_files.save_latents(tmp_path, {"samples": torch.ones(1, 16, 2, 8, 8)}, model)
     os.utime(tmp_path / stage_files.LATENTS, ns=(7, 7))
-    assert recipe.prepared(named).id != first.id
+    assert recipe.prepare(named).id != first.id
 
 
 def test_each_choice_is_checked_whatever_was_checked_before(recipe: JobTemplate, tmp_path: Path):

@@ -83,15 +83,15 @@ def test_a_chip_without_room_for_rows_keeps_xlas_forms(
 ):
     device = chips.compile_devices(chips.topology(topology))[0]
     with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("sp",)).abstract_mesh):
-        refusals = convolution.unsupported_reasons(shaped(8, 8, 1, 3, 3)), modulation.unsupported_reasons()
+        refusals = convolution.check_support(shaped(8, 8, 1, 3, 3)), modulation.check_support()
         found = warnings(caplog, lambda: [*map(dispatch.should_use, refusals)])
     assert [refusal.reasons for refusal in refusals] == [reasons] * 2
     assert found == [f"{refusal} XLA computes it." for refusal in refusals if reasons]
 
 
 def test_programs_for_no_tpu_take_the_reference_silently(caplog: pytest.LogCaptureFixture):
-    assert modulation.unsupported_reasons().reasons == (dispatch.NO_TPU,)
-    assert not warnings(caplog, lambda: dispatch.should_use(modulation.unsupported_reasons()))
+    assert modulation.check_support().reasons == (dispatch.NO_TPU,)
+    assert not warnings(caplog, lambda: dispatch.should_use(modulation.check_support()))
 
 
 @pytest.mark.parametrize(

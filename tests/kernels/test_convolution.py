@@ -140,7 +140,7 @@ def test_every_second_row_and_column_is_torchs_stride(shape: MeshShape, compare:
 
 
 def test_a_program_for_no_tpu_keeps_xlas_convolution():
-    assert convolution.unsupported_reasons(jnp.zeros((4, 4, 3, 3, 3))).reasons == (dispatch.NO_TPU,)
+    assert convolution.check_support(jnp.zeros((4, 4, 3, 3, 3))).reasons == (dispatch.NO_TPU,)
 
 
 @pytest.mark.parametrize(

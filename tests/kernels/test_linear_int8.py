@@ -199,10 +199,10 @@ def test_weights_with_a_value_that_is_no_number_say_so():
 
 
 def test_lanes_that_do_not_fill_registers_are_left_to_xla():
-    assert str(linear_int8.unsupported_reasons([144], [256])) == (
+    assert str(linear_int8.check_support([144], [256])) == (
         "The kernel linear_int8 does not compute this call: 144 lanes are not a multiple of 128."
     )
-    assert not linear_int8.unsupported_reasons([128], [256])
+    assert not linear_int8.check_support([128], [256])
 
 
 @pytest.mark.parametrize("kind", linear_int8.INT8_LINEAR_CHIPS)

@@ -66,7 +66,7 @@ def test_the_leaders_environment_holds_and_nothing_else(monkeypatch: pytest.Monk
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     monkeypatch.setenv("COMFYUI_TPU_HBM_GIB", "8")
     monkeypatch.setenv("PATH", os.environ["PATH"])
-    found = handshake.shared_environment()
+    found = handshake.collect_environment()
     assert {fallbacks.KERNELS_VARIABLE, fallbacks.OPTIONS_VARIABLE} < set(found) == set(handshake.VARIABLES)
     assert found["XLA_FLAGS"] == "mine" and found["LIBTPU_INIT_ARGS"] is None
     path = os.environ["PATH"]

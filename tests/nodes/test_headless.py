@@ -241,7 +241,7 @@ def test_the_original_packs_workflow_still_loads():
 def test_a_terminal_shows_titles_and_times():
     stream = io.StringIO()
     host = TerminalContext(Folders(), stream=stream)
-    with host.timed("Encode"):
+    with host.time_node("Encode"):
         host.text("loading")
         host.step(1, 2, "step")
     assert stream.getvalue() == "Encode\n  loading\n"

@@ -106,7 +106,7 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
 
     def experts(settings: Settings) -> list:
         configs = {part.name: part.config for part in WAN.components}
-        return DenoisingPlan.of(WAN, settings, configs, WAN.recipe.scheduler, boundary).experts
+        return DenoisingPlan.create(WAN, settings, configs, WAN.recipe.scheduler, boundary).experts
 
     first, second = ("transformer", 1.0), ("transformer_2", 3.0)
     assert experts(settings) == [first, first, second, second]

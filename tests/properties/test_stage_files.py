@@ -19,7 +19,7 @@ from safetensors.torch import save
 SPEC = lookup_spec("wan2.1-t2v-14b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
 CONFIGS = {part.name: part.tiny for part in SPEC.components}
-PLAN = DenoisingPlan.of(SPEC, SPEC.settings(), CONFIGS, SPEC.recipe.scheduler)
+PLAN = DenoisingPlan.create(SPEC, SPEC.settings(), CONFIGS, SPEC.recipe.scheduler)
 WIDTH = SPEC.component("transformer").tiny["text_dim"]
 WHOLE = save(
     {

@@ -280,7 +280,9 @@ def _fit(
     placed = _place(spec, given.networks)
     if isinstance(placed, _Problem):
         return placed
-    components = {name: spec.parts_of(name)[0] for name in dict.fromkeys(part.folder for part in spec.components)}
+    components = {
+        name: spec.list_components(name)[0] for name in dict.fromkeys(part.folder for part in spec.components)
+    }
     known = identification.DeclaredFlags(
         names=(*(named.name for named in given.specs), *filter(None, [given.rest])), asks=True
     )

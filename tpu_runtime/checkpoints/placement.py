@@ -71,10 +71,10 @@ def place(
 ) -> jax.Array:
     """Return the array `[*shape]` on the chips, with the bits that `read` returned.
 
-    read: returns the shard of an index; called once per index of this host's chips, in the order of `shards_of`.
+    read: returns the shard of an index; called once per index of this host's chips, in the order of `list_shards`.
     in_flight: counts the shards until they have arrived.
     """
-    shards = shards_of(sharding, shape)
+    shards = list_shards(sharding, shape)
     counts = {len(devices) for _, devices in shards}
     count = counts.pop() if len(counts) == 1 else 1
     placed, gathered = list[jax.Array](), None
@@ -84,7 +84,7 @@ def place(
             axis = _split_axis(piece.shape, count)
             # As words: a gather of numbers need not keep the bits of each NaN.
             parts = list(_split(piece.view(f"u{piece.dtype.itemsize}"), count, axis))
-            gathered = functools.partial(_gathered, shape=piece.shape, dtype=piece.dtype, count=count, axis=axis)
+            gathered = functools.partial(_gather, shape=piece.shape, dtype=piece.dtype, count=count, axis=axis)
         else:
             parts = [piece] * len(devices)
         put = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
@@ -93,7 +93,7 @@ def place(
     return jax.make_array_from_single_device_arrays(shape, sharding, gathered(placed) if gathered else placed)
 
 
-def shards_of(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Index, list[Device]]]:
+def list_shards(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Index, list[Device]]]:
     """Return the parts of an array that chips of this host hold, each with these chips."""
     found: dict[tuple, tuple[Index, list[Device]]] = {}
     held = sharding.addressable_devices_indices_map(shape).items()
@@ -121,7 +121,7 @@ def _split(piece: np.ndarray, count: int, axis: int) -> Iterator[np.ndarray]:
         yield np.pad(part, [(0, missing * (each == axis)) for each in range(piece.ndim)]) if missing else part
 
 
-def _gathered(
+def _gather(
     parts: Sequence[jax.Array], *, shape: tuple[int, ...], dtype: np.dtype, count: int, axis: int
 ) -> list[jax.Array]:
     """Return the shards `[*shape]`, each gathered from `count` consecutive `parts`, one on the chip of each part."""

@@ -97,7 +97,7 @@ def _decompress(path: Path) -> bytes:
     return lzma.decompress(path.read_bytes())
 
 
-def trained_texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
+def find_trained_texts(spec: ModelSpec, model_id: str) -> Mapping[str, str]:
     """Return texts that a trained one understands, by input; {} for any other id."""
     return spec.miniature.texts if _find_packed_folder(model_id) else {}
 
@@ -145,7 +145,7 @@ def list_networks(spec: ModelSpec) -> dict[str, Component]:
     """Return the network in each folder, or the whole model of which several are parts."""
     by_folder: dict[str, Component] = {}
     for name in dict.fromkeys(component.folder for component in spec.components):
-        first, *others = spec.parts_of(name)
+        first, *others = spec.list_components(name)
         by_folder[name] = first
         if (parent := first.whole(others)) != first.class_name:
             parts = {part.config_part: dict(part.tiny) for part in (first, *others)}

@@ -60,7 +60,7 @@ def build_folder_config(
 
     known: values that the user gives by naming models (see `identification.DeclaredFlags`).
     """
-    first, *others = spec.parts_of(folder)
+    first, *others = spec.list_components(folder)
     config = build_config(held, first, known)
     if (parent := first.whole(others)) == first.class_name:
         return config

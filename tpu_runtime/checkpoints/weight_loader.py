@@ -27,7 +27,7 @@ from ..programs.upstream_network import Network, Weight
 from ..programs.weights import SCALE_SUFFIX, Weights, find_int8_weights, quantize_weight
 from ..progress import Progress
 from ..units import GB, MIB
-from .placement import PutsInFlight, place, shards_of
+from .placement import PutsInFlight, list_shards, place
 
 # Threads that read: more than cores, because they also wait for the disk. They do not hold Python's lock.
 READ_THREADS = min(16, 2 * (os.cpu_count() or 1))
@@ -74,7 +74,7 @@ def load_weights(
     )
     weights = {} if weights is None else weights
     merged = frozenset() if changed is None else changed.names
-    with host_memory.explained(f"Loading {title}"), contextlib.ExitStack() as stack:
+    with host_memory.translate_errors(f"Loading {title}"), contextlib.ExitStack() as stack:
         reader = TensorReader(stack, progress.check_cancelled)
         numbers = {name: want for name, want in wanted.items() if not name.endswith(SCALE_SUFFIX)}
         plain = {name: want for name, want in numbers.items() if name not in merged}
@@ -118,12 +118,12 @@ def _host_bytes(
     pieces = (
         shard.size_bytes
         for name, want in numbers.items()
-        for shard in _PendingShard.of(network, name, files[name], want)
+        for shard in _PendingShard.list_for_weight(network, name, files[name], want)
     )
-    return max(pieces, default=0) + (0 if replaces else sum(map(_kept_bytes, wanted.values())))
+    return max(pieces, default=0) + (0 if replaces else sum(map(_host_weight_bytes, wanted.values())))
 
 
-def _kept_bytes(want: jax.ShapeDtypeStruct) -> int:
+def _host_weight_bytes(want: jax.ShapeDtypeStruct) -> int:
     """Return the bytes of a weight on devices that use the host's memory, as without a TPU."""
     shard = int(np.prod(want.sharding.shard_shape(want.shape))) * want.dtype.itemsize
     return shard * sum(device.platform == "cpu" for device in want.sharding.addressable_devices)
@@ -149,13 +149,13 @@ class _PendingShard:
     layers: list[Future[None]] = field(default_factory=list)  # one pending read per layer
 
     @classmethod
-    def of(
+    def list_for_weight(
         cls, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
     ) -> "list[_PendingShard]":
         """Return the shards of a weight that differ, in the order in which they are copied to the devices."""
         dtype = torch.float32 if want.dtype == jax.numpy.float32 else torch.bfloat16
         shape, weight = want.sharding.shard_shape(want.shape), network.weights[name]
-        return [cls(weight, files, index, shape, dtype) for index, _ in shards_of(want.sharding, want.shape)]
+        return [cls(weight, files, index, shape, dtype) for index, _ in list_shards(want.sharding, want.shape)]
 
     @property
     def size_bytes(self) -> int:
@@ -199,7 +199,11 @@ def read_shards(
     in_flight: shards on their way to the chips; they count towards the limit.
     Shards are read ahead up to `READ_AHEAD_BYTES` and half of the host's available memory.
     """
-    pieces = [piece for name, want in wanted.items() for piece in _PendingShard.of(network, name, files[name], want)]
+    pieces = [
+        piece
+        for name, want in wanted.items()
+        for piece in _PendingShard.list_for_weight(network, name, files[name], want)
+    ]
     pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="weights")
     available = host_memory.available_bytes()
     most = READ_AHEAD_BYTES if available is None else min(READ_AHEAD_BYTES, available // 2)

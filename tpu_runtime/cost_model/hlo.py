@@ -86,7 +86,7 @@ class Instruction:
         assert bare  # an empty one at least
         return bare.group()
 
-    def needed(self, name: str) -> str:
+    def require_attribute(self, name: str) -> str:
         """Return an attribute that every instruction of this opcode has."""
         value = self.find_attribute(name)
         assert value is not None, f"{self.name} has no {name}"
@@ -94,7 +94,7 @@ class Instruction:
 
     def computation(self, name: str) -> str:
         """Return the name of the computation that attribute `name` refers to."""
-        return self.needed(name).removeprefix("%")
+        return self.require_attribute(name).removeprefix("%")
 
     @functools.cached_property
     def estimated_cycles(self) -> int | None:

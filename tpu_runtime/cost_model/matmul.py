@@ -31,7 +31,7 @@ def _flops(op: Instruction, within: hlo.Computation | None, module: hlo.Module) 
         return 0.0
     (out,) = op.arrays
     if op.opcode == "dot":
-        contracted = re.findall(r"\d+", op.needed("lhs_contracting_dims"))
+        contracted = re.findall(r"\d+", op.require_attribute("lhs_contracting_dims"))
         return 2.0 * math.prod(out.dims) * math.prod(left.dims[int(dim)] for dim in contracted)
     return 2.0 * _multiplications(op, left, right, out)
 
@@ -42,7 +42,7 @@ def _multiplications(op: Instruction, left: hlo.Array, right: hlo.Array, out: hl
     Places of the window in padding, or between dilated values, are left out: products with a batch are written with a
     window that is mostly there.
     """
-    labels = re.split(r"_|->", op.needed("dim_labels"))
+    labels = re.split(r"_|->", op.require_attribute("dim_labels"))
     pairs = zip(labels, (left, right, out), strict=True)
     of_left, of_right, of_out = (dict(zip(names, x.dims, strict=True)) for names, x in pairs)
     window = dict(re.findall(r"(\w+)=([\w-]+)", op.find_attribute("window") or ""))

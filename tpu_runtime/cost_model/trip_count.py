@@ -77,7 +77,7 @@ class Scope:
         return Symbolic(offset=left.offset + sign * right.offset, element=element)
 
     def _element(self, found: Instruction) -> Symbolic | None:
-        index = int(found.needed("index"))
+        index = int(found.require_attribute("index"))
         source = self.computation.by_name[found.operands[0]]
         if source.opcode == "parameter":
             return self.elements.get(index, Symbolic(offset=0, element=index))
@@ -119,7 +119,7 @@ def trip_count(loop: Instruction, outer: Scope) -> int:
     if compare is None:
         raise _make_error(loop)
     counter, bound = (scope.value(operand) for operand in compare.operands)
-    direction = compare.needed("direction")
+    direction = compare.require_attribute("direction")
     if counter is not None and counter.element is None:
         counter, bound, direction = bound, counter, _MIRRORED.get(direction, direction)
     if counter is None or bound is None or counter.element is None or bound.element is not None:

@@ -130,12 +130,12 @@ def _first_step(
     if stage.overlap is None or type(stage.hosts) is not HostGroup:
         return None
 
-    def wanted_of(overlaps: bool) -> ProgramRequest:
+    def make_request(overlaps: bool) -> ProgramRequest:
         without = stage.target.fallbacks if overlaps else stage.target.fallbacks | WITHOUT_OVERLAP
         form = replace(stage, target=replace(stage.target, fallbacks=without))
         return denoiser_requests(form, plan, standing.inputs)[expert][0]
 
-    return stage.overlap.first_step(program, args, wanted_of)
+    return stage.overlap.first_step(program, args, make_request)
 
 
 def measure_magcache(stage: StageContext, plan: DenoisingPlan, standing: SolverState) -> tuple[tuple[float, ...], ...]:
@@ -244,7 +244,7 @@ def make_plan(stage: StageContext, settings: Settings) -> DenoisingPlan:
     """Return the denoising plan of a generation with these settings and the checkpoint's scheduler."""
     spec, source, progress = stage.spec, stage.found, stage.progress
     scale = guider.resolve_guidance_scale(source, settings.guidance_scale, progress)
-    return DenoisingPlan.of(
+    return DenoisingPlan.create(
         spec,
         replace(settings, guidance_scale=scale),
         stage.resolved.configs,

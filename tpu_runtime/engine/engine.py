@@ -227,11 +227,11 @@ class Engine:
                 halt = classify_halt(error, last.program.name if last else stage, last.kernels if last else ())
                 if halt is None:
                     raise memory_errors.parse_host_error(str(error)) or error from None
-                self.lost = self.ladder.halted(halt)
+                self.lost = self.ladder.record_halt(halt)
                 self._when_halted()
                 raise self.lost from None
             else:
-                self.ladder.held()
+                self.ladder.commit()
                 return result
             # Outside of the `except` blocks: the error's traceback holds arrays.
             log.warning("%s", sentence)
@@ -317,7 +317,7 @@ class Engine:
                 log.warning("%s: out of memory (%s); unloaded %s, trying once more.", stage.name, reason, unloaded)
                 stage.progress.text(f"Out of memory: unloaded {unloaded}, trying once more")
             try:
-                with host_memory.explained(f"{stage.spec.title}, stage {stage.name},"):
+                with host_memory.translate_errors(f"{stage.spec.title}, stage {stage.name},"):
                     return self.hosts.attempt(work, _classify_failure)
             except memory_errors.HostMemoryError as error:
                 # Arrays on the chips need no host memory, unless the host is the device.

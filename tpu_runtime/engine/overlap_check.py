@@ -46,7 +46,7 @@ class Verdicts(Protocol):
 
     @property
     def record(self) -> MachineRecord: ...
-    def compared(self, digest: str, title: str, *, is_same: bool) -> str | None: ...
+    def record_comparison(self, digest: str, title: str, *, is_same: bool) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +69,23 @@ class OverlapChecks:
     _begun: set[str] = field(default_factory=set)
 
     def first_step(
-        self, program: object, args: tuple[Any, ...], wanted_of: Callable[[bool], ProgramRequest]
+        self, program: object, args: tuple[Any, ...], make_request: Callable[[bool], ProgramRequest]
     ) -> FirstStep | None:
         """Return the step that `program` is about to run with `args`, if it is to be compared; else None.
 
         It is compared if the program is new to this machine and overlaps transfers.
-        wanted_of: returns the program with overlap (True) or without.
+        make_request: returns the program with overlap (True) or without.
         """
         if not isinstance(program, Executable):
             return None
         options = program.program.compiler_options
         if WITHOUT_OVERLAP.left(options) == dict(options):
             return None
-        wanted = wanted_of(True)
+        wanted = make_request(True)
         if wanted.digest in self._begun or wanted.digest in self.verdicts.record.overlap:
             return None
         self._begun.add(wanted.digest)
-        return FirstStep(wanted=wanted, without=wanted_of(False), args=tuple(jax.device_get(tuple(args))))
+        return FirstStep(wanted=wanted, without=make_request(False), args=tuple(jax.device_get(tuple(args))))
 
     def compare(self, step: FirstStep, weights: Weights, results: Any) -> None:
         """Compare a step's `results` in a thread, as soon as the other form is compiled and no stage runs.
@@ -116,7 +116,7 @@ class OverlapChecks:
                 return  # another process compares it
             again = jax.device_get(other(dict(weights), *step.args))
             self.chips.drop_program(step.without.digest)
-            sentence = self.verdicts.compared(
+            sentence = self.verdicts.record_comparison(
                 step.wanted.digest, step.wanted.title, is_same=have_same_bits(results, again)
             )
         if sentence:

@@ -139,7 +139,7 @@ class ProgramCache:
 
         age_s: seconds since it began.
         """
-        expected_s = _expected_s(pending.wanted)
+        expected_s = _last_compile_s(pending.wanted)
         facts = ["once for this size"]
         facts += [f"about {expected_s:.0f} s as the last time"] if expected_s >= 1 else []
         facts += [f"begun {age_s:.0f} s ago"] if age_s >= 1 else []
@@ -190,7 +190,7 @@ class ProgramCache:
                 del self._pending[compilation.digest]
             self._queue.clear()
 
-    def behind(self) -> list[dict[str, object]]:
+    def list_background(self) -> list[dict[str, object]]:
         """Return title and elapsed seconds (None if not begun) of the compilations that no stage waits for, in
         order.
         """
@@ -248,7 +248,7 @@ class ProgramCache:
         pending.done.set()
 
 
-def _expected_s(wanted: ProgramRequest) -> float:
+def _last_compile_s(wanted: ProgramRequest) -> float:
     """Return the last compile time of such a program in seconds; 0 if unknown."""
     try:
         seconds = float(COMPILE_TIMES.get(wanted.kind) or 0)

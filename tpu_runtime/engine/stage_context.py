@@ -68,7 +68,7 @@ class StageContext:
         return network_call.make_call(self.program, self._execute)
 
     def program(self, request: network_call.CallRequest) -> Executable:
-        return self.executable(self.wanted(request))
+        return self.executable(self.make_request(request))
 
     def executable(self, wanted: ProgramRequest) -> Executable:
         """Return a loaded program, the same on all hosts."""
@@ -85,7 +85,7 @@ class StageContext:
         self.progress.check_cancelled()
         self.hosts.barrier(f"run {what}")
 
-    def wanted(self, request: network_call.CallRequest) -> ProgramRequest:
+    def make_request(self, request: network_call.CallRequest) -> ProgramRequest:
         """Return the program request for a call."""
         config = self.config(request.component)
         return ProgramRequest(

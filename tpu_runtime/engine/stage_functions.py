@@ -78,7 +78,7 @@ def _prompt_warnings(stage: StageContext, name: str, prompt: str, encoded: Condi
             f"{title}: {literals} in the {name} is taken literally; it has no special meaning here. Describe it in "
             "words."
         )
-    if name == PROMPT_NAMES[0] and (example := tiny.trained_texts(stage.spec, stage.found.model_id).get("prompt")):
+    if name == PROMPT_NAMES[0] and (example := tiny.find_trained_texts(stage.spec, stage.found.model_id).get("prompt")):
         yield from _warn_unknown_words(stage, prompt, example)
     for text in stage.spec.text_encoders if encoded else ():
         assert encoded
@@ -372,7 +372,7 @@ def precompile_call(
     """
     spec = stage.spec
     call = network_call.make_call(
-        lambda request: _note(stage, stage.wanted(request)).program, denoising_plan.zero_results
+        lambda request: _note(stage, stage.make_request(request)).program, denoising_plan.zero_results
     )
     if prediction is not None:
         name = spec.denoiser.experts[prediction.expert]
@@ -443,7 +443,9 @@ def _each_program(
 ) -> None:
     """Pass every program of these stages to `prepare`, in the order in which they run. Loads no weights."""
     plan = denoising.make_plan(stage, settings)
-    call = network_call.make_call(lambda request: prepare(stage.wanted(request)).program, denoising_plan.zero_results)
+    call = network_call.make_call(
+        lambda request: prepare(stage.make_request(request)).program, denoising_plan.zero_results
+    )
     for name in STAGES:
         if name in stages and name != "denoise":
             denoising_plan.dry_run(plan, call, (name,))

@@ -35,7 +35,7 @@ class TensorShapes(Mapping[str, tuple[int, ...]]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def of(self, name: str, dimensions: int) -> tuple[int, ...]:
+    def require(self, name: str, dimensions: int) -> tuple[int, ...]:
         """Return the shape of a tensor of this number of dimensions, none of them empty. Raises `CheckpointError`
         otherwise.
         """

@@ -184,7 +184,7 @@ def _spellings(
                 try:
                     delta = make_factors(meta, rows, weights[weight])
                     for cut in cuts[weight]:
-                        delta.of(cut)
+                        delta.take_slice(cut)
                 except ShapeMismatch as error:
                     size = "x".join(map(str, weights[weight]))
                     misfit = misfit or f"{module} is for {error}, but {weight} is {size}"

@@ -39,7 +39,7 @@ class DeltaFactors:
     magnitude: torch.Tensor | None = None
     rank: int | None = None  # divisor of alpha; None without one
 
-    def of(self, cut: WeightSlice | None) -> "DeltaFactors":
+    def take_slice(self, cut: WeightSlice | None) -> "DeltaFactors":
         """Return the factors for a parameter that is a slice of the weight; `cut` is None for the weight itself."""
         if cut is None:
             return self

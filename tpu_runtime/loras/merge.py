@@ -185,7 +185,7 @@ def _read(
         if not torch.isfinite(tensors[part]).all():
             raise LoraError(f"The LoRA {adapter.path}: {name} holds NaN or infinity; the file is damaged.")
     delta, scale = change.read(adapter.path, tensors, weight.tensor_shape)
-    return delta.of(weight.cut), scale
+    return delta.take_slice(weight.cut), scale
 
 
 @dataclass(frozen=True)

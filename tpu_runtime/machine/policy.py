@@ -51,7 +51,7 @@ class FallbackPolicy:
         self._found_out(*step)
         return step[1]
 
-    def halted(self, halt: Unsupported) -> ChipHalted:
+    def record_halt(self, halt: Unsupported) -> ChipHalted:
         """Record for the next process that a program halted the chips. Returns the error to raise in this process."""
         sentence = f"{halt.program} halted the chips ({halt.reason})."
         if halt.names:
@@ -73,7 +73,7 @@ class FallbackPolicy:
         self._is_trial = True
         return "The values are not finite: trying once more without overlapped transfers."
 
-    def held(self) -> None:
+    def commit(self) -> None:
         """Commit the fallbacks of a successful attempt."""
         if self._is_trial:
             self._is_trial = False
@@ -83,7 +83,7 @@ class FallbackPolicy:
                 "without overlapped transfers, and are slower.",
             )
 
-    def compared(self, digest: str, title: str, *, is_same: bool) -> str | None:
+    def record_comparison(self, digest: str, title: str, *, is_same: bool) -> str | None:
         """Record whether a program's step had the same bits with and without overlapped transfers.
 
         If the bits differ, overlapped transfers are switched off, and the sentence that reports it is returned.

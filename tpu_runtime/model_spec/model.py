@@ -64,7 +64,7 @@ class ModelSpec:
             vae=replace(self.vae, component=light.component.name, decode=light.decode),
         )
 
-    def parts_of(self, folder: str) -> list[Component]:
+    def list_components(self, folder: str) -> list[Component]:
         """Return the networks in a folder of the checkpoint."""
         return [component for component in self.components if component.folder == folder]
 

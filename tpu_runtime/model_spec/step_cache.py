@@ -72,7 +72,7 @@ class MagCacheCurve:
         if type(self.most_skipped) is not int or not 0 <= self.most_skipped <= MAX_STEPS:
             raise ValueError("most_skipped is not a whole number")
 
-    def of(self, num_steps: int) -> list[list[float]]:
+    def resample(self, num_steps: int) -> list[list[float]]:
         """Return the ratios for another number of steps, each the nearest."""
         rows = self.few_steps if self.few_steps and num_steps <= len(self.few_steps[0]) else self.ratios
         scale = (len(rows[0]) - 1) / max(num_steps - 1, 1)
@@ -114,7 +114,7 @@ class MagCache:
         """
         if self.curve is None:
             return (True,) * len(experts)
-        rows, order = self.curve.of(len(experts)), list(dict.fromkeys(experts))
+        rows, order = self.curve.resample(len(experts)), list(dict.fromkeys(experts))
         shares = dict(zip(order, (*self.curve.retained, *self.curve.retained[-1:] * len(order)), strict=False))
         is_full_step: list[bool] = []
         errors, drift, skipped = [0.0] * len(rows), [1.0] * len(rows), 0

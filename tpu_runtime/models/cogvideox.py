@@ -75,7 +75,7 @@ def predict_velocity(
     """
     cosines, sines = (run.tokens(table[None]) for table in rotary_tables(cogvideox.config, latents))
     x = run.tokens(cogvideox.patch_embed.proj(layers.cut_patches(latents, GEOMETRY.patch_thw)))  # [rows, tokens, dim]
-    text = run.replicated(cogvideox.patch_embed.text_proj(text))
+    text = run.replicate(cogvideox.patch_embed.text_proj(text))
 
     def body(block: Net, streams: "Pair") -> "Pair":
         return run_block(block, run, *streams, temb, (cosines, sines))

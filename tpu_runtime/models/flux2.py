@@ -69,7 +69,7 @@ def forward(
     image = flux.x_embedder(torch.cat([picture.flatten(2).transpose(1, 2) for picture in pictures], dim=1))
     text = flux.context_embedder(inputs["text"])  # [rows, tokens, dim], as the image
     image_size, text_size = image.shape[1], text.shape[1]
-    text = run.spread(run.replicated(text), placement="replicated")
+    text = run.spread(run.replicate(text), placement="replicated")
     image_rotary = rotary_tables(flux.pos_embed, [(picture.shape[2], picture.shape[3], 1) for picture in pictures])
     text_rotary = rotary_tables(flux.pos_embed, [(1, 1, text.shape[1])])
 
@@ -120,7 +120,7 @@ def run_double_block(
     attention and feed-forward. rotary: cosines and sines `[1, tokens, head_dim]` of both halves and of the text.
     """
     attn, (msa, mlp), (text_msa, text_mlp) = block.attn, image_modulations, text_modulations
-    text_norm, text_product = partial(norm, placement="replicated"), partial(run.summed, placement="replicated")
+    text_norm, text_product = partial(norm, placement="replicated"), partial(run.sum_products, placement="replicated")
     norms = (attn.norm_q, attn.norm_k), (attn.norm_q, attn.norm_k), (attn.norm_added_q, attn.norm_added_k)
 
     _, y = text_norm(text, None, None, text_msa.scale, text_msa.shift)
@@ -220,7 +220,7 @@ def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> list[Modul
 
     run: operations on the mesh. module: diffusers'. temb: time embedding `[rows, dim]`.
     """
-    chunks = run.replicated(module(temb)).chunk(3 * module.mod_param_sets, dim=-1)
+    chunks = run.replicate(module(temb)).chunk(3 * module.mod_param_sets, dim=-1)
     return [layers.make_modulation(*triple) for triple in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True)]
 
 

@@ -70,7 +70,7 @@ def embed_tokens(
     no_condition = torch.zeros((rows, channels + 1, *size), dtype=sample.dtype, device=sample.device)
     latents = torch.cat([sample, inputs.get("condition", no_condition)], dim=1)
     x = layers.embed_patches(dit.x_embedder.proj, latents)
-    return run.tokens(x), run.replicated(text), text_length
+    return run.tokens(x), run.replicate(text), text_length
 
 
 def join_texts(

@@ -68,7 +68,7 @@ def forward(
     size = tokens[0].shape[1]
     run = run.with_length(size)
 
-    text = run.spread(run.replicated(dit.txt_in(dit.txt_norm(inputs["text"]))), placement="replicated")
+    text = run.spread(run.replicate(dit.txt_in(dit.txt_norm(inputs["text"]))), placement="replicated")
     times = [embed_time(dit, sample, timestep)] * 2  # [rows, dim], of the two sequences
     if names:
         sequences = [tokens[0], torch.cat(tokens[1:], dim=1)]
@@ -79,7 +79,7 @@ def forward(
     else:
         sequences, tables = run.halves(tokens[0]), layers.halve_tables(run, image_tables)
         lengths = run.layout.half_lengths(sequences[0].shape[1])
-    rotary = [[*map(run.padded, pair)] for pair in (*tables, text_tables)]
+    rotary = [[*map(run.pad, pair)] for pair in (*tables, text_tables)]
 
     def body(block: Net, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":
         return run_block(block, run, streams, [*lengths, inputs["text_length"]], times, rotary)
@@ -158,7 +158,7 @@ def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> "tuple[Mod
 
 def project(run: "ShardedOps", linear: Net, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
     """Apply `linear` to `x` `[rows, tokens, in]`, whose features are split over chips; sums are scattered by tokens."""
-    return run.summed(linear, x, placement=placement) + linear.bias
+    return run.sum_products(linear, x, placement=placement) + linear.bias
 
 
 def rotary_tables(rope: Net, sizes: "Sequence[Sequence[int]]", text: "torch.Tensor") -> "tuple[Pair, Pair]":

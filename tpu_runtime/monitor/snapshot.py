@@ -30,7 +30,7 @@ def take_snapshot() -> Stats:
         "elsewhere": engine.hosts.rows(),
         "resident": _resident(engine),
         "running": activity.describe() if activity else None,
-        "behind": engine.program_cache.behind(),
+        "behind": engine.program_cache.list_background(),
         "notes": engine.ladder.sentences,
         "last_run": last_run.describe() if last_run else None,
         "caches": store.measure_usage(),

@@ -23,7 +23,7 @@ def describe_difference(leaders: Mapping[str, str], followers: Mapping[str, str]
     return "; ".join(differences) or None
 
 
-def shared_environment() -> dict[str, str | None]:
+def collect_environment() -> dict[str, str | None]:
     """Return the values of `VARIABLES` in this process."""
     return {name: os.environ.get(name) for name in VARIABLES}
 

@@ -196,7 +196,7 @@ class Leader(HostGroup):
             with self._changed:
                 self._changed.wait(1.0)
         progress.text(f"Joining {self._place.count} hosts")
-        self._tell(Start(handshake.shared_environment()))
+        self._tell(Start(handshake.collect_environment()))
         try:
             distributed.initialize(self._place)
         except RuntimeError as error:

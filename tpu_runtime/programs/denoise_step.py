@@ -79,7 +79,7 @@ def build_denoise_program(spec: ModelSpec, config: Config, target: CompileTarget
     `denoised` is for a preview; `is_finite` is whether the sample is finite.
     spec, config: of the model and its denoiser. target: devices and precision. shape: shapes and options of the step.
     """
-    build = _StepBuild.of(spec, config, target, shape)
+    build = _StepBuild.create(spec, config, target, shape)
 
     def step(weights: Weights, *args: PyTree) -> PyTree:
         return build.run(weights, StepArgs(*args), build.forward)[0]
@@ -92,7 +92,7 @@ def build_saving_program(spec: ModelSpec, config: Config, target: CompileTarget,
 
     Later steps may start from these. spec, config, target, shape: as for `build_denoise_program`.
     """
-    build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
+    build, reuse = _StepBuild.create(spec, config, target, shape), shape.reuse
     assert reuse is not None, spec.name
 
     def predict(denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree) -> tuple[PyTree, PyTree]:
@@ -110,7 +110,7 @@ def build_reusing_program(spec: ModelSpec, config: Config, target: CompileTarget
 
     It returns `(*state, denoised, is_finite)`. spec, config, target, shape: as for `build_denoise_program`.
     """
-    build, reuse = _StepBuild.of(spec, config, target, shape), shape.reuse
+    build, reuse = _StepBuild.create(spec, config, target, shape), shape.reuse
     assert reuse is not None, spec.name
     features = step_cache.feature_shapes(reuse, build_saving_program(spec, config, target, shape))
 
@@ -140,7 +140,7 @@ def build_prediction_program(
     inputs
       of `model_spec.Forward`, with one row for all branches or one for each.
     """
-    build = _StepBuild.of(spec, config, target, shape)
+    build = _StepBuild.create(spec, config, target, shape)
     mesh = build.mesh
 
     def predict(weights: Weights, sample: Array, timestep: Array, inputs: dict[str, Array]) -> tuple[Array, Array]:
@@ -181,7 +181,7 @@ class _StepBuild:
     axes: weights.Axes  # contracting dimensions of int8 weights
 
     @classmethod
-    def of(cls, spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> "_StepBuild":
+    def create(cls, spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> "_StepBuild":
         default = spec.parallelism.mesh_shape(len(target.devices), shape.branches, config)
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.private_network(spec.component(spec.denoiser.experts[0]), config)
@@ -194,7 +194,7 @@ class _StepBuild:
             scores="int8" if is_int8 else "exact",
         )
         on_tpu = target.devices[0].platform == "tpu"
-        scores = policy.scores_of(num_tokens, target.devices[0].device_kind if on_tpu else None)
+        scores = policy.choose_scores(num_tokens, target.devices[0].device_kind if on_tpu else None)
         if is_int8 and not axes and scores == "exact":
             reason = f"with {num_tokens} tokens, these layers and these chips it would be no faster"
             log.warning("%s: quality int8 is exact here: %s.", spec.title, reason)

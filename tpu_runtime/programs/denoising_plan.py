@@ -59,7 +59,7 @@ class DenoisingPlan:
     shape: StepShape  # shapes that its programs are compiled for
 
     @classmethod
-    def of(
+    def create(
         cls,
         spec: ModelSpec,
         settings: Settings,
@@ -105,7 +105,9 @@ class DenoisingPlan:
     def published(cls, spec: ModelSpec, settings: Settings) -> "DenoisingPlan":
         """Return the plan with the published architecture, without a checkpoint."""
         configs = {part.name: part.config for part in spec.components}
-        return cls.of(spec, settings, configs, spec.recipe.scheduler, spec.published.index.get("boundary_ratio", 0.0))
+        return cls.create(
+            spec, settings, configs, spec.recipe.scheduler, spec.published.index.get("boundary_ratio", 0.0)
+        )
 
     @property
     def vae_config(self) -> Config:

@@ -183,8 +183,8 @@ def _choose_placement(
 def to_shapes(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     """Return the shapes and dtypes of a pytree of host arrays, torch tensors, device arrays or shapes."""
 
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    def describe(x: Any) -> jax.ShapeDtypeStruct:
         dtype = np.dtype(str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else x.dtype
         return jax.ShapeDtypeStruct(tuple(x.shape), dtype)
 
-    return jax.tree.map(shape_of, args)
+    return jax.tree.map(describe, args)

@@ -46,7 +46,7 @@ class ShardedOps:
         """
         return torch_bridge.call_jax(self.layout.place_tokens, x)
 
-    def replicated(self, x: torch.Tensor) -> torch.Tensor:
+    def replicate(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` `[rows, ...]` on every chip of a branch: a text, or a vector whose weights are sharded."""
         return torch_bridge.call_jax(lambda x: self.layout.constrain(x, "dp", *[None] * (x.ndim - 1)), x)
 
@@ -71,7 +71,7 @@ class ShardedOps:
         """Return `x` `[rows, tokens, lanes]` out of tile order, if tokens are in tiles. It should have few lanes."""
         return torch_bridge.call_jax(self.layout.remove_tiling, x)
 
-    def padded(self, x: torch.Tensor) -> torch.Tensor:
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` `[rows, tokens, ...]` with the padding of `spread`."""
         return torch_bridge.call_jax(self.layout.pad_tokens, x)
 
@@ -305,7 +305,7 @@ class ShardedOps:
         """Return partial sums `[tp, rows, tokens, dim]` summed over chips and spread, `[rows, tokens, dim]`."""
         return torch_bridge.call_jax(functools.partial(self.layout.scatter, placement=placement), sums)
 
-    def summed(self, factor: Factor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
+    def sum_products(self, factor: Factor, *parts: torch.Tensor, placement: Placement = "sharded") -> torch.Tensor:
         """Return `partial_sums` of `factor` and `parts`, summed over chips and spread, `[rows, tokens, dim]`.
 
         placement: of tokens on `sp`.

@@ -112,16 +112,16 @@ def abstract_weights(
     """
     placed, shapes = layouts(network, mesh, precision, axes), {}
 
-    def shaped(name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> None:
+    def add_shape(name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> None:
         sharding = NamedSharding(mesh, PartitionSpec(*placed[name].at_rest))
         shapes[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     for name, weight in network.weights.items():
         if name not in axes:
-            shaped(name, weight.shape, weight_dtype(network, name, precision))
+            add_shape(name, weight.shape, weight_dtype(network, name, precision))
             continue
-        shaped(name, weight.shape, jnp.dtype(jnp.int8))
-        shaped(name + SCALE_SUFFIX, _drop_contracted(weight.shape, axes[name]), jnp.dtype(jnp.float32))
+        add_shape(name, weight.shape, jnp.dtype(jnp.int8))
+        add_shape(name + SCALE_SUFFIX, _drop_contracted(weight.shape, axes[name]), jnp.dtype(jnp.float32))
     return shapes
 
 

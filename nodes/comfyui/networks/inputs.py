@@ -40,7 +40,7 @@ class CoreNetwork:
     config: Mapping[str, Any]  # of the checkpoint
 
     @classmethod
-    def of(cls, chosen: ModelRef, expert: int) -> "CoreNetwork":
+    def from_model(cls, chosen: ModelRef, expert: int) -> "CoreNetwork":
         """Return a model's denoiser, by its number `expert`."""
         config = chosen.resolve(api.SilentProgress()).configs[chosen.spec.denoiser.experts[expert]]
         return cls(spec=chosen.spec, config=config)
@@ -238,7 +238,7 @@ def predict_call(
     rows: of the sample, and of the conditionings.
     pictures: images that nodes add, by the names of their inputs.
     """
-    network = CoreNetwork.of(chosen, expert)
+    network = CoreNetwork.from_model(chosen, expert)
     spec, config = network.spec, network.config
     text = spec.text_encoders[0]
     conditions = spec.condition_shapes(config, (1, *shape))

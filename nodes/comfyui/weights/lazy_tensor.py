@@ -27,7 +27,7 @@ class LazyTensor(torch.Tensor):
     read: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Self:
+    def from_reader(cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Self:
         """Return a tensor of this shape `[...]` and format whose values `read` returns."""
         tensor = torch.Tensor._make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"))
         tensor.read = lambda: read().to(dtype)
@@ -56,4 +56,4 @@ class LazyTensor(torch.Tensor):
 
 def from_file(tensor: TensorFile) -> LazyTensor:
     """Return a tensor of a file, in the file's format or in bfloat16."""
-    return LazyTensor.of(tensor.shape, _KEPT.get(tensor.dtype, torch.bfloat16), lambda: read_tensor(tensor))
+    return LazyTensor.from_reader(tensor.shape, _KEPT.get(tensor.dtype, torch.bfloat16), lambda: read_tensor(tensor))

@@ -100,7 +100,7 @@ def select_applied_patches(model: torch.nn.Module, name: str, patches: Iterable[
 def apply_patches(name: str, patches: list[Patch], weight: torch.Tensor) -> LazyTensor:
     """Return a weight `[...]` with patches applied as core does, in float32, then in the weight's own format."""
     check_merge(name, patches, weight)
-    return LazyTensor.of(weight.shape, weight.dtype, lambda: _apply(name, patches, weight))
+    return LazyTensor.from_reader(weight.shape, weight.dtype, lambda: _apply(name, patches, weight))
 
 
 def patch_difference(name: str, patches: list[Patch], weight: torch.Tensor) -> LazyTensor:
@@ -111,7 +111,7 @@ def patch_difference(name: str, patches: list[Patch], weight: torch.Tensor) -> L
         base = weight.float()
         return _apply(name, patches, base) - base
 
-    return LazyTensor.of(weight.shape, torch.float32, read)
+    return LazyTensor.from_reader(weight.shape, torch.float32, read)
 
 
 def _apply(name: str, patches: list[Patch], weight: torch.Tensor) -> torch.Tensor:

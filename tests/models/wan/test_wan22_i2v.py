@@ -353,7 +353,7 @@ def test_a_checkpoint_without_the_second_expert_is_refused(tmp_path: Path):
 
 def test_a_guided_run_needs_the_negative_prompt():
     prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
-    plan = DenoisingPlan.of(SPEC, TALL, {part.name: part.tiny for part in SPEC.components}, SPEC.recipe.scheduler)
+    plan = DenoisingPlan.create(SPEC, TALL, {part.name: part.tiny for part in SPEC.components}, SPEC.recipe.scheduler)
     assert SPEC.branches(FLAT.guidance_scale) == 1 and SPEC.branches(TALL.guidance_scale) == 2
     with pytest.raises(ValueError, match="negative_prompt_embeds is not connected, and guidance_scale is 4.0"):
         conditioning.build_denoiser_inputs(plan, prompt, None, None)

@@ -190,7 +190,7 @@ def modulate_norm(
 
     middle, factor = group_moments(x, counted, groups=groups, eps=eps)
     factor = factor * weight
-    run = modulation.modulate if dispatch.should_use(modulation.unsupported_reasons()) else modulation.reference
+    run = modulation.modulate if dispatch.should_use(modulation.check_support()) else modulation.reference
     return run(x, factor, bias - middle * factor, scale, offset)
 
 

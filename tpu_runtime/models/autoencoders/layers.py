@@ -114,7 +114,7 @@ def convolution(
     from ....kernels import dispatch
 
     is_product = kernel and max(weight.shape[2:]) == 1
-    if kernel and not is_product and dispatch.should_use(ours.unsupported_reasons(weight)):
+    if kernel and not is_product and dispatch.should_use(ours.check_support(weight)):
         return ours.convolution(
             x, weight, bias, repeats=edges == "replicate", gain=gain, shift=shift, onto=onto, doubled=doubled,
             halved=halved, past=past, past_at=past_at,
@@ -125,17 +125,17 @@ def convolution(
     if doubled:
         x = repeat_to_size(x, size=(x.shape[2], 2 * x.shape[3], 2 * x.shape[4]))
 
-    def added(out: "jax.Array") -> "jax.Array":
+    def add_residual(out: "jax.Array") -> "jax.Array":
         out = out if bias is None else out + bias[:, None, None, None]
         return out if onto is None else out + onto
 
     if is_product:
-        return added(jnp.einsum("oi,bi...->bo...", weight[:, :, 0, 0, 0], x))
+        return add_residual(jnp.einsum("oi,bi...->bo...", weight[:, :, 0, 0, 0], x))
     rows, columns = weight.shape[3:]
     assert len(x) == 1 and rows % 2 == columns % 2 == 1
     if halved:
         assert rows == columns == 3 and edges == "zero"
-        return added(jax.lax.conv_general_dilated(x, weight, (1, 2, 2), [(0, 0), (0, 1), (0, 1)]))
+        return add_residual(jax.lax.conv_general_dilated(x, weight, (1, 2, 2), [(0, 0), (0, 1), (0, 1)]))
     above, reach = rows // 2, columns // 2
     if edges == "replicate" and above:
         # Pad before shifting columns: with padding of the stacked copies the convolution takes twice as long.
@@ -147,7 +147,7 @@ def convolution(
     out = jax.lax.conv_general_dilated(
         stacked, stacked_weight, (1, 1), [(0, 0), (above, above)], dimension_numbers=("CDHN", "OIDH", "CDHN")
     )
-    return added(out[None])
+    return add_residual(out[None])
 
 
 def _shift(x: "jax.Array", by: int, edges: Edges) -> "jax.Array":

@@ -18,8 +18,8 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
             "The file is of CogVideoX 1.0, whose patches are of single frames; only CogVideoX 1.5 runs here. Use one "
             "of CogVideoX1.5-5B."
         )
-    dim, patch = shapes.of("patch_embed.proj.weight", 2)
-    (head_dim,) = shapes.of("transformer_blocks.0.attn1.norm_q.weight", 1)
+    dim, patch = shapes.require("patch_embed.proj.weight", 2)
+    (head_dim,) = shapes.require("transformer_blocks.0.attn1.norm_q.weight", 1)
     size = base["patch_size"] ** 2 * base["patch_size_t"]
     if (channels := patch // size) in _OF_CHANNELS:
         raise CheckpointError(
@@ -31,22 +31,22 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
         "in_channels": channels,
         "num_attention_heads": dim // head_dim,
         "num_layers": shapes.count("transformer_blocks"),
-        "out_channels": shapes.of("proj_out.weight", 2)[0] // size,
-        "text_embed_dim": shapes.of("patch_embed.text_proj.weight", 2)[1],
-        "time_embed_dim": shapes.of("time_embedding.linear_1.weight", 2)[0],
+        "out_channels": shapes.require("proj_out.weight", 2)[0] // size,
+        "text_embed_dim": shapes.require("patch_embed.text_proj.weight", 2)[1],
+        "time_embed_dim": shapes.require("time_embedding.linear_1.weight", 2)[0],
     }
     time = "ofs_embedding.linear_1.weight"
-    config["ofs_embed_dim"] = shapes.of(time, 2)[0] if time in shapes else None
+    config["ofs_embed_dim"] = shapes.require(time, 2)[0] if time in shapes else None
     return config
 
 
 def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the VAE's config from its tensors' shapes, for CogVideoX and HunyuanVideo 1.5."""
     levels = shapes.count("encoder.down_blocks")
-    widths = (shapes.of(f"encoder.down_blocks.{n}.resnets.0.conv1.conv.weight", 5)[0] for n in range(levels))
+    widths = (shapes.require(f"encoder.down_blocks.{n}.resnets.0.conv1.conv.weight", 5)[0] for n in range(levels))
     return {
         "block_out_channels": tuple(widths),
-        "latent_channels": shapes.of("decoder.conv_in.conv.weight", 5)[1],
+        "latent_channels": shapes.require("decoder.conv_in.conv.weight", 5)[1],
         "layers_per_block": shapes.count("encoder.down_blocks.0.resnets"),
     }
 

@@ -17,11 +17,11 @@ _ATTENTION = "encoder.block.0.layer.0.SelfAttention"
 def t5_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a T5 from its tensors' shapes. `base`, the published config, is not needed."""
     embedding = "shared.weight" if "shared.weight" in shapes else "encoder.embed_tokens.weight"
-    vocabulary, dim = shapes.of(embedding, 2)
-    heads = shapes.of(f"{_ATTENTION}.relative_attention_bias.weight", 2)[1]
+    vocabulary, dim = shapes.require(embedding, 2)
+    heads = shapes.require(f"{_ATTENTION}.relative_attention_bias.weight", 2)[1]
     return {
-        "d_ff": shapes.of("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 2)[0],
-        "d_kv": shapes.of(f"{_ATTENTION}.q.weight", 2)[0] // heads,
+        "d_ff": shapes.require("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 2)[0],
+        "d_kv": shapes.require(f"{_ATTENTION}.q.weight", 2)[0] // heads,
         "d_model": dim,
         "num_heads": heads,
         "num_layers": shapes.count("encoder.block"),
@@ -36,17 +36,17 @@ def _causal(shapes: TensorShapes, base: UpstreamConfig, prefix: str = "") -> Con
         normed.
     prefix: of the model's keys.
     """
-    vocabulary, dim = shapes.of(f"{prefix}embed_tokens.weight", 2)
+    vocabulary, dim = shapes.require(f"{prefix}embed_tokens.weight", 2)
     attention = f"{prefix}layers.0.self_attn"
     published = base.get("head_dim") or base["hidden_size"] // base["num_attention_heads"]
     norm = f"{attention}.q_norm.weight"
-    head_dim = shapes.of(norm, 1)[0] if norm in shapes else published
+    head_dim = shapes.require(norm, 1)[0] if norm in shapes else published
     return {
         "hidden_size": dim,
-        "intermediate_size": shapes.of(f"{prefix}layers.0.mlp.gate_proj.weight", 2)[0],
-        "num_attention_heads": shapes.of(f"{attention}.q_proj.weight", 2)[0] // head_dim,
+        "intermediate_size": shapes.require(f"{prefix}layers.0.mlp.gate_proj.weight", 2)[0],
+        "num_attention_heads": shapes.require(f"{attention}.q_proj.weight", 2)[0] // head_dim,
         "num_hidden_layers": shapes.count(f"{prefix}layers"),
-        "num_key_value_heads": shapes.of(f"{attention}.k_proj.weight", 2)[0] // head_dim,
+        "num_key_value_heads": shapes.require(f"{attention}.k_proj.weight", 2)[0] // head_dim,
         "vocab_size": vocabulary,
     } | ({"head_dim": head_dim} if "head_dim" in base else {})
 
@@ -111,13 +111,13 @@ def vision_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
 
     shapes: of the file's tensors. base: the published config, from which the head size is taken.
     """
-    dim, _, patch, _ = shapes.of("embeddings.patch_embedding.weight", 4)
-    places = shapes.of("embeddings.position_embedding.weight", 2)[0] - ("embeddings.class_embedding" in shapes)
+    dim, _, patch, _ = shapes.require("embeddings.patch_embedding.weight", 4)
+    places = shapes.require("embeddings.position_embedding.weight", 2)[0] - ("embeddings.class_embedding" in shapes)
     head_dim = base["hidden_size"] // base["num_attention_heads"]
     return {
         "hidden_size": dim,
         "image_size": round(places**0.5) * patch,
-        "intermediate_size": shapes.of("encoder.layers.0.mlp.fc1.weight", 2)[0],
+        "intermediate_size": shapes.require("encoder.layers.0.mlp.fc1.weight", 2)[0],
         "num_attention_heads": dim // head_dim or 1,
         "num_hidden_layers": shapes.count("encoder.layers"),
         "patch_size": patch,

@@ -6,19 +6,19 @@ from ...model_spec.upstream import UpstreamConfig
 
 def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
-    dim, in_channels = shapes.of("x_embedder.weight", 2)
-    (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
+    dim, in_channels = shapes.require("x_embedder.weight", 2)
+    (head_dim,) = shapes.require("transformer_blocks.0.attn.norm_q.weight", 1)
     time = "time_guidance_embed"
     return {
         "attention_head_dim": head_dim,
         "guidance_embeds": f"{time}.guidance_embedder.linear_1.weight" in shapes,
         "in_channels": in_channels,
-        "joint_attention_dim": shapes.of("context_embedder.weight", 2)[1],
-        "mlp_ratio": shapes.of("transformer_blocks.0.ff.linear_out.weight", 2)[1] / dim,
+        "joint_attention_dim": shapes.require("context_embedder.weight", 2)[1],
+        "mlp_ratio": shapes.require("transformer_blocks.0.ff.linear_out.weight", 2)[1] / dim,
         "num_attention_heads": dim // head_dim,
         "num_layers": shapes.count("transformer_blocks"),
         "num_single_layers": shapes.count("single_transformer_blocks"),
-        "timestep_guidance_channels": shapes.of(f"{time}.timestep_embedder.linear_1.weight", 2)[1],
+        "timestep_guidance_channels": shapes.require(f"{time}.timestep_embedder.linear_1.weight", 2)[1],
     }
 
 

@@ -18,8 +18,8 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
 
     shapes: of the file's tensors. base: the published config.
     """
-    dim, in_channels, *_ = shapes.of("x_embedder.proj.weight", 5)
-    (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
+    dim, in_channels, *_ = shapes.require("x_embedder.proj.weight", 5)
+    (head_dim,) = shapes.require("transformer_blocks.0.attn.norm_q.weight", 1)
     if in_channels == _UPSCALER:
         raise CheckpointError(
             f"{shapes.path} is HunyuanVideo 1.5's upscaler (SR; {in_channels} channels in), which is not supported "
@@ -27,15 +27,15 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
         )
     return {
         "attention_head_dim": head_dim,
-        "image_embed_dim": shapes.of("image_embedder.norm_in.weight", 1)[0],
+        "image_embed_dim": shapes.require("image_embedder.norm_in.weight", 1)[0],
         "in_channels": in_channels,
-        "mlp_ratio": shapes.of("transformer_blocks.0.ff.net.0.proj.weight", 2)[0] / dim,
+        "mlp_ratio": shapes.require("transformer_blocks.0.ff.net.0.proj.weight", 2)[0] / dim,
         "num_attention_heads": dim // head_dim,
         "num_layers": shapes.count("transformer_blocks"),
         "num_refiner_layers": shapes.count("context_embedder.token_refiner.refiner_blocks"),
-        "out_channels": shapes.of("proj_out.weight", 2)[0],
-        "text_embed_2_dim": shapes.of("context_embedder_2.norm.weight", 1)[0],
-        "text_embed_dim": shapes.of("context_embedder.proj_in.weight", 2)[1],
+        "out_channels": shapes.require("proj_out.weight", 2)[0],
+        "text_embed_2_dim": shapes.require("context_embedder_2.norm.weight", 1)[0],
+        "text_embed_dim": shapes.require("context_embedder.proj_in.weight", 2)[1],
         "use_meanflow": "time_embed.timestep_embedder_r.linear_1.weight" in shapes,
     }
 

@@ -36,11 +36,11 @@ def vae_table(names: Iterable[str]) -> KeyTable:
 def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the VAE's config from its tensors' shapes, with the decoder's widths if they differ from the encoder's."""
     levels = shapes.count("encoder.down_blocks")
-    widths = [shapes.of(f"encoder.down_blocks.{n}.resnets.0.conv1.weight", 4)[0] for n in range(levels)]
-    decoder = [shapes.of(f"decoder.up_blocks.{n}.resnets.0.conv1.weight", 4)[0] for n in range(levels)][::-1]
+    widths = [shapes.require(f"encoder.down_blocks.{n}.resnets.0.conv1.weight", 4)[0] for n in range(levels)]
+    decoder = [shapes.require(f"decoder.up_blocks.{n}.resnets.0.conv1.weight", 4)[0] for n in range(levels)][::-1]
     config: Config = {
         "block_out_channels": tuple(widths),
-        "latent_channels": shapes.of("decoder.conv_in.weight", 4)[1],
+        "latent_channels": shapes.require("decoder.conv_in.weight", 4)[1],
         "layers_per_block": shapes.count("encoder.down_blocks.0.resnets"),
         "use_quant_conv": "quant_conv.weight" in shapes,
         "use_post_quant_conv": "post_quant_conv.weight" in shapes,

@@ -22,8 +22,8 @@ def config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
         )
     is_named = "tae" in name
     return {
-        "latent_channels": shapes.of("decoder.1.weight", 4)[1],
-        "patch_size": round((shapes.of("decoder.22.weight", 4)[0] / 3) ** 0.5),
+        "latent_channels": shapes.require("decoder.1.weight", 4)[1],
+        "patch_size": round((shapes.require("decoder.22.weight", 4)[0] / 3) ** 0.5),
         "is_lightx2v": "lighttae" in name if is_named else shapes.dtype("decoder.1.weight") != "F16",
     }
 

@@ -16,15 +16,15 @@ _ZERO_TIME = Flag(
 
 def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
-    dim, in_channels = shapes.of("img_in.weight", 2)
-    (head_dim,) = shapes.of("transformer_blocks.0.attn.norm_q.weight", 1)
+    dim, in_channels = shapes.require("img_in.weight", 2)
+    (head_dim,) = shapes.require("transformer_blocks.0.attn.norm_q.weight", 1)
     return {
         "attention_head_dim": head_dim,
         "in_channels": in_channels,
-        "joint_attention_dim": shapes.of("txt_in.weight", 2)[1],
+        "joint_attention_dim": shapes.require("txt_in.weight", 2)[1],
         "num_attention_heads": dim // head_dim,
         "num_layers": shapes.count("transformer_blocks"),
-        "out_channels": shapes.of("proj_out.weight", 2)[0] // base["patch_size"] ** 2,
+        "out_channels": shapes.require("proj_out.weight", 2)[0] // base["patch_size"] ** 2,
     }
 
 

@@ -27,8 +27,8 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     shapes: of the file's tensors. base: the published config, from which the head size is taken: tensors do not show
         it.
     """
-    dim, in_channels, *patch = shapes.of("patch_embedding.weight", 5)
-    out_channels = shapes.of("proj_out.weight", 2)[0] // math.prod(patch)
+    dim, in_channels, *patch = shapes.require("patch_embedding.weight", 5)
+    out_channels = shapes.require("proj_out.weight", 2)[0] // math.prod(patch)
     kind = "a Wan of causal blocks" if base.get("causal_ar") else base.get("model_type", "t2v")
     if other := _OF_CHANNELS.get((in_channels, out_channels)) or (kind not in _TYPES and kind):
         raise CheckpointError(
@@ -37,19 +37,19 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
         )
     embedder = "condition_embedder"
     config: Config = {
-        "ffn_dim": shapes.of("blocks.0.ffn.net.0.proj.weight", 2)[0],
-        "freq_dim": shapes.of(f"{embedder}.time_embedder.linear_1.weight", 2)[1],
+        "ffn_dim": shapes.require("blocks.0.ffn.net.0.proj.weight", 2)[0],
+        "freq_dim": shapes.require(f"{embedder}.time_embedder.linear_1.weight", 2)[1],
         "in_channels": in_channels,
         "num_attention_heads": dim // base["attention_head_dim"],
         "num_layers": shapes.count("blocks"),
         "out_channels": out_channels,
         "patch_size": tuple(patch),
-        "text_dim": shapes.of(f"{embedder}.text_embedder.linear_1.weight", 2)[1],
+        "text_dim": shapes.require(f"{embedder}.text_embedder.linear_1.weight", 2)[1],
     }
     # None if the file lacks their tensors, even if the published config has them.
     norm, places = f"{embedder}.image_embedder.norm1.weight", f"{embedder}.image_embedder.pos_embed"
     config["added_kv_proj_dim"] = dim if norm in shapes else None
-    config["image_dim"] = shapes.of(norm, 1)[0] if norm in shapes else None
+    config["image_dim"] = shapes.require(norm, 1)[0] if norm in shapes else None
     # GGUF writers omit the first dimension, which is 1.
     config["pos_embed_seq_len"] = shapes[places][-2] if places in shapes else None
     return config
@@ -67,7 +67,7 @@ def vae_table(names: Iterable[str]) -> KeyTable:
     into levels; Wan 2.2's has levels in both. The last layer of a level changes the size.
     """
     names = list(names)
-    table = _shared_table()
+    table = _build_shared_table()
     if not any(name.startswith(_OF_LEVELS) for name in names):
         length = _length(names, "decoder.upsamples", "decoder.up_blocks.0.resnets")
         for level in range(4):
@@ -103,7 +103,7 @@ def _length(names: Iterable[str], theirs: str, own: str) -> int:
     return min(1 + (min(samplers) if samplers else count_layers(names, own) or 3), 16)
 
 
-def _shared_table() -> dict[str, str]:
+def _build_shared_table() -> dict[str, str]:
     """Return the key table that both VAEs share."""
     table: dict[str, str] = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
     for network in ("encoder", "decoder"):
@@ -119,9 +119,9 @@ def _shared_table() -> dict[str, str]:
 def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of either VAE from its tensors' shapes; the second's decoder has its own width."""
     resnets = shapes.count("decoder.up_blocks.0.resnets")
-    config: Config = {"z_dim": shapes.of("post_quant_conv.weight", 5)[0], "num_res_blocks": max(resnets - 1, 0)}
-    width, channels = shapes.of("encoder.conv_in.weight", 5)[:2]
-    out, decoder_width = shapes.of("decoder.conv_out.weight", 5)[:2]
+    config: Config = {"z_dim": shapes.require("post_quant_conv.weight", 5)[0], "num_res_blocks": max(resnets - 1, 0)}
+    width, channels = shapes.require("encoder.conv_in.weight", 5)[:2]
+    out, decoder_width = shapes.require("decoder.conv_out.weight", 5)[:2]
     config["base_dim"] = width
     if "encoder.down_blocks.0.resnets.0.conv1.weight" in shapes:
         config |= {"decoder_base_dim": decoder_width, "in_channels": channels, "out_channels": out, "is_residual": True}

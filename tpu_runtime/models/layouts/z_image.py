@@ -6,10 +6,10 @@ from ...model_spec.upstream import UpstreamConfig
 
 def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of the transformer from its tensors' shapes; `base` is the published config."""
-    dim, patch = shapes.of("all_x_embedder.2-1.weight", 2)
-    (head_dim,) = shapes.of("layers.0.attention.norm_q.weight", 1)
+    dim, patch = shapes.require("all_x_embedder.2-1.weight", 2)
+    (head_dim,) = shapes.require("layers.0.attention.norm_q.weight", 1)
     return {
-        "cap_feat_dim": shapes.of("cap_embedder.1.weight", 2)[1],
+        "cap_feat_dim": shapes.require("cap_embedder.1.weight", 2)[1],
         "dim": dim,
         "in_channels": patch // 4,
         "n_heads": dim // head_dim,
