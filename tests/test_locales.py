@@ -256,8 +256,11 @@ CHINESE_HELP = sorted(WEB.glob("docs/*/*.md"))
 
 def test_every_help_page_has_one_in_every_language():
     """The page asks for `docs/NODE/LANGUAGE.md`, and then for `docs/NODE.md`."""
-    wanted = {WEB / "docs" / node / path.name.replace("json", "md") for node in DECLARATIONS for path in TRANSLATIONS}
-    assert set(CHINESE_HELP) == wanted
+    nodes = [path.stem for path in WEB.glob("docs/*.md")]
+    assert set(nodes) >= set(DECLARATIONS)
+    assert set(CHINESE_HELP) == {
+        WEB / "docs" / node / path.name.replace("json", "md") for node in nodes for path in TRANSLATIONS
+    }
 
 
 @pytest.mark.parametrize("path", CHINESE_HELP, ids=lambda path: path.parent.name)

@@ -91,9 +91,10 @@ def _prompt_warnings(stage: StageContext, name: str, prompt: str, encoded: Condi
             encoder = text.component.replace("_", " ")
             start = f", from {tokenization.quote_truncated(words)} on" if words else ""
             more = "+" if len(prompt) > tokenization.MAX_COUNTED else ""
+            total, truncated = f"{text.max_length + number}{more}", f"{number}{more}"
             yield (
-                f"{title}: the {name} has {text.max_length + number}{more} tokens, and the {encoder} takes "
-                f"{text.max_length}: the last {number}{more} are cut off{start}. Shorten it."
+                f"{title}: the {name} has {total} tokens, and the {encoder} takes {text.max_length}: the last "
+                f"{truncated} are cut off{start}. Shorten it."
             )
 
 
