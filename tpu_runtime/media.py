@@ -167,7 +167,8 @@ def _format(path: Path) -> str:
 def _write(path: Path, encoded: io.BytesIO) -> None:
     """Write a whole file at once: on a full disk some of Pillow's encoders leave a partial file without an error."""
     with _written(path) as scratch:
-        scratch.write_bytes(encoded.getbuffer())
+        # A buffer of it, kept by an error's traceback, ends Python below 3.12.2 in its search for garbage.
+        scratch.write_bytes(encoded.getvalue())
 
 
 @contextlib.contextmanager
