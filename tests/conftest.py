@@ -114,9 +114,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a server, as every browser test does, is slow."""
+    """What needs a ComfyUI, as every browser test does, is slow: the quick part installs nothing for it."""
     for item in items:
-        if "start_comfyui" in getattr(item, "fixturenames", ()):
+        needs = comfyui_server.needs_comfyui.mark in item.iter_markers("skipif")
+        if needs or "start_comfyui" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
 
 
