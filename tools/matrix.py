@@ -74,7 +74,7 @@ class Outcome:
         return bool(self.steps) and all(result == "passed" for _, result, _ in self.steps)
 
 
-_PLAN = (".venv/bin/comfyui-tpu", "plan", "wan2.1-t2v-1.3b", "--topology", "v6e:1", "--stages", "denoise")
+_PLAN = (".venv/bin/comfyui-tpu", "plan", "wan2.1-t2v-1.3b", "--topology", "v6e:1x1", "--stages", "denoise")
 ROWS = {
     "3.11": Row(python="3.11", newest=False, steps={"demo": DEMO, "suite": ("bash", ".ci/run")}),
     "3.12": Row(
