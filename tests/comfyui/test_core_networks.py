@@ -116,14 +116,15 @@ DENOISERS_BY_NAME = {
         latent="EmptySD3LatentImage",
     ),
     "qwen-image": Denoiser(
-        kind=QWEN_IMAGE, config={}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
+        kind=QWEN_IMAGE, config={}, latents=(1, 16, 1, 9, 6), width=96, tokens=(40, 17, 33), cfg=3.0, more={},
         cases=("res_multistep", "a LoRA", "a batch of two"),
         latent="EmptySD3LatentImage",
     ),
     "qwen-image edit": Denoiser(
-        kind=QWEN_IMAGE, config={"zero_cond_t": True}, latents=(1, 16, 1, 12, 8), width=96, tokens=(40, 17, 33),
+        kind=QWEN_IMAGE, config={"zero_cond_t": True}, latents=(1, 16, 1, 9, 6), width=96, tokens=(40, 17, 33),
         cfg=3.0,
-        more={"reference_latents": [(1, 16, 1, 8, 12), (1, 16, 1, 4, 8)]},
+        # Larger than the sample, and odd grids: core's positions are not diffusers'.
+        more={"reference_latents": [(1, 16, 1, 8, 12), (1, 16, 1, 4, 9)]},
         cases=("euler", "a batch of two", "unlike references"),
     ),
     "hunyuanvideo 1.5 t2v": Denoiser(

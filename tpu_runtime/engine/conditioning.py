@@ -226,7 +226,7 @@ def get_latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Ten
 # --- single calls of the denoiser by ComfyUI's samplers ---------------------------------------------------------------
 
 # Inputs with one number per row, or one number shared by all rows.
-_NUMBERS = ("guidance", "next_timestep")
+_NUMBERS = ("guidance", "next_timestep", "comfyui_positions")
 _PICTURES = "Encode the image with this model's VAE and the length of this video."
 _SEEN = "Encode the image with this model's image encoder."
 

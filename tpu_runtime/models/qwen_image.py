@@ -33,11 +33,12 @@ from .denoisers.qwen_image import TRANSFORMER
 from .text_encoders.qwen_image import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from ...attention.api import Placement
     from ..programs.sharded_ops import ShardedOps
-    from .denoisers.layers import Modulation, Pair, ResidualNorm
+    from .denoisers.layers import Modulation, ResidualNorm
 
 PATCH = (1, 2, 2)
 EPS = 1e-6
@@ -53,7 +54,7 @@ def forward(
     dit: diffusers' `QwenImageTransformer2DModel`. run: operations on the mesh.
     inputs: `text` `[rows, tokens, joint_attention_dim]`, its valid tokens `text_length` `[rows]`, and reference latents
         `reference_0`, `reference_1`, ... `[1, 16, 1, height, width]`, which are more tokens. Models with `zero_cond_t`
-        embed them at timestep 0.
+        embed them at timestep 0. With `comfyui_positions`, whose value is ignored, tokens have ComfyUI's positions.
 
     The image tokens are always two sequences: the sample and its references, or the two halves of a sample without any.
     So the sums of one sequence are exchanged between chips while the other's products are computed.
@@ -63,7 +64,8 @@ def forward(
     names = sorted((name for name in inputs if name.startswith("reference_")), key=lambda name: int(name[10:]))
     pictures = [sample, *(inputs[name].expand(len(sample), -1, -1, -1, -1) for name in names)]
     sizes = [latents.shape[3:] for latents in pictures]
-    image_tables, text_tables = rotary_tables(dit.pos_embed, sizes, inputs["text"])
+    places = number_positions(sizes, inputs["text"].shape[1], as_comfyui="comfyui_positions" in inputs)
+    image_tables, text_tables = (layers.rotary_tables(dit.pos_embed.theta, dit.pos_embed.axes_dim, x) for x in places)
     tokens = [dit.img_in(layers.cut_patches(picture, PATCH)) for picture in pictures]  # [rows, tokens, dim] each
     size = tokens[0].shape[1]
     run = run.with_length(size)
@@ -161,25 +163,28 @@ def project(run: "ShardedOps", linear: Net, x: "torch.Tensor", placement: "Place
     return run.sum_products(linear, x, placement=placement) + linear.bias
 
 
-def rotary_tables(rope: Net, sizes: "Sequence[Sequence[int]]", text: "torch.Tensor") -> "tuple[Pair, Pair]":
-    """Return `QwenEmbedRope`'s cosines and sines `[1, tokens, head_dim]`, of all image tokens and of the text.
+def number_positions(
+    sizes: "Sequence[Sequence[int]]", num_text_tokens: int, *, as_comfyui: bool
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return `QwenEmbedRope`'s positions `[3, tokens]`: number, row and column, of all image tokens and of the text.
 
-    rope: diffusers' module. sizes: (height, width) of each image's latents. text: `[rows, tokens, dim]`.
+    sizes: (height, width) of each image's latents, the sample's first.
+    as_comfyui: the positions of ComfyUI's network, which differ for odd grids and for references that are larger than
+        the sample.
 
-    The first axis counts images; rows and columns count from the image's middle. The text continues along the diagonal
-    from the end of the largest image.
+    Numbers count images; rows and columns count from the image's middle. The text continues along the diagonal from
+    the end of the largest image. In ComfyUI an odd grid has its middle one cell earlier, and the text continues from
+    the end of the sample.
     """
     import numpy as np
 
     grids = [(height // PATCH[1], width // PATCH[2]) for height, width in sizes]
-    middles = [[number, -(-height // 2), -(-width // 2)] for number, (height, width) in enumerate(grids)]
+    odd = 0 if as_comfyui else 1
+    middles = [[number, (height + odd) // 2, (width + odd) // 2] for number, (height, width) in enumerate(grids)]
     cells = [np.indices((1, *grid)).reshape(3, -1) for grid in grids]
     places = [indices + [[n], [-row], [-column]] for indices, (n, row, column) in zip(cells, middles, strict=True)]
-    start = max(size // 2 for grid in grids for size in grid)
-    text_places = np.tile(start + np.arange(text.shape[1]), (3, 1))
-    positions = np.hstack(places), text_places
-    image_tables, text_tables = (layers.rotary_tables(rope.theta, rope.axes_dim, axes) for axes in positions)
-    return image_tables, text_tables
+    start = max(size // 2 for grid in grids[: 1 if as_comfyui else None] for size in grid)
+    return np.hstack(places), np.tile(start + np.arange(num_text_tokens), (3, 1))
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

@@ -155,7 +155,10 @@ def _z_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
 
 
 def _qwen_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
-    """Convert a call of `QwenImage`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded."""
+    """Convert a call of `QwenImage`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded.
+
+    Core numbers the tokens of odd grids, and the text beside larger references, unlike upstream.
+    """
     x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
     references, method = (given.pop(name, None) for name in ("ref_latents", "ref_latents_method"))
     _refuse_rest(network, given, set())
@@ -164,6 +167,7 @@ def _qwen_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
         _check_method(network, method, _OF_2511 if network.config.get("zero_cond_t") else "index")
     inputs = _pad_text(network, 0, context, _lengths(network, given, context, mask))
     inputs |= {f"reference_{n}": _array(_pad(latents, (1, 2, 2))) for n, latents in enumerate(references or ())}
+    inputs["comfyui_positions"] = np.ones(1, np.float32)
     return DenoiserCall(sample=_pad(x, (1, 2, 2)), timestep=1000.0 * _one_timestep(network, timestep), inputs=inputs)
 
 
