@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..tpu_runtime.api import (
     NAME_HELP,
-    QUALITIES,
-    SPARSE,
     STAGES,
     DeviceMemory,
     ModelSpec,
+    Quality,
     Settings,
     device_access,
     device_memory,
@@ -243,7 +242,8 @@ def format_report(found: BenchResult) -> str:
         for row in found.programs
     ]  # fmt: skip
     size, steps = found.settings, found.settings["num_inference_steps"]
-    quality = size.get("quality", QUALITIES[0])  # missing in older records
+    quality = size.get("quality", Quality.EXACT)  # missing in older records
+    is_sparse = quality == Quality.SPARSE
     what = "the miniature of " * found.is_tiny + found.title
     memory = DeviceMemory(
         limit_bytes=found.hbm_limit_bytes, peak_in_use_bytes=found.hbm_peak_bytes,
@@ -260,7 +260,7 @@ def format_report(found: BenchResult) -> str:
             f"One generation{' of the miniature, on no TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of "
             "programs, without loading weights.",
             f"Fullest device: {memory}.",
-            *([f"Timed is a step that leaves nothing out; those of {SPARSE} that do take less."] * (quality == SPARSE)),
+            *([f"Timed is a step that leaves nothing out; those of {quality} that do take less."] * is_sparse),
             *([f"This was not {found.title} but its miniature: none of it says how fast a TPU is."] * found.is_tiny),
         ]
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..sharding.chips import CHIPS
 from . import registry
 from .dispatch import uses_small_tiles
 from .hardware import LANES, MIB, PACKED_ROWS, RESERVED_MIB, SUBLANES, VMEM_MIB, round_up
@@ -17,9 +18,7 @@ SPILLED_BYTES = 4 * MIB  # of registers that the compiler spills: the largest fo
 # By the lanes of a head. Small `columns` interleave the two products, which keeps both matrix units busiest.
 _INT8 = {"step": 512, "unroll": 8, "columns": 256}
 INT8_TILES: dict[int, dict[str, Any]] = {64: {"block_q": 1024, "heads": 2, **_INT8}, 128: {"block_q": 2048, **_INT8}}
-# Chips on which int8 scores save time. v5e has no bfloat16 vector unit: it needs 4.0 bundles per thousand scores with
-# int8 and 3.9 without (docs/LOG.md). TPU7x has no integer matrix unit.
-INT8_ATTENTION_CHIPS = ("TPU v6 lite",)
+INT8_ATTENTION_CHIPS = tuple(chip.device_kind for chip in CHIPS if chip.int8_attention)  # JAX's names
 Maximum = Literal["zero", "sampled", "online"]
 Scores = Literal["exact", "int8"]
 

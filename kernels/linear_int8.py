@@ -20,12 +20,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+from ..sharding.chips import CHIPS
 from . import registry
 from .dispatch import KernelUnsupported, should_use, uses_small_tiles
 from .hardware import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, Slice, device_kind, round_up
 
-# Chips whose matrix units multiply int8 twice as fast as bfloat16.
-INT8_LINEAR_CHIPS = ("TPU v5 lite", "TPU v6 lite")
+INT8_LINEAR_CHIPS = tuple(chip.device_kind for chip in CHIPS if chip.int8_linear)  # JAX's names
 INT8_MAX = 127
 EPS = 1e-30  # added to the largest magnitude of a token or a weight, so that no scale is zero
 TOKENS = (256, 128)  # tokens of a grid step: the second if the first leaves no VMEM for weights

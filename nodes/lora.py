@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import LORA_EXPERTS, Lora, ModelRef
+from ..tpu_runtime.api import LORA_EXPERTS, Expert, Lora, ModelRef
 from .declare import Folders, Input, Node, NodeContext, Output
 
 # Largest strength, as in ComfyUI's own loader.
@@ -77,7 +77,7 @@ LOADER = Node(
         Input(
             name="expert",
             type="COMBO",
-            default=LORA_EXPERTS[0],
+            default=Expert.BOTH.value,
             options=LORA_EXPERTS,
             optional=True,
             tooltip="Which denoiser gets the LoRA, for models with two (Wan 2.2): high noise, which runs first, low "

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import CHOICES, QUALITIES, SPECS, ModelRef, choose_model, spec_for_family
+from ..tpu_runtime.api import CHOICES, QUALITIES, SPECS, ModelRef, Quality, choose_model, spec_for_family
 from . import inputs
 from .declare import Folders, Input, Node, NodeContext, Output, Value, Values
 
@@ -26,7 +26,7 @@ _PRECISION = Input(
 _QUALITY = Input(
     name="quality",
     type="COMBO",
-    default=QUALITIES[0],
+    default=Quality.EXACT.value,
     options=QUALITIES,
     optional=True,
     advanced=True,
@@ -58,7 +58,7 @@ CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
 
 def parse_quality(weight_dtype: Value) -> str:
     """Return the quality that a ComfyUI loader's `weight_dtype` stands for; exact for any other value."""
-    return weight_dtype if weight_dtype in QUALITIES else QUALITIES[0]
+    return weight_dtype if weight_dtype in QUALITIES else Quality.EXACT.value
 
 
 def join_model_id(values: Values) -> str:

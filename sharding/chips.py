@@ -25,6 +25,8 @@ class Chip:
     # Whether libtpu can let a SparseCore gather weights while the tensor cores compute. v5p has SparseCores too, but
     # gathers stay on its tensor cores.
     gathers_on_sparse_core: bool = False
+    int8_linear: bool = False  # whether the matrix units multiply int8 twice as fast as bfloat16
+    int8_attention: bool = False  # whether int8 scores save time, see `kernels/attention_int8.py`
     estimates_kernels: bool = False  # whether libtpu can estimate a kernel's cycles; otherwise its DMA model aborts
 
     @property
@@ -45,7 +47,8 @@ class Chip:
 # Peak, HBM bandwidth: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links: the same pages and
 # https://jax-ml.github.io/scaling-book/tpus (one-way bandwidth per link; 7x: the lower of 90 and 100). MXU width, VMEM
 # and cores: jax/_src/pallas/mosaic/tpu_info.py. Usable HBM: errors of libtpu 0.0.42.1. Clock: peak / (FLOP of all
-# MXUs per cycle), which agrees with the LLO schedules.
+# MXUs per cycle), which agrees with the LLO schedules. int8 attention: v5e has no bfloat16 vector unit, and needs 4.0
+# bundles per thousand scores with int8 and 3.9 without (docs/LOG.md). TPU7x has no integer matrix unit.
 CHIPS: tuple[Chip, ...] = (
     Chip(
         generation="v4", device_kind="TPU v4", peak_tflop_s=275.0, clock_ghz=1.05, hbm_gib=30.75, hbm_gb_s=1228.0,
@@ -53,7 +56,7 @@ CHIPS: tuple[Chip, ...] = (
     ),
     Chip(
         generation="v5e", device_kind="TPU v5 lite", peak_tflop_s=197.0, clock_ghz=1.5, hbm_gib=15.75, hbm_gb_s=819.0,
-        vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=45.0, mxu_width=128,
+        vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=45.0, mxu_width=128, int8_linear=True,
         estimates_kernels=True,
     ),
     Chip(
@@ -64,7 +67,7 @@ CHIPS: tuple[Chip, ...] = (
     Chip(
         generation="v6e", device_kind="TPU v6 lite", peak_tflop_s=918.0, clock_ghz=1.75, hbm_gib=31.25, hbm_gb_s=1638.0,
         vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=90.0, mxu_width=256, gathers_on_sparse_core=True,
-        estimates_kernels=True,
+        int8_linear=True, int8_attention=True, estimates_kernels=True,
     ),
     Chip(
         generation="tpu7x", device_kind="TPU7x", peak_tflop_s=2307.0, clock_ghz=2.2, hbm_gib=94.75, hbm_gb_s=7380.0,

@@ -1,10 +1,12 @@
 """What a model's description says of sizes, guidance and experts, and what its makers call its modules."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expert
 from comfyui_tpu.tpu_runtime.model_spec import (
     CHECKPOINT,
     DENSE_QUALITY,
@@ -13,6 +15,7 @@ from comfyui_tpu.tpu_runtime.model_spec import (
     EnumInput,
     ImageConditioning,
     LatentGeometry,
+    Quality,
     RowSlice,
     Settings,
     StepCache,
@@ -166,3 +169,11 @@ def test_whole_numbers_are_those_of_a_widget_with_whole_numbers():
     with pytest.raises(AssertionError):
         WAN.whole_numbers("guidance_scale")
     assert WAN.component("transformer").name == "transformer"
+
+
+def test_qualities_and_experts_are_written_as_plain_strings_everywhere():
+    """Keys of caches and jobs are made by `repr`, records and messages by JSON."""
+    for member in (*Quality, *Expert):
+        plain = str(member.value)
+        assert (repr(member), f"{member}", json.dumps(member)) == (repr(plain), plain, json.dumps(plain))
+    assert [*map(str, Quality)] == ["exact", "int8", "int8+sparse"] and [*map(str, Expert)] == ["both", "high", "low"]

@@ -32,6 +32,7 @@ from .checkpoints.file_resolution import (
 )
 from .checkpoints.model_ref import (
     LORA_EXPERTS,
+    Expert,
     InMemoryLora,
     Lora,
     ModelRef,
@@ -53,9 +54,9 @@ from .machine import device_access, fallbacks, pci
 from .machine import record as machine_record
 from .memory_errors import HostMemoryError
 from .model_spec import (
+    DENSE_QUALITIES,
     QUALITIES,
     SIZE_INPUTS,
-    SPARSE,
     STAGES,
     STEP_RANGE_INPUTS,
     BoolInput,
@@ -65,6 +66,7 @@ from .model_spec import (
     IntInput,
     MagCacheCurve,
     ModelSpec,
+    Quality,
     Settings,
     SigmaList,
     drop_zero_sizes,
@@ -199,7 +201,7 @@ def choose_remote_model(
     model_id: str,
     *,
     precision: str = "auto",
-    quality: str = QUALITIES[0],
+    quality: str = Quality.EXACT,
     progress: Progress,
 ) -> ModelRef:
     """Return the model of a family that `model_id` is on another machine, which then runs its stages.

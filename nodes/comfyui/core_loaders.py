@@ -6,7 +6,7 @@ Their models run on the TPU, with core's own nodes (docs/core_nodes.md).
 import importlib
 from collections.abc import Callable
 
-from ...tpu_runtime.api import QUALITIES, ModelRef
+from ...tpu_runtime.api import ModelRef, Quality
 from ..declare import Input, Node, Output, Value, by_id
 from ..model import CLIP_TYPES, parse_quality
 from . import core_model, core_text_and_vae
@@ -97,7 +97,7 @@ LOADERS = by_id(
                 "int8 speeds up linear layers and attention with a close result; int8+sparse (Wan, HunyuanVideo) also "
                 "skips attention keys at the middle steps, which gives a different video. All other choices keep "
                 "weights in bfloat16.",
-                *QUALITIES[1:],
+                *(quality.value for quality in Quality if quality.uses_int8),
                 advanced=True,
             ),
             _MODEL,

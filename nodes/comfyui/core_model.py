@@ -19,7 +19,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, get_all_wrappers
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import QUALITIES, ModelRef, Progress
+from ...tpu_runtime.api import ModelRef, Progress, Quality
 from . import errors, model_patcher
 from .model_patcher import CorePatcher
 from .networks import inputs
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MakeContext = Callable[[], Progress]
 
 
-def load_model(path: str, precision: str, host: MakeContext, quality: str = QUALITIES[0]) -> CorePatcher:
+def load_model(path: str, precision: str, host: MakeContext, quality: str = Quality.EXACT) -> CorePatcher:
     """Return core's MODEL of the denoiser in a file.
 
     path: of the file. precision, quality: as a node has them. host: returns the running node's progress.

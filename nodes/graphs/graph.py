@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from typing import TypeAlias, TypeGuard
 
 from ...tpu_runtime.api import (
-    QUALITIES,
     SIZE_INPUTS,
     STAGES,
     ModelRef,
     PlannedGeneration,
+    Quality,
     Settings,
     SilentProgress,
     choose_model,
@@ -170,7 +170,7 @@ def _generation(graph: Workflow, node_id: str, folders: Folders, table: Table) -
     missing = [name for name in SIZE_INPUTS if name in spec.inputs and name not in widgets]
     if missing and (spec.needs_condition or is_link(node["inputs"].get("condition"))):
         widgets = {**_origin(graph, node_id, "condition", missing[0], table), **widgets}
-    quality = str(choice.get("quality", QUALITIES[0]))
+    quality = str(choice.get("quality", Quality.EXACT))
     spec.check_input("quality", quality)  # a loader offers what any model has
     return model, spec.settings(**widgets).with_default_quality(quality)
 

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import TypeAlias
 
 from ...tpu_runtime import api as runtime
-from ...tpu_runtime.api import QUALITIES
+from ...tpu_runtime.api import Quality
 from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
 from ..model import CLIP_TYPES, parse_quality
 
@@ -428,7 +428,7 @@ def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) 
             staying.append(label)
             continue
         node[key] = other
-        if back and parse_quality(values.get("weight_dtype")) != QUALITIES[0]:  # core's loader does not have it
+        if back and parse_quality(values.get("weight_dtype")) != Quality.EXACT:  # core's loader does not have it
             if isinstance(saved, list):
                 saved[names.index("weight_dtype")] = "default"
             elif isinstance(saved, dict):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ...tpu_runtime.api import QUALITIES, media, spec_for_family
+from ...tpu_runtime.api import DENSE_QUALITIES, QUALITIES, media, spec_for_family
 from ..declare import Folders, Value
 from ..graphs.graph import Workflow, list_models
 from .runner import HEADLESS_NODES, TerminalContext, run_workflow
 
 QUALITY = "quality"
-DEFAULT = ",".join(QUALITIES[:2])  # every model has these
+DEFAULT = ",".join(DENSE_QUALITIES)  # every model has these
 MAX_PSNR_DB = 99.0
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import models
-from ..model_spec import QUALITIES, Json, ModelSpec, Settings
+from ..model_spec import Json, ModelSpec, PlainEnum, Quality, Settings
 from ..precision import check_choice
 from ..progress import Progress
 from . import checkpoint, compatibility, file_resolution
@@ -13,8 +13,21 @@ from . import checkpoint, compatibility, file_resolution
 if TYPE_CHECKING:
     import torch
 
-# Experts of a model whose two denoisers share the steps: both, the first, the second.
-LORA_EXPERTS = ("both", "high", "low")
+
+class Expert(PlainEnum):
+    """The denoisers that a LoRA changes, of a model whose two denoisers share the steps."""
+
+    BOTH = "both"
+    HIGH_NOISE = "high"  # the first, which composes
+    LOW_NOISE = "low"  # the second, which refines
+
+    @classmethod
+    def from_index(cls, index: int) -> "Expert":
+        """Return the single expert at `index` of `DenoiserSpec.experts`."""
+        return (cls.HIGH_NOISE, cls.LOW_NOISE)[index]
+
+
+LORA_EXPERTS = tuple(expert.value for expert in Expert)  # options of widgets and commands
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +45,7 @@ class Lora:
 
     path: str  # of the file, or the title of `held`
     strength: float
-    expert: str = LORA_EXPERTS[0]  # the denoiser that is changed: both, the first ("high" noise) or the second
+    expert: str = Expert.BOTH  # one of `LORA_EXPERTS`
     held: InMemoryLora | None = None  # changes in memory instead of a file
     component: str = ""  # the network that is changed, if it is not a denoiser; "" for denoisers
 
@@ -48,14 +61,14 @@ class ModelRef:
     spec_name: str
     model_id: str  # see `checkpoint.locate`
     precision: str = "auto"  # one of `precision.CHOICES`
-    quality: str = QUALITIES[0]  # of samplers that set none (see `Settings`)
+    quality: str = Quality.EXACT  # of samplers that set none (see `Settings`)
     folders: tuple[str, ...] = ()  # searched for `model_id`
     loras: tuple[Lora, ...] = ()
     address: str = ""  # of the machine that runs the stages (see `remote`); "" for this one
     is_partial: bool = False  # whether only some networks are there, for stages that need no others
 
     def __str__(self) -> str:
-        quality = "" if self.quality == QUALITIES[0] else f", {self.quality}"
+        quality = "" if self.quality == Quality.EXACT else f", {self.quality}"
         return f"{self.model_id} ({self.precision}{quality})" + (f" at {self.address}" if self.address else "")
 
     @property
@@ -84,10 +97,8 @@ class ModelRef:
         experts = self.spec.denoiser.experts
         if component not in experts:
             return tuple(lora for lora in self.loras if lora.strength and lora.component == component)
-        experts_names = LORA_EXPERTS[0], LORA_EXPERTS[1 + experts.index(component)]
-        return tuple(
-            lora for lora in self.loras if lora.strength and not lora.component and lora.expert in experts_names
-        )
+        chosen = Expert.BOTH, Expert.from_index(experts.index(component))
+        return tuple(lora for lora in self.loras if lora.strength and not lora.component and lora.expert in chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +124,7 @@ def choose_model(
     model_id: str,
     *,
     precision: str = "auto",
-    quality: str = QUALITIES[0],
+    quality: str = Quality.EXACT,
     folders: tuple[str, ...] = (),
     loras: tuple[Lora, ...] = (),
     progress: Progress | None = None,
@@ -150,7 +161,7 @@ def choose_partial_model(
     model_id: str,
     *,
     precision: str = "auto",
-    quality: str = QUALITIES[0],
+    quality: str = Quality.EXACT,
     folders: tuple[str, ...] = (),
 ) -> ModelRef:
     """Return a reference to the networks in single files, as part of one of the models `specs`.

@@ -26,7 +26,7 @@ from ..machine.device_access import open_devices
 from ..machine.fallbacks import ChipHalted, Unsupported, classify_halt
 from ..machine.policy import FallbackPolicy
 from ..machine.record import MachineRecord
-from ..model_spec import QUALITIES, STAGES, Settings
+from ..model_spec import STAGES, Quality, Settings
 from ..multihost.coordinator import AttemptOutcome, HostGroup, RemoteAttemptFailed
 from ..programs import executables, upstream_network
 from ..programs.finite_check import NotFinite
@@ -377,7 +377,7 @@ def _without_loras(model: ModelRef) -> ModelRef:
     """Return the model without LoRAs, which later nodes may add, and with the default quality, which samplers
     override.
     """
-    return replace(model, loras=(), quality=QUALITIES[0])
+    return replace(model, loras=(), quality=Quality.EXACT)
 
 
 def _without_seed(settings: Settings | None) -> Settings | None:

@@ -18,7 +18,7 @@ from .. import media, tokenization, versions
 from ..cache.store import signature
 from ..checkpoints import prefetch as reading
 from ..checkpoints import score_bound, tiny
-from ..model_spec import QUALITIES, STAGES, MagCache, MagCacheCurve, ModelSpec, Settings, TextEncoding
+from ..model_spec import STAGES, MagCache, MagCacheCurve, ModelSpec, Quality, Settings, TextEncoding
 from ..programs import denoise_step, denoising_plan, network_call
 from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
@@ -187,7 +187,7 @@ def calibrate(
 
     prompt_embeds, negative_prompt_embeds, condition: as for `denoise`.
     """
-    quality = min(settings.quality, QUALITIES[1], key=QUALITIES.index)
+    quality = Quality(settings.quality).dense
     plan = denoising.make_plan(stage, replace(settings, step_cache=MagCache(threshold=0.0), quality=quality))
     inputs = conditioning.build_denoiser_inputs(plan, prompt_embeds, negative_prompt_embeds, condition)
     return MagCacheCurve(

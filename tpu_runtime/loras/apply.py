@@ -9,7 +9,7 @@ import torch
 
 from ..cache.store import signature
 from ..checkpoints import weight_loader
-from ..checkpoints.model_ref import LORA_EXPERTS, Lora, ModelRef
+from ..checkpoints.model_ref import Expert, Lora, ModelRef
 from ..programs.upstream_network import Network
 from ..programs.weights import shared_network
 from ..progress import Progress
@@ -51,9 +51,9 @@ def add_lora(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef,
     Raises `LoraError` if nothing in the file matches, or if the model does not have the expert.
     """
     spec = model.spec
-    if lora.expert != LORA_EXPERTS[0] and len(spec.denoiser.experts) == 1:
+    if lora.expert != Expert.BOTH and len(spec.denoiser.experts) == 1:
         raise LoraError(
-            f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {LORA_EXPERTS[0]}."
+            f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {Expert.BOTH}."
         )
     # Experts have the same architecture: one network represents all, under the name of each.
     first = spec.component(spec.denoiser.experts[0])

@@ -16,12 +16,12 @@ from .component import (
 )
 from .inputs import (
     CHECKPOINT,
+    DENSE_QUALITIES,
     DENSE_QUALITY,
     FLOW_SCHEDULERS,
     MAG_CACHE_INPUTS,
     QUALITIES,
     SIZE_INPUTS,
-    SPARSE,
     STEP_INPUTS,
     STEP_RANGE_INPUTS,
     BoolInput,
@@ -29,6 +29,8 @@ from .inputs import (
     FloatInput,
     InputType,
     IntInput,
+    PlainEnum,
+    Quality,
     Settings,
     SigmaList,
     drop_zero_sizes,

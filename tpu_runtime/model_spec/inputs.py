@@ -4,6 +4,7 @@ arithmetic.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from .step_cache import MagCache, StepCache
@@ -146,12 +147,42 @@ MAG_CACHE_INPUTS = {
     "step_cache": BoolInput(default=False),
     "cache_threshold": FloatInput(default=0.06, low=0.01, high=1.0, step=0.01),
 }
-# Qualities from exact to fastest; `docs/quality.md` has the cost of each.
-SPARSE = "int8+sparse"
-QUALITIES = ("exact", "int8", SPARSE)
+
+
+class PlainEnum(StrEnum):
+    """A closed set of strings. Its members are written as plain strings, by `repr` too, which makes keys of caches."""
+
+    __repr__ = str.__repr__
+
+
+class Quality(PlainEnum):
+    """The accuracy of a denoising step, from exact to fastest; `docs/quality.md` has the cost of each."""
+
+    EXACT = "exact"
+    INT8 = "int8"
+    SPARSE = "int8+sparse"
+
+    @property
+    def uses_int8(self) -> bool:
+        """Return whether linear layers and attention scores are computed in int8 where that is faster."""
+        return self is not Quality.EXACT
+
+    @property
+    def is_sparse(self) -> bool:
+        """Return whether attention leaves keys out."""
+        return self is Quality.SPARSE
+
+    @property
+    def dense(self) -> "Quality":
+        """Return the same quality without sparse attention."""
+        return Quality.INT8 if self.is_sparse else self
+
+
+QUALITIES = tuple(quality.value for quality in Quality)  # options of widgets and commands
+DENSE_QUALITIES = tuple(quality.value for quality in Quality if not quality.is_sparse)
 STEP_INPUTS = {"sigmas": SigmaList(most=100), "quality": EnumInput(options=QUALITIES), **STEP_RANGE_INPUTS}
 # Qualities of a model without sparse attention.
-DENSE_QUALITY = EnumInput(options=QUALITIES[:2], elsewhere=((SPARSE, "Wan, but not TI2V, and HunyuanVideo"),))
+DENSE_QUALITY = EnumInput(options=DENSE_QUALITIES, elsewhere=((Quality.SPARSE, "Wan, but not TI2V, and HunyuanVideo"),))
 
 # Option of `scheduler`: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"
@@ -181,7 +212,7 @@ class Settings:
     shift: float | None = None  # the scheduler's flow shift; None for the checkpoint's
     guidance_scale_2: float | None = None  # of the second expert; None for the same
     step_cache: StepCache | MagCache | None = None  # skips parts of steps; None to run all steps whole
-    quality: str = QUALITIES[0]  # one of `QUALITIES`
+    quality: str = Quality.EXACT  # one of `QUALITIES`
     scheduler: str = CHECKPOINT  # one of the model's `schedulers`, or `CHECKPOINT`
     use_dynamic_cfg: bool = False  # guidance changes from step to step (see `GuidanceSchedule`)
     sigmas: tuple[float, ...] = ()  # the scheduler's initial ones, one per step; () for its own
@@ -193,7 +224,7 @@ class Settings:
 
     def with_default_quality(self, of_model: str) -> "Settings":
         """Return settings with the quality of the model's loader, if these have the default one."""
-        return self if self.quality != QUALITIES[0] else replace(self, quality=of_model)
+        return self if self.quality != Quality.EXACT else replace(self, quality=of_model)
 
     @property
     def steps(self) -> range:

@@ -20,7 +20,7 @@ from ...attention.tiles import MAX_TILES, Tiling
 from ...kernels import dispatch
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
-from ..model_spec import QUALITIES, SPARSE, FeatureReuse, ModelSpec
+from ..model_spec import FeatureReuse, ModelSpec, Quality
 from . import finite_check, solver_table, step_cache, torch_bridge, upstream_network, weights
 from .program import DENOISE_STEP, CompileTarget, Config, Program, shape_struct, step_compiler_options
 from .sharded_ops import ShardedOps
@@ -64,7 +64,7 @@ class StepShape:
     branches: int  # of guidance
     num_memory: int  # tensors that the solver remembers
     timestep_dtype: DTypeLike
-    quality: str = QUALITIES[0]
+    quality: str = Quality.EXACT
     reuse: FeatureReuse | None = None  # with a step cache: how features are kept and reused
     mesh_shape: MeshShape | None = None  # None: the spec's choice
     references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of reference inputs by name
@@ -185,7 +185,8 @@ class _StepBuild:
         default = spec.parallelism.mesh_shape(len(target.devices), shape.branches, config)
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.private_network(spec.component(spec.denoiser.experts[0]), config)
-        is_int8 = shape.quality != QUALITIES[0]
+        quality = Quality(shape.quality)
+        is_int8 = quality.uses_int8
         axes = weights.add_scale_parameters(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
         num_tokens = spec.geometry.num_tokens(shape.latent_shape)
         policy = AttentionPolicy(
@@ -205,9 +206,7 @@ class _StepBuild:
             policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
             rounds=weights.are_all_int8(network, axes),
-            tiles=choose_tiling(spec, config, shape.latent_shape, mesh, policy, target)
-            if shape.quality == SPARSE
-            else None,
+            tiles=choose_tiling(spec, config, shape.latent_shape, mesh, policy, target) if quality.is_sparse else None,
         )
         return cls(
             spec=spec, config=config, target=target, shape=shape,
@@ -350,7 +349,7 @@ def choose_tiling(
             return tiles
         else:
             why = f"the keys of {tokens} tokens do not fit the chip's VMEM at once"
-    log.warning("%s: quality %s is %s here: %s.", spec.title, SPARSE, QUALITIES[1], why)
+    log.warning("%s: quality %s is %s here: %s.", spec.title, Quality.SPARSE, Quality.SPARSE.dense, why)
     return None
 
 
