@@ -225,15 +225,16 @@ def _known(words: set[str]) -> set[str]:
     return {word for word in words if word in MAY_IMPORT}
 
 
-def test_no_two_classes_of_the_product_have_one_name():
-    found = [
-        (node.name.lstrip("_"), relative(path))
+def test_no_two_classes_of_a_package_have_one_name():
+    seen: dict[tuple[str, str], str] = {}
+    twice = [
+        (node.name, relative(path), other)
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
+        and (other := seen.setdefault((relative(path.parent), node.name.lstrip("_")), relative(path))) != relative(path)
     ]
-    seen: dict[str, str] = {}
-    assert not [(name, path, other) for name, path in found if (other := seen.setdefault(name, path)) != path]
+    assert not twice
 
 
 def test_the_rules_see_a_turned_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
