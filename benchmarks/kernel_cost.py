@@ -215,7 +215,7 @@ def measured_s(call: Call, repeats: int = 5) -> float | None:
         else jax.random.normal(jax.random.key(n), shape, name)
         for n, (shape, name) in enumerate(arrays(call))
     ]
-    jax.block_until_ready(run(*given))
+    out = jax.block_until_ready(run(*given))
     started = time.monotonic()
     for _ in range(repeats):
         out = run(*given)

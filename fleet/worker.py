@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,10 +48,12 @@ class JobContext(TerminalContext):
         if self._actor.is_cancelled.is_set():
             raise JobCancelled
 
-    def time_node(self, title: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def time_node(self, title: str) -> Iterator[None]:
         self.check_cancelled()
         self._actor.now = WorkerStatus(node=title)
-        return super().time_node(title)
+        with super().time_node(title):
+            yield
 
 
 class WorkerActor:

@@ -80,13 +80,15 @@ class Venv:
         commands = [[sys.executable, "-m", "venv", str(self.folder)]]
         if uv := shutil.which("uv"):  # Debian's Python may lack ensurepip, which `venv` needs and uv does not
             commands.insert(0, [uv, "venv", "--seed", "--python", sys.executable, str(self.folder)])
+        output = ""
         for command in commands:
             made = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
             if made.returncode == 0:
                 return
+            output = (made.stderr or made.stdout).strip()
             shutil.rmtree(self.folder, ignore_errors=True)
         raise SetupError(
-            f"{(made.stderr or made.stdout).strip()}\n\n{sys.executable} could not make the environment {self.folder}. "
+            f"{output}\n\n{sys.executable} could not make the environment {self.folder}. "
             f"If its venv or ensurepip module is missing: sudo apt install python3.{sys.version_info[1]}-venv"
         )
 

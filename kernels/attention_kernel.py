@@ -83,7 +83,7 @@ class KeyBlock:
         return None
 
     def run(self, at: int, size: int, turn: Scalar, unroll: int) -> "KeyChunk":
-        """Return run `at` of the loop's first turn, moved on to `turn` of `unroll` runs; no padding."""
+        """Return run `at` (of `size` keys) of the first turn, moved on to `turn` of `unroll` runs; no padding."""
         start = pl.multiple_of(cast(Array, (at + turn * unroll) * size), size)
         return KeyChunk(part=self, start=start, size=size, masked=False, real=size)
 
@@ -405,8 +405,8 @@ def grid_step(
 
     scalars: valid keys `[rows, arrays]`; scales of int8 keys `[rows, heads]` or None; and, with `blocks`, its lists.
     query, out: `[block_q, lanes]`. keys: keys and values of each array, of the sizes `extents`. ones: see `KeyBlock`.
-    log_sum: see `Block`. scratch: buffers. rotation_block: makes the `Block`. blocks: sparsity of the first array, or
-    None.
+    log_sum: see `QueryBlock`. scratch: buffers. block_of: makes the `QueryBlock`.
+    blocks: sparsity of the first array, or None.
     """
     lengths, units, listed = scalars
     row, group, step_index = pl.program_id(0), pl.program_id(1), pl.program_id(3) if num_kv > 1 else 0

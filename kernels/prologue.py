@@ -210,10 +210,11 @@ def _divide_body(
         middle, factor = moments(
             lambda function, _: jnp.sum(sum(function(part(start)) for start in starts), axis=1, keepdims=True) / lanes
         )
+    rotation: tuple[Array, Array, Array] | None = None
     if cosines is not None and sines is not None:
         is_even = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) % 2 == 0
         by_cosines, by_sines = widened(cosines[...]), widened(sines[...])
-        by_sines = jnp.where(is_even, -by_sines, by_sines)
+        rotation = is_even, by_cosines, jnp.where(is_even, -by_sines, by_sines)
     for start in starts:
         y = part(start)
 
@@ -226,7 +227,8 @@ def _divide_body(
             gain, offset = vector(weight), None if bias is None else vector(bias)
             y = (y - middle) * factor * gain
             y = y if offset is None else y + offset
-        if cosines is not None:
+        if rotation is not None:
+            is_even, by_cosines, by_sines = rotation
             partner = jnp.where(is_even, pltpu.roll(y, LANES - 1, 1), pltpu.roll(y, 1, 1))
             y = y * by_cosines + partner * by_sines
         out, group, lane = writes[start // LANES]

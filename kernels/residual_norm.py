@@ -141,12 +141,16 @@ def _body(
     """Compute a block of tokens. update, gate, num_leading, summed: None if the call has none."""
     dim = x.shape[1]
     parts = [pl.ds(start, LANES) for start in range(0, dim, LANES)]
+    is_leading: Array | None = None
     if num_leading is not None:
         token = pl.program_id(1) * len(x) + jax.lax.broadcasted_iota(jnp.int32, (len(x), LANES), 0)
         is_leading = token < num_leading[0]
 
     def lanes(vector: Ref, at: Slice) -> Array:
-        return vector[:, at] if len(vector) == 1 else jnp.where(is_leading, vector[:1, at], vector[1:, at])
+        if len(vector) == 1:
+            return vector[:, at]
+        assert is_leading is not None
+        return jnp.where(is_leading, vector[:1, at], vector[1:, at])
 
     source = x
     if update is not None and summed is not None:

@@ -233,6 +233,7 @@ def sampler(
 ) -> Node:
     """Return the sampler's node. Every sampler can run a part of the steps and start from latents.
 
+    spec: the family's default model.
     label: the family's name in the title.
     inputs: names of its inputs, in order.
     image_spec: the model that runs instead while a `condition` is connected; None: the same.
@@ -293,6 +294,7 @@ def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs
     """Return a node that is expanded to all stages and Create Video: a graph over the other nodes, not a second
     implementation.
 
+    spec: the family's default model.
     label: the family's name in the title.
     stage_nodes: the family's nodes, in order.
     inputs: names of its inputs, in order.

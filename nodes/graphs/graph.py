@@ -74,7 +74,11 @@ def _replace_link(value: Value, results: Mapping[str, list]) -> Value:
 
 
 def find_declaration(table: Table, node_id: str, class_type: str) -> Declaration:
-    """Return the declaration of a node's type; ValueError if the type is unknown."""
+    """Return the declaration of a node's type; ValueError if the type is unknown.
+
+    table: the known declarations.
+    node_id: for the message. class_type: of the node.
+    """
     if class_type not in table:
         raise ValueError(
             f"Node {node_id} is a {class_type}, which does not run without ComfyUI: queue this workflow there. "
@@ -100,6 +104,7 @@ def list_generations(workflow: Workflow, folders: Folders, table: Table) -> list
 def plan_generations(workflow: Workflow, folders: Folders, table: Table) -> list[PlannedGeneration]:
     """Return the generations that the runtime can prepare for; those that are not known yet are left out.
 
+    workflow: in API format.
     folders: of the host. table: the known declarations.
     """
     graph, planned = _ours(workflow, table), []

@@ -19,9 +19,9 @@ UNCONDITIONED = 0.1  # of the prompts are empty: what guidance is measured from
 class HalfLinear(nn.Linear):
     """A product in bfloat16 between float32 activations: twice as fast here, where autocast's norms are slower."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.bfloat16()
-        return F.linear(x.bfloat16(), self.weight.bfloat16(), bias).float()
+        return F.linear(input.bfloat16(), self.weight.bfloat16(), bias).float()
 
 
 def quicken(blocks: Iterable[nn.Module]) -> None:

@@ -40,6 +40,7 @@ def _curve(value: object) -> MagCacheCurve:
 def save_curve(spec: ModelSpec, model_id: str, curve: MagCacheCurve) -> Path:
     """Save a measured curve of a model, replacing an earlier one, and return the file's path.
 
+    spec, model_id: the model that was measured.
     The steps that always run whole stay as published.
     """
     key = signature(spec.name, model_id)
@@ -64,7 +65,11 @@ def find_curve(spec: ModelSpec, model_id: str) -> MagCacheCurve | None:
 
 
 def attach_curve(spec: ModelSpec, model_id: str, policy: StepCache | MagCache | None) -> StepCache | MagCache | None:
-    """Return MagCache with the model's curve, other policies as they are. Raises `ValueError` if no curve is known."""
+    """Return MagCache with the model's curve, other policies as they are. Raises `ValueError` if no curve is known.
+
+    spec, model_id: the model.
+    policy: the step cache of a generation; None for none.
+    """
     if not isinstance(policy, MagCache) or policy.curve is not None:
         return policy
     if (curve := find_curve(spec, model_id)) is None:

@@ -196,6 +196,7 @@ class Checkpoint:
 def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_partial: bool = False) -> Checkpoint:
     """Return the checkpoint for a model id. Reads only its `model_index.json`, if it is local.
 
+    spec, model_id: the model, and where its files are.
     folders: searched for the id.
     is_partial: whether components may be missing in single files.
     """
@@ -243,6 +244,7 @@ def _locate_files(spec: ModelSpec, model_id: str, folders: Sequence[str], *, is_
 def find_index(model_id: str, folders: Sequence[str] = (), *, progress: Progress | None = None) -> Json | None:
     """Return the `model_index.json` of a model id, or None.
 
+    model_id: a Hub id, a folder, or a tiny checkpoint.
     folders: searched for the id.
     progress: for downloading the index of a Hub model; None to look only at local files.
     """
@@ -411,6 +413,7 @@ def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path,
 def export_network(found: Checkpoint, name: str, progress: Progress) -> NetworkFile:
     """Return the component `name` in the form of a single file: its tensors by original names.
 
+    progress: for the download.
     Downloads its weights if need be. Raises `CheckpointError` if the checkpoint does not hold it.
     found: the checkpoint.
     """
@@ -437,6 +440,7 @@ def export_network(found: Checkpoint, name: str, progress: Progress) -> NetworkF
 def read_own_tensors(found: Checkpoint, name: str, progress: Progress) -> dict[str, TensorFile]:
     """Return all tensors in the files of the component `name` by its module's names, including those of other networks.
 
+    progress: for downloading these files.
     found: the checkpoint.
     """
     component = replace(found.spec.component(name), only=())

@@ -29,6 +29,7 @@ def is_pipeline(spec: ModelSpec, index: Json) -> bool:
 def index_problem(spec: ModelSpec, model_id: str, index: Json) -> str | None:
     """Return why the model cannot run a pipeline: its class, unknown networks, or unknown options.
 
+    spec: the model that should run it.
     index: the parsed `model_index.json` of `model_id`.
     """
     if not is_pipeline(spec, index):
@@ -90,6 +91,7 @@ def select_config(component: Component, config: Json) -> Json:
 def config_problem(spec: ModelSpec, component: Component, model_id: str, config: Json, advice: str = "") -> str | None:
     """Return why the model cannot run a component's own `config.json`, by key and value.
 
+    spec, component: the model, and the network of this config.
     model_id: of the checkpoint, or the path of a single file.
     advice: end of the sentence for a single file, whose tensors determine the config; "" for a folder.
     """
@@ -143,7 +145,10 @@ def _sizes(value: Any) -> list[float]:
 
 
 def can_run_configs(spec: ModelSpec, model_id: str, configs: Mapping[str, Json]) -> bool:
-    """Return whether the model can run the known configs, by folder."""
+    """Return whether the model can run the known configs, by folder.
+
+    spec, model_id: the model.
+    """
     known = (part for part in spec.components if part.folder in configs)
     return not any(config_problem(spec, part, model_id, configs[part.folder]) for part in known)
 
@@ -159,6 +164,7 @@ def sizes_problem(
 ) -> str | None:
     """Return how the configs of several components, by name, contradict each other.
 
+    spec: the model that should run them.
     model_id: for messages.
     files: paths of the single files by component; empty for folders.
     """

@@ -24,6 +24,8 @@ def hash_model(model_id: str, folders: Sequence[str], progress: Progress) -> str
     """Return the digest of a model: the newest commit of a Hub id, or the digest of a folder's or single files'
     contents.
 
+    model_id: a Hub id, a folder or single files.
+    progress: for asking the Hub.
     folders: searched for the id.
     """
     model_id = model_id.strip()

@@ -97,6 +97,7 @@ class Snapshot:
 def resolve_snapshot(model_id: str, progress: Progress, to: Path | None = None) -> Snapshot:
     """Return a model's newest commit after downloading its index; offline, the newest local one.
 
+    model_id, progress: the repository, and where to report.
     to: a folder of its own for the files; None for the Hub's cache.
     """
     from huggingface_hub import HfApi, hf_hub_download
@@ -133,6 +134,7 @@ def _claim(folder: Path, model_id: str) -> None:
 def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
     """Download files of a commit.
 
+    progress: of the download, which it may cancel.
     found: the commit.
     names: files, or patterns such as `vae/*.json`.
     title: names the download in messages.
@@ -182,6 +184,7 @@ def find_single_files(
 ) -> list[downloads.WeightFile]:
     """Return files of a repository's newest commit by name.
 
+    model_id, progress: the repository, and where to report.
     targets: local path of each file, by its name in the repository.
     place: folder of the targets, for messages.
     Raises `HubError` if the repository lacks one.
@@ -201,7 +204,10 @@ def find_single_files(
 
 
 def fetch_single_files(files: Sequence[downloads.WeightFile], progress: Progress, place: Path) -> None:
-    """Complete files of `find_single_files`. `place` is their folder, for messages."""
+    """Complete files of `find_single_files`. `place` is their folder, for messages.
+
+    progress: of the download, which it may cancel.
+    """
     with _sentences(files[0].model_id, "files", place):
         downloads.download(files, progress)
 

@@ -166,6 +166,7 @@ def choose_partial_model(
 ) -> ModelRef:
     """Return a reference to the networks in single files, as part of one of the models `specs`.
 
+    model_id: the files, joined by `SEPARATOR`.
     precision, quality, folders: of the `ModelRef`.
     Raises `CheckpointError` if the files belong to none of them.
     """

@@ -123,6 +123,8 @@ def ensure_random(spec: ModelSpec) -> Path:
 def write_random(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
     """Write a random checkpoint with the `tiny` configs of `spec`'s components to `folder`, completely or not at
     all.
+
+    seed: of the weights.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folders.open_scratch_folder(folder) as scratch:
@@ -172,7 +174,10 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_weights(component: Component, folder: Path, seed: int) -> None:
-    """Write random weights with the `tiny` config, as upstream saves them."""
+    """Write random weights with the `tiny` config, as upstream saves them.
+
+    component: the network. folder: where to write. seed: of the weights.
+    """
     import torch
 
     from ..programs import upstream_network

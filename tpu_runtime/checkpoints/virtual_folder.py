@@ -58,6 +58,7 @@ def build_folder_config(
 ) -> dict[str, Any]:
     """Return the config of the virtual folder of a file: the network's own, or the parent model's for partial networks.
 
+    held, spec, folder: the file, the model, and the folder's name in it.
     known: values that the user gives by naming models (see `identification.DeclaredFlags`).
     """
     first, *others = spec.list_components(folder)
@@ -75,6 +76,7 @@ def build_config(
     """Return a network's config: the file's own if it has one, or else the published one updated from the tensors'
     shapes.
 
+    held, component: the file, and the network that it holds.
     Flags that tensors do not determine come from marks, metadata, the user (`known`) and the file's name.
     """
     file_config = held.contents.config
@@ -124,6 +126,7 @@ def stat_signature(held: NetworkFile) -> str:
 def ensure_folder(spec: ModelSpec, parts: Mapping[str, NetworkFile], configs: Mapping[str, Json]) -> Path:
     """Return the virtual folder of a model, created if need be.
 
+    spec: the model.
     parts: the networks in files, by folder of the model.
     configs: of these folders.
     """

@@ -58,6 +58,7 @@ def load_weights(
 ) -> Weights:
     """Read weights of a network onto its devices and return them by name.
 
+    progress: where to report; a cancel raises.
     files: of each weight, by its name.
     wanted: shape, dtype and sharding by name, from `abstract`: of all weights, or of those to replace in `weights`.
     title: of the weights, for messages.
@@ -152,7 +153,11 @@ class _PendingShard:
     def list_for_weight(
         cls, network: Network, name: str, files: tuple[TensorFile, ...], want: jax.ShapeDtypeStruct
     ) -> "list[_PendingShard]":
-        """Return the shards of a weight that differ, in the order in which they are copied to the devices."""
+        """Return the shards of a weight that differ, in the order in which they are copied to the devices.
+
+        network, name, files: the weight, and the tensors that it consists of.
+        want: its shape, dtype and sharding.
+        """
         dtype = torch.float32 if want.dtype == jax.numpy.float32 else torch.bfloat16
         shape, weight = want.sharding.shard_shape(want.shape), network.weights[name]
         return [cls(weight, files, index, shape, dtype) for index, _ in list_shards(want.sharding, want.shape)]
@@ -193,6 +198,7 @@ def read_shards(
 ) -> Iterator[Iterator[np.ndarray]]:
     """Yield an iterator of the shards of all weights on this host in order, equal ones once.
 
+    network: whose weights are read.
     reader: for other threads.
     files: of each weight, by its name.
     wanted: shape, dtype and sharding of each weight, by name.

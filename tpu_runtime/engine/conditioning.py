@@ -20,6 +20,7 @@ IMAGE_EMBEDDING_NAME = r"seen_\d+"
 def build_conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.ndarray]], row: int) -> Conditioning:
     """Return one prompt's CONDITIONING: the first encoder's states, with all lengths and the other states in its dict.
 
+    spec: the model that encoded it.
     encoded: for each text encoder its states `[rows, max_length, dim]` float32 and lengths `[rows]`.
     row: the prompt's row in these arrays.
     """
@@ -34,6 +35,7 @@ def build_conditioning(spec: ModelSpec, encoded: Sequence[tuple[np.ndarray, np.n
 def check_image_count(spec: ModelSpec, settings: Settings, number: int) -> None:
     """Raise `ValueError` if the model does not support `number` images of the sizes in `settings`.
 
+    spec: the model's description.
     number: 1 for a first frame, 2 for a first and a last frame.
     """
     if spec.pictures.encode is None:
@@ -66,6 +68,7 @@ def build_condition(
 ) -> ImageCondition:
     """Return an encoded image with the size that it was encoded for; references have no size.
 
+    spec, settings: the model, and the generation's settings.
     tensors: the arrays of `condition_shapes` by name, of any shape `[...]`; each is copied.
     """
     size = {} if spec.pictures.are_references else {name: getattr(settings, name) for name in SIZE_INPUTS}
@@ -86,6 +89,7 @@ def build_denoiser_inputs(
 ) -> dict[str, np.ndarray]:
     """Return the text inputs of all guidance branches and the condition's arrays, by name.
 
+    plan: of the generation.
     prompt, negative: CONDITIONING; `negative` may be None if there is one branch.
     condition: an encoded image or None.
     Raises `ValueError` if a value does not fit the model.
@@ -166,6 +170,7 @@ def _condition_arrays(plan: DenoisingPlan, given: ImageCondition | None) -> dict
 def get_image_embeddings(spec: ModelSpec, given: ImageCondition | None, width: int) -> list[torch.Tensor]:
     """Return the image embeddings for the text encoder in their order, `[1, rows, columns, width]` float32 each.
 
+    spec: the model's description.
     given: an encoded image, or None for no embeddings.
     width: of the text encoder's states.
     Raises `ValueError` for the condition of another model.
@@ -234,6 +239,7 @@ _SEEN = "Encode the image with this model's image encoder."
 def check_call_inputs(spec: ModelSpec, config: Json, sample: torch.Tensor, inputs: Mapping[str, np.ndarray]) -> None:
     """Raise `ValueError` if a denoiser does not accept a sample or an input.
 
+    spec: the model's description.
     config: the denoiser's own.
     sample: `[rows, channels, (frames,) height, width]`.
     inputs: arrays of 1 or `rows` rows, by name (see `model_spec.Forward`).

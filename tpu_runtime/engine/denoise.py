@@ -73,6 +73,7 @@ def run_steps(
 ) -> tuple[SolverState, np.ndarray]:
     """Run the steps of `plan` and return the final state and the last estimate of the end result, both on the host.
 
+    stage: the context of the stage.
     Waits for every step with at most one more in flight, so that progress is accurate and a cancel stops within one
     step.
     standing: the state before the first step.
@@ -82,7 +83,7 @@ def run_steps(
     programs = dict(programs or get_denoiser_programs(stage, plan, standing.inputs))
     decode_preview = _preview_decoder(stage, plan)
     noises = table.draw_noises(lambda: spec.recipe.noise(plan.latent_shape, standing.generator).numpy(), steps)
-    noise, state, launched = next(noises), standing.state, None
+    noise, state, launched, denoised = next(noises), standing.state, None, None
     for expert, indices in itertools.groupby(steps, lambda index: plan.experts[index][0]):
         group = tuple(indices)
         program = programs.pop(expert)
@@ -114,6 +115,7 @@ def run_steps(
                 else:
                     _await_step(stage, plan, launched)
                     launched = None
+    assert denoised is not None, "a plan has at least one step"
     final_state = tuple(np.array(group) for group in state)
     return replace(standing, state=final_state), np.array(denoised)
 
@@ -141,6 +143,8 @@ def _first_step(
 def measure_magcache(stage: StageContext, plan: DenoisingPlan, standing: SolverState) -> tuple[tuple[float, ...], ...]:
     """Return the ratios of `MagCacheCurve` for the steps that `plan` runs, one tuple per branch. An expert's first
     step has 1.
+
+    stage, standing: the context of the stage, and the state before the first step.
     """
     programs = get_denoiser_programs(stage, plan, standing.inputs)
     run_steps(stage, plan, standing, programs)
@@ -254,7 +258,11 @@ def make_plan(stage: StageContext, settings: Settings) -> DenoisingPlan:
 
 
 def get_denoiser_programs(stage: StageContext, plan: DenoisingPlan, inputs: Inputs) -> dict[str, Runnable]:
-    """Return the callable of every expert by name. All programs are compiled before the first step."""
+    """Return the callable of every expert by name. All programs are compiled before the first step.
+
+    stage, plan: the context of the stage, and the generation's plan.
+    inputs: denoiser inputs by name.
+    """
     requests = denoiser_requests(stage, plan, inputs)
     for later in [request for own_requests in requests.values() for request in own_requests][1:]:
         stage.program_cache.note(later)  # compiled in parallel with the first
@@ -274,6 +282,7 @@ def get_denoiser_programs(stage: StageContext, plan: DenoisingPlan, inputs: Inpu
 def denoiser_requests(stage: StageContext, plan: DenoisingPlan, inputs: Inputs) -> dict[str, list[ProgramRequest]]:
     """Return the program requests of every expert by name: one, or with a step cache that of full and of cached steps.
 
+    stage, plan: the context of the stage, and the generation's plan.
     Experts share a program, unless only one of them is guided.
     inputs: denoiser inputs by name; the shapes of reference images count.
     """
@@ -308,6 +317,7 @@ def initial_state(
 ) -> SolverState:
     """Return the state before the first step. Raises `ValueError` for latents that are missing or do not fit.
 
+    plan: of the generation.
     inputs: constant denoiser inputs by name.
     latents: a LATENT to start from; None for noise.
     say: tells the user why the solver state in the latents is not used.
@@ -345,6 +355,7 @@ def initial_state(
 def to_latent(plan: DenoisingPlan, standing: SolverState, denoised: np.ndarray) -> Latent:
     """Return the LATENT after the last step that ran.
 
+    plan, standing: of the generation, and its state after that step.
     denoised: that step's estimate of the end result, `[1, *latent]` float32.
     """
     settings, finish = plan.settings, plan.finish

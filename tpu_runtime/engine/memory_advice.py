@@ -18,6 +18,7 @@ class OutOfMemory(RuntimeError):
 def out_of_memory_message(spec: ModelSpec, stage: str, settings: Settings | None, reason: str, num_devices: int) -> str:
     """Return the message after out-of-memory retries: the failure, the actions taken and settings that need less.
 
+    spec: the model that ran.
     stage: its name.
     settings: of the generation, None if unknown.
     reason: the first line of the last error.
@@ -38,6 +39,7 @@ def compile_refusal_message(
 ) -> str:
     """Return the message for a program that the compiler `refused`: which memory is too small, and what may help.
 
+    spec: the model that ran.
     stage: its name.
     settings: of the generation, None if unknown.
     num_devices: chips in use.

@@ -71,7 +71,10 @@ def _embeddings(
 
 
 def save_latents(folder: Path, latents: Mapping[str, Any], model: "ModelRef") -> None:
-    """Write a LATENT to `folder`. Raises `StageFileError` if that fails."""
+    """Write a LATENT to `folder`. Raises `StageFileError` if that fails.
+
+    latents: tensors by name. model: what made them, for the generation's config.
+    """
     check_ownership(folder)
     _replace(folder / LATENTS, stage_values.pack_latents(latents))
     update_config(folder, {"model_name": model.spec_name, "model_id": model.model_id})

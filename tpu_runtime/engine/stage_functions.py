@@ -42,6 +42,8 @@ def encode(
     """Return prompt and negative prompt as CONDITIONING, cached by content; no negative one if the model has no
     guidance.
 
+    stage: the context of the stage.
+    negative_prompt: ignored if the model has no guidance.
     condition: an encoded image for a text encoder that takes image embeddings.
     """
     spec = stage.spec
@@ -147,7 +149,12 @@ def _encode_text(
 
 
 def encode_image(stage: StageContext, image: torch.Tensor, settings: Settings) -> ImageCondition:
-    """Return an IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition."""
+    """Return an IMAGE `[N, height, width, 3]` in 0..1, CPU float32, as the denoiser's condition.
+
+    stage: the context of the stage.
+    image: the first frame, or the first and the last; or reference images.
+    settings: with the size of the result.
+    """
     images = media.to_rgb(image)
     conditioning.check_image_count(stage.spec, settings, len(images))
     assert stage.spec.pictures.encode is not None
@@ -166,6 +173,7 @@ def denoise(
 ) -> Latent:
     """Return the LATENT of a generation.
 
+    stage, settings: the context of the stage, and the generation's settings.
     prompt_embeds, negative_prompt_embeds: CONDITIONING; the negative one may be None without guidance.
     condition: an encoded image or None.
     latents: a LATENT to start from; None for noise.
@@ -185,6 +193,7 @@ def calibrate(
 ) -> MagCacheCurve:
     """Return MagCache's curve of a model, measured in one generation of full steps without sparse attention.
 
+    stage, settings: as for `denoise`.
     prompt_embeds, negative_prompt_embeds, condition: as for `denoise`.
     """
     quality = Quality(settings.quality).dense
@@ -287,6 +296,7 @@ def encode_tokens(
 ) -> torch.Tensor:
     """Return a text encoder's states `[rows, length, dim]`; the prefix of a prompt is kept.
 
+    stage: the context of the stage.
     encoder: index of the text encoder.
     ids, mask: `[rows, length]` int32; ids below 0 stand for image embeddings.
     seen: image embeddings as returned by `look`, in the order of these ids.
@@ -367,6 +377,7 @@ def precompile_call(
 ) -> None:
     """Compile the programs of single calls in the background.
 
+    stage: the context of the stage.
     prediction: a prediction like the one to come.
     decoded: shape of samples to be decoded.
     With neither, the programs of the text encoders.
@@ -414,7 +425,10 @@ def _note(stage: StageContext, wanted: ProgramRequest) -> PendingCompilation | E
 
 
 def precompile_stages(stage: StageContext, settings: Settings, stages: Sequence[str]) -> None:
-    """Compile the programs of later stages (names of `model_spec.STAGES`) in the background."""
+    """Compile the programs of later stages (names of `model_spec.STAGES`) in the background.
+
+    stage, settings: the context of a stage, and the generation's settings.
+    """
     # The program depends on some of the weights, and downloads belong to the stage, which reports them.
     is_here = all(stage.found.local_weight_files(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
     names = [name for name in stages if is_here or name != "denoise"]

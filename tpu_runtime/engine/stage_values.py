@@ -55,6 +55,7 @@ def unpack_conditioning(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Ma
     """Return the embeddings `[1, length, dim]` and the dict of input `name`. Raises `ValueError` for unsupported
     content.
 
+    spec: the model that gets it.
     given: a CONDITIONING. One of ComfyUI's own has no family, which is accepted.
     Core nodes add further content: several prompts, areas, masks, ranges of steps, controls. Ignoring such content
         would give a wrong image silently.

@@ -35,7 +35,7 @@ class FieldPlace(NamedTuple):
 
     kind: int  # GGUF's number
     entries: int  # kind of an array's entries, else 0
-    count: int  # of an array's entries, else 1
+    num_entries: int  # of an array's entries, else 1
     start: int  # offset in bytes
     stop: int
 
@@ -83,7 +83,7 @@ class Fields(Mapping[str, Any]):
 
     def length(self, name: str) -> int:
         """Return the number of a list's entries; 1 for other values, 0 for an unknown field."""
-        return self._places[name].count if name in self._places else 0
+        return self._places[name].num_entries if name in self._places else 0
 
     def below(self, prefix: str) -> "Fields":
         """Return the fields whose names start with `prefix`, without it."""
@@ -233,7 +233,7 @@ def _value(place: FieldPlace, data: bytes) -> Any:
     if place.entries != _TEXT:
         return np.frombuffer(data, np.dtype(_NUMBERS[place.entries]).newbyteorder("<")).tolist()
     texts, offset = [], 0
-    for _ in range(place.count):
+    for _ in range(place.num_entries):
         end = offset + 8 + _LENGTH.unpack_from(data, offset)[0]
         texts.append(data[offset + 8 : end].decode())
         offset = end

@@ -54,6 +54,7 @@ def find_tokenizer(path: Path, tensors: Mapping[str, TensorFile], prefix: str = 
     """Return the tokenizer in a file for the network with this `prefix`; None without one, or for an unsupported GGUF
     kind.
 
+    path: of the file.
     tensors: of the file by name.
     In a checkpoint of several networks the tensor is inside the encoder, or next to it as ComfyUI saves it.
     """
@@ -76,6 +77,7 @@ def _nearness(name: str, prefix: str) -> int:
 def read_tokenizers(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> dict[str, bytes]:
     """Return the contents of the tokenizers in a file, by their tensor names in safetensors files.
 
+    path: of the file.
     tensors, prefix: as for `find_tokenizer`.
     """
     if (tokenizer_file := find_tokenizer(path, tensors, prefix)) is None:

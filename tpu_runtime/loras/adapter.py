@@ -129,6 +129,7 @@ def hash_content(source: Source) -> str:
 def read_adapter(source: Source, network: Network, check: Callable[[], None] = lambda: None) -> Adapter:
     """Return a file's changes to a network. Raises `LoraError` for one that is damaged or unsupported.
 
+    source: the file, or a LoRA in memory.
     check: raises if the user cancelled.
     Tensors are read only if several names are the same weight.
     """

@@ -40,7 +40,10 @@ def make_merge(loras: Sequence[Lora], network: Network, check: Callable[[str], N
 
 
 def sum_vector_deltas(loras: Sequence[Lora], network: Network, progress: Progress) -> dict[str, torch.Tensor]:
-    """Return the sums of LoRA differences of one-dimensional weights, `[size]` float32, by name in a checkpoint."""
+    """Return the sums of LoRA differences of one-dimensional weights, `[size]` float32, by name in a checkpoint.
+
+    loras, network, progress: the changes, the network that they change, and where to report.
+    """
     with contextlib.ExitStack() as stack:
         return make_merge(loras, network).vectors(weight_loader.TensorReader(stack, progress.check_cancelled))
 
@@ -48,6 +51,7 @@ def sum_vector_deltas(loras: Sequence[Lora], network: Network, progress: Progres
 def add_lora(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
     """Return the model with one more LoRA, and a report on the file's changes.
 
+    lora, progress: the one to add, and where to report.
     Raises `LoraError` if nothing in the file matches, or if the model does not have the expert.
     """
     spec = model.spec

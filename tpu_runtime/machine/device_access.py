@@ -93,7 +93,11 @@ def wait_while_busy(
 def wait_for_release(
     report: Callable[[str], None] = lambda message: None, *, timeout_s: float = WAIT_S, root: Path = pci.ROOT
 ) -> bool:
-    """Wait until no process holds the chips. Return whether that happened within `timeout_s` seconds."""
+    """Wait until no process holds the chips. Return whether that happened within `timeout_s` seconds.
+
+    report: called with the reason for waiting.
+    root: of the kernel's PCI devices.
+    """
     until = time.monotonic() + timeout_s
     while holders := pci.find_holders(root):
         if time.monotonic() >= until:
@@ -109,7 +113,12 @@ def open_devices(
     *,
     timeout_s: float | None = None,
 ) -> "tuple[Device, ...]":
-    """Start JAX's back end and return its devices, in JAX's order. Parameters and errors as in `wait_while_busy`."""
+    """Start JAX's back end and return its devices, in JAX's order. Parameters and errors as in `wait_while_busy`.
+
+    report: called with the reason for waiting.
+    check_cancelled: raises to stop waiting.
+    timeout_s: longest time to wait; None for the default.
+    """
     import jax
     from jax.extend.backend import clear_backends
 
@@ -127,6 +136,7 @@ def open_devices(
 def try_to_start(command: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run a command that opens the chips and exits, again while they are busy. Return its last run.
 
+    environment: variables of the command.
     Raises DevicesBusy as `wait_while_busy`, and subprocess.TimeoutExpired if one run takes longer than `timeout_s`.
     """
 

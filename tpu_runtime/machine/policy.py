@@ -86,6 +86,8 @@ class FallbackPolicy:
     def record_comparison(self, digest: str, title: str, *, is_same: bool) -> str | None:
         """Record whether a program's step had the same bits with and without overlapped transfers.
 
+        digest, title: of the program.
+        is_same: whether the bits are equal.
         If the bits differ, overlapped transfers are switched off, and the sentence that reports it is returned.
         """
         verdict = MachineRecord(overlap={digest: is_same})

@@ -151,7 +151,11 @@ def no_arguments(
 
 
 def classifier_free_guidance(prompt: "torch.Tensor", negative: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
-    """Return classifier-free guidance of predictions `[1, *latent]`, https://arxiv.org/abs/2207.12598."""
+    """Return classifier-free guidance of predictions `[1, *latent]`, https://arxiv.org/abs/2207.12598.
+
+    prompt, negative: predictions for both texts.
+    scale: 1 for the prompt's prediction alone.
+    """
     return negative + scale * (prompt - negative)
 
 

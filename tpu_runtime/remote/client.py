@@ -96,7 +96,10 @@ class Client:
         return self._ask(stage, progress, model, expected=following, **arguments)
 
     def add_lora(self, model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef, str]:
-        """Return `model` with `lora`, and the other machine's report of the changed weights."""
+        """Return `model` with `lora`, and the other machine's report of the changed weights.
+
+        progress: where to report.
+        """
         changed = replace(model, loras=(*model.loras, lora))
         return changed, _restore_names(self._ask("report_lora", progress, changed), changed.loras)
 

@@ -279,7 +279,7 @@ class RpcServer(web.Server):
             hello = json.loads(unquote(request.headers[_HELLO]))
             problem = self._welcome(hello, address)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            problem = f"its handshake cannot be read ({type(error).__name__})."
+            return _respond(409, f"its handshake cannot be read ({type(error).__name__}).")
         if problem is not None:
             return _respond(409, problem)
         self._strangers.discard(request.protocol)

@@ -33,8 +33,8 @@ class LazyTensor(torch.Tensor):
         tensor.read = lambda: read().to(dtype)
         return tensor
 
-    @property
-    def device(self) -> torch.device:
+    @property  # of values, not of the meta tensor below
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
         return CPU
 
     @classmethod

@@ -87,6 +87,7 @@ def _keep(weight: torch.Tensor, **options: object) -> torch.Tensor:
 def select_applied_patches(model: torch.nn.Module, name: str, patches: Iterable[Patch]) -> list[Patch]:
     """Return the patches of a weight without merges that core ignores.
 
+    model, name: core's model, and the weight's name in it.
     Core ignores merges of parameters next to modules, such as Wan's `modulation`.
     """
     try:
@@ -98,13 +99,19 @@ def select_applied_patches(model: torch.nn.Module, name: str, patches: Iterable[
 
 
 def apply_patches(name: str, patches: list[Patch], weight: torch.Tensor) -> LazyTensor:
-    """Return a weight `[...]` with patches applied as core does, in float32, then in the weight's own format."""
+    """Return a weight `[...]` with patches applied as core does, in float32, then in the weight's own format.
+
+    name: of the weight in core's model.
+    """
     check_merge(name, patches, weight)
     return LazyTensor.from_reader(weight.shape, weight.dtype, lambda: _apply(name, patches, weight))
 
 
 def patch_difference(name: str, patches: list[Patch], weight: torch.Tensor) -> LazyTensor:
-    """Return the change of a weight `[...]` by patches in float32, computed when it is read."""
+    """Return the change of a weight `[...]` by patches in float32, computed when it is read.
+
+    name: of the weight in core's model.
+    """
     check_merge(name, patches, weight)
 
     def read() -> torch.Tensor:
@@ -119,7 +126,10 @@ def _apply(name: str, patches: list[Patch], weight: torch.Tensor) -> torch.Tenso
 
 
 def check_merge(name: str, patches: list[Patch], weight: torch.Tensor) -> None:
-    """Raise ValueError for a merge with a weight of another shape `[...]`, which core would leave out."""
+    """Raise ValueError for a merge with a weight of another shape `[...]`, which core would leave out.
+
+    name, patches: the weight in core's model, and core's patches of it.
+    """
     for _, value, *_ in patches:
         other = value[0][0] if isinstance(value, list) else None
         if other is not None and other.shape != weight.shape:
@@ -154,5 +164,5 @@ def install_saving() -> None:
         else:
             original(sd, ckpt, metadata=metadata)
 
-    save_torch_file.is_tpu = True
+    save_torch_file.is_tpu = True  # pyright: ignore[reportFunctionMemberAccess]
     comfy.utils.save_torch_file = save_torch_file
