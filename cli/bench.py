@@ -244,7 +244,7 @@ def format_report(found: BenchResult) -> str:
     size, steps = found.settings, found.settings["num_inference_steps"]
     quality = size.get("quality", Quality.EXACT)  # missing in older records
     is_sparse = quality == Quality.SPARSE
-    what = "the miniature of " * found.is_tiny + found.title
+    what = "the tiny model of " * found.is_tiny + found.title
     memory = DeviceMemory(
         limit_bytes=found.hbm_limit_bytes, peak_in_use_bytes=found.hbm_peak_bytes,
         peak_reserved_bytes=found.hbm_reserved_peak_bytes,
@@ -257,10 +257,10 @@ def format_report(found: BenchResult) -> str:
             "",
             *report.format_table([head, *rows]),
             "",
-            f"One generation{' of the miniature, on no TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of "
+            f"One generation{' of the tiny model, on no TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of "
             "programs, without loading weights.",
             f"Fullest device: {memory}.",
             *([f"Timed is a step that leaves nothing out; those of {quality} that do take less."] * is_sparse),
-            *([f"This was not {found.title} but its miniature: none of it says how fast a TPU is."] * found.is_tiny),
+            *([f"This was not {found.title} but its tiny model: the times say nothing about a TPU."] * found.is_tiny),
         ]
     )

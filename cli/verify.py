@@ -145,8 +145,10 @@ def take_first_frames(spec: ModelSpec, settings: Settings) -> Settings:
 
 
 def list_variants(chosen: "Program", is_tiny: bool) -> Iterator[StepVariant]:
-    """Yield the chosen variant, those without each group of its options, and without all; then of the first frames, the
-    chosen one, those without each kernel, and without all.
+    """Yield the variants to verify.
+
+    These are the chosen variant, those without each group of its options, and one without all; then, of the first
+    frames, the chosen one, those without each kernel, and one without all.
 
     chosen: the chosen variant's program. is_tiny: whether there is no TPU.
     """
@@ -407,7 +409,7 @@ def format_verification(spec: ModelSpec, record: Mapping[str, Json], rows: Seque
         for row in rows
     ]  # fmt: skip
     lines = [
-        f"{NUM_BLOCKS} blocks of {'the miniature of ' * record['is_tiny']}{spec.title} on {record['num_devices']} x "
+        f"{NUM_BLOCKS} blocks of {'the tiny model of ' * record['is_tiny']}{spec.title} on {record['num_devices']} x "
         f"{record['device_kind']}, {record['precision']}; seconds are {label}"
         + (", on no TPU: they say nothing of speed." if record["is_tiny"] else "."),
         "",

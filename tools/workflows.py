@@ -50,7 +50,7 @@ LIGHTNING = (
 )
 WAN22 = "Wan_2.2_ComfyUI_Repackaged"
 MINIATURE = (
-    "The built-in miniature of Wan 2.1, trained on coloured shapes. It runs on a TPU or, without one, on the CPU, "
+    "The built-in tiny model of Wan 2.1, trained on coloured shapes. It runs on a TPU or, without one, on the CPU, "
     "through the nodes and programs of the real model, and downloads nothing."
 )
 SUNSET = "A beautiful sunset over the ocean"
@@ -357,7 +357,7 @@ def about_model(example: Example) -> list[str]:
         lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
     tips = [
         "**Without a TPU** open the template `TPU - try it now`; or press Alt+Shift+Y (it is in the menu TPU), which "
-        "puts a built-in miniature in the place of the model, and needs no weights.",
+        "replaces the model by a built-in tiny model, and needs no weights.",
         *example.tips,
         *weights(spec.name),
         "`model_id` may also be a local folder in diffusers layout.",

@@ -102,7 +102,7 @@ const COMMANDS = [
   ["comfyui-tpu.free", "Free the TPU's memory", "f", free],
   ["comfyui-tpu.warmup", "Compile this workflow's programs ahead", "w", warmUp],
   ["comfyui-tpu.plan", "Plan this workflow for a TPU", "p", plan],
-  ["comfyui-tpu.miniature", "Try this workflow on its miniature", "y", useMiniatures],
+  ["comfyui-tpu.miniature", "Try this workflow on its tiny model", "y", useMiniatures],
   ["comfyui-tpu.tab", "Show or hide the TPU tab", "t", showTab],
 ];
 

@@ -51,16 +51,16 @@ def test_every_program_of_the_miniature_is_timed_and_recorded(record: Path):
 def test_the_report_says_what_was_measured_and_on_what(record: Path):
     found = read(record)
     text = bench.format_report(found)
-    assert text.startswith(f"the miniature of FLUX.2 klein 4B on {found.num_devices} x ")
+    assert text.startswith(f"the tiny model of FLUX.2 klein 4B on {found.num_devices} x ")
     assert ", float32, int8. " in text
     assert "on no TPU: they say nothing of speed" in text
-    assert "One generation of the miniature, on no TPU, measured: " in text
-    assert text.endswith("This was not FLUX.2 klein 4B but its miniature: none of it says how fast a TPU is.")
+    assert "One generation of the tiny model, on no TPU, measured: " in text
+    assert text.endswith("This was not FLUX.2 klein 4B but its tiny model: the times say nothing about a TPU.")
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
     assert "Fullest device: does not report its memory." in text
     full = replace(real, hbm_peak_bytes=3 * GIB, hbm_reserved_peak_bytes=27 * GIB, hbm_limit_bytes=31 * GIB)
     assert "Fullest device: at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB." in bench.format_report(full)
-    assert "miniature" not in bench.format_report(real)
+    assert "tiny model" not in bench.format_report(real)
     assert "predicted is by the compiler" in bench.format_report(real) and " 200 %" in bench.format_report(real)
     sparse = replace(real, settings={**real.settings, "quality": "int8+sparse"})
     assert "step that leaves nothing out" in bench.format_report(sparse) and "nothing out" not in bench.format_report(

@@ -34,7 +34,7 @@ MAX_FAILED_STARTS, MAX_BUSY_GROUPS = 2, 2
 class FirstRun:
     """A first run with its rows so far.
 
-    models: whose miniatures run. changed: called before and after each check. shown: receives its progress.
+    models: whose tiny models run. changed: called before and after each check. shown: receives its progress.
     in_one_process: run all groups in the first process, because no other one can open the chips after it.
     """
 

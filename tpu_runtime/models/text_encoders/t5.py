@@ -52,7 +52,7 @@ def make_encoder(
 ) -> Component:
     """Return a T5 encoder in the folder `name`.
 
-    config: sizes. tiny: those of the miniature. class_name: transformers' class.
+    config: sizes. tiny: those of the tiny model. class_name: transformers' class.
     blocks: `("encoder.block",)` if all blocks are equal and are scanned. aliases: further key prefixes and their
         replacements. trim: changes the module before its weights are loaded.
     """
