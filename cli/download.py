@@ -109,7 +109,6 @@ def find_model(model: str, host: Progress) -> tuple[ModelSpec, str]:
 
 def _announce(found: Checkpoint, place: Path, host: "BarContext") -> None:
     """Print the sizes of the download; ValueError if it does not fit on the disk."""
-
     parts = found.all_weights_on_hub(host)
     files = [file for part in parts.values() for file in part]
     rows = [("part", "files", "size", "here")]

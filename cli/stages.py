@@ -1,5 +1,6 @@
-"""The commands encode, denoise and decode, which run a generation in stages with files between them, and `calibrate`,
-which measures MagCache's curve.
+"""The commands encode, denoise, decode and `calibrate`.
+
+The first three run a generation in stages with files between them; `calibrate` measures MagCache's curve.
 """
 
 import argparse
@@ -107,8 +108,9 @@ def _stage_spec(options: argparse.Namespace, config: dict[str, Json]) -> ModelSp
 
 
 def _stage(options: argparse.Namespace) -> tuple[ModelSpec, ModelRef, dict[str, Value]]:
-    """Return the spec, the checked model, and the value of every option: given now, else the folder's, else the
-    default.
+    """Return the spec, the checked model, and the value of every option.
+
+    A value is the given one, else the folder's, else the default.
     """
     config = stage_files.read_config(options.folder)
     spec = _stage_spec(options, config)

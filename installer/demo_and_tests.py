@@ -151,8 +151,9 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
-    """Return pytest's arguments for three workers, one file each at a time, in a full run; none for selected tests,
-    which start faster without workers.
+    """Return pytest's arguments for three workers, one file each at a time, in a full run.
+
+    None for selected tests, which start faster without workers.
 
     Three on two cores, because each sometimes waits for a server, a browser or a compiler. In the files' order: sorted
     by number of tests, the few long files would run last, on one worker.

@@ -29,8 +29,9 @@ def lock_exclusively(chosen: Installation) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_shared(chosen: Installation) -> Iterator[None]:
-    """Lock an installation for ComfyUI, of which several may run. The program that replaces this process keeps the
-    lock.
+    """Lock an installation for ComfyUI, of which several may run.
+
+    The program that replaces this process keeps the lock.
     """
     with _lock(chosen.comfyui, chosen, fcntl.LOCK_SH) as descriptor:
         os.set_inheritable(descriptor, True)

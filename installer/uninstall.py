@@ -77,8 +77,9 @@ def _is_our_link(chosen: Installation) -> bool:
 
 
 def _is_as_cloned(folder: Path, commit: str) -> bool:
-    """Return whether a clone is unchanged. Missing files count as unchanged: an earlier removal may have been
-    interrupted. A link belongs to the user.
+    """Return whether a clone is unchanged.
+
+    Missing files count as unchanged: an earlier removal may have been interrupted. A link belongs to the user.
     """
     if folder.is_symlink() or git.find_commit(folder) != commit:
         return False

@@ -1,5 +1,6 @@
-"""CogVideoX 1.5, text and image to video: the inputs of its nodes, in the order that saved workflows rely on. With a
-`condition` the sampler is image to video.
+"""CogVideoX 1.5, text and image to video: the inputs of its nodes, in the order that saved workflows rely on.
+
+With a `condition` the sampler is image to video.
 """
 
 from ..tpu_runtime.api import SIZE_INPUTS, lookup_spec, spec_for_family

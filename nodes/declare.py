@@ -142,6 +142,8 @@ def _convert_number(widget_type: str, value: Value) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
+    """An output of a node."""
+
     name: str
     type: str
     tooltip: str = ""

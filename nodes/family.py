@@ -291,8 +291,9 @@ _LINKS = {
 
 
 def pipeline(spec: ModelSpec, label: str, stage_nodes: tuple[Node, ...], *inputs: str) -> Expansion:
-    """Return a node that is expanded to all stages and Create Video: a graph over the other nodes, not a second
-    implementation.
+    """Return a node that is expanded to all stages and Create Video.
+
+    It is a graph over the other nodes, not a second implementation.
 
     spec: the family's default model.
     label: the family's name in the title.

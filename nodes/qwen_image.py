@@ -13,7 +13,7 @@ _NUMBERS = ("height", "width", "num_inference_steps", "guidance_scale", "seed")
 _MODEL = ("model_id", "model", "precision")
 _RECIPE = ("flow_shift", *FEW_STEPS)
 
-# Edit's pictures are optional, and several encoders may follow each other: so it is not a stage of the pipeline.
+# Edit's images are optional, and several encoders may follow each other: so it is not a stage of the pipeline.
 IMAGE_ENCODER = image_encoder(EDIT, LABEL, "image", "condition", *_MODEL)
 TEXT_ENCODER = text_encoder(SPEC, LABEL, *_PROMPTS, "condition", *_MODEL)
 SAMPLER = sampler(SPEC, LABEL, *_EMBEDS, "condition", *_NUMBERS, *_MODEL, *_RECIPE, image_spec=EDIT)

@@ -26,10 +26,12 @@ class LoraFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A workflow. `widgets` are what is not the model's default; `predicted` are keys of the records in
-    `predicted.json`: a model's name, or a recipe of `benchmarks/recipes.py`. `tips` are for the note.
-    What it makes is saved as `prefix`, else as `name`. One that `looks` gets a picture as a reference. ComfyUI shows
-    the `title` alone, the name of the page's file. One that `is_miniature` runs the model's built-in one.
+    """A workflow.
+
+    `widgets` are what is not the model's default; `predicted` are keys of the records in `predicted.json`: a model's
+    name, or a recipe of `benchmarks/recipes.py`. `tips` are for the note. What it makes is saved as `prefix`, else as
+    `name`. One that `looks` gets a picture as a reference. ComfyUI shows the `title` alone, the name of the page's
+    file. One that `is_miniature` runs the model's built-in one.
     """
 
     name: str

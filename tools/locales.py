@@ -24,8 +24,9 @@ LIST = "; "
 
 
 class Table:
-    """Translations by English sentence. One with holes is for every sentence that differs in these alone. What
-    a list there has may have its own.
+    """Translations by English sentence.
+
+    One with holes is for every sentence that differs in these alone. What a list there has may have its own.
     """
 
     def __init__(self, sentences: Mapping[str, str]) -> None:

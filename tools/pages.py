@@ -141,8 +141,10 @@ def _links(workflow: Workflow) -> Iterator[tuple[list, str, str]]:
 
 
 def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collection[str]) -> dict[str, Box]:
-    """Where every node stands. The last column is placed first: what passes over the others is known then. Those that
-    are `raised` stand above all that passes.
+    """Where every node stands.
+
+    The last column is placed first: what passes over the others is known then. Those that are `raised` stand above all
+    that passes.
     """
     sizes = {node_id: _size(node["class_type"], _hidden(node, workflow)) for node_id, node in workflow.items()}
     column_of = {node_id: index for index, column in enumerate(columns) for node_id in column}

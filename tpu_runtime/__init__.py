@@ -1,5 +1,5 @@
 """Everything between a node and the chips: models, checkpoints, programs, the engine, and what describes them.
 
-`pipeline` is the public door. The root holds it and leaves that any room may use (spec, progress, precision, units,
-cache, media); they import `attention` and `sharding`.
+`api` is the public API. Modules next to it (progress, precision, units, media) may be imported by every package; they
+import `attention` and `sharding`.
 """

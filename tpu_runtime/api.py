@@ -244,8 +244,9 @@ def run_stage(stage: str, model: ModelRef, progress: Progress, **arguments: Any)
 def encode_prompt(
     model: ModelRef, prompt: str, negative_prompt: str, *, progress: Progress, condition: ImageCondition | None = None
 ) -> tuple[Conditioning, Conditioning | None]:
-    """Return prompt and negative prompt as CONDITIONING, CPU float32; None for the negative one of a model without
-    guidance.
+    """Return prompt and negative prompt as CONDITIONING, CPU float32.
+
+    The negative one is None for a model without guidance.
 
     model: the reference.
     prompt, negative_prompt: texts.
@@ -366,8 +367,9 @@ def decode(model: ModelRef, latents: Latent, *, progress: Progress) -> "torch.Te
 
 
 def announce_generations(generations: Iterable[PlannedGeneration], *, progress: Progress) -> None:
-    """Announce the generations about to run, on this and other machines. While a stage runs, programs of the next
-    are compiled.
+    """Announce the generations about to run, on this and other machines.
+
+    While a stage runs, programs of the next are compiled.
     """
     planned = list(generations)
     _elsewhere.clear()

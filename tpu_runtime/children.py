@@ -39,8 +39,9 @@ class Child:
         self._lines.put(None)
 
     def line(self, within_s: float) -> dict[str, Any] | None:
-        """Return the next message, None once the child has ended. Raises `TimeoutError` without a message in
-        time.
+        """Return the next message, None once the child has ended.
+
+        Raises `TimeoutError` without a message in time.
         """
         until = time.monotonic() + within_s
         while True:
@@ -55,8 +56,9 @@ class Child:
                     return message
 
     def ending(self, within_s: float) -> int:
-        """Return the exit code. Raises `TimeoutError` if the child has not ended in time, for example hanging in a
-        driver.
+        """Return the exit code.
+
+        Raises `TimeoutError` if the child has not ended in time, for example hanging in a driver.
         """
         try:
             return self.process.wait(within_s)

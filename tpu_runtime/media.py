@@ -44,8 +44,9 @@ def exact_frame_rate(fps: float) -> Fraction:
 
 
 def free_path(folder: Path, stem: str, suffix: str) -> Path:
-    """Return `folder/stem.suffix`, or the first of `stem_00002`, `stem_00003`, … that does not exist. Creates the
-    folder.
+    """Return `folder/stem.suffix`, or the first of `stem_00002`, `stem_00003`, … that does not exist.
+
+    Creates the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, number = folder / f"{stem}{suffix}", 1
@@ -231,8 +232,9 @@ def _ascii(text: str) -> str:
 
 
 def load_image(path: Path) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return an IMAGE `[1, height, width, 3]` and its MASK `[1, height, width]`, which is 1 where the image is
-    transparent.
+    """Return an IMAGE `[1, height, width, 3]` and its MASK `[1, height, width]`.
+
+    The mask is 1 where the image is transparent.
 
     Raises `ValueError` if the file does not exist or is not an image.
     """
@@ -255,8 +257,9 @@ RESIZE_MODES = ("crop", "fit")
 
 
 def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.Tensor":
-    """Return IMAGE `[N, height, width, channels]` of any node as RGB of another size, without distortion (see
-    `pictures`).
+    """Return IMAGE `[N, height, width, channels]` of any node as RGB of another size.
+
+    The image is not distorted (see `pictures`).
 
     images: in 0..1.
     height, width: in pixels.
@@ -304,8 +307,9 @@ def side_by_side(columns: "Sequence[torch.Tensor]", names: Sequence[str]) -> "to
 def contact_sheet(
     videos: "Sequence[torch.Tensor]", names: Sequence[str], pictures: int, columns: int
 ) -> "torch.Tensor":
-    """Return evenly spaced frames of each video in rows: one image `[1, height, width, 3]`, with a label above each
-    frame.
+    """Return evenly spaced frames of each video in rows, as one image `[1, height, width, 3]`.
+
+    Each frame has a label above it.
 
     videos: `[frames, height, width, 3]` each.
     names: in the labels, before the frame's number.
@@ -340,8 +344,9 @@ def _add_label(frames: "torch.Tensor", name: str) -> "torch.Tensor":
 
 
 def fit_latent_colours(latents: "torch.Tensor") -> tuple[list[list[float]], list[float]]:
-    """Return a linear map from latents `[1, channels, ...]` to colours: their three main axes as red, green, blue in
-    -1..1.
+    """Return a linear map from latents `[1, channels, ...]` to colours in -1..1.
+
+    The three main axes of the latents become red, green and blue.
 
     The map is factors, one triple per channel, and an offset.
     """

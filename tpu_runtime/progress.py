@@ -34,8 +34,9 @@ class Progress(Protocol):
         """Show one line of status."""
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
-        """Move the progress bar. `unit` is the unit of `done` and `total`: "step", "chunk", "MiB"; `preview` is of
-        this step, or None.
+        """Move the progress bar.
+
+        `unit` is the unit of `done` and `total`: "step", "chunk", "MiB"; `preview` is of this step, or None.
         """
 
     def check_cancelled(self) -> None:
@@ -56,8 +57,9 @@ class SilentProgress:
 
 
 def run_in_daemon_thread(work: Callable[[], object], name: str) -> Future:
-    """Run `work` in a daemon thread, which unlike an executor's cannot keep the process from ending; return its
-    future.
+    """Run `work` in a daemon thread, and return its future.
+
+    Unlike an executor's thread, it cannot keep the process from ending.
     """
     future: Future = Future()
 

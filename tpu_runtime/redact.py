@@ -28,8 +28,9 @@ _LINES = re.compile(r"[\t\n]")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    r"""Return `text` with unprintable characters escaped as in Python's literals, `\\x1b`; with `one_line` also line
-    breaks.
+    r"""Return `text` with unprintable characters escaped as in Python's literals, `\\x1b`.
+
+    With `one_line`, line breaks are escaped too.
     """
     text = _UNPRINTABLE.sub(_escape, text)
     return _LINES.sub(_escape, text) if one_line else text

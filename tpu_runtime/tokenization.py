@@ -65,8 +65,9 @@ _WORD = re.compile(r"\w+")
 
 @contextlib.contextmanager
 def guard_panics(source: object) -> Iterator[None]:
-    """Raise panics of the tokenizers' Rust code as `CheckpointError`; a panic is not an `Exception` and would end the
-    thread.
+    """Raise panics of the tokenizers' Rust code as `CheckpointError`.
+
+    A panic is not an `Exception` and would end the thread.
 
     source: file or folder of the tokenizer.
     """
@@ -264,8 +265,9 @@ def count_truncated(text: "TextEncoding", tokenizer: Any, prompt: str) -> tuple[
 
 
 def find_unknown_words(tokenizer: Any, prompt: str) -> Iterator[str]:
-    """Yield the words of a prompt that are not single tokens, each once: for a trained tiny model, words it never
-    saw.
+    """Yield the words of a prompt that are not single tokens, each once.
+
+    A trained tiny model has never seen these words.
     """
     for word in dict.fromkeys(_WORD.findall(prompt[:MAX_COUNTED])):
         # After another word, so that tokenizers treat it as a whole word.

@@ -1,6 +1,4 @@
-"""Checks of the chips: devices on the bus, the processes that hold them, and environment variables that keep JAX from
-them.
-"""
+"""Checks of the chips: devices on the bus, the processes that hold them, and variables that hide them from JAX."""
 
 import json
 import re

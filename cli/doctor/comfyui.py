@@ -140,8 +140,9 @@ def _disable(path: Path) -> str:
 
 
 def check_other_packs(machine: HostMachine) -> Findings:
-    """Report separate packs that this one replaces: they have the same node ids, and their monitor starts the TPU with
-    ComfyUI.
+    """Report separate packs that this one replaces.
+
+    They have the same node ids, and their monitor starts the TPU with ComfyUI.
     """
     for path in _packs(machine):
         if _is_ours(path):

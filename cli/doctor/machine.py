@@ -52,8 +52,9 @@ def free_bytes(path: Path) -> int:
 
 
 def is_writable(folder: Path) -> bool:
-    """Return whether a file can be created in an existing folder: permissions, a read-only disk, a quota. Leaves no
-    file.
+    """Return whether a file can be created in an existing folder: permissions, a read-only disk, a quota.
+
+    Leaves no file.
     """
     try:
         with tempfile.TemporaryFile(dir=folder):

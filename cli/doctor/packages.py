@@ -38,8 +38,9 @@ def _compare(installed: Mapping[str, str | None], machine: HostMachine) -> Findi
 
 
 def check_torch_build(machine: HostMachine) -> Findings:
-    """Report a GPU build of PyTorch: it works, but needs gigabytes that a TPU machine cannot use, and slows every
-    start.
+    """Report a GPU build of PyTorch.
+
+    It works, but needs gigabytes that a TPU machine cannot use, and slows every start.
     """
     torch = machine.packages.get("torch", "")
     extra = sorted(name for name in machine.packages if name.startswith("nvidia-") and name not in _HARMLESS)

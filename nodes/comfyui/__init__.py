@@ -1,3 +1,4 @@
-"""The only files that know ComfyUI: node classes, memory, previews and routes. May import `weights`, `graphs`, `nodes`
-and `pipeline`.
+"""The only files that know ComfyUI: node classes, memory, previews and routes.
+
+May import `weights`, `graphs`, `nodes` and `api`.
 """

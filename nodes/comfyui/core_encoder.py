@@ -1,5 +1,6 @@
-"""The text encoder that replaces core's within core's CLIP: its states, its weights by core's names, and the changes
-that nodes make to them.
+"""The text encoder that replaces core's within core's CLIP.
+
+It has core's states, core's names of weights, and the changes that nodes make to them.
 """
 
 import functools

@@ -149,8 +149,9 @@ def _source(file: Any) -> CoreWeights:
 
 
 def run_stage(stage: str, model: ModelRef, host: MakeContext, **arguments: object) -> Any:
-    """Run a stage as `pipeline.run` does. An OutOfMemory becomes ComfyUI's own exception: it unloads everything and
-    reports it.
+    """Run a stage as `pipeline.run` does.
+
+    An OutOfMemory becomes ComfyUI's own exception: it unloads everything and reports it.
 
     stage: name of the stage. arguments: its keywords.
     """

@@ -1,5 +1,6 @@
-"""Shapes errors for ComfyUI's page: one sentence, at the input that it is about, under an exception name without a
-path.
+"""Errors in the form of ComfyUI's page.
+
+Each is one sentence, at the input that it is about, under an exception name without a path.
 """
 
 import functools

@@ -1,3 +1,5 @@
-"""Workflows as graphs of nodes: the generations a workflow runs, upgrades of older packs' workflows, runs with tiny
-models, and the provenance of results. May import `nodes` and `pipeline`.
+"""Workflows as graphs of nodes.
+
+Covers the generations of a workflow, upgrades of older packs' workflows, runs with tiny models, and provenance. May
+import `nodes` and `api`.
 """

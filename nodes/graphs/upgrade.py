@@ -1,5 +1,7 @@
-"""Upgrades workflows of the separate TPU packs to today's nodes, which have the same ids, and swaps the loaders of
-workflows of ComfyUI's own nodes for those of the TPU and back.
+"""Upgrades of workflows.
+
+Nodes of the separate TPU packs, which have the same ids, become today's nodes. Loaders of ComfyUI's own nodes become
+those of the TPU, and back.
 
 Both the page's form of a workflow (`nodes`, `links`) and the API's are accepted. `_OLD` describes where a separate
 pack's node differs from today's; all else is looked up in the declarations by name.
@@ -395,8 +397,9 @@ _MOST_LOADERS = 200
 
 
 def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) -> tuple[Json, list[str]]:
-    """Return a workflow with loaders swapped, subgraphs included, and a sentence for each loader, also for those that
-    stay.
+    """Return a workflow with loaders swapped, subgraphs included, and a sentence for each loader.
+
+    Loaders that stay have a sentence too.
 
     document: the workflow, unchecked.
     folders: where files are looked for.

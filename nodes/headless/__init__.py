@@ -1,3 +1,4 @@
-"""Runs workflows without ComfyUI: file formats, a terminal host, and replacements for core nodes. May import `graphs`
-and `nodes`.
+"""Runs workflows without ComfyUI: file formats, a terminal host, and replacements for core nodes.
+
+May import `graphs` and `nodes`.
 """

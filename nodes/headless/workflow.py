@@ -156,8 +156,9 @@ class _Page:
 
 
 def find_bypass_input(inputs: Sequence[str], output: int, given: str, wanted: str) -> int | None:
-    """Return the index of the input that replaces an output of a bypassed node, as ComfyUI's page chooses it; None if
-    none fits.
+    """Return the index of the input that replaces an output of a bypassed node; None if no input fits.
+
+    ComfyUI's page chooses in the same way.
 
     inputs: types of the node's inputs in the page's order.
     output: index of the output. given: its type.

@@ -45,6 +45,8 @@ EDGE = 2  # pixels about an actor's border that blend its colour with the backgr
 
 @dataclass(frozen=True, kw_only=True)
 class Actor:
+    """A shape of one colour that moves or changes."""
+
     colour: str
     shape: str
     motion: str

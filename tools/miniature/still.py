@@ -42,6 +42,8 @@ Jitter = Sequence[Sequence[float]]  # column, row and radius of each shape, from
 
 @dataclass(frozen=True, kw_only=True)
 class Thing:
+    """A shape of one colour and size."""
+
     colour: str
     shape: str
     size: str = ""

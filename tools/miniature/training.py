@@ -39,8 +39,10 @@ def without_case(tokenizer: Path) -> None:
 
 
 def qwen_tokenizer(folder: Path, words: Sequence[str], others: Sequence[str], **options: Any) -> Any:
-    """The tokenizer in `folder`, written unless it is there. Each of the `words` is a token, and so it is with a
-    capital: the class takes no heed of a normalizer that has none. So is each word of `others`.
+    """The tokenizer in `folder`, written unless it is there.
+
+    Each of the `words` is a token, and so it is with a capital: the class takes no heed of a normalizer that has none.
+    So is each word of `others`.
     """
     if not folder.is_dir():
         forms = [form for word in words for form in (word, word.capitalize())]

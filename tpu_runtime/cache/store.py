@@ -110,8 +110,9 @@ def signature(*parts: object) -> str:
 
 
 def can_trust_code(folder: Path) -> bool:
-    """Return whether nobody else can have written programs into `folder`, a part of the cache. Logs the reason if
-    not.
+    """Return whether nobody else can have written programs into `folder`, a part of the cache.
+
+    Logs the reason if not.
     """
     try:
         for trusted in (cache_folder(), folder):
@@ -192,8 +193,9 @@ class Store:
 
 
 def trim(folder: Path, limit: int) -> None:
-    """Remove the least recently used files of a folder until the others hold at most `limit` bytes, and abandoned
-    files.
+    """Remove the least recently used files of a folder until the others hold at most `limit` bytes.
+
+    Abandoned files are removed too.
     """
     files = sorted((status.st_mtime, status.st_size, path) for path, status in _files(folder))
     newest = files[-1][0] if files else 0.0

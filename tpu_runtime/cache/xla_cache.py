@@ -34,8 +34,9 @@ _of_thread = threading.local()
 
 @dataclass(frozen=True)
 class _Private:
-    """A private function of JAX with its parameters in versions 0.10 to 0.12; some versions have the `optional`
-    ones.
+    """A private function of JAX with its parameters in versions 0.10 to 0.12.
+
+    Some versions have the `optional` ones.
     """
 
     module: str
@@ -107,8 +108,9 @@ def count_compilations() -> Compilations:
 
 
 def count_thread_hits() -> int:
-    """Return how many XLA programs this thread took from the persistent cache, since `compilations` was first
-    called.
+    """Return how many XLA programs this thread took from the persistent cache.
+
+    Counted since `compilations` was first called.
     """
     return getattr(_of_thread, "cached", 0)
 
@@ -149,8 +151,9 @@ def _set(name: str, value: object) -> None:
 
 
 def _replace_entries(is_own: bool) -> bool:
-    """Make JAX keep its entries in this pack's store, or report misses in the user's folder. Return False if that
-    fails.
+    """Make JAX keep its entries in this pack's store, or report misses in the user's folder.
+
+    Return False if that fails.
     """
     jaxs = _OPEN.find()
     if jaxs is None:

@@ -1,3 +1,4 @@
-"""Finding, downloading and loading of weights, and the built-in tiny checkpoints. May import `models`, `programs`
-and the leaves.
+"""Finding, downloading and loading of weights, and the built-in tiny checkpoints.
+
+May import `models`, `programs` and the leaves.
 """

@@ -363,8 +363,9 @@ def match_weights(
 
 
 def _fit_shape(file: TensorFile, shape: tuple[int, ...]) -> TensorFile:
-    """Return a view of a tensor in the network's shape, if that differs only by dimensions of 1 at either end or by
-    padding of its format; else the tensor.
+    """Return a view of a tensor in the network's shape, or the tensor itself.
+
+    A view is possible if the shapes differ only by dimensions of 1 at either end or by padding of the format.
     """
     file_shape = file.shape
     if 0 < len(file_shape) < len(shape) and shape == (*[1] * (len(shape) - len(file_shape)), *file_shape):
@@ -385,8 +386,9 @@ def content_signature(files: Mapping[str, tuple[TensorFile, ...]]) -> str:
 
 
 def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path, single: str) -> None:
-    """Raise `CheckpointError` for tensors of another shape or dtype. `single` is the network's class for a single
-    file, else "".
+    """Raise `CheckpointError` for tensors of another shape or dtype.
+
+    `single` is the network's class for a single file, else "".
     """
     expected = weight.tensor_shape
     for source, file in zip(weight.sources, files, strict=True):
@@ -457,9 +459,7 @@ def _table(component: Component, own: Mapping[str, TensorFile]) -> KeyTable:
 
 
 def export_tokenizers(found: Checkpoint, progress: Progress) -> dict[str, bytes]:
-    """Return the contents of the tokenizers in a checkpoint's files or folders, by their tensor names in single
-    files.
-    """
+    """Return the contents of the tokenizers of a checkpoint, by their tensor names in single files."""
     carried: dict[str, bytes] = {}
     for text in found.spec.text_encoders:
         component = found.spec.component(text.component)

@@ -21,8 +21,9 @@ _SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
 
 def hash_model(model_id: str, folders: Sequence[str], progress: Progress) -> str:
-    """Return the digest of a model: the newest commit of a Hub id, or the digest of a folder's or single files'
-    contents.
+    """Return the digest of a model.
+
+    This is the newest commit of a Hub id, or the digest of a folder's or single files' contents.
 
     model_id: a Hub id, a folder or single files.
     progress: for asking the Hub.

@@ -75,8 +75,9 @@ class _Problem:
 
 
 def list_local_models(folders: Sequence[str]) -> list[str]:
-    """Return the model ids that need no download: folders in diffusers layout, the Hub's cache, and the built-in
-    ones.
+    """Return the model ids that need no download.
+
+    These are folders in diffusers layout, the Hub's cache, and the built-in ones.
     """
     class_names = {name for spec in models.SPECS for name in spec.published.pipeline_classes}
     local = [path.parent.name for folder in folders for path in sorted(Path(folder).glob(f"*/{hub.INDEX}"))]
@@ -122,8 +123,9 @@ def list_weight_paths(folder: str) -> Iterator[str]:
 
 
 def _select_files(model_id: str, folders: Sequence[str]) -> _FileSelection:
-    """Return the contents of a model id. Raises `CheckpointError` for entries that are missing or contradict each
-    other.
+    """Return the contents of a model id.
+
+    Raises `CheckpointError` for entries that are missing or contradict each other.
     """
     networks: list[NetworkFile] = []
     specs, rest = [], []

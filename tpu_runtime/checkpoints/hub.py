@@ -171,8 +171,9 @@ def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str)
 
 
 def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
-    """Download the bytes of weight files. `snapshot_download` then finds them, checks those in a user's folder, and
-    links.
+    """Download the bytes of weight files.
+
+    `snapshot_download` then finds them, checks those in a user's folder, and links.
     """
     files = found.weights(names, title)
     check_free_space(files, found.place, f"{title} of {found.model_id}")
@@ -320,8 +321,9 @@ def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | N
 
 
 def _given_token(error: BaseException) -> str:
-    """Return the reason for a refusal of the sent token: its account has not accepted the terms, or waits for
-    access.
+    """Return the reason for a refusal of the sent token.
+
+    Its account has not accepted the terms, or waits for access.
     """
     response = getattr(error, "response", None)
     is_refused = response is not None and response.status_code == 403

@@ -80,8 +80,9 @@ class ModelRef:
         return checkpoint.locate(self.spec, self.model_id, self.folders, is_partial=self.is_partial)
 
     def resolve(self, progress: Progress) -> "ResolvedModel":
-        """Return description, checkpoint and configs, downloaded if need be. Raises `CheckpointError` if it cannot
-        run.
+        """Return description, checkpoint and configs, downloaded if need be.
+
+        Raises `CheckpointError` if it cannot run.
         """
         located = self.locate()
         return ResolvedModel(spec=located.spec, checkpoint=located, configs=located.configs(progress))

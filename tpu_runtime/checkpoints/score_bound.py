@@ -59,8 +59,9 @@ def _layer_bound(tensors: Mapping[str, TensorFile], norms: HeadNorms, layer: str
 
 
 def _bound(q_gain: np.ndarray, q_bias: float, k_gain: np.ndarray, k_bias: float) -> float:
-    """Return the bound of one pair of norms. `gain` is per pair of neighbours, `[head_dim / 2]`; `bias` is a
-    vector's length.
+    """Return the bound of one pair of norms.
+
+    `gain` is per pair of neighbours, `[head_dim / 2]`; `bias` is a vector's length.
     """
     head_dim = 2 * q_gain.size
     length = math.sqrt(head_dim)

@@ -121,8 +121,9 @@ def ensure_random(spec: ModelSpec) -> Path:
 
 
 def write_random(spec: ModelSpec, folder: Path, seed: int = 0) -> None:
-    """Write a random checkpoint with the `tiny` configs of `spec`'s components to `folder`, completely or not at
-    all.
+    """Write a random checkpoint of `spec` to `folder`, completely or not at all.
+
+    The networks have the components' `tiny` configs.
 
     seed: of the weights.
     """
@@ -156,8 +157,9 @@ def list_networks(spec: ModelSpec) -> dict[str, Component]:
 
 
 def write_description(spec: ModelSpec, folder: Path) -> None:
-    """Write the files of a checkpoint other than networks and tokenizers: index, scheduler config, and published
-    files.
+    """Write the files of a checkpoint other than networks and tokenizers.
+
+    These are the index, the scheduler's config, and published files.
     """
     index: dict[str, object] = {"_class_name": spec.published.pipeline_classes[0], **spec.published.index}
     index |= {name: [component.library, component.class_name] for name, component in list_networks(spec).items()}

@@ -1,5 +1,6 @@
-"""Folders in diffusers layout for models of single files: configs, scheduler and index are written, weights stay in the
-files.
+"""Folders in diffusers layout for models of single files.
+
+Configs, scheduler and index are written; weights stay in the files.
 
 A component's folder names the file with its weights in `source.json`. The folder is in the cache, under a digest of the
 files' names, sizes and times. Components that are in no file come from another checkpoint (see `Checkpoint.rest`).
@@ -73,8 +74,9 @@ def build_folder_config(
 def build_config(
     held: NetworkFile, component: Component, known: identification.DeclaredFlags = identification.NO_FLAGS
 ) -> dict[str, Any]:
-    """Return a network's config: the file's own if it has one, or else the published one updated from the tensors'
-    shapes.
+    """Return a network's config.
+
+    This is the file's own if it has one, or else the published one updated from the tensors' shapes.
 
     held, component: the file, and the network that it holds.
     Flags that tensors do not determine come from marks, metadata, the user (`known`) and the file's name.

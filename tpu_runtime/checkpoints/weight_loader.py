@@ -301,8 +301,9 @@ class TensorReader:
 
 
 def _check_whole(path: str, before: os.stat_result) -> None:
-    """Raise `CheckpointError` for a file that was truncated since: reading mapped bytes after its end kills the
-    process.
+    """Raise `CheckpointError` for a file that was truncated since.
+
+    Reading mapped bytes after its end would kill the process.
     """
     try:
         now = os.stat(path)

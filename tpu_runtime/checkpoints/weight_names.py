@@ -69,8 +69,9 @@ def layer_index(name: str, path: str) -> int | None:
 
 
 def to_module_name(name: str, aliases: Mapping[str, str]) -> str:
-    """Return a checkpoint's name as the module has it: the longest prefix in `aliases` is replaced, then the full
-    name.
+    """Return a checkpoint's name as the module has it.
+
+    The longest prefix in `aliases` is replaced, then the full name.
     """
     prefix = max((part for part in aliases if part.endswith(".") and name.startswith(part)), key=len, default="")
     name = aliases.get(prefix, "") + name.removeprefix(prefix)

@@ -1,5 +1,6 @@
-"""How long a collective takes on the links of a slice: a start time, and bytes on the busiest link over its one-way
-bandwidth.
+"""The time of a collective on the links of a slice.
+
+It is a start time, and bytes on the busiest link over its one-way bandwidth.
 
 The bytes are a lower bound for what shortest paths can do: no waiting, both directions of every link used. All groups
 of a collective run at once and share links. Between the two devices of one chip (TPU7x) a collective costs its start.

@@ -132,8 +132,9 @@ def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dic
 
 
 def _condition_arrays(plan: DenoisingPlan, given: ImageCondition | None) -> dict[str, np.ndarray]:
-    """Return the denoiser's arrays of an encoded image by name, zeros if `given` is None and the model runs without
-    one.
+    """Return the denoiser's arrays of an encoded image by name.
+
+    They are zeros if `given` is None and the model runs without an image.
     """
     spec = plan.spec
     shapes = spec.condition_shapes(plan.config, plan.latent_shape)
@@ -197,8 +198,9 @@ def get_image_embeddings(spec: ModelSpec, given: ImageCondition | None, width: i
 
 
 def _reference_shape(plan: DenoisingPlan, name: str, reference: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a reference image's latents `[1, channels, height, width]`, which have a size of their
-    own.
+    """Return the shape of a reference image's latents, `[1, channels, height, width]`.
+
+    A reference image has a size of its own.
     """
     spec, shape, latent = plan.spec, tuple(reference.shape), plan.latent_shape
     if not re.fullmatch(r"reference_\d+", name) or len(shape) != len(latent) or shape[:2] != latent[:2] or 0 in shape:

@@ -141,8 +141,9 @@ def _first_step(
 
 
 def measure_magcache(stage: StageContext, plan: DenoisingPlan, standing: SolverState) -> tuple[tuple[float, ...], ...]:
-    """Return the ratios of `MagCacheCurve` for the steps that `plan` runs, one tuple per branch. An expert's first
-    step has 1.
+    """Return the ratios of `MagCacheCurve` for the steps that `plan` runs, one tuple per branch.
+
+    An expert's first step has 1.
 
     stage, standing: the context of the stage, and the state before the first step.
     """
@@ -195,8 +196,9 @@ def _await_step(stage: StageContext, plan: DenoisingPlan, launched: InFlightStep
 
 
 def _place_args(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return solver state and inputs with the shardings of `program`; text inputs keep as many rows as it has
-    branches.
+    """Return solver state and inputs with the shardings of `program`.
+
+    Text inputs keep as many rows as the program has branches.
     """
     shapes = program.program.args
     assert isinstance(shapes, denoise_step.StepArgs)

@@ -69,8 +69,9 @@ def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | 
 
 
 class DeviceCache:
-    """Resident components and loaded programs, in order of use. Only one stage uses it at a time; other threads may add
-    and look up programs.
+    """Resident components and loaded programs, in order of use.
+
+    Only one stage uses it at a time; other threads may add and look up programs.
     """
 
     def __init__(self, device: Device, reserve_share: float | None = None) -> None:
@@ -218,8 +219,9 @@ class DeviceCache:
                     self._evict(key)
 
     def unload_in_stages(self, model: str) -> Iterator[str]:
-        """Unload in order of reload cost, and yield the title of every unloaded group, so that a caller can retry in
-        between.
+        """Unload in order of reload cost, and yield the title of every unloaded group.
+
+        The caller can retry in between.
 
         Compiled programs are unloaded first, then weights of models other than `model` from the least recently used on,
         then everything.

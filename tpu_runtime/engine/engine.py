@@ -109,8 +109,9 @@ class Engine:
         )
 
     def expect(self, generations: Iterable[PlannedGeneration]) -> None:
-        """Announce the generations about to run, replacing the earlier announcement. Nothing happens until a stage of
-        one runs.
+        """Announce the generations about to run, replacing the earlier announcement.
+
+        Nothing happens until a stage of one runs.
         """
         expected = {}
         for generation in reversed(list(generations)):
@@ -204,8 +205,9 @@ class Engine:
     def _run_with_fallbacks(
         self, stage: str, model: ModelRef, progress: Progress, activity: telemetry.Activity, arguments: dict[str, Any]
     ) -> Any:
-        """Return the stage's result, retried with one kernel or option less after each failure that a fallback can
-        avoid.
+        """Return the stage's result.
+
+        It is retried with one kernel or option less after each failure that a fallback can avoid.
         """
         settings = arguments.get("settings")
         while True:
@@ -307,8 +309,9 @@ class Engine:
         self.program_cache.drop()
 
     def _run_with_oom_retry(self, stage: StageContext, work: Callable[[], Result], settings: Settings | None) -> Result:
-        """Run `work`; after out-of-memory errors retry it following each step of unloading, then raise `OutOfMemory`
-        with advice.
+        """Run `work`, and retry it after out-of-memory errors.
+
+        Each retry follows a step of unloading; the last error becomes `OutOfMemory` with advice.
 
         A program that the compiler refuses is not tried again: the refusal does not depend on the memory in use.
         """
@@ -343,8 +346,9 @@ class Engine:
         )
 
     def _unload_in_stages(self, stage: StageContext) -> Iterator[str]:
-        """Yield the title of each unloaded group. With several hosts unload everything at once: their contents may
-        differ.
+        """Yield the title of each unloaded group.
+
+        With several hosts unload everything at once: their contents may differ.
         """
         if type(self.hosts) is not HostGroup:
             self._clear()
@@ -375,8 +379,9 @@ class Engine:
 
 
 def _without_loras(model: ModelRef) -> ModelRef:
-    """Return the model without LoRAs, which later nodes may add, and with the default quality, which samplers
-    override.
+    """Return the model without LoRAs and with the default quality.
+
+    Later nodes may add LoRAs, and samplers override the quality.
     """
     return replace(model, loras=(), quality=Quality.EXACT)
 
@@ -411,8 +416,9 @@ def _classify_failure(error: BaseException) -> AttemptOutcome:
 
 
 def _out_of_memory(error: Exception) -> tuple[str, bool]:
-    """Return the first line of an out-of-memory error, of this or another host, and whether to retry. Raise any other
-    error.
+    """Return the first line of an out-of-memory error, of this or another host, and whether to retry.
+
+    Raise any other error.
     """
     ending = error.ending if isinstance(error, RemoteAttemptFailed) else _classify_failure(error)
     if ending == "failed":

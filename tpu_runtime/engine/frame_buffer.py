@@ -39,8 +39,9 @@ class PendingFrames:
             raise self._failure()
 
     def copy_into(self, out: torch.Tensor) -> None:
-        """Wait for the frames, and write them into `out` `[n, height, width, 3]`, whatever their layout on the
-        chips.
+        """Wait for the frames, and write them into `out` `[n, height, width, 3]`.
+
+        Their layout on the chips may be any.
         """
         self.wait()
         for shard in self._shards:

@@ -59,8 +59,9 @@ def get_engine(progress: Progress) -> "Engine":
 
 
 def listen_for_hosts() -> "Leader | None":
-    """Start to accept the engine's other hosts, if this process was started as the first of several; else return
-    None.
+    """Start to accept the engine's other hosts if this process is the first of several.
+
+    Returns None otherwise.
     """
     global _leader
     own_place = rank.rank_from_environment()
@@ -152,8 +153,9 @@ def _end(status: int) -> None:
 
 @atexit.register
 def _wait() -> None:
-    """Cancel background work and wait for XLA, if the application did not call `leave`: only Python knows the exit
-    code.
+    """Cancel background work and wait for XLA, if the application did not call `exit_process`.
+
+    Only Python knows the exit code.
     """
     if _engine is not None:
         _engine.expect(())

@@ -109,8 +109,9 @@ class ProgramCache:
         self._num_threads = 0
 
     def get(self, wanted: ProgramRequest, progress: telemetry.TrackedProgress) -> Executable:
-        """Return the program: loaded, or compiled now. Waits if another thread compiles it. Raises its compile
-        error.
+        """Return the program: loaded, or compiled now.
+
+        Waits if another thread compiles it. Raises its compile error.
         """
         digest = wanted.digest
         progress.check_cancelled()
@@ -191,8 +192,9 @@ class ProgramCache:
             self._queue.clear()
 
     def list_background(self) -> list[dict[str, object]]:
-        """Return title and elapsed seconds (None if not begun) of the compilations that no stage waits for, in
-        order.
+        """Return title and elapsed seconds of the compilations that no stage waits for, in order.
+
+        The seconds are None if a compilation has not begun.
         """
         now = time.monotonic()
         with self._lock:

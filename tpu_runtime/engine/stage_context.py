@@ -79,8 +79,9 @@ class StageContext:
         return program
 
     def check(self, what: str) -> None:
-        """Synchronise before a program runs: raise if the user cancelled, and wait until all hosts are about to run
-        `what`.
+        """Synchronise before a program runs.
+
+        Raises if the user cancelled; waits until all hosts are about to run `what`.
         """
         self.progress.check_cancelled()
         self.hosts.barrier(f"run {what}")

@@ -39,8 +39,9 @@ MAX_WORDS = 8  # unknown words listed in a warning of a tiny model
 def encode(
     stage: StageContext, prompt: str, negative_prompt: str, condition: ImageCondition | None = None
 ) -> tuple[Conditioning, Conditioning | None]:
-    """Return prompt and negative prompt as CONDITIONING, cached by content; no negative one if the model has no
-    guidance.
+    """Return prompt and negative prompt as CONDITIONING, cached by content.
+
+    There is no negative one if the model has no guidance.
 
     stage: the context of the stage.
     negative_prompt: ignored if the model has no guidance.

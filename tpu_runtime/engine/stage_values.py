@@ -1,5 +1,6 @@
-"""Values that pass between stages: CPU tensors in plain dicts and lists as in ComfyUI, and their form as safetensors
-bytes.
+"""Values that pass between stages.
+
+They are CPU tensors in plain dicts and lists as in ComfyUI, or safetensors bytes.
 """
 
 from collections.abc import Mapping
@@ -52,8 +53,9 @@ class ImageCondition(TypedDict):
 
 
 def unpack_conditioning(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the embeddings `[1, length, dim]` and the dict of input `name`. Raises `ValueError` for unsupported
-    content.
+    """Return the embeddings `[1, length, dim]` and the dict of input `name`.
+
+    Raises `ValueError` for unsupported content.
 
     spec: the model that gets it.
     given: a CONDITIONING. One of ComfyUI's own has no family, which is accepted.

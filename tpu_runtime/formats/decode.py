@@ -20,8 +20,9 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def to_float32(codes: "torch.Tensor", dtype: str) -> "torch.Tensor":
-    """Return 8-bit numbers `[...]` in float32. In uint8 they are the bytes of fp8, which `dtype` names as
-    safetensors does.
+    """Return 8-bit numbers `[...]` in float32.
+
+    In uint8 they are the bytes of fp8, which `dtype` names as safetensors does.
     """
     import torch
 
@@ -152,8 +153,9 @@ class RotatedCodes:
 
 @dataclass(frozen=True, kw_only=True)
 class BitsAndBytes4:
-    """bitsandbytes' 4-bit codes, two a byte, the first in the high half, in blocks of `block` elements of the flat
-    tensor.
+    """The 4-bit codes of bitsandbytes, in blocks of `block` elements of the flat tensor.
+
+    A byte has two codes, the first in the high half.
     """
 
     weight: TensorFile

@@ -36,8 +36,9 @@ class TensorShapes(Mapping[str, tuple[int, ...]]):
         return len(self._tensors)
 
     def require(self, name: str, dimensions: int) -> tuple[int, ...]:
-        """Return the shape of a tensor of this number of dimensions, none of them empty. Raises `CheckpointError`
-        otherwise.
+        """Return the shape of a tensor of this number of dimensions, none of them empty.
+
+        Raises `CheckpointError` otherwise.
         """
         shape = self[name]
         if len(shape) != dimensions or 0 in shape:
@@ -68,8 +69,9 @@ def count_layers(names: Iterable[str], path: str) -> int:
 
 
 def prefix_keys(theirs: str, own: str, pairs: Mapping[str, str]) -> dict[str, str]:
-    """Return entries of a key map: pairs of original and own names within a module, with the module's names `theirs`
-    and `own`.
+    """Return entries of a key map: pairs of original and own names within a module.
+
+    `theirs` and `own` are the module's names.
     """
     return {f"{theirs}.{old}": f"{own}.{new}" for old, new in pairs.items()}
 

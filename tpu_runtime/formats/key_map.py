@@ -20,8 +20,9 @@ _UNDERSCORED = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_+")
 
 
 class KeyMap:
-    """A map of names in a file to a network's modules, from the names of its `weights` and the `table` of original
-    names.
+    """A map of names in a file to a network's modules.
+
+    It is made from the names of the network's `weights` and the `table` of original names.
     """
 
     def __init__(self, weights: Iterable[str], table: KeyTable) -> None:
@@ -32,8 +33,9 @@ class KeyMap:
         self._table = table
 
     def find(self, name: str) -> tuple[RowSlice, ...]:
-        """Return the rows that a name of a module or parameter stands for, with or without a trainer's prefix; () if
-        unknown.
+        """Return the rows that a name of a module or parameter represents; () if unknown.
+
+        The name may have a trainer's prefix.
 
         Diffusers' own names have precedence.
         """

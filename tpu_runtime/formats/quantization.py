@@ -141,8 +141,9 @@ def _descriptions(tensors: Mapping[str, TensorFile]) -> Descriptions:
 
 
 def _read_marks(described: Descriptions, metadata: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield layers whose format the file states, with the statement. Those of the header come first; others replace
-    them.
+    """Yield layers whose format the file states, with the statement.
+
+    Those of the header come first; others replace them.
     """
     if QUANTIZATION_METADATA in metadata:
         header = _json(
@@ -210,8 +211,9 @@ def _make_decoder(
 
 
 def _make_tiled_codes(weight: TensorFile, scale: TensorFile) -> ScaledCodes:
-    """Return codes with the scales of transformers: one, one a row, or a grid of tiles, whose size follows from its
-    shape.
+    """Return codes with the scales of transformers.
+
+    There is one scale, one per row, or a grid of tiles whose size follows from its shape.
     """
     if len(scale.shape) < 2 or math.prod(scale.shape) == 1:
         return _make_scaled_codes(weight, scale)
@@ -302,8 +304,9 @@ def _rotation(weight: TensorFile, said: Mapping[str, Any]) -> int:
 
 
 def _make_scaled_codes(weight: TensorFile, scale: TensorFile) -> ScaledCodes:
-    """Return codes with one scale, one scale a row, or scales of blocks of columns. Raises `CheckpointError` for
-    other shapes.
+    """Return codes with one scale, one scale a row, or scales of blocks of columns.
+
+    Raises `CheckpointError` for other shapes.
     """
     size, shape = math.prod(scale.shape), scale.shape
     rows, columns = weight.shape[0] if weight.shape else 0, weight.shape[1] if len(weight.shape) > 1 else 1

@@ -75,8 +75,10 @@ def detect_in_tensors(dtypes: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _marks(names: Iterable[str]) -> tuple[Counter[str], set[str]]:
-    """Count the tensors of each layer that decode codes; also return the tensors that have decoding tensors of their
-    own, to the depth of `weight.quant_state.bitsandbytes__nf4`.
+    """Count the tensors of each layer that decode codes.
+
+    Also returns the tensors that have decoding tensors of their own, to the depth of
+    `weight.quant_state.bitsandbytes__nf4`.
 
     An untrusted file may have many tensors in one layer, so pairs of them are not compared.
     """

@@ -39,8 +39,9 @@ class FileContents:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """Config of the network in the file's metadata; {} if absent or invalid JSON. Raises `CheckpointError` if it
-        is too long.
+        """Config of the network in the file's metadata; {} if absent or invalid JSON.
+
+        Raises `CheckpointError` if it is too long.
         """
         try:
             value = parse_json(quantization.check_metadata_length(self.metadata.get("config", "{}"), "config"))

@@ -100,8 +100,9 @@ class CroppedView:
 
 @dataclass(frozen=True)
 class HeadView:
-    """Rows of queries or keys in their original order. llama.cpp interleaves both halves of a head for its rotary
-    embedding.
+    """The rows of queries or keys in their original order.
+
+    llama.cpp interleaves both halves of a head for its rotary embedding.
     """
 
     source: TensorFile

@@ -51,8 +51,9 @@ class TokenizerFile:
 
 
 def find_tokenizer(path: Path, tensors: Mapping[str, TensorFile], prefix: str = "") -> TokenizerFile | None:
-    """Return the tokenizer in a file for the network with this `prefix`; None without one, or for an unsupported GGUF
-    kind.
+    """Return the tokenizer in a file for the network with this `prefix`.
+
+    None without a tokenizer, or for an unsupported kind of GGUF.
 
     path: of the file.
     tensors: of the file by name.
@@ -127,8 +128,9 @@ def _sentencepiece_of_json(said: Mapping[str, Any], own: Mapping[str, Any]) -> A
 
 
 def write_tokenizer(carried: TokenizerFile, folder: Path, chat_template: str | None = None) -> int:
-    """Write the tokenizer of a file into a folder, and return its number of tokens. Raises `CheckpointError` if
-    invalid.
+    """Write the tokenizer of a file into a folder, and return its number of tokens.
+
+    Raises `CheckpointError` if invalid.
 
     chat_template: added to the config; None for no template.
     """

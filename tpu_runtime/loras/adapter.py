@@ -246,8 +246,9 @@ def _whole(names: KeyMap, shapes: Iterable[str]) -> Iterator[str]:
 
 
 def _names_for_component(component: str, names: Iterable[str]) -> list[str]:
-    """Return the names for the denoiser `component`: all, unless some name the second expert, which gets those
-    alone.
+    """Return the names for the denoiser `component`.
+
+    These are all names, unless some name the second expert, which gets those alone.
     """
     names = list(names)
     seconds = [name for name in names if name.startswith(SECOND_EXPERT)]
@@ -257,8 +258,9 @@ def _names_for_component(component: str, names: Iterable[str]) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
-    """Return the module of a tensor, the name of PEFT's adapter or "", and the ending in `_PARTS`; None for other
-    endings.
+    """Return the module of a tensor, the name of PEFT's adapter or "", and the ending in `_PARTS`.
+
+    None for other endings.
     """
     if len(name) > _LONGEST_NAME:
         return None
@@ -284,8 +286,9 @@ def _check_sizes(path: str, parts: Mapping[str, str], shapes: Mapping[str, Shape
 def _find_changed_weights(
     module: str, parts: Mapping[str, str], weights: Mapping[str, Shape]
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the weights that parts of a module change, each with its parts: of the module, or of a parameter of that
-    name.
+    """Yield the weights that parts of a module change, each with its parts.
+
+    Parts belong to the module, or to a parameter of that name.
     """
     targets = {module if module in weights else f"{module}.weight": _OF_WEIGHT, f"{module}.bias": _OF_BIAS}
     for target, kinds in targets.items():

@@ -148,8 +148,9 @@ class LoraMerge:
     def _changes(
         self, reader: weight_loader.TensorReader, weight: Weight, source: str, place: "_LayerSharding"
     ) -> WeightDeltas:
-        """Return the changes of all files to one layer of a weight on the chips; `source` is its name in a
-        checkpoint.
+        """Return the changes of all files to one layer of a weight on the chips.
+
+        `source` is the weight's name in a checkpoint.
         """
         low_rank: list[tuple[torch.Tensor, torch.Tensor]] = []
         products, dense, norms = [], [], []
@@ -212,8 +213,9 @@ class _LayerSharding:
         return self._put(tensor, tuple(axis if size == full else None for axis, size, full in axes))
 
     def pair(self, up: torch.Tensor, down: torch.Tensor) -> Pair:
-        """Return `up` `[*out, rank]` and `down` `[rank, *in]` on the chips, with the weight's sharding; the rank is
-        padded and replicated.
+        """Return `up` `[*out, rank]` and `down` `[rank, *in]` on the chips, with the weight's sharding.
+
+        The rank is padded and replicated.
         """
         rank = MIN_RANK
         while rank < up.shape[-1]:

@@ -1,6 +1,4 @@
-"""Description of one network of a model: class, sizes, requirements on a checkpoint, weight names and sharding
-rules.
-"""
+"""The description of one network: class, sizes, requirements on a checkpoint, weight names and sharding rules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -15,8 +13,9 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ConfigRequirement:
-    """A requirement on a config's value. If the key is missing, upstream's default is assumed to be allowed, unless
-    `required`.
+    """A requirement on a config's value.
+
+    If the key is missing, upstream's default is assumed to be allowed, unless `required`.
     """
 
     values: tuple[Any, ...] = ()  # allowed ones
@@ -106,8 +105,9 @@ class Component:
         freeze_mappings(self)
 
     def whole(self, others: "Sequence[Component]") -> str:
-        """Return the class of a folder that holds this network and `others`: the upstream model of which they are
-        parts.
+        """Return the class of a folder that holds this network and `others`.
+
+        It is the upstream model of which they are parts.
         """
         classes = {component.class_name for component in (self, *others)}
         if len(classes) == 1:

@@ -1,5 +1,6 @@
-"""Limits of node inputs, the settings of a generation, and messages for values that are not allowed. Pure
-arithmetic.
+"""Limits of node inputs, the settings of a generation, and messages for values that are not allowed.
+
+Pure arithmetic.
 """
 
 from collections.abc import Mapping, Sequence

@@ -102,8 +102,9 @@ class ModelSpec:
         return settings
 
     def condition_shapes(self, config: Json, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of an encoded image's arrays by name. Named dimensions are looked up in `config`, the
-        denoiser's.
+        """Return the shapes of an encoded image's arrays by name.
+
+        Named dimensions are looked up in `config`, the denoiser's.
         """
         shapes = self.pictures.condition_shapes(latent_shape)
         return {

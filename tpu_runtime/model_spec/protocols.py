@@ -21,8 +21,9 @@ Report = Callable[[int, int], None]
 
 
 class Call(Protocol):
-    """A function that runs a network from a stage's host code: `function(module, *args) -> (result, carried)`, compiled
-    once per shape.
+    """A function that runs a network from a stage's host code.
+
+    It calls `function(module, *args) -> (result, carried)`, compiled once per shape.
 
     `result` is returned on the host. `carried` stays on the devices, to be passed to the next call, which is donated it
     if it is the last argument.
@@ -45,8 +46,9 @@ class Call(Protocol):
 
 
 class Tokenize(Protocol):
-    """Tokenizer of prompts: returns ids and mask, `[rows, length]` int32 each. A `length` above `max_length` shows
-    the truncated tokens.
+    """Tokenizer of prompts: returns ids and mask, `[rows, length]` int32 each.
+
+    A `length` above `max_length` shows the truncated tokens.
     """
 
     def __call__(
@@ -55,8 +57,9 @@ class Tokenize(Protocol):
 
 
 class TokenizeWithImages(Protocol):
-    """A `Tokenize` for prompts about images: also takes their embeddings `seen`, and returns further arguments of
-    `EncodeText`.
+    """A `Tokenize` for prompts about images.
+
+    It also takes the images' embeddings `seen`, and returns further arguments of `EncodeText`.
     """
 
     def __call__(
@@ -74,8 +77,9 @@ class PlaceImageTokens(Protocol):
 
 
 class EncodeText(Protocol):
-    """A text encoder: maps `encoder`, `ids` and `mask` `[rows, max_length]` to states `[rows, max_length, dim]` and
-    None.
+    """A text encoder: maps `encoder`, `ids` and `mask` `[rows, max_length]` to states and None.
+
+    The states are `[rows, max_length, dim]`.
 
     Further arguments are those of `TokenizeWithImages`.
     """
@@ -153,8 +157,9 @@ class DrawInputs(Protocol):
 
 
 class SolverArguments(Protocol):
-    """A function that returns the arguments of upstream's `set_timesteps` other than the number of steps. `shift` is
-    the user's.
+    """A function that returns the arguments of upstream's `set_timesteps` other than the number of steps.
+
+    `shift` is the user's.
     """
 
     def __call__(
@@ -163,8 +168,9 @@ class SolverArguments(Protocol):
 
 
 class GuidanceSchedule(Protocol):
-    """A function that returns the guidance scale of the step at `timestep` with `use_dynamic_cfg`, from the user's
-    `scale`.
+    """A function that returns the guidance scale of the step at `timestep` with `use_dynamic_cfg`.
+
+    `scale` is the user's.
     """
 
     def __call__(self, scale: float, timestep: float, num_steps: int, /) -> float: ...
@@ -179,8 +185,9 @@ class CombineGuidance(Protocol):
 
 
 class Advice(Protocol):
-    """A function that returns a sentence about allowed settings that the model's authors do not publish; None for
-    others.
+    """A function that returns a sentence about allowed settings that the model's authors do not publish.
+
+    None for other settings.
     """
 
     def __call__(self, settings: Settings, /) -> str | None: ...
@@ -193,8 +200,9 @@ class ChooseMesh(Protocol):
 
 
 class Decode(Protocol):
-    """A decoder of LATENT samples of one video, `[1, channels, ...]` float32 on the CPU, that yields chunks of its
-    frames.
+    """A decoder of LATENT samples of one video that yields chunks of its frames.
+
+    The samples are `[1, channels, ...]` float32 on the CPU.
 
     A chunk is `[frames, height, width, 3]` float32 in 0..1, numpy or torch.
     """
@@ -203,8 +211,9 @@ class Decode(Protocol):
 
 
 class EncodePixels(Protocol):
-    """An encoder of one video's frames, `[1, 3, frames, height, width]` float32 in -1..1, to LATENT samples `[1,
-    channels, ...]`.
+    """An encoder of one video's frames to LATENT samples `[1, channels, ...]`.
+
+    The frames are `[1, 3, frames, height, width]` float32 in -1..1.
     """
 
     def __call__(self, call: Call, pixels: "torch.Tensor", report: Report, /) -> "torch.Tensor": ...
@@ -217,8 +226,9 @@ class DenormalizeLatents(Protocol):
 
 
 class ConditionShapes(Protocol):
-    """A function that returns the shape of each array of an encoded image. A dimension may be a key of the
-    denoiser's config.
+    """A function that returns the shape of each array of an encoded image.
+
+    A dimension may be a key of the denoiser's config.
     """
 
     def __call__(self, latent_shape: tuple[int, ...], /) -> Mapping[str, tuple[int | str, ...]]: ...

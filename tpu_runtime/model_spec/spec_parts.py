@@ -1,5 +1,6 @@
-"""Parts of a model's description: the published checkpoint, the recipe of a generation, and the functions of each
-stage.
+"""Parts of a model's description.
+
+They are the published checkpoint, the recipe of a generation, and the functions of each stage.
 """
 
 import math
@@ -87,8 +88,9 @@ class LatentGeometry:
     patch_thw: tuple[int, int, int]  # latents per token, along frames, height and width
 
     def latent_frames(self, num_frames: int) -> int:
-        """Return the latent frames of a video whose first frame is a latent frame of its own, padded to whole
-        patches.
+        """Return the latent frames of a video, padded to whole patches.
+
+        The first frame is a latent frame of its own.
         """
         return (num_frames - 1) // self.stride_t + 1 + self.padding_frames(num_frames)
 
@@ -204,8 +206,9 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureReuse:
-    """Functions for a denoising step that starts from inner features of an earlier one. Features have a row per
-    branch first.
+    """Functions for a denoising step that starts from inner features of an earlier one.
+
+    Features have a row per branch first.
     """
 
     keep: KeepFeatures
@@ -244,8 +247,9 @@ class DenoiserSpec:
 
 
 def split_guidance_first(num_devices: int, branches: int) -> MeshShape:
-    """Return a mesh with both guidance branches in parallel if the count is even. All other chips share the
-    sequence.
+    """Return a mesh with both guidance branches in parallel if the count is even.
+
+    All other chips share the sequence.
     """
     dp = 2 if branches == 2 and num_devices % 2 == 0 else 1
     return MeshShape(dp=dp, sp=num_devices // dp)

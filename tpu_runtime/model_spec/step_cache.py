@@ -1,5 +1,6 @@
-"""Selection of the steps of a generation that run whole; the others reuse an earlier one. Known before the first
-step. Pure arithmetic.
+"""Selection of the steps of a generation that run whole; the others reuse an earlier one.
+
+Known before the first step. Pure arithmetic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ MAX_STEPS, MAX_RATIO = 1000, 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class StepCache:
-    """DeepCache: full steps before `start` and from `end` on; between them every `interval`-th step, beginning with
-    `start`.
+    """DeepCache: full steps before `start` and from `end` on.
+
+    Between them every `interval`-th step is full, beginning with `start`.
     """
 
     start: int
@@ -86,8 +88,9 @@ def _is_number(value: Any, most: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MagCache:
-    """MagCache, https://arxiv.org/abs/2506.09045: a skipped step reuses the blocks' total residual of the last full
-    step.
+    """MagCache, https://arxiv.org/abs/2506.09045.
+
+    A skipped step reuses the blocks' total residual of the last full step.
 
     Steps are skipped while the accumulated error that the `curve` predicts is below `threshold`. Without a curve all
     steps are full, and the curve is measured.

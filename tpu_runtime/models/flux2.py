@@ -1,5 +1,6 @@
-"""FLUX.2 text to image: black-forest-labs/FLUX.2-dev, and the shared parts of its family. The oracle is
-`diffusers.Flux2Pipeline`.
+"""FLUX.2 text to image: black-forest-labs/FLUX.2-dev, and the shared parts of its family.
+
+The oracle is `diffusers.Flux2Pipeline`.
 
 The denoiser is that of https://github.com/black-forest-labs/flux2, `src/flux2/model.py`; its modules have the names of
 diffusers' `Flux2Transformer2DModel`.

@@ -1,6 +1,7 @@
-"""HunyuanVideo 1.5 (https://arxiv.org/abs/2511.18870), text to video:
-hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v. The oracle is `diffusers.HunyuanVideo15Pipeline`; the
-denoiser's modules have the names of diffusers' `HunyuanVideo15Transformer3DModel`.
+"""HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v.
+
+Paper: https://arxiv.org/abs/2511.18870. The oracle is `diffusers.HunyuanVideo15Pipeline`; the denoiser's modules have
+the names of diffusers' `HunyuanVideo15Transformer3DModel`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
-"""HunyuanVideo 1.5, image to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v. The oracle is
-`diffusers.HunyuanVideo15ImageToVideoPipeline`. The denoiser gets the encoded image as its first latent frame, and
-SigLIP's image tokens next to the text. Everything else is as in text to video.
+"""HunyuanVideo 1.5, image to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v.
+
+The oracle is `diffusers.HunyuanVideo15ImageToVideoPipeline`. The denoiser gets the encoded image as its first latent
+frame, and SigLIP's image tokens next to the text. Everything else is as in text to video.
 """
 
 from dataclasses import replace

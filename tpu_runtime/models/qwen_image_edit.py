@@ -1,5 +1,6 @@
-"""Qwen-Image Edit, image editing: Qwen/Qwen-Image-Edit-2511, and -2509. The oracle is
-`diffusers.QwenImageEditPlusPipeline`.
+"""Qwen-Image Edit, image editing: Qwen/Qwen-Image-Edit-2511, and -2509.
+
+The oracle is `diffusers.QwenImageEditPlusPipeline`.
 
 Images enter twice: through the text encoder, as few tokens, and through the denoiser, as latents.
 """

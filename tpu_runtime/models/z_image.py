@@ -1,5 +1,6 @@
-"""Z-Image, text to image: Tongyi-MAI/Z-Image-Turbo, distilled to 8 steps, and Tongyi-MAI/Z-Image, which is not. The
-oracle is `diffusers.ZImagePipeline`.
+"""Z-Image, text to image: Tongyi-MAI/Z-Image-Turbo, distilled to 8 steps, and Tongyi-MAI/Z-Image, which is not.
+
+The oracle is `diffusers.ZImagePipeline`.
 
 The denoiser is that of Z-Image (https://arxiv.org/abs/2511.22699, section 4); its modules have the names of diffusers'
 `ZImageTransformer2DModel`.

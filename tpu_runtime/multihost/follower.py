@@ -40,8 +40,10 @@ _MAX_TENSOR_BYTES, _LEADER_MESSAGES = 2**34, (Reply, GetChipStats, Shutdown, Inv
 
 
 class Follower(HostGroup):
-    """The hosts of an engine, in a follower. When the leader disconnects, the process exits with
-    `RESTART_EXIT_CODE`."""
+    """The hosts of an engine, in a follower.
+
+    When the leader disconnects, the process exits with `RESTART_EXIT_CODE`.
+    """
 
     is_leader = False
 

@@ -30,8 +30,7 @@ Options: TypeAlias = Mapping[str, Any]
 
 
 class GuidanceBatch:
-    """Replacement for core's `_calc_cond_batch` for conditionings of whole samples, one per row of guidance, at
-    strength 1.
+    """Replace core's `_calc_cond_batch` for conditionings of whole samples, one per row of guidance, at strength 1.
 
     Core multiplies each result by ones and divides it by their sum, which changes no bit and keeps a CPU core of the
     host busy for longer than a step. Here inputs that stay from step to step, such as joined texts, are joined once. A
@@ -104,8 +103,9 @@ class GuidanceBatch:
     def _chosen(
         self, conds: Sequence[Sequence[Cond] | None], timestep: torch.Tensor, options: Options
     ) -> list[tuple[int, Cond]]:
-        """Return the active conditioning of each row of guidance, last row first as in core; nothing if a row is not
-        plain.
+        """Return the active conditioning of each row of guidance, or nothing if a row is not plain.
+
+        The last row comes first, as in core.
         """
         if any(options.get(name) for name in ("multigpu_clones", "model_function_wrapper")):
             return []
@@ -131,8 +131,9 @@ class GuidanceBatch:
     def _pad_texts(
         self, rows: Sequence[dict[str, "CONDRegular"]], texts: Mapping[str, int]
     ) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]] | None:
-        """Return the texts of all rows, padded and joined, and their lengths, and remove them and their masks from
-        `rows`.
+        """Return the texts of all rows, padded and joined, and their lengths.
+
+        Both and their masks are removed from `rows`.
 
         texts: number of tokens to pad to, by core's name.
         Returns None if a text is too long, or its mask leaves out tokens before the end.

@@ -80,8 +80,9 @@ def laid_out(x: Tensor) -> Tensor:
 def learn(
     vae: Any, file: Path, steps: int, pieces: Callable[[int], Tensor], look: Callable[[], None], kept: int | None = None
 ) -> None:
-    """Trains an autoencoder; `pieces(step)` are what it sees, `[number, 3, ..., height, width]`. Where only so many
-    dimensions of latents are `kept`, the others are zeros.
+    """Trains an autoencoder; `pieces(step)` are what it sees, `[number, 3, ..., height, width]`.
+
+    Where only so many dimensions of latents are `kept`, the others are zeros.
     """
     begin(vae)
     if kept is not None:

@@ -144,8 +144,9 @@ def encoded(vae: Any, shown: Iterable[np.ndarray]) -> Tensor:
 
 
 def normalise(vae: Any, seed: int) -> Tensor:
-    """Gives the norm between autoencoder and denoiser the statistics of latents, and previews their colours. Returns
-    `align`'s basis.
+    """Gives the norm between autoencoder and denoiser the statistics of latents, and previews their colours.
+
+    Returns `align`'s basis.
     """
     shown = list(itertools.islice(pictures((seed, 1)), 300))
     latents = torch.cat([encoded(vae, shown[first : first + 20]) for first in range(0, len(shown), 20)])

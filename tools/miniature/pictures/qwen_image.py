@@ -114,8 +114,10 @@ class Denoiser(nn.Module):
         self.recall = nn.Linear(width, TRANSFORMER["in_channels"])  # after the sixth
 
     def states(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """What the text encoder gives, `[rows, tokens, dim]`. With the `positions` `[3, rows, tokens]` of a text about
-        a picture its ids are below 0 where the picture is, of which nothing is seen.
+        """What the text encoder gives, `[rows, tokens, dim]`.
+
+        With the `positions` `[3, rows, tokens]` of a text about a picture its ids are below 0 where the picture is, of
+        which nothing is seen.
         """
         text = self.encoder.model.language_model
         x = text.embed_tokens(ids.clamp(min=0)) * (ids >= 0)[..., None]

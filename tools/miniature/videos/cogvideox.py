@@ -157,8 +157,9 @@ class Denoiser(nn.Module):
         return self.text.encoder.final_layer_norm(forward(x))
 
     def forward(self, noisy: Tensor, time: Tensor, ids: Tensor, picture: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places. A `picture`
-        is more channels.
+        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places.
+
+        A `picture` is more channels.
         """
         sizes = tuple(side // patch for side, patch in zip(noisy.shape[2:], GEOMETRY.patch_thw, strict=True))
         rotary = get_3d_rotary_pos_embed(

@@ -135,8 +135,9 @@ class Denoiser(nn.Module):
     def forward(
         self, noisy: Tensor, sigma: Tensor, ids: Tensor, mask: Tensor, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places. Of a
-        picture that is `given` all 729 tokens are the same, and one stands for them.
+        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places.
+
+        Of a picture that is `given` all 729 tokens are the same, and one stands for them.
         """
         dit, size = self.transformer, noisy.shape[2:]
         more = torch.zeros_like(noisy[:, :1]).expand(-1, CHANNELS + 1, -1, -1, -1) if given is None else given

@@ -116,8 +116,9 @@ class Denoiser(nn.Module):
     def forward(
         self, noisy: Tensor, sigma: Tensor, ids: Tensor, mask: Tensor, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places. What is
-        `given` is more channels.
+        """Velocity of `[clips, channels, frames, height, width]`, and how badly the probe knows the places.
+
+        What is `given` is more channels.
         """
         states = self.text(ids, mask).last_hidden_state * mask[..., None]
         states = F.pad(states, (0, 0, 0, 1))

@@ -1,5 +1,7 @@
-"""Wan 2.1 and 2.2 text to video: Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan2.1-T2V-1.3B-Diffusers and
-Wan2.2-T2V-A14B-Diffusers. The oracle is `diffusers.WanPipeline`. The network is `wan`.
+"""Wan 2.1 and 2.2, text to video.
+
+Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan2.1-T2V-1.3B-Diffusers and Wan2.2-T2V-A14B-Diffusers. The oracle is
+`diffusers.WanPipeline`. The network is `wan`.
 """
 
 from dataclasses import replace

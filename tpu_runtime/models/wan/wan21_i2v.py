@@ -1,6 +1,8 @@
-"""Wan 2.1 image to video and first-last-frame to video: Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, -720P-Diffusers and
-Wan2.1-FLF2V-14B-720P-diffusers. The oracle is `diffusers.WanImageToVideoPipeline`. The one denoiser takes the encoded
-video as more channels, and attends to CLIP's image tokens as well as to the text.
+"""Wan 2.1, image to video and first-last-frame to video.
+
+Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, -720P-Diffusers and Wan2.1-FLF2V-14B-720P-diffusers. The oracle is
+`diffusers.WanImageToVideoPipeline`. The one denoiser takes the encoded video as more channels, and attends to CLIP's
+image tokens as well as to the text.
 """
 
 from dataclasses import replace
