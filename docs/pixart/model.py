@@ -52,7 +52,7 @@ def forward(
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
-    """The noise in `[rows, 4, latent_height, latent_width]` at one timestep, as `PixArtTransformer2DModel` finds it."""
+    """Return the noise in `[rows, 4, latent_height, latent_width]` at one timestep, as `PixArtTransformer2DModel`."""
     x = run.tokens(transformer.pos_embed(sample))  # [rows, tokens, dim]
     modulation, time = transformer.adaln_single(timestep.expand(len(sample)), hidden_dtype=sample.dtype)
     modulation = modulation.unflatten(1, (6, -1))
@@ -67,7 +67,7 @@ def forward(
     size = transformer.config.patch_size
     patches = x.unflatten(1, (sample.shape[2] // size, -1)).unflatten(3, (size, size, -1))
     noise = patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
-    return noise[:, : sample.shape[1]]  # the other channels are the variance, which no solver of ours asks for
+    return noise[:, : sample.shape[1]]  # the other channels are the variance, which no solver uses
 
 
 def run_block(

@@ -54,7 +54,7 @@ class TextPart:
         self._names = tuple(names)
 
     def __getattr__(self, name: str) -> "TextPart":
-        below = [one.removeprefix(f"{name}.") for one in self._names if one.startswith(f"{name}.")]
+        below = [entry.removeprefix(f"{name}.") for entry in self._names if entry.startswith(f"{name}.")]
         if not below:
             raise AttributeError(f"core's text model has no {name} here")
         return TextPart(below)

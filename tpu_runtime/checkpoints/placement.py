@@ -95,11 +95,11 @@ def place(
 
 def list_shards(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Index, list[Device]]]:
     """Return the parts of an array that chips of this host hold, each with these chips."""
-    found: dict[tuple, tuple[Index, list[Device]]] = {}
-    held = sharding.addressable_devices_indices_map(shape).items()
-    for device, index in sorted(((device, index) for device, index in held if index is not None), key=_by_index):
-        found.setdefault(tuple((part.start, part.stop) for part in index), (index, []))[1].append(device)
-    return list(found.values())
+    shards: dict[tuple, tuple[Index, list[Device]]] = {}
+    indices = sharding.addressable_devices_indices_map(shape).items()
+    for device, index in sorted(((device, index) for device, index in indices if index is not None), key=_by_index):
+        shards.setdefault(tuple((part.start, part.stop) for part in index), (index, []))[1].append(device)
+    return list(shards.values())
 
 
 def _by_index(item: tuple[Device, Index]) -> str:

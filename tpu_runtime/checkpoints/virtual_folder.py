@@ -132,7 +132,7 @@ def ensure_folder(spec: ModelSpec, parts: Mapping[str, NetworkFile], configs: Ma
     parts: the networks in files, by folder of the model.
     configs: of these folders.
     """
-    states = [(folder, stat_signature(held)) for folder, held in sorted(parts.items())]
+    states = [(folder, stat_signature(network)) for folder, network in sorted(parts.items())]
     name = f"{spec.name}-{signature(VERSION, spec.name, states, json.dumps(configs, sort_keys=True))[:16]}"
     return folders.ensure_cached_folder("parts", name, lambda scratch: _write(spec, parts, configs, scratch))
 

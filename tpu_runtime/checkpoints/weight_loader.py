@@ -218,11 +218,11 @@ def read_shards(
         waiting, begun = deque(pieces), deque[_PendingShard]()
         while waiting or begun:
             while waiting:
-                held = in_flight.size_bytes
-                if sum(piece.size_bytes for piece in begun) + held + waiting[0].size_bytes > most:
+                in_flight_bytes = in_flight.size_bytes
+                if sum(piece.size_bytes for piece in begun) + in_flight_bytes + waiting[0].size_bytes > most:
                     if begun:
                         break
-                    if held:
+                    if in_flight_bytes:
                         in_flight.wait_for_oldest()
                         continue
                 begun.append(waiting.popleft())

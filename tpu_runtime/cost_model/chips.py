@@ -72,23 +72,25 @@ TOPOLOGIES: tuple[Topology, ...] = (
 
 def topology(name: str) -> Topology:
     """Return the slice with this name or alias. Raises `ValueError` with all names for an unknown one."""
-    wanted = re.sub(r"\s", "", name).lower()
-    for found in TOPOLOGIES:
-        if wanted in (found.name, *found.aliases):
-            return found
-    known = ", ".join(f"{found.name} ({found.aliases[0]})" for found in TOPOLOGIES)
+    normalized = re.sub(r"\s", "", name).lower()
+    for candidate in TOPOLOGIES:
+        if normalized in (candidate.name, *candidate.aliases):
+            return candidate
+    known = ", ".join(f"{candidate.name} ({candidate.aliases[0]})" for candidate in TOPOLOGIES)
     raise ValueError(f"there is no topology {name!r}; there are {known}.")
 
 
 def find_topology(device_kind: str, num_devices: int) -> Topology | None:
     """Return the slice of `num_devices` devices of this kind; None for an unlisted slice, or no TPU."""
-    same = (found for found in TOPOLOGIES if found.chip.device_kind == device_kind)
-    return next((found for found in same if found.num_devices == num_devices), None)
+    same = (candidate for candidate in TOPOLOGIES if candidate.chip.device_kind == device_kind)
+    return next((candidate for candidate in same if candidate.num_devices == num_devices), None)
 
 
 def larger(small: Topology) -> tuple[Topology, ...]:
     """Return the slices of the generation of `small` with more chips, smallest first."""
-    same = (found for found in TOPOLOGIES if found.chip == small.chip and found.num_chips > small.num_chips)
+    same = (
+        candidate for candidate in TOPOLOGIES if candidate.chip == small.chip and candidate.num_chips > small.num_chips
+    )
     return tuple(sorted(same, key=lambda found: found.num_chips))
 
 

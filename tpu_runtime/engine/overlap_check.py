@@ -125,7 +125,7 @@ class OverlapChecks:
 
 def have_same_bits(one: Any, other: Any) -> bool:
     """Return whether two results have arrays of the same shapes and types with the same bits."""
-    left, right = ([np.asarray(leaf) for leaf in jax.tree.leaves(found)] for found in (one, other))
+    left, right = ([np.asarray(leaf) for leaf in jax.tree.leaves(results)] for results in (one, other))
     return len(left) == len(right) and all(
         a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
         for a, b in zip(left, right, strict=True)

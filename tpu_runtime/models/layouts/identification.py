@@ -130,8 +130,8 @@ def noise(held: NetworkFile, *, is_of_two: bool = False) -> str:
     names = (held.path.name, *held.contents.titles)
     for title in _plain(re.sub("(?=[A-Z][a-z])", "_", name) for name in names):  # `I2VHighNoise` too
         for pattern in (_NOISE, _ALONE) if is_of_two or _OF_TWO.search(title) else (_NOISE,):
-            if found := set(re.findall(pattern, title)):
-                return found.pop() if len(found) == 1 else ""
+            if matches := set(re.findall(pattern, title)):
+                return matches.pop() if len(matches) == 1 else ""
     return ""
 
 
