@@ -70,7 +70,7 @@ def test_the_vocabulary_has_the_states_of_weights():
 
 # Tables of what runs and of what is refused, by the heads of their columns.
 TABLES = {
-    "docs/core_nodes.md": ["| | | test |", "| node | why | instead | test |"],
+    "docs/core_nodes.md": ["| | | test |", "| known | from | test |", "| node | why | instead | test |"],
     "docs/files.md": [
         "| in the file | decoded | marks | test |",
         "| file | ComfyUI's folder | becomes | on the chips | test |",

@@ -159,7 +159,6 @@ def said_by(node: ast.expr) -> str:
 # What of the server's sentences is not shown in the page.
 UNSHOWN = {
     "nodes/headless": "the command line",
-    "nodes/graphs/core_samplers.py": "what another module catches",
     "nodes/graphs/graph.py": "the command line",
     "nodes/comfyui/routes.py": "answers to bodies that the page does not send",
     "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",

@@ -18,7 +18,7 @@ from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, Va
 from ..graphs.provenance import ProvenanceLog
 from . import about, core_loaders, errors, memory, routes
 from .host import DENOISERS, ComfyContext, comfyui_folders, install_example_images, list_weight_files
-from .precompile import precompile
+from .precompile import observe_nodes, precompile
 
 try:
     from comfy_api.latest import ComfyExtension, io
@@ -59,6 +59,7 @@ def extension() -> ComfyExtension:
         log.error("%s", error)  # the first prompt will raise the same
     routes.install_routes(PROVENANCE)
     install_example_images()
+    observe_nodes()
     declared = {**DECLARATIONS, **core_loaders.LOADERS}
     errors.install_error_merging(declared)
     classes = [*map(node_class, declared.values()), TPUCollect]

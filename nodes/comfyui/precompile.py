@@ -1,70 +1,244 @@
-"""Announces to the runtime what a prompt will run, at its first node: sizes are in the sampler, which runs later."""
+"""Announces to the runtime what a prompt will run, at its first node: sizes are in the sampler, which runs later.
 
+What is known only once a node has run is announced when it has run, ahead of the sampler.
+"""
+
+import contextlib
+import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import comfy_execution.graph
+import folder_paths
 
 from ...tpu_runtime import api
 from ...tpu_runtime.api import ModelRef
 from .. import DECLARATIONS
 from ..declare import Value
-from ..graphs import core_samplers, graph
-from ..graphs.core_samplers import LoaderOutput
+from ..graphs import core_calls, graph, image_headers
+from ..graphs.core_calls import Prediction
+from ..graphs.known import UNKNOWN, ImageSize, LatentSize, LoaderOutput, NoFacts, Outputs
+from ..graphs.sampling_rules import SamplerCall
 from ..model import CLIP_TYPES, join_model_id, parse_quality
 from .core_loaders import LOADERS
-from .host import ComfyContext, comfyui_folders, resolve_path
+from .host import comfyui_folders, resolve_path
 from .networks import inputs
+from .node_outputs import differ, read_output
 
 # A model, and the keywords of `pipeline.prepare` for one call.
 Call = tuple[ModelRef, dict[str, Value]]
 _LOADER = "TPUModelLoader"
+_OURS = frozenset((*DECLARATIONS, *LOADERS))
 # Largest number of values in all rows of a sample: zeros for more would fill the host's memory.
 _MOST_NUMBERS = 2**26
+# How often a prompt is looked at again: each time takes work in proportion to the prompt.
+_MOST_REPEATS = 32
 
 
-@dataclass
+@dataclass(eq=False)
+class _PromptState:
+    """A prompt, and what is known of it."""
+
+    prompt: graph.Workflow
+    finished: dict[str, Outputs] = field(default_factory=dict)  # outputs of nodes that have run, by node id
+    prediction: Prediction | None = None
+    is_announced: bool = False
+    is_predicting: bool = False  # in a thread that looks at `finished` again before it ends
+    repeats: int = 0
+    called: set[object] = field(default_factory=set)  # calls that were announced
+    lock: Lock = field(default_factory=Lock)  # of the fields above
+
+    def calls(self) -> Iterator[Call]:
+        """Yield the calls of the prompt that were not announced yet, until nothing more is known."""
+        try:
+            while True:
+                finished = dict(self.finished)
+                prediction = core_calls.predict(self.prompt, Files(), finished)
+                self.prediction = prediction
+                new = {key: call for call in prediction.calls if (key := _key(call)) not in self.called}
+                self.called.update(new)
+                yield from predict_calls(list(new.values()))
+                with self.lock:
+                    later = self.finished.keys() - finished.keys()
+                    self.repeats += 1
+                    if self.repeats > _MOST_REPEATS or not any(map(self.is_news, later)):
+                        self.is_predicting = False
+                        return
+        finally:
+            self.is_predicting = False
+
+    def is_news(self, node_id: str) -> bool:
+        """Return whether more calls may be known by what a node returned."""
+        predicted, actual = self.prediction, self.finished[node_id]
+        return predicted is not None and (
+            node_id in predicted.waiting or differ(predicted.outputs.get(node_id, actual), actual)
+        )
+
+
 class Precompiler:
-    """Announces each prompt once, for all nodes."""
+    """Announces each prompt once, for all nodes, and calls that become known later."""
 
-    announced: object = field(default=None)
+    def __init__(self) -> None:
+        self._state: _PromptState | None = None
 
-    def __call__(self, prompt: graph.Workflow | None, host: ComfyContext) -> None:
-        if prompt is not None and prompt is not self.announced:
-            self.announced = prompt
-            api.announce_generations(graph.plan_generations(prompt, comfyui_folders(), DECLARATIONS), progress=host)
-            api.precompile_calls(predict_calls(prompt), progress=host)
+    def __call__(self, prompt: graph.Workflow | None, host: api.Progress) -> None:
+        """Announce a prompt, unless it is the announced one."""
+        if prompt is None or (state := self._of(prompt)).is_announced:
+            return
+        state.is_announced = state.is_predicting = True
+        api.announce_generations(graph.plan_generations(prompt, comfyui_folders(), DECLARATIONS), progress=host)
+        api.precompile_calls(state.calls(), progress=host)
+
+    def finish(self, prompt: graph.Workflow, node_id: str, results: Sequence[Any]) -> None:
+        """Note a node's outputs, each a list as ComfyUI has them, and announce the calls that become known by them.
+
+        A node of ours that did not run, because ComfyUI has kept its outputs, announces the prompt as well.
+        """
+        state = self._of(prompt)
+        if not state.is_announced and node_id in prompt and prompt[node_id]["class_type"] in _OURS:
+            self(prompt, api.SilentProgress())
+        actual = tuple(read_output(values) for values in results) if node_id in prompt else ()
+        if all(value is UNKNOWN for value in actual):
+            return  # also of a node that another one has made
+        with state.lock:
+            state.finished[node_id] = actual
+            if not state.is_announced or state.is_predicting or state.repeats >= _MOST_REPEATS:
+                return
+            if not state.is_news(node_id):
+                return
+            state.is_predicting = True
+        api.precompile_calls(state.calls(), progress=api.SilentProgress())
+
+    def _of(self, prompt: graph.Workflow) -> _PromptState:
+        """Return the state of a prompt, which replaces that of another one."""
+        state = self._state
+        if state is None or state.prompt is not prompt:
+            state = self._state = _PromptState(prompt)
+        return state
 
 
 precompile = Precompiler()
 
 
-def predict_calls(prompt: graph.Workflow) -> Iterator[Call]:
-    """Yield the calls that core's samplers, and the nodes around them, will make to our loaders' models, in order."""
-    for source in core_samplers.find_text_encoders(prompt):
-        if (model := _model(source, "clip")) is not None:
+def observe_nodes() -> None:
+    """Let `precompile` see the outputs of every node that has run, and of those whose outputs ComfyUI has kept."""
+    execution_list: Any = comfy_execution.graph.ExecutionList
+    if not hasattr(execution_list, "cache_update") or not hasattr(execution_list, "cache_link"):
+        return  # another version of ComfyUI
+    update, link = execution_list.cache_update, execution_list.cache_link
+
+    @functools.wraps(update)
+    def cache_update(self: Any, node_id: str, value: Any) -> None:
+        update(self, node_id, value)
+        _observe(self, node_id, lambda: value)
+
+    @functools.wraps(link)
+    def cache_link(self: Any, from_node_id: str, to_node_id: str, *socket: Any, **named: Any) -> None:
+        link(self, from_node_id, to_node_id, *socket, **named)
+        _observe(self, from_node_id, lambda: self.execution_cache[to_node_id][from_node_id])
+
+    execution_list.cache_update, execution_list.cache_link = cache_update, cache_link
+
+
+def _observe(execution_list: Any, node_id: str, cached: Callable[[], Any]) -> None:
+    """Pass on a node's outputs, if it has any yet."""
+    with contextlib.suppress(Exception):  # of other versions; compiling ahead is no reason to fail
+        if (value := cached()) is not None:
+            precompile.finish(execution_list.dynprompt.get_original_prompt(), node_id, value.outputs)
+
+
+def _key(call: core_calls.Call) -> object:
+    """Return what tells a call from others that need other programs."""
+    if isinstance(call, SamplerCall):
+        return call.model.key, call.model.window, call.latent, call.conditionings
+    if isinstance(call, core_calls.DecoderCall):
+        return call.vae.key, call.latent
+    return call.clip.key
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Files(NoFacts):
+    """Facts about ComfyUI's files."""
+
+    def __init__(self) -> None:
+        self._strides: dict[tuple[str, int], int | None] = {}
+
+    def image_size(self, name: str) -> ImageSize | None:
+        """Return the size of an image in ComfyUI's folders, from the first bytes of the file."""
+        try:
+            path = Path(folder_paths.get_annotated_filepath(name))
+            if not path.is_file():
+                return None
+            with path.open("rb") as file:
+                return image_headers.read_size(file.read(image_headers.MAX_BYTES))
+        except (OSError, ValueError):
+            return None
+
+    def stride(self, loaded: LoaderOutput) -> int | None:
+        """Return the pixels per latent of a side, from the headers of a loader's files."""
+        if loaded.key not in self._strides:
+            model = _model(loaded, "vae" if loaded.kind == "TPUVAELoader" else "model")
+            self._strides[loaded.key] = model and model.spec.geometry.stride_hw
+        return self._strides[loaded.key]
+
+
+def predict_calls(calls: Sequence[core_calls.Call]) -> Iterator[Call]:
+    """Yield the calls of our loaders' models that core's nodes will make: encoders, samplers, then decoders."""
+    encoders = {call.clip.key: call.clip for call in calls if isinstance(call, core_calls.EncoderCall)}
+    for clip in encoders.values():
+        if (model := _model(clip, "clip")) is not None:
             yield model, {}
-    sampled = [(sampling, _model(sampling.model, "model")) for sampling in core_samplers.find_sampler_calls(prompt)]
-    for sampling, model in sampled:
-        conditionings = sampling.batch * sampling.branches
-        rows = (1 if sampling.batch == 1 else conditionings, conditionings)
-        if model is not None and 0 < conditionings * math.prod(shape := _shape(sampling, model)) <= _MOST_NUMBERS:
-            shape = _shape(replace(sampling, num_frames=sampling.window), model)
-            expert = int(sampling.model.kind == _LOADER and sampling.model.output == 4)
-            yield model, {"prediction": inputs.predict_call(model, expert, shape, rows, sampling.pictures)}
-    for sampling, model in sampled:
-        for decoder in sampling.decoders if model is not None else ():
-            vae = _model(decoder, "vae")
-            if vae is not None and 0 < math.prod(shape := _shape(sampling, vae)) <= _MOST_NUMBERS:
-                yield vae, {"decoded": (1, *shape)}
+    for call in calls:
+        if isinstance(call, SamplerCall):
+            yield from _sampler_calls(call)
+    for call in calls:
+        if isinstance(call, core_calls.DecoderCall) and (vae := _model(call.vae, "vae")) is not None:
+            shape = _shape(call.latent, vae)
+            if shape is not None and 0 < math.prod(shape[1:]) <= _MOST_NUMBERS:
+                yield vae, {"decoded": (1, *shape[1:])}
 
 
-def _shape(sampling: core_samplers.SamplerCall, model: ModelRef) -> tuple[int, ...]:
-    """Return the shape of one sample, without the batch."""
-    # Core accepts sizes that our own samplers do not, and pads them.
-    settings = replace(
-        model.spec.settings(), width=sampling.width, height=sampling.height, num_frames=sampling.num_frames
-    )
-    return model.spec.geometry.latent_shape(settings)[1:]
+def _sampler_calls(call: SamplerCall) -> Iterator[Call]:
+    """Yield a sampler's calls of a step: equal conditionings share one."""
+    model = _model(call.model, "model")
+    if model is None or (shape := _shape(call.latent, model)) is None:
+        return
+    expert = int(call.model.kind == _LOADER and call.model.output == 4)
+    window = _shape(call.latent, model, call.model.window)
+    for conditioning, number in Counter(call.conditionings).items():
+        references = [_shape(latent, model) for latent in conditioning.references]
+        if None in references or window is None:
+            continue
+        shapes = [shape, *(reference for reference in references if reference is not None)]
+        rows = number * shape[0]
+        if not all(0 < rows * math.prod(shape[1:]) <= _MOST_NUMBERS // len(shapes) for shape in shapes):
+            continue
+        sample_rows = 1 if shape[0] == 1 else rows
+        prediction = inputs.predict_call(
+            model, expert, window[1:], (sample_rows, rows), conditioning.pictures, [shape[1:] for shape in shapes[1:]]
+        )
+        yield model, {"prediction": prediction}
+
+
+def _shape(latent: LatentSize, model: ModelRef, window: int = 0) -> tuple[int, ...] | None:
+    """Return the shape `[batch, channels, (frames,) height, width]` of a latent; None if it is not the model's.
+
+    window: frames that the network gets at once; 0 for all.
+    """
+    geometry, is_video = model.spec.geometry, "num_frames" in model.spec.inputs
+    if latent.images > 1 and geometry.stride_t and not is_video:
+        return None
+    num_frames = latent.images if is_video and latent.images else latent.num_frames
+    frames = (geometry.latent_frames(min(num_frames, window or num_frames)),) if geometry.stride_t else ()
+    batch = latent.batch * max(1, latent.images if not is_video else 1)
+    return (batch, geometry.channels, *frames, *latent.size(geometry.stride_hw))
 
 
 def _model(source: LoaderOutput, part: str) -> ModelRef | None:

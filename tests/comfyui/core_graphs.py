@@ -72,6 +72,7 @@ class Ahead:
 
         import folder_paths
         from comfyui_tpu.nodes.comfyui import precompile
+        from comfyui_tpu.nodes.graphs import core_calls
         from comfyui_tpu.tpu_runtime import api
         from comfyui_tpu.tpu_runtime.programs import executables
 
@@ -79,7 +80,8 @@ class Ahead:
         folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
         obtain, self.obtained = executables.compile_or_load, []
         executables.compile_or_load = lambda program: (self.obtained.append(program), obtain(program))[1]
-        calls = list(precompile.predict_calls(self.prompt(graphs.job, path.name)))
+        found = core_calls.predict(self.prompt(graphs.job, path.name), precompile.Files())
+        calls = list(precompile.predict_calls(found.calls))
         calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
         assert [list(arguments) for _, arguments in calls] == [["prediction"]], calls
         api.precompile_calls(calls, progress=api.SilentProgress())
@@ -97,26 +99,34 @@ class Ahead:
         assert rows["sample"] == 1, rows
 
     def prompt(self, job: Mapping[str, Any], name: str) -> dict[str, Any]:
-        height, width = (job["stride"] * size for size in job["latents"][-2:])
-        size = {"width": width, "height": height, "batch_size": 1}
-        if len(job["latents"]) == 5:
-            size["length"] = 4 * (job["latents"][2] - 1) + 1
+        size = {**self.size(job, job["latents"]), "batch_size": 1}
         made = {name: ["given", 0] for name in ("start_image", "clip_vision_output") if self.is_given(job, name)}
+        if made and job["latent"] == "WanFirstLastFrameToVideo":
+            seen = {"clip_vision_start_image": ["given", 0], "clip_vision_end_image": ["given", 0]}
+            made = {"start_image": ["given", 0], "end_image": ["given", 0], "vae": ["vae", 0], **seen}
         texts = {"positive": ["text", 0], "negative": ["text", 0]}
         nodes: dict[str, tuple[str, dict[str, Any]]] = {
             "unet": ("TPUUNETLoader", {"unet_name": name}),
             "text": ("CLIPTextEncode", {"clip": ["clip", 0], "text": ""}),
             "latent": (job["latent"], {**size, **({**texts, **made} if made else {})}),
-            "sampler": (
-                "KSampler",
-                {
-                    "model": ["unet", 0], "cfg": job["cfg"], "latent_image": ["latent", 2 if made else 0],
-                    **({"positive": ["latent", 0], "negative": ["latent", 1]} if made else texts),
-                },
-            ),
             "clip": ("CLIPLoader", {}),
-        }  # fmt: skip
+            "vae": ("VAELoader", {}),
+        }
+        for number, shape in enumerate(job["more"].get("reference_latents", ())):
+            nodes[f"empty {number}"] = (job["latent"], {**self.size(job, shape), "batch_size": 1})
+            inputs = {"conditioning": texts["positive"], "latent": [f"empty {number}", 0]}
+            nodes[f"text {number}"] = ("ReferenceLatent", inputs)
+            texts = dict.fromkeys(texts, [f"text {number}", 0])
+        rows = {"positive": ["latent", 0], "negative": ["latent", 1]} if made else texts
+        sampled = {"model": ["unet", 0], "cfg": job["cfg"], "latent_image": ["latent", 2 if made else 0], **rows}
+        nodes["sampler"] = ("KSampler", sampled)
         return {name: {"class_type": kind, "inputs": inputs} for name, (kind, inputs) in nodes.items()}
+
+    def size(self, job: Mapping[str, Any], shape: Any) -> dict[str, int]:
+        """Pixels and frames of latents of a shape."""
+        height, width = (job["stride"] * size for size in shape[-2:])
+        length = {"length": 4 * (shape[2] - 1) + 1} if len(shape) == 5 else {}
+        return {"width": width, "height": height, **length}
 
     def is_given(self, job: Mapping[str, Any], name: str) -> bool:
         return {"start_image": "concat_latent_image"}.get(name, name) in job.get("more", {})

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs import core_samplers
+from comfyui_tpu.nodes.graphs import core_calls
+from comfyui_tpu.nodes.graphs.core_calls import Prediction
+from comfyui_tpu.nodes.graphs.known import Conditioning, ImageSize, LatentSize, LoaderOutput, Outputs
+from comfyui_tpu.nodes.graphs.sampling_rules import SamplerCall
 
 Nodes = dict[str, dict[str, Any]]
 
@@ -38,23 +41,44 @@ def sampler(kind: str = "KSampler", **more: Any) -> dict[str, Any]:
     return node(kind, **{**workflow()["sampler"]["inputs"], **more})
 
 
+class Facts:
+    """Every image is a landscape, every model has 8 pixels per latent but FLUX.2's."""
+
+    def image_size(self, name: str) -> ImageSize | None:
+        return ImageSize(width=1328, height=1000) if name.startswith("a ") else None
+
+    def stride(self, loaded: LoaderOutput) -> int | None:
+        return 16 if "flux2" in str(loaded.values) else 8
+
+
+def predicted(finished: Mapping[str, Outputs] | None = None, **changed: Mapping[str, Any]) -> Prediction:
+    return core_calls.predict(workflow(**changed), Facts(), finished)
+
+
+def sampling(finished: Mapping[str, Outputs] | None = None, **changed: Mapping[str, Any]) -> SamplerCall:
+    (found,) = predicted(finished, **changed).samplings
+    return found
+
+
+def size(latent: LatentSize, stride: int = 8) -> tuple[int, ...]:
+    return (latent.batch, latent.num_frames, *latent.size(stride))
+
+
 def test_a_sampler_is_understood_through_what_changes_no_shape():
-    (found,) = core_samplers.find_sampler_calls(workflow())
+    found = sampling()
     assert (found.model.kind, found.model.values["unet_name"]) == ("TPUUNETLoader", "wan.safetensors")
-    assert (found.width, found.height, found.num_frames, found.batch, found.branches) == (64, 48, 9, 1, 2)
-    assert [one.values["vae_name"] for one in found.decoders] == ["vae.safetensors"] and not found.pictures
-    (encoder,) = core_samplers.find_text_encoders(workflow())
-    assert encoder.values["clip_name"] == "umt5.safetensors"
+    assert size(found.latent) == (1, 9, 6, 8) and found.conditionings == (Conditioning(), Conditioning())
+    assert [one.vae.values["vae_name"] for one in predicted().decodings] == ["vae.safetensors"]
+    assert {one.clip.values["clip_name"] for one in predicted().encodings} == {"umt5.safetensors"}
 
 
-@pytest.mark.parametrize("cfg, branches", [(1.0, 1), (1.5, 2)])
-def test_without_guidance_one_prompt_runs(cfg: float, branches: int):
-    (found,) = core_samplers.find_sampler_calls(workflow(sampler=sampler(cfg=cfg)))
-    assert found.branches == branches
+@pytest.mark.parametrize("cfg, rows", [(1.0, 1), (1.5, 2), (1, 1)])
+def test_without_guidance_one_prompt_runs(cfg: float, rows: int):
+    assert len(sampling(sampler=sampler(cfg=cfg)).conditionings) == rows
 
 
-@pytest.mark.parametrize(("guider", "branches"), [("DualCFGGuider", 3), ("CFGGuider", 2), ("BasicGuider", 1)])
-def test_a_guider_says_how_many_prompts_run(guider: str, branches: int):
+@pytest.mark.parametrize(("guider", "rows"), [("DualCFGGuider", 3), ("CFGGuider", 2), ("BasicGuider", 1)])
+def test_a_guider_says_how_many_prompts_run(guider: str, rows: int):
     given = {
         "BasicGuider": {"conditioning": ["positive", 0]},
         "CFGGuider": {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 4.0},
@@ -64,26 +88,25 @@ def test_a_guider_says_how_many_prompts_run(guider: str, branches: int):
         },
     }[guider]  # fmt: skip
     made = node("SamplerCustomAdvanced", guider=["guider", 0], latent_image=["latent", 0])
-    (found,) = core_samplers.find_sampler_calls(workflow(sampler=made, guider=node(guider, model=["unet", 0], **given)))
-    assert found.branches == branches and len(found.decoders) == 1
+    changed = {"sampler": made, "guider": node(guider, model=["unet", 0], **given)}
+    assert len(sampling(**changed).conditionings) == rows and len(predicted(**changed).decodings) == 1
 
 
 def test_windows_say_for_how_many_frames_the_network_is_asked():
     windows = node("WanContextWindowsManual", model=["lora", 0], context_length=5)
-    (found,) = core_samplers.find_sampler_calls(workflow(shift=windows))
-    assert (found.num_frames, found.window, found.model.kind) == (9, 5, "TPUUNETLoader")
-    (found,) = core_samplers.find_sampler_calls(
-        workflow(shift={**windows, "inputs": {**windows["inputs"], "context_length": 81}})
-    )
-    assert found.window == 9
+    assert (sampling(shift=windows).model.window, sampling(shift=windows).model.kind) == (5, "TPUUNETLoader")
 
 
 def test_two_samplers_of_two_denoisers_are_two():
-    second = sampler("KSamplerAdvanced", model=["low", 0], latent_image=["latent", 0])
-    found = core_samplers.find_sampler_calls(
-        workflow(second=second, low=node("TPUUNETLoader", unet_name="low.safetensors"))
-    )
+    second = sampler("KSamplerAdvanced", model=["low", 0], latent_image=["sampler", 0])
+    found = predicted(second=second, low=node("TPUUNETLoader", unet_name="low.safetensors")).samplings
     assert [one.model.values["unet_name"] for one in found] == ["wan.safetensors", "low.safetensors"]
+    assert size(found[1].latent) == size(found[0].latent)
+
+
+def test_calls_come_in_the_order_in_which_they_run():
+    nodes = {"second": sampler(latent_image=["sampler", 0]), **workflow()}
+    assert [one.node_id for one in core_calls.predict(nodes).samplings] == ["sampler", "second"]
 
 
 def test_a_picture_of_a_video_is_known_by_its_node():
@@ -92,27 +115,147 @@ def test_a_picture_of_a_video_is_known_by_its_node():
         batch_size=1, start_image=["image", 0], clip_vision_output=["seen", 0],
     )  # fmt: skip
     own = sampler(positive=["latent", 0], negative=["latent", 1], latent_image=["latent", 2])
-    (found,) = core_samplers.find_sampler_calls(workflow(latent=made, sampler=own))
-    assert found.pictures == {"start_image", "clip_vision_output"} and found.num_frames == 9
+    found = sampling(latent=made, sampler=own)
+    assert found.conditionings == 2 * (Conditioning(pictures=frozenset({"start_image", "clip_vision_output"})),)
+    assert found.latent.num_frames == 9
+
+
+def test_two_images_of_a_video_are_two_for_its_image_encoder():
+    made = node(
+        "WanFirstLastFrameToVideo", positive=["positive", 0], negative=["negative", 0], vae=["vae", 0], width=64,
+        height=48, length=9, batch_size=1, clip_vision_start_image=["a", 0], clip_vision_end_image=["b", 0],
+    )  # fmt: skip
+    own = sampler(positive=["latent", 0], negative=["latent", 1], latent_image=["latent", 2])
+    found = sampling(latent=made, sampler=own)
+    assert found.conditionings[0].pictures == {"clip_vision_output", "second_clip_vision_output"}
+
+
+SWITCH = {"turbo": node("PrimitiveBoolean", value=True)}
+
+
+@pytest.mark.parametrize("turbo", [True, False])
+def test_a_switch_passes_on_what_it_chooses(turbo: bool):
+    """Of models, numbers and prompts, as in the templates with a fast mode; the other branch may be unknown."""
+    unknown = ["nothing", 0]
+    found = sampling(
+        turbo=node("PrimitiveBoolean", value=turbo),
+        shift=node("ComfySwitchNode", switch=["turbo", 0], on_true=["lora", 0], on_false=["unet", 0]),
+        cfg=node("ComfySwitchNode", switch=["turbo", 0], on_true=["one", 0], on_false=["four", 0]),
+        one=node("PrimitiveFloat", value=1), four=node("PrimitiveFloat", value=4),
+        side=node("ComfySwitchNode", switch=turbo, **{f"on_{turbo}".lower(): 80, f"on_{not turbo}".lower(): unknown}),
+        latent=node("EmptySD3LatentImage", width=["side", 0], height=48, batch_size=2),
+        sampler=sampler(cfg=["cfg", 0]),
+    )  # fmt: skip
+    assert found.model.values["unet_name"] == "wan.safetensors"
+    assert len(found.conditionings) == (1 if turbo else 2) and size(found.latent) == (2, 1, 6, 10)
+
+
+def test_only_the_branch_that_a_switch_chooses_runs():
+    low = {"second": sampler(latent_image=["sampler", 0])}
+    frames = node("VAEDecode", samples=["chosen", 0], vae=["vae", 0])
+    chosen = node("ComfySwitchNode", switch=["turbo", 0], on_true=["sampler", 0], on_false=["second", 0])
+    found = predicted(**SWITCH, **low, chosen=chosen, frames=frames)
+    assert [one.node_id for one in found.samplings] == ["sampler"] and len(found.decodings) == 1
+    # While the choice is not known, neither does; with it, the one.
+    asked = node("SomeQuestion")
+    assert not predicted(**low, turbo=asked, chosen=chosen, frames=frames).samplings
+    found = predicted({"turbo": (False,)}, **low, turbo=asked, chosen=chosen, frames=frames)
+    assert [one.node_id for one in found.samplings] == ["sampler", "second"]
+
+
+def edit(**changed: Mapping[str, Any]) -> Nodes:
+    """An edit of two images, of which one also gives the size."""
+    texts = {
+        name: node(
+            "TextEncodeQwenImageEditPlus", clip=["clip", 0], vae=["vae", 0], prompt="", image1=["scaled", 0],
+            image2=["image", 0],
+        )
+        for name in ("positive", "negative")
+    }  # fmt: skip
+    nodes = {
+        "image": node("LoadImage", image="a landscape.png"),
+        "scaled": node("FluxKontextImageScale", image=["image", 0]),
+        "latent": node("VAEEncode", pixels=["scaled", 0], vae=["vae", 0]),
+        **texts,
+    }
+    return workflow(**{**nodes, **changed})
+
+
+def test_an_edit_has_the_sizes_of_its_images():
+    # 1328 x 1000 becomes 1184 x 880, and 1024 x 1024 pixels in multiples of 8: 1184 x 888, 1184 x 888.
+    (found,) = core_calls.predict(edit(), Facts()).samplings
+    assert found.latent.size(8) == (110, 148) and found.latent.images == 1
+    references = [latent.size(8) for latent in found.conditionings[0].references]
+    assert references == [(110, 148), (111, 148)] and found.conditionings[0] == found.conditionings[1]
+    assert not core_calls.predict(edit(), Facts()).encodings  # a prompt with images is another call
+
+
+def test_an_unknown_image_is_known_once_it_is_loaded():
+    nodes = edit(image=node("SomeCamera"))
+    first = core_calls.predict(nodes, Facts())
+    assert not first.samplings and first.waiting == {"image"}
+    (found,) = core_calls.predict(nodes, Facts(), {"image": (ImageSize(width=512, height=768),)}).samplings
+    assert found.latent.size(8) == (1248 // 8, 832 // 8)  # by hand: the Kontext size nearest to 2:3
+
+
+def test_references_follow_the_conditionings_that_have_them():
+    found = sampling(
+        image=node("LoadImage", image="a landscape.png"),
+        scaled=node("ImageScaleToTotalPixels", image=["image", 0], megapixels=1.0, upscale_method="area"),
+        encoded=node("VAEEncode", pixels=["scaled", 0], vae=["vae", 0]),
+        vae=node("TPUVAELoader", vae_name="flux2-vae.safetensors"),
+        given=node("ReferenceLatent", conditioning=["positive", 0], latent=["encoded", 0]),
+        zero=node("ConditioningZeroOut", conditioning=["given", 0]),
+        latent=node("EmptyFlux2LatentImage", width=1024, height=1008, batch_size=1),
+        sampler=sampler(positive=["given", 0], negative=["zero", 0]),
+    )
+    # sqrt(1024 * 1024 / 1328 / 1000) = 0.88858: 1180 x 889 pixels, of which 1168 x 880 are encoded.
+    assert [latent.size(16) for latent in found.conditionings[0].references] == [(55, 73)]
+    assert found.conditionings[0] == found.conditionings[1] and found.latent.size(16) == (63, 64)
+
+
+def test_conditionings_of_unlike_references_are_told_apart():
+    found = sampling(
+        given=node("ReferenceLatent", conditioning=["positive", 0], latent=["latent", 0]),
+        sampler=sampler(positive=["given", 0]),
+    )
+    assert [len(one.references) for one in found.conditionings] == [1, 0]
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"shift": node("SomeOtherPatch", model=["unet", 0])},
-        {"positive": node("ReferenceLatent", conditioning=["negative", 0], latent=["latent", 0])},
+        {"positive": node("ConditioningCombine", conditioning_1=["negative", 0], conditioning_2=["negative", 0])},
+        {"positive": node("ReferenceLatent", conditioning=["negative", 0], latent=["nowhere", 0])},
         {"latent": node("EmptyHunyuanLatentVideo", width=["image", 0], height=48, length=9)},
         {"latent": node("VAEEncode", pixels=["image", 0], vae=["vae", 0])},
         {"latent": node("EmptyHunyuanLatentVideo", width="64", height=None, length=9)},
+        {"latent": node("EmptyHunyuanLatentVideo", width=64, height=48, length=10**9)},
+        {"latent": node("EmptyHunyuanLatentVideo", width=True, height=48, length=9)},
+        {"latent": node("EmptyHunyuanLatentVideo", width=float("inf"), height=float("nan"), length=9)},
         {"sampler": node("KSampler")},
         {"sampler": sampler(cfg=["number", 1], model=["nowhere", 0])},
         {"sampler": sampler(model=["sampler", 0])},
+        {"sampler": sampler(latent_image=["sampler", 0])},
         {"sampler": {"class_type": None}},
+        {"sampler": {"class_type": ["KSampler"], "inputs": ["model"]}},
         {"lora": node("LoraLoaderModelOnly", model=["shift", 0])},
+        {"unet": node("TPUUNETLoader", unet_name=["somewhere", 0])},
         {"sampler": node("SamplerCustomAdvanced", guider=["guider", 0]), "guider": node("DualCFGGuider")},
         {"sampler": node("SamplerCustomAdvanced", guider=["guider", 0]), "guider": node("DualModelGuider")},
     ],
 )
 def test_what_is_not_understood_is_left_out(changed: Mapping[str, Any]):
-    # Behind a node that is not known, that node is where the model comes from, and no loader of ours.
-    assert all(one.model.kind != "TPUUNETLoader" for one in core_samplers.find_sampler_calls(workflow(**changed)))
+    assert not predicted(**changed).samplings
+
+
+def test_an_unknown_node_stops_only_what_depends_on_it():
+    second = {
+        "other": sampler(model=["patched", 0]), "patched": node("SomeOtherPatch", model=["unet", 0]),
+        "seen": node("VAEDecode", samples=["other", 0], vae=["vae", 0]),
+    }  # fmt: skip
+    found = predicted(**second)
+    assert [one.node_id for one in found.samplings] == ["sampler"] and found.waiting == {"patched"}
+    # The size of the other's result is known all the same.
+    assert {one.node_id for one in found.decodings} == {"frames", "seen"}

@@ -89,6 +89,7 @@ DENOISERS_BY_NAME = {
         config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128, "pos_embed_seq_len": 514},
         latents=WAN_LATENTS, width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 514, 1280)},
         cases=("uni_pc", "no pictures"),
+        latent="WanFirstLastFrameToVideo",
     ),
     "wan 2.2 ti2v": Denoiser(
         kind=WAN, config={"in_channels": 48, "out_channels": 48}, latents=(1, 48, 3, 9, 6), width=4096, more={},
@@ -102,6 +103,7 @@ DENOISERS_BY_NAME = {
             "res_multistep", "a guider", "a batch of two", "no guidance", "default guidance", "unlike guidance",
             "unlike references", "joined prompts",
         ),
+        latent="EmptyFlux2LatentImage", stride=16,
     ),
     "flux.2 klein": Denoiser(
         kind=FLUX2, config={"guidance_embeds": False}, latents=(1, 128, 7, 5), width=96, tokens=(512, 300, 512),
@@ -126,6 +128,7 @@ DENOISERS_BY_NAME = {
         # Larger than the sample, and odd grids: core's positions are not diffusers'.
         more={"reference_latents": [(1, 16, 1, 8, 12), (1, 16, 1, 4, 9)]},
         cases=("euler", "a batch of two", "unlike references"),
+        latent="EmptySD3LatentImage",
     ),
     "hunyuanvideo 1.5 t2v": Denoiser(
         kind=HUNYUAN15, config={"image_embed_dim": 1152}, latents=(1, 32, 3, 5, 6), width=96, tokens=(40, 17, 33),

@@ -233,7 +233,12 @@ def text_lengths(network: CoreNetwork) -> dict[str, int]:
 
 
 def predict_call(
-    chosen: ModelRef, expert: int, shape: tuple[int, ...], rows: tuple[int, int], pictures: Collection[str]
+    chosen: ModelRef,
+    expert: int,
+    shape: tuple[int, ...],
+    rows: tuple[int, int],
+    pictures: Collection[str] = (),
+    references: Sequence[tuple[int, ...]] = (),
 ) -> "api.PredictionRequest":
     """Return the call that a step of core's samplers will make to a denoiser, with zeros as values.
 
@@ -241,6 +246,7 @@ def predict_call(
     shape: of one sample, without the batch.
     rows: of the sample, and of the conditionings.
     pictures: images that nodes add, by the names of their inputs.
+    references: shapes of the latents of reference images, without the batch; of no effect on models without them.
     """
     network = CoreNetwork.from_model(chosen, expert)
     spec, config = network.spec, network.config
@@ -257,9 +263,13 @@ def predict_call(
     if spec.family == "HunyuanVideo15" and "start_image" in pictures:
         x[:, shape[0] :] = 1.0
     if "image_embeds" in conditions and "clip_vision_output" in pictures:
-        arguments["clip_fea"] = torch.zeros(rows[1], *conditions["image_embeds"][1:])
+        tokens, width = conditions["image_embeds"][1:]
+        number = 2 if "second_clip_vision_output" in pictures else 1
+        arguments["clip_fea"] = torch.zeros(rows[1], tokens // spec.pictures.numbers[0] * number, width)
     if spec.family == "Flux2":
         arguments["guidance"] = torch.ones(rows[1])
+    if references and spec.family in ("Flux2", "QwenImage"):
+        arguments["ref_latents"] = [torch.zeros(rows[1], *reference) for reference in references]
     time = "timesteps" if spec.family in ("ZImage", "QwenImage") else "timestep"
     call = _FAMILIES[spec.family](network, {**arguments, "x": x, time: torch.ones(1)})
     return api.PredictionRequest(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
