@@ -1,5 +1,7 @@
-"""Converts ComfyUI's templates from the page's format to prompts as the page sends them: subgraphs are unpacked, then
-`to_api` does what it does for any workflow, with the widgets of ComfyUI's own classes."""
+"""Converts ComfyUI's templates from the page's format to prompts as the page sends them.
+
+Subgraphs are unpacked; then `to_api` treats the result like any workflow, with the widgets of ComfyUI's own classes.
+"""
 
 import importlib
 import importlib.util

@@ -15,7 +15,7 @@ _COMPARED = (bool, int, float, str, ImageSize)
 
 
 def read_output(values: Any) -> Known:
-    """Return what is known of an output, a list with one value for each run of its node."""
+    """Return the known part of an output, a list with one value for each run of its node."""
     if not isinstance(values, list | tuple) or len(values) != 1:
         return UNKNOWN
     (value,) = values

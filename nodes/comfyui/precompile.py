@@ -42,7 +42,7 @@ _MOST_REPEATS = 32
 
 @dataclass(eq=False)
 class _PromptState:
-    """A prompt, and what is known of it."""
+    """A prompt with the values of its outputs that are known."""
 
     prompt: graph.Workflow
     finished: dict[str, Outputs] = field(default_factory=dict)  # outputs of nodes that have run, by node id

@@ -1,5 +1,7 @@
-"""Measurements that only a real machine gives: rates of real arrays, starts of transfers between chips, products of
-cold and warm chips, the attention kernel, room beside freed pieces. No check here fails for being slow.
+"""Measurements that only a real machine gives.
+
+They are rates of real arrays, starts of transfers between chips, products of cold and warm chips, the attention kernel,
+and room beside freed pieces. No check here fails because it is slow.
 """
 
 import time
