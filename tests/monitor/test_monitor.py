@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.tests.support.chips import GIB, chip, tpu
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
@@ -493,9 +492,3 @@ def test_the_pages_modules_never_parse_html(path: Path):
     source = path.read_text()
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
         assert forbidden not in source, f"{path.name} uses {forbidden}"
-
-
-def test_every_node_has_a_help_page():
-    """Also the loaders of ComfyUI's files, which are declared with ComfyUI alone; `TPUCollect` is in no menu."""
-    nodes = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text("utf-8")).keys() - {"TPUCollect"}
-    assert not [node for node in sorted(nodes) if not (PACK / "web" / "docs" / f"{node}.md").is_file()]
