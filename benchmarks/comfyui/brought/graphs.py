@@ -163,9 +163,8 @@ def saved_files(bench: Bench) -> Iterator[Row]:
             "vae": ("VAESave", {"vae": ["vae", 0]}),
         }[what]
         graph["save"] = {"class_type": node, "inputs": {**inputs, "filename_prefix": f"saved/{what}"}}
-        used = {"model": ("unet", "lora"), "clip": ("clip",), "vae": ("vae",)}.get(
-            what, ("unet", "lora", "clip", "vae")
-        )
+        used = {"model": ("unet", "lora"), "clip": ("clip",), "vae": ("vae",)}
+        used["checkpoint"] = tuple(name for names in used.values() for name in names)
         bench.server.run({name: graph[name] for name in (*used[what], "save")})
         # Of a CLIP core writes what is beside its encoders, too.
         return max((bench.base / "output" / "saved").glob(f"{what}*.safetensors"), key=lambda path: path.stat().st_size)
@@ -175,6 +174,18 @@ def saved_files(bench: Bench) -> Iterator[Row]:
         name = f"saved_{what}.safetensors"
         shutil.copy(saving(what), bench.models / "diffusion_models" / name)
         yield bench.row(15, f"{node} with a LoRA", bench.images(core(unet=name)), wanted, "ComfyUI's own, unsaved")
+    of_checkpoint = nodes(
+        image=("LoadImage", {"image": "picture0.png"}),
+        vae=("VAELoader", {"vae_name": "wan_vae.safetensors"}),
+        encode=("VAEEncode", {"pixels": ["image", 0], "vae": ["vae", 0]}),
+        decode=("VAEDecode", {"samples": ["encode", 0], "vae": ["vae", 0]}),
+        keep=("Keep", {"images": ["decode", 0], "name": ""}),
+    )
+    ours = json.loads(json.dumps(of_checkpoint).replace('["vae", 0]', '["vae", 2]'))
+    (bench.models / "checkpoints").mkdir(exist_ok=True)
+    shutil.copy(bench.models / "diffusion_models" / "saved_checkpoint.safetensors", bench.models / "checkpoints")
+    ours["vae"] = {"class_type": "TPUCheckpointLoader", "inputs": {"ckpt_name": "saved_checkpoint.safetensors"}}
+    yield bench.compared(15, "VAEEncode of a text-to-video checkpoint", ours, of_checkpoint)
     shutil.copy(saving("vae"), bench.models / "vae" / "saved_vae.safetensors")
     plain = bench.images(core())
     yield bench.row(
