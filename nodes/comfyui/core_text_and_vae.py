@@ -231,12 +231,11 @@ def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
     if is_light:
         return None
     files = list({tensor.path for tensor in file.tensors.values()})
-    try:
-        return (
-            api.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision) if len(files) == 1 else None
-        )
-    except ValueError:
-        return None  # an all-in-one checkpoint of a model that does not encode
+    if len(files) > 1:
+        return None
+    # An all-in-one checkpoint may be of a model that does not encode; its VAE is another model's too.
+    only = file.layout.class_name
+    return api.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision, only=only)
 
 
 class VAE(LazyOwner, comfy.sd.VAE):
@@ -311,8 +310,7 @@ class Autoencoder(torch.nn.Module):
         if self.encoding is None:
             raise ValueError(
                 f"{self.model.spec.title}: {self.model.model_id} has no encoder that is read here: its VAE is in "
-                "several files, beside networks that take no picture, or a light decoder. Load the VAE's own file with "
-                "Load VAE (TPU)."
+                "several files, or a light decoder. Load the VAE's own file with Load VAE (TPU)."
             )
         self._check()
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)

@@ -193,12 +193,15 @@ class Checkpoint:
         return config
 
 
-def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_partial: bool = False) -> Checkpoint:
+def locate(
+    spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_partial: bool = False, only: str = ""
+) -> Checkpoint:
     """Return the checkpoint for a model id. Reads only its `model_index.json`, if it is local.
 
     spec, model_id: the model, and where its files are.
     folders: searched for the id.
     is_partial: whether components may be missing in single files.
+    only: class of the networks that count of single files; "" for all.
     """
     model_id = model_id.strip()
     if not model_id:
@@ -207,7 +210,7 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
             f"diffusers layout, or {spec.miniature.id}."
         )
     if file_resolution.names_single_files(model_id):
-        return _locate_files(spec, model_id, folders, is_partial=is_partial)
+        return _locate_files(spec, model_id, folders, is_partial=is_partial, only=only)
     if model_id.startswith("tiny/"):
         if model_id not in spec.miniature.ids:
             raise CheckpointError(
@@ -231,9 +234,9 @@ def locate(spec: ModelSpec, model_id: str, folders: Sequence[str] = (), *, is_pa
     return Checkpoint(spec=spec, model_id=model_id, root=None)
 
 
-def _locate_files(spec: ModelSpec, model_id: str, folders: Sequence[str], *, is_partial: bool) -> Checkpoint:
+def _locate_files(spec: ModelSpec, model_id: str, folders: Sequence[str], *, is_partial: bool, only: str) -> Checkpoint:
     """Return the checkpoint of single files. Tokenizers that are in no file come from the family's repository."""
-    resolved = file_resolution.resolve(model_id, [spec], folders, needs_all=not is_partial)
+    resolved = file_resolution.resolve(model_id, [spec], folders, needs_all=not is_partial, only=only)
     root = virtual_folder.ensure_folder(resolved.spec, resolved.parts, resolved.configs)
     if is_partial:
         return Checkpoint(spec=resolved.spec, model_id=model_id, root=root, is_partial=True)

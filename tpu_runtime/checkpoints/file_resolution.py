@@ -179,15 +179,19 @@ def resolve_spec(model: str, folders: Sequence[str] = ()) -> ModelSpec:
 
 
 def resolve(
-    model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = (), *, needs_all: bool = True
+    model_id: str, specs: Iterable[ModelSpec], folders: Sequence[str] = (), *, needs_all: bool = True, only: str = ""
 ) -> ResolvedFiles:
     """Return the model among `specs` that the files of a model id are. Reads headers alone.
 
     folders: searched for the files and for missing networks.
     needs_all: False if networks may be missing.
+    only: class of the networks that count, of files that hold others too; "" for all.
     Raises `CheckpointError` with a sentence if no model fits.
     """
     selection = _select_files(model_id, folders)
+    if only:
+        networks = tuple(network for network in selection.networks if network.layout.class_name == only)
+        selection = replace(selection, networks=networks)
     candidates = list(specs)
     if selection.specs:
         candidates = [spec for spec in candidates if spec in selection.specs]

@@ -66,6 +66,7 @@ class ModelRef:
     loras: tuple[Lora, ...] = ()
     address: str = ""  # of the machine that runs the stages (see `remote`); "" for this one
     is_partial: bool = False  # whether only some networks are there, for stages that need no others
+    only: str = ""  # class of the networks that count of a partial model's files; "" for all
 
     def __str__(self) -> str:
         quality = "" if self.quality == Quality.EXACT else f", {self.quality}"
@@ -77,7 +78,7 @@ class ModelRef:
 
     def locate(self) -> checkpoint.Checkpoint:
         """Return the model's checkpoint."""
-        return checkpoint.locate(self.spec, self.model_id, self.folders, is_partial=self.is_partial)
+        return checkpoint.locate(self.spec, self.model_id, self.folders, is_partial=self.is_partial, only=self.only)
 
     def resolve(self, progress: Progress) -> "ResolvedModel":
         """Return description, checkpoint and configs, downloaded if need be.
@@ -164,19 +165,21 @@ def choose_partial_model(
     precision: str = "auto",
     quality: str = Quality.EXACT,
     folders: tuple[str, ...] = (),
+    only: str = "",
 ) -> ModelRef:
     """Return a reference to the networks in single files, as part of one of the models `specs`.
 
     model_id: the files, joined by `SEPARATOR`.
-    precision, quality, folders: of the `ModelRef`.
+    precision, quality, folders, only: of the `ModelRef`.
     Raises `CheckpointError` if the files belong to none of them.
     """
     check_choice(precision)
-    spec = file_resolution.resolve(model_id, specs, folders, needs_all=False).spec
+    spec = file_resolution.resolve(model_id, specs, folders, needs_all=False, only=only).spec
     spec.check_input("quality", quality)
     return ModelRef(
-        spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders, is_partial=True
-    )
+        spec_name=spec.name, model_id=model_id, precision=precision, quality=quality, folders=folders,
+        is_partial=True, only=only,
+    )  # fmt: skip
 
 
 def resolve_variant(
