@@ -142,8 +142,9 @@ def extracted(ours: Any, theirs: Any, folder: Path) -> None:
         (difference,) = subtract.merge(lora(clip), clip, 1.0)
         nodes_lora_extract.LoraSave.execute("extracted", 4, "full_diff", True, None, difference)
         (path,) = (folder / kind).glob("extracted*")
-        tensors = load_torch_file(str(path))
-        files.append({name: x.float() for name, x in tensors.items() if x.abs().gt(1e-3).any()})
+        tensors = {name: x.float() for name, x in load_torch_file(str(path)).items()}
+        largest = max(x.abs().max() for x in tensors.values())
+        files.append({name: x for name, x in tensors.items() if x.abs().max() > 1e-3 * largest})
     found, wanted = files
     assert found.keys() == wanted.keys() and wanted, found.keys() ^ wanted.keys()
     for name, x in wanted.items():
