@@ -45,7 +45,7 @@ def flat_attention(
     form: tile sizes and the way the maximum of the scores is found.
     log_sums: whether to return the log-sum-exp, `[batch, heads, q_seq]` float32; else None is returned for it.
     scale: factor of the scores, usually `head_dim ** -0.5`.
-    interpret: how to run without a TPU, see `chip.Interpret`.
+    interpret: how to run without a TPU, see `hardware.Interpret`.
     """
     batch, q_seq, lanes = q.shape
     heads = lanes // head_dim
@@ -210,7 +210,7 @@ def transpose_rows(
     """Return `x`, `[batch, rows, lanes]`, transposed to `[batch, lanes, columns]`.
 
     The number of columns is that of rows, rounded up to a multiple of 128. Columns after the last row may hold
-    anything. If `blocks` is given, columns of padding are zero. interpret: see `chip.Interpret`.
+    anything. If `blocks` is given, columns of padding are zero. interpret: see `hardware.Interpret`.
 
     Values of heads of 64 are transposed once for all blocks of queries. Transposing them in the kernel's loop would
     cost 3 % of the kernel (docs/LOG.md).

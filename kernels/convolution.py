@@ -179,7 +179,8 @@ def convolution(
     onto: residual of the result's shape that is added to it; None with `halved`.
     doubled: each pixel of `x` is repeated to two rows and two columns first.
     halved: only every second row and column of the result is returned, without the first.
-    past, past_at: earlier frames, and the frame of `x` before which they are inserted. interpret: see `chip.Interpret`.
+    past, past_at: earlier frames, and the frame of `x` before which they are inserted.
+    interpret: see `hardware.Interpret`.
     """
     assert onto is None or not halved
     KernelUnsupported(kernel=registry.CONVOLUTION, reasons=_weight_reasons(weight)).check()

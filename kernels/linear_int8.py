@@ -131,7 +131,7 @@ def quantize_tokens(
     """Return tokens `x` `[rows, tokens, lanes]` quantized for several products, or before chips exchange them.
 
     Without it, `linear_int8` quantizes them itself. block: lanes that are rotated together.
-    kernel: whether to use Pallas, unless the kernel does not support the shape. interpret: see `chip.Interpret`.
+    kernel: whether to use Pallas, unless the kernel does not support the shape. interpret: see `hardware.Interpret`.
     """
     rows, seq, size = x.shape
     if not (kernel and should_use(check_support([size], [LANES]))):
@@ -185,7 +185,7 @@ def linear_int8(
     turned: whether weights are `[ins, outs]`. layer: which layer to use of weights that have all layers.
     onto: residual sum with the only product, read and written once, in float32; None for none.
     kernel: whether to use Pallas, unless the kernel does not support the shapes.
-    interpret: how to run without a TPU, see `chip.Interpret`.
+    interpret: how to run without a TPU, see `hardware.Interpret`.
     """
     assert onto is None or (len(weights) == 1 and activation is None)
     run = linear_int8_reference

@@ -29,7 +29,7 @@ def modulate(
 
     x: `[1, channels, frames, height, width]`. factor, shift: `[channels]`.
     scale, offset: `[1, channels, frames, rows, width]`; `rows` divides the height.
-    interpret: how to run without a TPU, see `chip.Interpret`.
+    interpret: how to run without a TPU, see `hardware.Interpret`.
     """
     image = P(None, None, None, ROWS, COLUMNS)
     specs = image, P(), P(), image, image

@@ -131,7 +131,7 @@ def split_heads(
     norm: None for none. tables: cosines and sines of the rotary embedding, `[rows, seq, head_dim]` each; None for none.
     head_dim: 64 or 128; raises `NotImplementedError` for another.
     chip: the only group to write, which then is the only one in the result; None: all groups.
-    interpret: how to run without a TPU, see `chip.Interpret`.
+    interpret: how to run without a TPU, see `hardware.Interpret`.
     """
     batch, seq, lanes = x.shape
     check_support(head_dim, lanes // groups).check()
@@ -280,7 +280,7 @@ def merge_heads(
 ) -> Float[Array, "batch seq lanes"]:
     """Return all heads side by side again, `[batch, seq, lanes]`: the inverse of `divide` for all groups.
 
-    parts: `[batch, groups, seq, lanes]` each. interpret: how to run without a TPU, see `chip.Interpret`.
+    parts: `[batch, groups, seq, lanes]` each. interpret: how to run without a TPU, see `hardware.Interpret`.
     """
     batch, groups, seq, _ = parts[0].shape
     lanes, block = groups * sum(part.shape[3] for part in parts), _block()

@@ -43,7 +43,7 @@ def residual_norm(
     gate, scale, shift: vectors `[batch or 1, dim]`, or pairs of them `[batch or 1, 2, dim]`; gate None: 1.
     eps: of the norm. kernel: whether to use Pallas, unless the kernel does not support the shape.
     num_leading: tokens that use the first vector of each pair; None without pairs.
-    interpret: how to run without a TPU, see `chip.Interpret`.
+    interpret: how to run without a TPU, see `hardware.Interpret`.
     """
     if kernel and should_use(check_support(x.shape[2])):
         return residual_norm_kernel(x, update, gate, scale, shift, num_leading, eps=eps, interpret=interpret)

@@ -7,7 +7,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("attention", "cli", "fleet", "installer", "kernels", "nodes", "sharding", "tpu_runtime")
-PAGES = ("README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(path.relative_to(ROOT)) for folder in ("docs", "web/docs") for path in ROOT.glob(f"{folder}/*.md")),
+)
 LOG = "docs/LOG.md"  # a record of experiments, written once
 
 # A phrase, and what to write instead. A line that must contain one is in ALLOWED.

@@ -1,7 +1,7 @@
 """GGUF files: tensors in llama.cpp's formats, decoded by the `gguf` package row by row.
 
 A tensor has at most four dimensions there, the last first. ComfyUI-GGUF stores the shape of one with more as a field.
-stable-diffusion.cpp joins the first two dimensions of a convolution over frames; the bias then gives the first.
+stable-diffusion.cpp joins the first two dimensions of a convolution over frames; the first is as long as the bias.
 """
 
 import functools

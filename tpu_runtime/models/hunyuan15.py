@@ -61,8 +61,8 @@ def embed_tokens(
     """Embed `sample` and all texts: `[rows, tokens, dim]` each. Also returns the texts' valid tokens `[rows]`.
 
     dit: diffusers' module. run: operations on the mesh. sample: `[rows, 32, frames, height, width]`. timestep: `[1]`.
-    inputs: those of `join_texts`, and optionally `condition` `[1, 33, frames, height, width]`, given latents and their
-        mask, which are more channels. Without it they are zeros.
+    inputs: those of `join_texts`, and optionally `condition` `[1, 33, frames, height, width]`, known latents and
+        their mask as further channels. Without it they are zeros.
     """
     import torch
 

@@ -29,7 +29,7 @@ from .report import Plan, ProgramPlan, TransferStart
 
 Write = Callable[[str], None]
 
-# Of a program's cycles, from which on its kernels' share of the peak says anything of it.
+# Kernels below this share of a program's cycles have no share of the peak in the report.
 KERNELS_OF_NOTE = 0.2
 
 
