@@ -300,7 +300,7 @@ def encode_tokens(
     stage: the context of the stage.
     encoder: index of the text encoder.
     ids, mask: `[rows, length]` int32; ids below 0 stand for image embeddings.
-    seen: image embeddings as returned by `look`, in the order of these ids.
+    seen: image embeddings as returned by `encode_vision`, in the order of these ids.
     layers: how many of the first layers run; None for all. Needs an encoder with a `depth_key`.
     """
     text = stage.spec.text_encoders[encoder]
@@ -320,7 +320,7 @@ def _with_depth(stage: StageContext, component: str, depth: Mapping[str, int]) -
 def encode_vision(stage: StageContext, prepared: Sequence[Any]) -> torch.Tensor:
     """Return the image encoder's output `[rows, tokens, dim]` for a preprocessed image.
 
-    prepared: arguments of `model_spec.functions.EncodeVision` after the call.
+    prepared: arguments of `model_spec.protocols.EncodeVision` after the call.
     """
     if stage.spec.pictures.look is None:
         raise ValueError(f"{stage.spec.title} has no image encoder.")
