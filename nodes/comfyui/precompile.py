@@ -36,6 +36,8 @@ _LOADER = "TPUModelLoader"
 _OURS = frozenset((*DECLARATIONS, *LOADERS))
 # Largest number of values in all rows of a sample: zeros for more would fill the host's memory.
 _MOST_NUMBERS = 2**26
+# Largest number of pixels' values to be encoded, of which only a few frames are held at once.
+_MOST_PIXELS = 2**30
 # How often a prompt is looked at again: each time takes work in proportion to the prompt.
 _MOST_REPEATS = 32
 
@@ -158,6 +160,8 @@ def _key(call: core_calls.Call) -> object:
         return call.model.key, call.model.window, call.latent, call.conditionings
     if isinstance(call, core_calls.DecoderCall):
         return call.vae.key, call.latent
+    if isinstance(call, core_calls.ImageCall):
+        return call.vae.key, call.images
     return call.clip.key
 
 
@@ -196,27 +200,31 @@ def predict_calls(calls: Sequence[core_calls.Call]) -> Iterator[Call]:
         if (model := _model(clip, "clip")) is not None:
             yield model, {}
     for call in calls:
+        if isinstance(call, core_calls.ImageCall) and (vae := _model(call.vae, "vae")) is not None:
+            frames = call.images.batch if vae.spec.geometry.stride_t else 1
+            shape = (1, 3, frames, call.images.height, call.images.width)
+            if math.prod(shape) <= _MOST_PIXELS:
+                yield vae, {"encoded": shape}
+    for call in calls:
         if isinstance(call, SamplerCall):
             yield from _sampler_calls(call)
     for call in calls:
         if isinstance(call, core_calls.DecoderCall) and (vae := _model(call.vae, "vae")) is not None:
             shape = _shape(call.latent, vae)
-            if shape is not None and 0 < math.prod(shape[1:]) <= _MOST_NUMBERS:
+            if 0 < math.prod(shape[1:]) <= _MOST_NUMBERS:
                 yield vae, {"decoded": (1, *shape[1:])}
 
 
 def _sampler_calls(call: SamplerCall) -> Iterator[Call]:
     """Yield a sampler's calls of a step: equal conditionings share one."""
     model = _model(call.model, "model")
-    if model is None or (shape := _shape(call.latent, model)) is None:
+    if model is None:
         return
+    shape = _shape(call.latent, model)
     expert = int(call.model.kind == _LOADER and call.model.output == 4)
     window = _shape(call.latent, model, call.model.window)
     for conditioning, number in Counter(call.conditionings).items():
-        references = [_shape(latent, model) for latent in conditioning.references]
-        if None in references or window is None:
-            continue
-        shapes = [shape, *(reference for reference in references if reference is not None)]
+        shapes = [shape, *(_shape(latent, model) for latent in conditioning.references)]
         rows = number * shape[0]
         if not all(0 < rows * math.prod(shape[1:]) <= _MOST_NUMBERS // len(shapes) for shape in shapes):
             continue
@@ -227,17 +235,16 @@ def _sampler_calls(call: SamplerCall) -> Iterator[Call]:
         yield model, {"prediction": prediction}
 
 
-def _shape(latent: LatentSize, model: ModelRef, window: int = 0) -> tuple[int, ...] | None:
-    """Return the shape `[batch, channels, (frames,) height, width]` of a latent; None if it is not the model's.
+def _shape(latent: LatentSize, model: ModelRef, window: int = 0) -> tuple[int, ...]:
+    """Return the shape `[batch, channels, (frames,) height, width]` of a latent for a model.
 
     window: frames that the network gets at once; 0 for all.
     """
-    geometry, is_video = model.spec.geometry, "num_frames" in model.spec.inputs
-    if latent.images > 1 and geometry.stride_t and not is_video:
-        return None
+    geometry = model.spec.geometry
+    is_video = bool(geometry.stride_t)  # the VAE takes images as frames
     num_frames = latent.images if is_video and latent.images else latent.num_frames
-    frames = (geometry.latent_frames(min(num_frames, window or num_frames)),) if geometry.stride_t else ()
-    batch = latent.batch * max(1, latent.images if not is_video else 1)
+    frames = (geometry.latent_frames(min(num_frames, window or num_frames)),) if is_video else ()
+    batch = latent.batch * (1 if is_video else max(1, latent.images))
     return (batch, geometry.channels, *frames, *latent.size(geometry.stride_hw))
 
 

@@ -11,7 +11,7 @@ from . import image_rules, sampling_rules
 from .graph import Workflow, is_link
 from .interpreter import Interpreter, Rule, RunningNode
 from .known import Facts, NoFacts, NotKnown, Outputs
-from .sampling_rules import CALLERS, Call, DecoderCall, EncoderCall, SamplerCall
+from .sampling_rules import CALLERS, Call, DecoderCall, EncoderCall, ImageCall, SamplerCall
 
 RULES: Mapping[str, Rule] = {**image_rules.RULES, **sampling_rules.RULES}
 _SWITCHES = frozenset(("ComfySwitchNode", "ComfySoftSwitchNode"))
@@ -33,6 +33,10 @@ class Prediction:
     @property
     def decodings(self) -> list[DecoderCall]:
         return [call for call in self.calls if isinstance(call, DecoderCall)]
+
+    @property
+    def images(self) -> list[ImageCall]:
+        return [call for call in self.calls if isinstance(call, ImageCall)]
 
     @property
     def encodings(self) -> list[EncoderCall]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from .expressions import evaluate
-from .interpreter import Rule, RunningNode, Steps, check_side, loaded
+from .interpreter import Rule, RunningNode, Steps, check_side
 from .known import ImageSize, LatentSize, NotKnown, Outputs
 
 # --- numbers and switches ---------------------------------------------------------------------------------------------
@@ -273,11 +273,6 @@ def encoded(images: ImageSize, stride: int) -> LatentSize:
     return LatentSize(height=check_side(height), width=check_side(width), images=images.batch, stride=stride)
 
 
-def _encode(node: RunningNode) -> Steps[Outputs]:
-    images, vae = (yield from node.get("pixels", ImageSize)), (yield from loaded(node, "vae"))
-    return (encoded(images, node.facts.stride(vae) or 0),)
-
-
 def decoded(latent: LatentSize, stride: int | None) -> ImageSize:
     """Return the frames of a latent; NotKnown if their size or number depends on an unknown model."""
     if latent.images > 1 or (stride is None and (latent.stride == 1 or latent.height % 16 or latent.width % 16)):
@@ -364,7 +359,6 @@ RULES: Mapping[str, Rule] = {
     **_rules("EmptyLatentImage EmptySD3LatentImage EmptyHunyuanLatentVideo", _empty(8, True)),
     "EmptyFlux2LatentImage": _empty(16, False),
     "EmptyHunyuanVideo15Latent": _empty(16, True),
-    **_rules("VAEEncode VAEEncodeTiled VAEEncodeForInpaint", _encode),
     "SetLatentNoiseMask": _same_latent,
     "RepeatLatentBatch": _repeat_latent,
     "LatentUpscale": _scale_latent,

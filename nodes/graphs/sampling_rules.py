@@ -38,7 +38,16 @@ class EncoderCall:
     clip: LoaderOutput
 
 
-Call = SamplerCall | DecoderCall | EncoderCall
+@dataclass(frozen=True, kw_only=True)
+class ImageCall:
+    """The encoding of images by a VAE."""
+
+    node_id: str
+    vae: LoaderOutput
+    images: ImageSize  # a video's frames for a video model
+
+
+Call = SamplerCall | DecoderCall | EncoderCall | ImageCall
 
 # --- loaders and models -----------------------------------------------------------------------------------------------
 
@@ -82,6 +91,19 @@ def _text(node: RunningNode) -> Steps[Outputs]:
     return (Conditioning(),)
 
 
+def _encode(node: RunningNode) -> Steps[Outputs]:
+    images, vae = (yield from node.get("pixels", ImageSize)), (yield from loaded(node, "vae"))
+    return (_encoded(node, vae, images),)
+
+
+def _encoded(node: RunningNode, vae: LoaderOutput, images: ImageSize) -> LatentSize:
+    """Note the encoding of images, and return their latent."""
+    latent = encoded(images, node.facts.stride(vae) or 0)
+    pixels = ImageSize(height=latent.height, width=latent.width, batch=images.batch)
+    node.note(ImageCall(node_id=node.node_id, vae=vae, images=pixels))
+    return latent
+
+
 def _text_of_edit(node: RunningNode) -> Steps[Outputs]:
     """Encode a prompt with up to three images, which are also references if there is a VAE."""
     names = [name for name in ("image1", "image2", "image3") if node.inputs.get(name) is not None]
@@ -89,10 +111,10 @@ def _text_of_edit(node: RunningNode) -> Steps[Outputs]:
         return (yield from _text(node))
     references = []
     if node.inputs.get("vae") is not None:
-        stride = node.facts.stride((yield from loaded(node, "vae"))) or 0
+        vae = yield from loaded(node, "vae")
         for name in names:
             image = to_pixels((yield from node.get(name, ImageSize)), 1024 * 1024, 8.0)
-            references.append(encoded(image, stride))
+            references.append(_encoded(node, vae, image))
     return (Conditioning(references=tuple(references)),)
 
 
@@ -110,11 +132,12 @@ def _reference(node: RunningNode) -> Steps[Outputs]:
     return (replace(conditioning, references=(*conditioning.references, latent)),)
 
 
-def _video_of_images(stride: int, images: Mapping[str, str]) -> Rule:
+def _video_of_images(stride: int, images: Mapping[str, str], pads: bool = True) -> Rule:
     """Return the rule of a node that adds images to two conditionings and makes an empty latent.
 
     stride: pixels of a side per latent; 0 for those of the node's VAE.
     images: by the names of inputs, the names under which the network gets them.
+    pads: whether the node encodes a whole video, with grey frames after the given ones.
     """
 
     def rule(node: RunningNode) -> Steps[Outputs]:
@@ -126,16 +149,33 @@ def _video_of_images(stride: int, images: Mapping[str, str]) -> Rule:
             value = yield name
             is_known = isinstance(value, Conditioning)
             outputs.append(replace(value, pictures=value.pictures.union(pictures)) if is_known else UNKNOWN)
-        latent = yield from video_latent(node, stride or node.facts.stride((yield from loaded(node, "vae"))) or 0)
+        vae = yield "vae"
+        own = (node.facts.stride(vae) or 0) if isinstance(vae, LoaderOutput) else 0
+        latent = yield from video_latent(node, stride or own)
+        if {"start_image", "end_image"} & set(pictures) or not stride:
+            yield from _first_frames(node, latent, latent.num_frames if pads else 0)
         return (*outputs, latent)
 
     return rule
 
 
+def _first_frames(node: RunningNode, latent: LatentSize, number: int) -> Steps[None]:
+    """Note that a node encodes frames of a video, if its VAE is known: a whole one, or the given ones.
+
+    number: of frames of a whole one; 0 for the given ones.
+    """
+    vae, image = (yield "vae"), (yield "start_image")
+    number = number or (min(image.batch, latent.num_frames) if isinstance(image, ImageSize) else 0)
+    if number and isinstance(vae, LoaderOutput):
+        _encoded(node, vae, ImageSize(height=latent.height, width=latent.width, batch=number))
+
+
 def _video_of_first_frame(node: RunningNode) -> Steps[Outputs]:
     latent = yield from video_latent(node, 16)
-    is_batch = node.inputs.get("start_image") is not None  # without an image ComfyUI makes one
-    return (latent if is_batch else replace(latent, batch=1),)
+    if node.inputs.get("start_image") is None:
+        return (replace(latent, batch=1),)  # without an image ComfyUI makes one
+    yield from _first_frames(node, latent, 0)
+    return (latent,)
 
 
 _MAX_REFERENCES = 64
@@ -217,13 +257,14 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(f"{_GUIDED} {_SAMPLING} LoraLoaderModelOnly".split(), _passed("model")),
     "LoraLoader": _passed("model", "clip"),
     "WanContextWindowsManual": _windows,
+    **dict.fromkeys(("VAEEncode", "VAEEncodeTiled", "VAEEncodeForInpaint"), _encode),
     "CLIPTextEncode": _text,
     "TextEncodeQwenImageEditPlus": _text_of_edit,
     **dict.fromkeys("FluxGuidance ConditioningZeroOut FluxKontextMultiReferenceLatentMethod".split(), _conditioning),
     "ReferenceLatent": _reference,
     "WanImageToVideo": _video_of_images(8, _IMAGES),
     "WanFirstLastFrameToVideo": _video_of_images(0, _IMAGES | _CLIP_IMAGES),
-    "HunyuanVideo15ImageToVideo": _video_of_images(16, _IMAGES),
+    "HunyuanVideo15ImageToVideo": _video_of_images(16, _IMAGES, pads=False),
     "Wan22ImageToVideoLatent": _video_of_first_frame,
     "CFGGuider": _guider,
     "BasicGuider": _basic_guider,
@@ -231,5 +272,5 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SAMPLERS.split(), _sample),
     **dict.fromkeys(("VAEDecode", "VAEDecodeTiled"), _decode),
 }
-# Nodes that run a model: evaluated if something needs their results.
+# Nodes that run a text encoder, a denoiser or a decoder. Those that encode images run before these.
 CALLERS = frozenset(name for name, rule in RULES.items() if rule in (_text, _text_of_edit, _sample, _decode))

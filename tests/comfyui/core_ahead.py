@@ -23,7 +23,7 @@ def main(comfyui: str, text: str) -> None:
     job, events = json.loads(text), []
 
     def announce(calls: Any, *, progress: Any) -> None:
-        events.extend(f"{call.node_id} of {size(call)}" for call in calls)
+        events.extend(f"{call.node_id} of {size(call)}" for call in calls if hasattr(call, "latent"))
 
     precompile.predict_calls = iter
     precompile.api.precompile_calls = announce

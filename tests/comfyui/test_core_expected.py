@@ -118,6 +118,11 @@ def test_a_picture_of_a_video_is_known_by_its_node():
     found = sampling(latent=made, sampler=own)
     assert found.conditionings == 2 * (Conditioning(pictures=frozenset({"start_image", "clip_vision_output"})),)
     assert found.latent.num_frames == 9
+    # The node encodes a whole video, grey but for its first frame.
+    made["inputs"]["vae"] = ["vae", 0]
+    assert [one.images for one in predicted(latent=made, sampler=own).images] == [
+        ImageSize(height=48, width=64, batch=9)
+    ]
 
 
 def test_two_images_of_a_video_are_two_for_its_image_encoder():
@@ -187,6 +192,8 @@ def test_an_edit_has_the_sizes_of_its_images():
     assert found.latent.size(8) == (110, 148) and found.latent.images == 1
     references = [latent.size(8) for latent in found.conditionings[0].references]
     assert references == [(110, 148), (111, 148)] and found.conditionings[0] == found.conditionings[1]
+    pixels = {(one.images.width, one.images.height) for one in core_calls.predict(edit(), Facts()).images}
+    assert pixels == {(1184, 880), (1184, 888)}
     assert not core_calls.predict(edit(), Facts()).encodings  # a prompt with images is another call
 
 

@@ -374,14 +374,18 @@ def _size(spec: ModelSpec, shape: tuple[int, ...]) -> str:
 
 
 def precompile_call(
-    stage: StageContext, prediction: PredictionRequest | None = None, decoded: tuple[int, ...] = ()
+    stage: StageContext,
+    prediction: PredictionRequest | None = None,
+    decoded: tuple[int, ...] = (),
+    encoded: tuple[int, ...] = (),
 ) -> None:
     """Compile the programs of single calls in the background.
 
     stage: the context of the stage.
     prediction: a prediction like the one to come.
     decoded: shape of samples to be decoded.
-    With neither, the programs of the text encoders.
+    encoded: shape of pixels to be encoded, see `encode_pixels`.
+    With none of them, the programs of the text encoders.
     """
     spec = stage.spec
     call = network_call.make_call(
@@ -396,6 +400,9 @@ def precompile_call(
     elif decoded:
         for _ in spec.vae.decode(call, torch.zeros(decoded), lambda done, total: None):
             pass
+    elif encoded:
+        if spec.vae.encode is not None:
+            spec.vae.encode(call, torch.zeros(()).expand(encoded), lambda done, total: None)
     else:
         for text in spec.text_encoders:
             ids = np.zeros((1, text.prefix + text.max_length), np.int32)
