@@ -204,7 +204,7 @@ class Server:
             text = str(error) if kind or isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             if not kind:
                 log.error("%s for %s failed", call.name, address, exc_info=error)
-            return messages.StageFailed(kind, api.redact(text))
+            return messages.StageFailed(kind, api.transform(text, api.redact))
         finally:
             self._ended[outcome] += 1
             log.info("%s for %s: %s after %.1f s", call.name, address, outcome, time.monotonic() - started)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ..tpu_runtime.api import Progress
+from ..tpu_runtime.api import Progress, compose, compose_term
 
 # A widget's value in a workflow, or an object that nodes pass to each other.
 Value: TypeAlias = Any
@@ -106,11 +106,19 @@ class Input:
         if self.check is not None:
             self.check(value)
         if not isinstance(value, VALUE_TYPES[self.type]) or (isinstance(value, bool) and self.type != "BOOLEAN"):
-            raise ValueError(f"{self.name} is {value!r}; it must be {_VALUE_NAMES[self.type]}.")
+            raise ValueError(compose(
+                "node.value_type_wrong", name=compose_term("input", self.name), value=repr(value),
+                value_names=_VALUE_NAMES[self.type],
+            ))  # fmt: skip
         if self.options and not self.files and value not in self.options:
-            raise ValueError(f"{self.name} is {value!r}; it must be one of {', '.join(self.options)}.")
+            raise ValueError(compose(
+                "settings.choice_unknown", variable=compose_term("input", self.name), choice=repr(value),
+                choices=", ".join(self.options),
+            ))  # fmt: skip
         if (self.low is not None and not value >= self.low) or (self.high is not None and not value <= self.high):
-            raise ValueError(f"{self.name} is {value}; it must lie between {self.low} and {self.high}.")
+            raise ValueError(compose(
+                "node.value_outside", name=compose_term("input", self.name), value=value, low=self.low, high=self.high,
+            ))  # fmt: skip
         return value
 
 
@@ -123,11 +131,11 @@ _NAMES = re.compile(rf"\b({'|'.join(sorted(DISPLAY_NAMES, key=len, reverse=True)
 
 VALUE_TYPES = {"INT": int, "FLOAT": float, "STRING": str, "COMBO": str, "BOOLEAN": bool}
 _VALUE_NAMES = {
-    "INT": "a whole number",
-    "FLOAT": "a number",
+    "INT": compose("settings.a_whole_number"),
+    "FLOAT": compose("settings.a_number"),
     "STRING": "text",
     "COMBO": "text",
-    "BOOLEAN": "true or false",
+    "BOOLEAN": compose("settings.true_or_false"),
 }
 
 
@@ -211,7 +219,9 @@ class Declaration:
         for declared in self.inputs:
             value = given.get(declared.name)
             if value is None and not declared.optional:
-                raise ValueError(f"{self.title}: {declared.name} is missing.")
+                raise ValueError(
+                    compose("node.input_missing", title=self.title, name=compose_term("input", declared.name))
+                )
             if value is None:
                 value = declared.default
             elif declared.is_widget:
@@ -284,6 +294,6 @@ def by_id(declarations: Iterable[Declared]) -> dict[str, Declared]:
     table: dict[str, Declared] = {}
     for declaration in declarations:
         if declaration.id in table:
-            raise ValueError(f"Two nodes are called {declaration.id}.")
+            raise ValueError(compose("node.id_twice", id=declaration.id))
         table[declaration.id] = declaration
     return table

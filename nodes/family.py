@@ -15,6 +15,7 @@ from ..tpu_runtime.api import (
     ModelRef,
     ModelSpec,
     choose_model,
+    compose,
     media,
     stage_values,
 )
@@ -27,20 +28,20 @@ def _chosen(spec: ModelSpec, host: NodeContext, *, model_id: str, model: ModelRe
     if model is None:
         return choose_model(spec, model_id, precision=precision, folders=host.folders.models, progress=host)
     if model.spec.family != spec.family:
-        raise ValueError(
-            f"{spec.title}: the connected model is a {model.spec_name}; this node runs {spec.name}. "
-            f"Choose {spec.family} in the TPU Model Loader, or use the nodes of the other family."
-        )
+        raise ValueError(compose(
+            "node.model_of_another_family", title=spec.title, spec_name=model.spec_name, name=spec.name,
+            family=spec.family,
+        ))  # fmt: skip
     return model
 
 
 def _check_takes_image(spec: ModelSpec, chosen: ModelSpec, name: str) -> None:
     """Raise ValueError if the model `chosen` takes no image although input `name` is connected."""
     if chosen.pictures.encode is None:
-        raise ValueError(
-            f"{spec.title}: {name} is connected, but the model is a {chosen.title}. Set model_id to one that takes a "
-            f"picture, such as {spec.published.hub_id}, or disconnect {name}."
-        )
+        raise ValueError(compose(
+            "node.image_unused", title=spec.title, name=named("input", name), title_2=chosen.title,
+            hub_id=spec.published.hub_id,
+        ))  # fmt: skip
 
 
 def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: bool = False, **pictures: bool) -> None:
@@ -53,17 +54,12 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: boo
     for name, is_linked in pictures.items():
         if chosen.needs_condition and not (is_linked or model):
             alternatives = (other for other in SPECS if other.family == spec.family and not other.needs_condition)
-            ids = (
-                f", or set model_id to one that can do without, such as {other.published.hub_id}"
-                for other in alternatives
-            )
-            raise ValueError(
-                f"{chosen.title}: it starts from a picture, and {name} is not connected. Connect it{next(ids, '')}."
-            )
+            ids = (compose("node.or_use_model", hub_id=other.published.hub_id) for other in alternatives)
+            raise ValueError(compose(
+                "node.image_missing", title=chosen.title, name=named("input", name), ids=next(ids, ""),
+            ))  # fmt: skip
         if has_last and not is_linked:
-            raise ValueError(
-                f"{chosen.title}: last_image is connected, and {name} is not. Connect it, or disconnect last_image."
-            )
+            raise ValueError(compose("node.last_image_alone", title=chosen.title, name=named("input", name)))
 
 
 def _encode(
@@ -80,10 +76,10 @@ def _encode(
         _check_takes_image(spec, model.spec, "condition")
     if negative_prompt.strip() and model.spec.recipe.guidance != "cfg":
         guided = [s.name for s in SPECS if s.family == spec.family and s.recipe.guidance == "cfg"]
-        raise ValueError(
-            f"{model.spec.title}: negative_prompt is {negative_prompt!r}, but this model runs without one. Leave it "
-            f"empty, or choose a model that is guided by one: {', '.join(guided)}."
-        )
+        raise ValueError(compose(
+            "node.negative_prompt_unused", title=model.spec.title, negative_prompt=repr(negative_prompt),
+            guided=", ".join(guided),
+        ))  # fmt: skip
     return runtime.encode_prompt(model, prompt, negative_prompt, progress=host, condition=condition)
 
 
@@ -151,10 +147,10 @@ def _with_encoded_size(spec: ModelSpec, condition: Values | None, numbers: Value
     size = {name: condition[name] for name in SIZE_INPUTS if name in condition} if condition else {}
     for name, value in size.items():
         if (numbers.get(name) or value) != value:
-            raise ValueError(
-                f"{spec.title}: {name} is {numbers[name]}, but the picture was encoded for {value}. Use the same "
-                "height, width and num_frames in the image encoder and the sampler."
-            )
+            raise ValueError(compose(
+                "node.size_contradicts_image", title=spec.title, name=named("input", name), numbers=numbers[name],
+                value=value,
+            ))  # fmt: skip
     return {**numbers, **{name: size.get(name) or numbers.get(name) or None for name in SIZE_INPUTS}}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import LORA_EXPERTS, Expert, Lora, ModelRef
+from ..tpu_runtime.api import LORA_EXPERTS, Expert, Lora, ModelRef, compose
 from .declare import Folders, Input, Node, NodeContext, Output
 
 # Largest strength, as in ComfyUI's own loader.
@@ -18,19 +18,16 @@ def find_lora(folders: Folders, *, lora_name: str) -> Path:
     """
     name = lora_name.strip()
     if not name:
-        raise ValueError(
-            f"lora_name is empty. Put a .safetensors file into {_join(folders.loras)} and choose it; reload the page "
-            "if it is not in the list."
-        )
+        raise ValueError(compose("lora.name_empty", loras=_join(folders.loras)))
     if folders.confined and (Path(name).is_absolute() or ".." in Path(name).parts):
-        raise ValueError(f"lora_name is {name}; it must be a file below {_join(folders.loras)}.")
+        raise ValueError(compose("lora.name_outside_folder", name=name, loras=_join(folders.loras)))
     local = () if folders.confined else (Path(name).expanduser(), folders.workflow / name)
     candidates = (*local, *(Path(folder) / name for folder in folders.loras))
     file = next((path for path in candidates if path.is_file()), None)
     if file is None:
-        raise ValueError(f"lora_name is {name}; no such file exists in {_join(folders.loras)}. Choose another.")
+        raise ValueError(compose("lora.name_not_found", name=name, loras=_join(folders.loras)))
     if file.suffix != ".safetensors":
-        raise ValueError(f"lora_name is {name}; only .safetensors files are read. Choose one, or convert it.")
+        raise ValueError(compose("lora.name_not_safetensors", name=name))
     return file
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import SPECS, ModelRef, Settings, lookup_spec, media, stage_files
+from ..tpu_runtime.api import SPECS, ModelRef, Settings, compose, compose_list, lookup_spec, media, stage_files
 from ..tpu_runtime.api import plan_process as process
 from . import lora, model
 from .declare import Folders, Input, Node, NodeContext, Output, Value
@@ -35,17 +35,15 @@ def _stage_folder(folders: Folders, folder: str) -> Path:
     Raises ValueError for an invalid name, and for a folder outside the output folder of a confined host.
     """
     if not folder.strip():
-        raise ValueError("folder is empty; name the folder of the stage files.")
+        raise ValueError(compose("node.folder_empty"))
     try:
         path = folders.output / (folder if folders.confined else Path(folder).expanduser())
         # Follow links: a link in the output folder may lead out of it.
         target = path.resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"folder is {folder!r}, which cannot be ({error}). Give the name of a folder.") from error
+        raise ValueError(compose("node.folder_impossible", folder=repr(folder), error=error)) from error
     if folders.confined and (folder.startswith("~") or not target.is_relative_to(folders.output.resolve())):
-        raise ValueError(
-            f"folder is {folder!r}; stage files stay in ComfyUI's output folder. Give a name, or a path below it."
-        )
+        raise ValueError(compose("node.folder_outside_output", folder=repr(folder)))
     return path
 
 
@@ -66,9 +64,9 @@ def _save(
 ) -> tuple:
     target = _stage_folder(host.folders, folder)
     if prompt_embeds is None and latents is None:
-        raise ValueError("TPU Save Stage: nothing to save; connect prompt_embeds or latents.")
+        raise ValueError(compose("node.save_nothing"))
     if condition is not None and prompt_embeds is None:
-        raise ValueError("TPU Save Stage: condition goes into the file of prompt_embeds; connect prompt_embeds too.")
+        raise ValueError(compose("node.save_condition_alone"))
     if prompt_embeds is not None:
         stage_files.save_embeddings(target, prompt_embeds, negative_prompt_embeds, model, condition)
     if latents is not None:
@@ -81,10 +79,9 @@ def _load(host: NodeContext, *, folder: str, model: ModelRef) -> tuple:
     files = stage_files.list_stage_files(source)
     has_embeddings, has_latents = stage_files.EMBEDDINGS in files, stage_files.LATENTS in files
     if not files:
-        raise ValueError(
-            f"{source} holds no stage files; {stage_files.EMBEDDINGS} or {stage_files.LATENTS} must be there. "
-            "Write them with TPU Save Stage, or with `comfyui-tpu encode` and `denoise`."
-        )
+        raise ValueError(compose(
+            "node.no_stage_files", source=source, embeddings=stage_files.EMBEDDINGS, latents=stage_files.LATENTS,
+        ))  # fmt: skip
     embeds = stage_files.load_embeddings(source, model) if has_embeddings else (None, None)
     latents = stage_files.load_latents(source, model) if has_latents else None
     return *embeds, latents, stage_files.load_condition(source, model) if has_embeddings else None
@@ -96,7 +93,7 @@ def _fingerprint(folders: Folders, *, folder: str) -> Hashable:
 
 
 def _free(host: NodeContext, *, anything: Value) -> tuple:
-    host.text("Freeing the TPU's memory")
+    host.text(compose("node.freeing_memory"))
     runtime.free_memory()
     return (anything,)
 
@@ -118,7 +115,7 @@ def _warmup(host: WorkflowContext, *, model: ModelRef | None, **wanted: float) -
     wanted: sizes by name; 0 means the model's own value.
     """
     if model is None:
-        return ("\n".join(_compile(host, *generation) for generation in host.generations()),)
+        return (compose_list((_compile(host, *generation) for generation in host.generations()), "line"),)
     wanted["guidance_scale_2"] = wanted["guidance_scale"]
     settings = model.spec.settings(**{name: value or None for name, value in wanted.items()})
     return (_compile(host, model, settings.with_default_quality(model.quality)),)
@@ -132,8 +129,11 @@ def _never_the_same(folders: Folders, **sizes: float) -> Hashable:
 def _compile(host: NodeContext, model: ModelRef, settings: Settings) -> str:
     """Compile the programs of a generation; return a sentence about them."""
     spec, compiled = model.spec, runtime.warm_up(model, settings, progress=host)
-    size = f"{settings.width}x{settings.height}" + ("" if spec.is_image else f", {settings.num_frames} frames")
-    return f"{spec.title}, {size}: {compiled} program{'' if compiled == 1 else 's'} compiled, the others were there."
+    size = f"{settings.width}x{settings.height}"
+    if not spec.is_image:
+        size = compose_list([size, compose("node.num_frames", num_frames=settings.num_frames)])
+    key = "node.program_compiled" if compiled == 1 else "node.programs_compiled"
+    return compose(key, title=spec.title, size=size, compiled=compiled)
 
 
 def _plan(host: NodeContext, *, model_name: str, topology: str, **wanted: float) -> tuple[str]:
@@ -144,7 +144,7 @@ def _plan(host: NodeContext, *, model_name: str, topology: str, **wanted: float)
     spec = lookup_spec(model_name)
     sizes = {name: value for name, value in wanted.items() if value}
     spec.settings(**sizes)  # raises before anything is started
-    host.text(f"Compiling {spec.title} for {topology}: minutes, not seconds")
+    host.text(compose("node.planning", title=spec.title, topology=topology))
     return (process.make_report({"model": model_name, "topology": topology, "inputs": sizes}, host),)
 
 
@@ -159,18 +159,15 @@ def _compare(host: NodeContext, *, layout: str, labels: str, pictures: int, colu
     linked = [results[name] for name in _RESULTS if results[name] is not None]
     names = [name.strip()[:MAX_LABEL_LENGTH] for name in labels.split(",")] if labels.strip() else []
     if len(names) > len(linked):
-        raise ValueError(
-            f"TPU Compare: labels name {len(names)} results, and {len(linked)} are connected. Give each at most one, "
-            "with commas between them."
-        )
+        raise ValueError(compose("node.compare_too_many_labels", count=len(names), count_2=len(linked)))
     names += [str(number + 1) if len(linked) > 1 else "" for number in range(len(names), len(linked))]
     shown = sum(map(len, linked)) if layout == _SHEET else len(linked) * max(map(len, linked))
     height, width = linked[0].shape[1:3] if linked[0].ndim == 4 else (0, 0)
     if (pixels := shown * height * width) > MAX_PIXELS:
-        raise ValueError(
-            f"TPU Compare: {shown} frames of {width}x{height} are {pixels / 1e6:.0f} million pixels; at most "
-            f"{MAX_PIXELS / 1e6:.0f} can be joined. Compare fewer frames, or smaller ones."
-        )
+        raise ValueError(compose(
+            "node.compare_too_large", shown=shown, width=width, height=height,
+            pixels=f"{pixels / 1e6:.0f}", max_pixels=f"{MAX_PIXELS / 1e6:.0f}",
+        ))  # fmt: skip
     # "fit", so that compared images are shown in full.
     frames = [media.to_rgb(linked[0]), *(media.resize(other, height, width, "fit") for other in linked[1:])]
     if layout == _BESIDE:

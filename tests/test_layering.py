@@ -1,6 +1,6 @@
 """The house: which room may import which, no import circle, and rooms and files that one can hold in the head.
 
-A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `api.py`, its door.
+A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `api.py`, its door, and `messages.py`.
 """
 
 import ast
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # A file that cannot be read in one go hides its purpose; a run of equal lines is one function.
 MAX_LINES, MAX_SHARED_RUN = 500, 8
 # What each room may import beside itself.
-LEAVES = {"leaves", "model_spec", "cache", "attention", "kernels", "sharding"}
+LEAVES = {"leaves", "messages", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
 MODELS = {"models", *PROGRAMS}
 NETWORKS = {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS}
@@ -27,9 +27,10 @@ MAY_IMPORT = {
     "sharding": set(),
     "kernels": {"sharding"},
     "attention": {"kernels", "sharding"},
-    "model_spec": {"sharding"},
-    "leaves": {"model_spec", "attention", "sharding"},
-    "cache": {"leaves", "model_spec", "attention", "sharding"},
+    "messages": set(),
+    "model_spec": {"messages", "sharding"},
+    "leaves": {"messages", "model_spec", "attention", "sharding"},
+    "cache": {"leaves", "messages", "model_spec", "attention", "sharding"},
     "machine": LEAVES,
     "programs": {"machine", *LEAVES},
     "formats": LEAVES,
@@ -85,7 +86,7 @@ def room_of(path: Path) -> str:
     if parts == ("__init__.py",):
         return "entry"
     if parts[0] == "tpu_runtime":
-        return ".".join(parts[1:-1]) or ("api" if parts[1] == "api.py" else "leaves")
+        return ".".join(parts[1:-1]) or {"api.py": "api", "messages.py": "messages"}.get(parts[1], "leaves")
     return ".".join(parts[:-1]) if parts[0] == "nodes" else parts[0]
 
 
@@ -217,7 +218,7 @@ def test_the_plan_of_the_house_shows_every_room():
 def _named(place: str) -> str:
     """The room that a path in the plan stands for."""
     inside = place.removeprefix("tpu_runtime/")
-    special = {"__init__.py": "entry", "api.py": "api", "*.py": "leaves"}
+    special = {"__init__.py": "entry", "api.py": "api", "messages.py": "messages", "*.py": "leaves"}
     return special.get(inside, inside.rstrip("/").replace("/", "."))
 
 

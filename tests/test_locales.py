@@ -2,7 +2,6 @@
 its own syntax.
 """
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.model import CLIP_TYPES
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tools import locales
-from comfyui_tpu.tpu_runtime import progress
 
 WEB = locales.ROOT / "web"
 TRANSLATIONS = sorted(locales.TRANSLATIONS.glob("*.json"))
@@ -144,110 +142,6 @@ def test_commands_and_settings_have_their_words():
         said = json.loads((folder / "settings.json").read_text())
         assert set(said) == {name.replace(".", "_") for name in settings}
         assert {option for words in said.values() for option in words.get("options", {})} == options
-
-
-def said_by(node: ast.expr) -> str:
-    """A text in Python code, with {} for what is filled in, but for what is a constant of all hosts."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(said_by, node.values))
-    if isinstance(node, ast.FormattedValue):
-        return vars(progress).get(getattr(node.value, "id", ""), locales.HOLE)
-    assert isinstance(node, ast.Constant)
-    return re.sub(r"\{\w+\}", locales.HOLE, node.value)
-
-
-# What of the server's sentences is not shown in the page.
-UNSHOWN = {
-    "nodes/headless": "the command line",
-    "nodes/graphs/graph.py": "the command line",
-    "nodes/comfyui/routes.py": "answers to bodies that the page does not send",
-    "nodes/comfyui/core_loaders.py": "tooltips, which locales/ has",
-    "nodes/inputs.py": "tooltips, which locales/ has",
-    "tpu_runtime/cache/store.py": "the log",
-    "tpu_runtime/cache/xla_cache.py": "the log",
-    "tpu_runtime/multihost/follower.py": "another host's terminal",
-    "tpu_runtime/rpc/codec.py": "developers",
-    "tpu_runtime/monitor": "the tab, where what is not a number has no full stop",
-    "tpu_runtime/plan/findings.py": "a report for developers",
-    "tpu_runtime/selftest": "a report for developers",
-}
-# Whose texts outside functions are tooltips, which `locales/` has, or makers' prompts.
-DECLARING = re.compile(r"nodes/\w+\.py|tpu_runtime/models/.*")
-ENDS = re.compile(r"[^.][.!?](?: ?\{\})*$")
-SERVER = [path for folder in ("tpu_runtime", "nodes") for path in sorted((locales.ROOT / folder).rglob("*.py"))]
-
-
-def texts(tree: ast.AST) -> set[str]:
-    """What the code may say: not what it is documented with, what it logs, and what only a developer reads."""
-    left: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            left |= {id(part) for part in node.values}
-        elif isinstance(node, ast.Assert) or is_apart(node):
-            left |= {id(part) for part in ast.walk(node)}
-    said = (node for node in ast.walk(tree) if id(node) not in left)
-    return {said_by(node) for node in said if isinstance(node, ast.JoinedStr | ast.Constant) and is_text(node)}
-
-
-def is_apart(node: ast.AST) -> bool:
-    """A docstring, a line of the log, a declaration's tooltip."""
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Constant) or ast.unparse(node).startswith("log.")
-    return isinstance(node, ast.keyword) and node.arg in ("description", "tooltip")
-
-
-def is_text(node: ast.JoinedStr | ast.Constant) -> bool:
-    return isinstance(node, ast.JoinedStr) or isinstance(node.value, str)
-
-
-def sentences_of(text: str) -> set[str]:
-    """As i18n.mjs breaks a text. What is filled in between them is sentences too; what begins with
-    a verb is said of something.
-    """
-    parts = re.split(r'(?<=[.!?]) (?=[A-Z"`{])', re.sub(r"(?<=[.!?])\{\}", "", text.strip()))
-    parts = [re.sub(r"^\{\} (?=[A-Z`][a-z])", "", re.sub("^(?=(is|has) )", "{} ", part)) for part in parts]
-    return {part for part in parts if re.search("[A-Za-z]", part)}
-
-
-def shown() -> dict[str, str]:
-    """The sentences that may be shown in the page, with the file of each. What has no full stop is a part of others."""
-    found: dict[str, str] = {}
-    for path in SERVER:
-        name = path.relative_to(locales.ROOT).as_posix()
-        if any(name.startswith(each) for each in UNSHOWN):
-            continue
-        tree = ast.parse(path.read_text())
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        roots = functions if DECLARING.fullmatch(name) else [tree]
-        said = {text for root in roots for text in texts(root) if " " in text.strip() and ENDS.search(text)}
-        found |= {sentence: name for text in said for sentence in sentences_of(text)}
-    return found
-
-
-def sentences() -> set[str]:
-    """All that the server may say, and parts of it: also names of components, and what stands between two of a list."""
-    found = set()
-    for node in (node for path in SERVER for node in ast.walk(ast.parse(path.read_text()))):
-        if isinstance(node, ast.JoinedStr | ast.Constant) and is_text(node):
-            text = said_by(node)
-            found |= {text, text.replace("_", " "), f"{{}}{text}{{}}", *text.split(", "), *sentences_of(text)}
-    return found | {text.removesuffix(".") for text in found}
-
-
-@pytest.mark.parametrize("path", sorted(WEB.glob("monitor/server/*.json")), ids=lambda path: path.stem)
-def test_what_the_server_says_has_its_words_and_they_are_of_what_it_says(path: Path):
-    words = json.loads(path.read_text())
-    assert {sentence: name for sentence, name in shown().items() if sentence not in words} == {}
-    assert set(words) - sentences() == set()
-    assert [text for text in words if text.count(locales.HOLE) != words[text].count(locales.HOLE)] == []
-    labels = json.loads((locales.TRANSLATIONS / path.name).read_text())["sentences"]
-    named = {each.name: each.label for node in DECLARATIONS.values() for each in node.inputs}
-    for text in words.keys() & {*named, *named.values()}:
-        assert words[text] == labels[named.get(text, text)], text
-
-
-def test_the_list_of_what_is_not_shown_is_of_files_that_there_are():
-    assert [name for name in UNSHOWN if not (locales.ROOT / name).exists()] == []
 
 
 CHINESE_HELP = sorted(WEB.glob("docs/*/*.md"))

@@ -53,6 +53,7 @@ from .garbage import set_aside
 from .machine import device_access, fallbacks, pci
 from .machine import record as machine_record
 from .memory_errors import HostMemoryError
+from .messages import compose, compose_list, compose_term, find_messages, transform
 from .model_spec import (
     DENSE_QUALITIES,
     QUALITIES,
@@ -427,9 +428,7 @@ def check_packages() -> None:
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         command = f"{shlex.quote(sys.executable)} -m pip install {name}"
-        raise RuntimeError(
-            f"{name} is not installed: no TPU node runs without it. Run this command, then start again: {command}"
-        ) from error
+        raise RuntimeError(compose("packages.not_installed_run_command", name=name, command=command)) from error
     versions.warn_once()
     versions.check()
 

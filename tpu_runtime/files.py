@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .messages import compose
 from .redact import SafeError
 
 try:
@@ -56,8 +57,7 @@ def report_full_disk(folder: Path, instead: str) -> Iterator[None]:
         if (number := _error_number(error)) not in DISK_FULL_ERRNOS:
             raise
         raise WriteError(
-            f"{folder} cannot hold more ({os.strerror(number)}); no part of the file was kept. "
-            f"Make room on that disk, or {instead}."
+            compose("file.disk_full", folder=folder, strerror=os.strerror(number), instead=instead)
         ) from error
 
 
@@ -158,12 +158,12 @@ def parse_json(content: str | bytes) -> Any:
     try:
         value = json.loads(content if isinstance(content, str) else content.decode("utf-8-sig"))
     except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep") from None
+        raise ValueError(compose("file.json_too_deep", max_json_depth=MAX_JSON_DEPTH)) from None
     level, depth = [value], 0
     while level := [inner for outer in level for inner in _entries(outer)]:
         depth += 1
         if depth > MAX_JSON_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+            raise ValueError(compose("file.json_too_deep", max_json_depth=MAX_JSON_DEPTH))
     return value
 
 
@@ -176,11 +176,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from None
+        raise CheckpointError(compose("file.missing", path=path)) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+        raise CheckpointError(compose("file.json_unreadable", path=path, error=error)) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; it must be an object. Download it again.")
+        raise CheckpointError(compose("file.json_not_object", path=path, type=type(value).__name__))
     return value
 
 
@@ -214,7 +214,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
         size = int.from_bytes(file.read(8), "little")
         if MAX_HEADER_BYTES < size <= os.fstat(file.fileno()).st_size:
             raise CheckpointError(
-                f"{path} has a header of {size} bytes; {MAX_HEADER_BYTES} are read at most. Use a file of one model."
+                compose("file.header_too_large", path=path, size=size, max_header_bytes=MAX_HEADER_BYTES)
             )
     with safe_open(os.fspath(path), framework="pt") as file:
         check_names(path, names := list(file.keys()))
@@ -230,9 +230,7 @@ def check_names(path: Path, names: Iterable[str]) -> None:
     """Raise `CheckpointError` for a tensor name with unprintable characters, such as a line break or an escape."""
     for name in names:
         if not name.isprintable():
-            raise CheckpointError(
-                f"{path} has a tensor named {name[:80]!r}; names must be of printable characters. Download it again."
-            )
+            raise CheckpointError(compose("file.tensor_name_not_printable", path=path, name=repr(name[:80])))
 
 
 def write_file(path: Path, *parts: bytes, mode: int = 0o666) -> None:

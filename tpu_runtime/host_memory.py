@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .memory_errors import HostMemoryError
+from .messages import compose
 from .units import MIB, format_size
 
 try:
@@ -26,10 +27,7 @@ _NO_LIMIT = 2**60
 # Errors of torch and of Rust libraries for memory that the kernel refused.
 _REFUSED = re.compile(r"DefaultCPUAllocator|\(os error 12\)|Cannot allocate memory")
 
-_WHAT_TO_DO = (
-    "End other programs, give this machine or its container more memory, or choose a smaller model, size or number of "
-    "frames."
-)
+_WHAT_TO_DO = compose("memory.free_host_memory")
 
 
 def available_bytes() -> int | None:
@@ -48,10 +46,10 @@ def require(size_bytes: int, what: str) -> None:
     """
     available = available_bytes()
     if available is not None and available < size_bytes + RESERVE_BYTES:
-        raise HostMemoryError(
-            f"{what} needs {format_size(size_bytes)} of the host's memory, and {format_size(available)} are free, of "
-            f"which {format_size(RESERVE_BYTES)} must stay so. {_WHAT_TO_DO}"
-        )
+        raise HostMemoryError(compose(
+            "memory.host_too_small", what=what, size_bytes=format_size(size_bytes),
+            available=format_size(available), reserve_bytes=format_size(RESERVE_BYTES), what_to_do=_WHAT_TO_DO,
+        ))  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -63,9 +61,7 @@ def translate_errors(what: str) -> Iterator[None]:
         if isinstance(error, HostMemoryError) or not _is_refused(error):
             raise
         left = format_size(available_bytes() or 0)
-        raise HostMemoryError(
-            f"{what} got no more of the host's memory, of which {left} are free. {_WHAT_TO_DO}"
-        ) from None
+        raise HostMemoryError(compose("memory.host_exhausted", what=what, left=left, what_to_do=_WHAT_TO_DO)) from None
 
 
 def _is_refused(error: Exception) -> bool:

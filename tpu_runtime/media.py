@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import open_atomic, report_full_disk
+from .messages import compose
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,11 +68,11 @@ def save_video(path: Path, video: Video, *, metadata: Mapping[str, str] | None =
     Raises `ValueError` for no frames and for odd sizes, `WriteError` if the disk is full.
     """
     if len(video.frames) == 0:
-        raise ValueError(f"{path}: there are no frames to write.")
+        raise ValueError(compose("media.no_frames", path=path))
     check_image(video.frames)
     height, width = video.frames.shape[1:3]
     if height % 2 or width % 2:
-        raise ValueError(f"{path}: frames are {width}x{height}; an H.264 video needs an even width and height.")
+        raise ValueError(compose("media.video_size_odd", path=path, width=width, height=height))
     with _written(path) as scratch:
         _write_video(scratch, video, metadata or {})
 
@@ -121,12 +122,9 @@ def check_image(images: "torch.Tensor") -> None:
     import torch
 
     if images.ndim != 4 or images.shape[3] not in (1, 3, 4) or not images.numel() or not images.is_floating_point():
-        raise ValueError(
-            f"the image is {images.dtype} of shape {tuple(images.shape)}; an IMAGE is floating, of shape (number, "
-            "height, width, channels) with 1, 3 or 4 channels, and not empty."
-        )
+        raise ValueError(compose("media.image_shape_wrong", dtype=images.dtype, shape=tuple(images.shape)))
     if not torch.isfinite(images).all():
-        raise ValueError("the image is not finite: values are NaN or infinite. Look at the node it comes from.")
+        raise ValueError(compose("media.image_not_finite"))
 
 
 def to_rgb(images: "torch.Tensor") -> "torch.Tensor":
@@ -159,9 +157,7 @@ def _format(path: Path) -> str:
 
     known = Image.registered_extensions()
     if (suffix := path.suffix.lower()) not in known:
-        raise ValueError(
-            f"{path} ends in {suffix or 'nothing'}, which is not an image format; use .png, .jpg or .webp."
-        )
+        raise ValueError(compose("media.image_suffix_unknown", path=path, suffix=suffix or "nothing"))
     return known[suffix]
 
 
@@ -246,9 +242,9 @@ def load_image(path: Path) -> "tuple[torch.Tensor, torch.Tensor]":
         with Image.open(path) as opened:
             rgba = np.asarray(ImageOps.exif_transpose(opened).convert("RGBA"), dtype=np.float32) / 255
     except FileNotFoundError:
-        raise ValueError(f"There is no image {path}.") from None
+        raise ValueError(compose("media.no_image", path=path)) from None
     except UnidentifiedImageError:
-        raise ValueError(f"{path} is not an image.") from None
+        raise ValueError(compose("media.not_image", path=path)) from None
     pixels = torch.from_numpy(rgba)[None]
     return pixels[..., :3].contiguous(), 1 - pixels[..., 3]
 
@@ -269,7 +265,7 @@ def resize(images: "torch.Tensor", height: int, width: int, how: str) -> "torch.
     import torch.nn.functional as functional
 
     if how not in RESIZE_MODES:
-        raise ValueError(f"resize is {how!r}; it must be one of {', '.join(RESIZE_MODES)}.")
+        raise ValueError(compose("media.resize_unknown", how=repr(how), resize_modes=", ".join(RESIZE_MODES)))
     images = to_rgb(images)
     if tuple(images.shape[1:3]) == (height, width):
         return images

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from .messages import compose
 from .units import GIB, MIB
 
 
@@ -49,10 +50,7 @@ def parse_host_error(message: str) -> HostMemoryError | None:
     if "RESOURCE_EXHAUSTED" not in message or not _HOST.search(message):
         return None
     line = message.strip().partition("\n")[0][:200]
-    return HostMemoryError(
-        f"The host could not map memory for the chips ({line}). Allow more and start again: `ulimit -l unlimited`, in "
-        "a container `--ulimit memlock=-1`, or options vfio_iommu_type1 dma_entry_limit=1000000 in /etc/modprobe.d."
-    )
+    return HostMemoryError(compose("memory.host_not_mapped", line=line))
 
 
 def parse_compile_error(message: str) -> MemoryRefusal | None:
@@ -70,7 +68,7 @@ def parse_compile_error(message: str) -> MemoryRefusal | None:
     if match := _HBM.search(message):
         number, unit, limit = match.groups()
         needed = int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
-        sentence = f"according to the compiler it needs {needed / GIB:.2f} of {limit} GiB"
+        sentence = compose("memory.compiler_needs", needed=f"{needed / GIB:.2f}", limit=limit)
         return MemoryRefusal(memory="HBM", needed_bytes=needed, sentence=sentence)
     return None
 

@@ -3,6 +3,8 @@
 import os
 from typing import Literal
 
+from .messages import compose
+
 Precision = Literal["bfloat16", "float32"]
 # "mixed": bfloat16, with image encoders in float32.
 CHOICES = ("auto", "bfloat16", "mixed", "float32")
@@ -12,7 +14,7 @@ VARIABLE = "COMFYUI_TPU_PRECISION"
 def check_choice(choice: str) -> None:
     """Raise `ValueError` if `choice` is not in `CHOICES`."""
     if choice not in CHOICES:
-        raise ValueError(f"precision is {choice!r}; it must be one of {', '.join(CHOICES)}.")
+        raise ValueError(compose("settings.precision_unknown", choice=repr(choice), choices=", ".join(CHOICES)))
 
 
 def resolve_precision(choice: str, platform: str) -> Precision:
@@ -40,5 +42,7 @@ def _resolve_auto(choice: str, platform: str) -> str:
     if choice == "auto":
         choice = os.environ.get(VARIABLE, "auto") or "auto"
         if choice not in CHOICES:
-            raise ValueError(f"{VARIABLE} is {choice!r}; it must be one of {', '.join(CHOICES[1:])}.")
+            raise ValueError(compose(
+                "settings.choice_unknown", variable=VARIABLE, choice=repr(choice), choices=", ".join(CHOICES[1:]),
+            ))  # fmt: skip
     return ("bfloat16" if platform == "tpu" else "float32") if choice == "auto" else choice

@@ -7,6 +7,8 @@ import logging
 import os
 import re
 
+from .messages import transform
+
 HIDDEN = "***"
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "COMFYUI_TPU_TOKEN")
 # Libraries that log addresses of requests (`httpx` at INFO) and of failed downloads, and responses.
@@ -70,7 +72,7 @@ class SafeError(ValueError):
     """An error in a sentence for the user, without secrets."""
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(printable(redact(sentence)))
+        super().__init__(transform(sentence, lambda text: printable(redact(text))))
 
 
 class RedactingFilter(logging.Filter):

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from .files import CheckpointError, read_json
+from .messages import compose
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,10 +77,7 @@ def guard_panics(source: object) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise CheckpointError(
-            f"The tokenizer of {source} failed on this text ({str(error)[:200]}); a published one takes any text. "
-            "Download it again."
-        ) from None
+        raise CheckpointError(compose("tokenizer.failed", source=source, error=str(error)[:200])) from None
 
 
 class GuardedTokenizer:
@@ -129,12 +127,9 @@ def load_tokenizer(folder: Path) -> GuardedTokenizer:
     except Exception as error:  # any error of upstream's code on untrusted files
         if "trust_remote_code" not in str(error):
             raise CheckpointError(
-                f"{folder} holds no readable tokenizer ({type(error).__name__}: {error}). Download the folder again."
+                compose("tokenizer.unreadable", folder=folder, error_type=type(error).__name__, error=error)
             ) from error
-        raise CheckpointError(
-            f"{folder} comes with code of its own, which is never run here. Use a checkpoint whose tokenizer is one of "
-            "transformers' own."
-        ) from None
+        raise CheckpointError(compose("tokenizer.own_code", folder=folder)) from None
     if tokenizer.chat_template is None and (folder / TEMPLATE).is_file():
         tokenizer.chat_template = read_json(folder / TEMPLATE).get("chat_template")
     if isinstance(named := tokenizer.chat_template, dict):
@@ -158,21 +153,19 @@ def _check_patterns(path: Path) -> None:
 def check_pattern(pattern: object, source: object) -> None:
     """Raise `CheckpointError` for a regular expression that no published tokenizer has; `source` is for the message."""
     if pattern not in PATTERNS:
-        raise CheckpointError(
-            f"{source} cuts text by the regular expression {str(pattern)[:MAX_QUOTE_LENGTH]!r}, which no published "
-            "tokenizer of "
-            "these models has; an unknown one may never end. Use the tokenizer that the model was published with."
-        )
+        raise CheckpointError(compose(
+            "tokenizer.pattern_unknown", source=source, pattern=repr(str(pattern)[:MAX_QUOTE_LENGTH]),
+        ))  # fmt: skip
 
 
 def _check_counts(path: Path) -> None:
     config = read_json(path) if path.is_file() else {}
     for name in _COUNTS:
         if isinstance(count := config.get(name), int | float) and not -1 <= count <= MAX_EXTRA_TOKENS:
-            raise CheckpointError(
-                f"{path}: {name} is {str(count)[:MAX_QUOTE_LENGTH]}; it may be {MAX_EXTRA_TOKENS} at most, and "
-                "published ones are 300 or less. Download the folder again."
-            )
+            raise CheckpointError(compose(
+                "tokenizer.too_many_extra_tokens", path=path, name=name, count=str(count)[:MAX_QUOTE_LENGTH],
+                max_extra_tokens=MAX_EXTRA_TOKENS,
+            ))  # fmt: skip
 
 
 def tokenize_chats(
@@ -199,17 +192,15 @@ def tokenize_chats(
     import numpy as np
 
     if (own_template := tokenizer.chat_template) is None:
-        raise CheckpointError(
-            f"{tokenizer.name_or_path}: there is no chat template in tokenizer_config.json, chat_template.jinja or "
-            f"{TEMPLATE}; the checkpoint is incomplete. Download the folder again."
-        )
+        raise CheckpointError(compose(
+            "tokenizer.no_chat_template", name_or_path=tokenizer.name_or_path, template=TEMPLATE,
+        ))  # fmt: skip
     turn = _TURN.search(template)
     if not isinstance(own_template, str) or (turn and turn.group() not in own_template):
-        raise CheckpointError(
-            f"{tokenizer.name_or_path} has another chat template, {quote_truncated(str(own_template))}; that of this "
-            "model has "
-            f"{turn and turn.group()} before each turn. Use the tokenizer that the model was published with."
-        )
+        raise CheckpointError(compose(
+            "tokenizer.chat_template_differs", name_or_path=tokenizer.name_or_path,
+            own_template=quote_truncated(str(own_template)), turn=turn and turn.group(),
+        ))  # fmt: skip
     tokens = tokenizer.apply_chat_template(
         chats,
         chat_template=template,

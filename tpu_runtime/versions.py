@@ -20,6 +20,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from .messages import compose
+
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[1]
@@ -76,14 +78,14 @@ class Package:
     @property
     def refusal(self) -> str:
         """Reason why no model runs with the installed version, and the command that helps; "" if one can run."""
-        help_ = f"Run this command, then start again: {shlex.quote(sys.executable)} -m {self.command}"
+        help_ = compose("packages.run_command", executable=shlex.quote(sys.executable), command=self.command)
         version = self.installed
         if version is None:
             is_missed = self.name in ESSENTIAL
-            return f"{self.name} is not installed: no TPU node runs without it. {help_}" if is_missed else ""
+            return compose("packages.not_installed", name=self.name, help=help_) if is_missed else ""
         if self.name not in BINDING or not self.describe_doubt(version):
             return ""
-        return f"{self.name} {version} is not supported: TPU nodes run with {self.name} {self.range}. {help_}"
+        return compose("packages.version_unsupported", name=self.name, version=version, range=self.range, help=help_)
 
 
 def list_packages() -> tuple[Package, ...]:

@@ -7,7 +7,7 @@ import { text } from "./monitor/format.mjs";
 import { known, RUNS, widgetOf } from "./monitor/graph.mjs";
 import { useMiniatures } from "./monitor/miniature.mjs";
 import { notify } from "./monitor/notice.mjs";
-import { say, understood } from "./monitor/i18n.mjs";
+import { remember, say, understood } from "./monitor/i18n.mjs";
 
 const LINE = "$$node-text-preview"; // the page's own widget, below a node's others
 const [LINE_PX, FRAME_PX, LETTER_PX, SIGN_PX] = [16, 42, 6.5, 12.5];
@@ -106,6 +106,7 @@ async function warn(title, id) {
 app.registerExtension({
   name: "comfyui-tpu.said",
   setup() {
+    api.addEventListener("comfyui-tpu.messages", ({ detail }) => remember(detail));
     // Before all listeners, the page's own included.
     tell = api.dispatchCustomEvent;
     api.dispatchCustomEvent = function (kind, detail) {
@@ -123,7 +124,10 @@ app.registerExtension({
         return answer;
       } catch (refusal) {
         const nodes = Object.values(refusal.response?.node_errors ?? {});
-        for (const error of nodes.flatMap((node) => node.errors ?? [])) error.details = understood(text(error.details));
+        for (const error of nodes.flatMap((node) => node.errors ?? [])) {
+          remember(error.extra_info?.messages);
+          error.details = understood(text(error.details));
+        }
         throw refusal;
       }
     };

@@ -4,7 +4,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { text } from "./monitor/format.mjs";
 import { forget, notify } from "./monitor/notice.mjs";
-import { say, understood } from "./monitor/i18n.mjs";
+import { remember, say, understood } from "./monitor/i18n.mjs";
 
 // Node ids of both packs.
 const SHARED = /^(Flux2|CogVideoX|Wan21|Wan22I2V)(TextEncoder|ImageEncoder|TPU\w+)$/;
@@ -21,6 +21,7 @@ async function upgraded(workflow) {
   try {
     const response = await api.fetchApi("/tpu/upgrade", { method: "POST", body: JSON.stringify(workflow) });
     const answer = await response.json();
+    remember(answer.messages);
     if (response.ok) return { ...answer, changes: answer.changes.map(understood) };
     console.warn("comfyui-tpu:", answer.error);
   } catch (error) {
@@ -38,6 +39,7 @@ async function convert(back) {
   try {
     const response = await api.fetchApi("/tpu/convert", request);
     answer = await response.json();
+    remember(answer.messages);
     if (!response.ok) return notify([say`The loaders were not swapped: ${understood(text(answer.error))}`]);
   } catch (error) {
     return notify([say`The loaders were not swapped: the server is not reachable (${error}).`]);

@@ -4,7 +4,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { list, text } from "./monitor/format.mjs";
 import { isShown, notify } from "./monitor/notice.mjs";
-import { say, understood } from "./monitor/i18n.mjs";
+import { remember, say, understood } from "./monitor/i18n.mjs";
 
 // Key of the browser's storage for the beginnings of the changes that it has shown.
 const SEEN = "comfyui-tpu.changes";
@@ -18,7 +18,9 @@ const texts = (value) => (Array.isArray(value) ? value.map(text) : []);
 async function fetchAbout() {
   const answer = await api.fetchApi("/tpu/about");
   if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-  return await answer.json();
+  const about = await answer.json();
+  remember(about.messages);
+  return about;
 }
 
 /** Return the changes shown before; null in a new browser, or one without storage. */

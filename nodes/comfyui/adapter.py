@@ -13,11 +13,12 @@ from comfy_execution.validation import validate_node_input
 from server import PromptServer
 
 from ...tpu_runtime import api
+from ...tpu_runtime.api import compose, compose_term
 from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, Value, Values, with_display_names
 from ..graphs.provenance import ProvenanceLog
 from . import about, core_loaders, errors, memory, routes
-from .host import DENOISERS, ComfyContext, comfyui_folders, install_example_images, list_weight_files
+from .host import DENOISERS, ComfyContext, comfyui_folders, install_example_images, list_weight_files, send_messages
 from .precompile import observe_nodes, precompile
 
 try:
@@ -41,6 +42,7 @@ def _report_fatal(sentence: str) -> None:
         "executed": [], "exception_message": sentence, "exception_type": "HostsError", "traceback": [],
         "current_inputs": [], "current_outputs": [],
     }  # fmt: skip
+    send_messages(sentence, server.client_id)
     server.send_sync("execution_error", message, server.client_id)
 
 
@@ -62,6 +64,7 @@ def extension() -> ComfyExtension:
     observe_nodes()
     declared = {**DECLARATIONS, **core_loaders.LOADERS}
     errors.install_error_merging(declared)
+    errors.install_error_messages()
     classes = [*map(node_class, declared.values()), TPUCollect]
 
     class Extension(ComfyExtension):
@@ -200,6 +203,7 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
                 saved = hidden.extra_pnginfo  # unchecked: part of the request
                 workflow = saved.get("workflow") if isinstance(saved, dict) else None
                 PROVENANCE.add(hidden.prompt, workflow, str(hidden.unique_id), notes)
+            send_messages(results, PromptServer.instance.client_id)
             more = core_loaders.make_core_objects(*results) if declaration.gives_core else ()
             return io.NodeOutput(*results, *more)
         except api.OutOfMemory as error:
@@ -302,7 +306,7 @@ def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
         constants = {name: value for name, value in constants.items() if value is not None}
         async with _CHECKING:
             checked = api.run_in_daemon_thread(lambda: check(input_types, constants), "comfyui-tpu-check")
-            return await asyncio.wrap_future(checked)
+            return errors.keep_refusal(await asyncio.wrap_future(checked))
 
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]
     validate_inputs.__signature__ = inspect.Signature(parameters)
@@ -317,8 +321,11 @@ def _check_links(declaration: Declaration, types: Mapping[str, str]) -> None:
     for declared in declaration.inputs:
         linked_type = types.get(declared.name)
         if linked_type is None and not declared.is_widget and not declared.optional:
-            raise ValueError(f"{declaration.title}: {declared.name} is missing.")
-        if linked_type is not None and not validate_node_input(linked_type, declared.type):
             raise ValueError(
-                f"{declaration.title}: {declared.name} takes {declared.type}; it is linked to {linked_type}."
+                compose("node.input_missing", title=declaration.title, name=compose_term("input", declared.name))
             )
+        if linked_type is not None and not validate_node_input(linked_type, declared.type):
+            raise ValueError(compose(
+                "node.link_type_wrong", title=declaration.title, name=compose_term("input", declared.name),
+                type=declared.type, linked_type=linked_type,
+            ))  # fmt: skip

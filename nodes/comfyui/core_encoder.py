@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import InMemoryLora, Lora, ModelRef, TensorFile
+from ...tpu_runtime.api import InMemoryLora, Lora, ModelRef, TensorFile, compose, compose_term
 from . import model_patcher
 from .core_model import MakeContext, run_stage
 from .weights import sources
@@ -100,11 +100,7 @@ class Encoder(torch.nn.Module):
             self._changed = patcher.patches_uuid, replace(self.model, loras=(lora,)) if deltas else self.model
         vision = next((key for key in patcher.patches if key.startswith(f"{prefix}visual.")), "")
         if sees and vision:
-            raise ValueError(
-                f"{self.model.spec.title}: a node changes {vision}, with which the text encoder sees images, and this "
-                "prompt shows it one. On the TPU its other weights can be changed. Leave the image or that node out, "
-                "or load the text encoder with ComfyUI's own loader."
-            )
+            raise ValueError(compose("comfyui.vision_weights_changed", title=self.model.spec.title, vision=vision))
         return self._changed[1]
 
     def __getattr__(self, name: str) -> Any:
@@ -127,11 +123,9 @@ class Encoder(torch.nn.Module):
         text, number = self.model.spec.text_encoders[self.number], self.depth
         chosen = self.place.layer(number)
         if chosen is not None and not text.depth_key:
-            raise ValueError(
-                f"{self.model.spec.title}: CLIPSetLastLayer asks for the states after {chosen} of {number} layers, and "
-                "its text encoder on the TPU gives those that the model was trained with. Remove CLIPSetLastLayer, or "
-                "load the text encoder with ComfyUI's own loader."
-            )
+            raise ValueError(compose(
+                "comfyui.last_layer_fixed", title=self.model.spec.title, chosen=chosen, number=number,
+            ))  # fmt: skip
         return chosen if chosen != number else None
 
     def get_input_embeddings(self) -> Callable[..., torch.Tensor]:
@@ -164,13 +158,13 @@ class Encoder(torch.nn.Module):
         images = [embed["extra"] for embed in options.get("embeds_info") or () if embed["type"] == "image"]
         length, most = ids.shape[1], text.prefix + text.max_length
         if length > most:
-            advice = "Shorten it."
+            advice = compose("comfyui.shorten")
             if images:
-                advice = "Shorten it, or show it fewer or smaller pictures, as TextEncodeQwenImageEditPlus does."
-            raise ValueError(
-                f"{self.model.spec.title}: the prompt has {length} tokens, and the "
-                f"{text.component.replace('_', ' ')} takes {most}. {advice}"
-            )
+                advice = compose("comfyui.shorten_or_show_fewer_images")
+            raise ValueError(compose(
+                "comfyui.prompt_too_long", title=self.model.spec.title, length=length,
+                component=compose_term("component", text.component), most=most, advice=advice,
+            ))  # fmt: skip
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(torch.int32)
         ids, mask = (torch.nn.functional.pad(x, (0, most - length)) for x in (ids, mask))
         # One row per call, so that one program serves every prompt.
@@ -190,19 +184,16 @@ class Encoder(torch.nn.Module):
 
     def generate(self, *args: object, **options: object) -> NoReturn:
         """Raise ValueError: the encoder does not write text."""
-        raise ValueError(
-            f"{self.model.spec.title}: a node such as TextGenerate asks the text encoder to write text, and on the TPU "
-            "it encodes prompts only. Load a language model with ComfyUI's own loader for that node."
-        )
+        raise ValueError(compose("comfyui.text_generation_unsupported", title=self.model.spec.title))
 
     def _check_vocabulary(self, component: str, last: int) -> None:
         config = self.model.resolve(api.SilentProgress()).configs[component]
         rows = config.get("text_config", config)["vocab_size"]
         if last >= rows:
-            raise ValueError(
-                f"{self.model.spec.title}: the prompt has a token {last}, and {self.model.model_id} has embeddings of "
-                f"{rows}: its tokenizer is not ComfyUI's. Use this pack's own text encoder for it."
-            )
+            raise ValueError(compose(
+                "comfyui.token_without_embedding", title=self.model.spec.title, last=last,
+                model_id=self.model.model_id, rows=rows,
+            ))  # fmt: skip
 
 
 def check_owner(patcher: "ModelPatcher", kind: str, network: str) -> None:
@@ -217,11 +208,7 @@ def check_owner(patcher: "ModelPatcher", kind: str, network: str) -> None:
     }
     for name, what in hung.items():
         if getattr(patcher, name, None):
-            raise ValueError(
-                f"A node puts {what} into this {kind}. Its {network} runs compiled on the TPU, where LoRAs of "
-                f"LoraLoader and merges of a CLIP can change weights, and nothing else. Remove that node, or load the "
-                f"{kind} with ComfyUI's own loader."
-            )
+            raise ValueError(compose("comfyui.patch_unsupported", what=what, kind=kind, network=network))
 
 
 def _as_batch(row: torch.Tensor) -> np.ndarray:
@@ -237,16 +224,11 @@ def check_tokens_before(process: Callable[..., object], model: ModelRef, can_see
         pictures = [token for token in other if isinstance(token, dict) and token.get("type") == "image"]
         if pictures and can_see and not model.spec.text_encoders[0].place_beside:
             raise ValueError(
-                f"{model.spec.title}: the prompt holds a picture, and the text encoder {model.model_id} cannot see on "
-                "the TPU (it has no visual.). Leave the picture out, or choose a file with it, such as "
-                "qwen_2.5_vl_7b.safetensors."
+                compose("comfyui.text_encoder_cannot_see", title=model.spec.title, model_id=model.model_id)
             )
         if len(pictures) < len(other) or (pictures and not model.spec.text_encoders[0].place_beside):
             what = "an embedding (textual inversion)" if len(pictures) < len(other) else "a picture"
-            raise ValueError(
-                f"{model.spec.title}: the prompt holds {what}, which its text encoder on the TPU does not take. Leave "
-                "it out, or load the text encoder with ComfyUI's own loader."
-            )
+            raise ValueError(compose("comfyui.prompt_entry_unsupported", title=model.spec.title, what=what))
         return process(tokens, device)
 
     return process_tokens

@@ -19,7 +19,7 @@ import torch
 from comfy.patcher_extension import WrappersMP, get_all_wrappers
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef, Progress, Quality
+from ...tpu_runtime.api import ModelRef, Progress, Quality, compose
 from . import errors, model_patcher
 from .model_patcher import CorePatcher
 from .networks import inputs
@@ -55,10 +55,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
     """Create core's model for a denoiser and put it into `patcher`."""
     experts = chosen.spec.denoiser.experts
     if expert >= len(experts):
-        raise ValueError(
-            f"{chosen.spec.title} has one denoiser, and this MODEL is that of a second one, for low noise. Link the "
-            "output MODEL."
-        )
+        raise ValueError(compose("comfyui.no_second_expert", title=chosen.spec.title))
     file = api.checkpoint.export_network(chosen.locate(), experts[expert], host())
     base = _core_model(file)
     inputs.check_known(base)
@@ -177,10 +174,7 @@ def _core_model(file: Any) -> "BaseModel":
         config = converted and comfy.model_detection.model_config_from_unet(converted, "")
         shapes = converted or shapes
     if config is None:
-        raise ValueError(
-            f"{file.path}: ComfyUI does not know this file's names, so its samplers cannot run it. Use the file in "
-            "ComfyUI's own names (Comfy-Org's repositories), or this pack's own sampler."
-        )
+        raise ValueError(compose("comfyui.file_names_unknown", path=file.path))
     config.set_inference_dtype(torch.float32, None)
     config.custom_operations = comfy.ops.disable_weight_init
     return config.get_model(shapes, "", device=torch.device("meta"))

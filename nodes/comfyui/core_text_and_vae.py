@@ -23,7 +23,7 @@ import folder_paths
 import torch
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef, TensorFile
+from ...tpu_runtime.api import ModelRef, TensorFile, compose, compose_term
 from ..model import CLIP_TYPES
 from .core_encoder import Encoder, EncoderSlot, check_owner, check_tokens_before
 from .core_model import MakeContext, run_stage
@@ -70,10 +70,7 @@ def load_clip(paths: Sequence[str], kind: str, precision: str, host: MakeContext
     Raises ValueError for an unsupported type.
     """
     if kind not in CLIP_TYPES:
-        raise ValueError(
-            f"type is {kind}; on the TPU run text encoders of the types {', '.join(CLIP_TYPES)}. Choose one of them, "
-            "or use ComfyUI's own loader."
-        )
+        raise ValueError(compose("comfyui.clip_type_unsupported", kind=kind, clip_types=", ".join(CLIP_TYPES)))
     specs = [spec for spec in api.SPECS if spec.family in CLIP_TYPES[kind]]
     model = api.choose_partial_model(specs, api.SEPARATOR.join(paths), precision=precision)
     file = api.checkpoint.export_network(model.locate(), model.spec.text_encoders[0].component, host())
@@ -93,10 +90,7 @@ def defer_clip(model: ModelRef, host: MakeContext) -> "CLIP":
 def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
     carried = api.checkpoint.export_tokenizers(model.locate(), host())
     if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _WITH_TOKENIZER:
-        raise ValueError(
-            f"{model.model_id} has its tokenizer in no form that ComfyUI reads (a file that carries it along, "
-            "spiece.model, tekken.json). Load Comfy-Org's file of this text encoder with Load CLIP (TPU)."
-        )
+        raise ValueError(compose("comfyui.tokenizer_not_readable", model_id=model.model_id))
     target = ClipTarget()
     target.clip, target.tokenizer = _core_classes(model)
     options = {
@@ -160,7 +154,7 @@ class CLIP(LazyOwner, comfy.sd.CLIP):
 
     def load_model(self, tokens: Any = None) -> object:
         """Check changes by nodes, before the encoders run and before they are saved."""
-        check_owner(self.patcher, "CLIP", "text encoder")
+        check_owner(self.patcher, "CLIP", compose_term("component", "text_encoder"))
         self.cond_stage_model.tpu_patcher = self.patcher
         return super().load_model(tokens or {})
 
@@ -284,18 +278,16 @@ class Autoencoder(torch.nn.Module):
         patcher = self._patcher()
         check_owner(patcher, "VAE", "network")
         if patcher.patches:
-            raise ValueError(
-                f"{self.model.spec.title}: a node changes {next(iter(patcher.patches))} of this VAE, and on the TPU "
-                "its weights are those of its file. Remove that node, or load the VAE with ComfyUI's own loader."
-            )
+            raise ValueError(compose(
+                "comfyui.vae_weights_changed", title=self.model.spec.title, patches=next(iter(patcher.patches)),
+            ))  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             raise AttributeError(
-                f"{self.model.spec.title}: a node asks the VAE's network for {name}. On the TPU it decodes and "
-                "encodes, and has no parts. Load the VAE with ComfyUI's own loader for that node."
+                compose("comfyui.vae_part_not_available", title=self.model.spec.title, name=name)
             ) from None
 
     def decode(self, samples: torch.Tensor, **options: object) -> torch.Tensor:
@@ -309,8 +301,7 @@ class Autoencoder(torch.nn.Module):
         """Encode pixels `[rows, 3, (frames,) height, width]` to latents; ValueError if the model has no encoder."""
         if self.encoding is None:
             raise ValueError(
-                f"{self.model.spec.title}: {self.model.model_id} has no encoder that is read here: its VAE is in "
-                "several files, or a light decoder. Load the VAE's own file with Load VAE (TPU)."
+                compose("comfyui.vae_encoder_not_in_file", title=self.model.spec.title, model_id=self.model.model_id)
             )
         self._check()
         frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
@@ -355,10 +346,7 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
         self._model, self._host = model, host
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"A node asks CLIP_VISION for its {name}. The image encoder on the TPU encodes images for video models, "
-            "and has no parts. Load it with ComfyUI's own loader for that node."
-        )
+        raise AttributeError(compose("comfyui.clip_vision_part_not_available", name=name))
 
     def get_sd(self) -> dict[str, torch.Tensor]:
         """Return the weights, for saving with a checkpoint's other networks."""
@@ -366,10 +354,7 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
         return {name: from_file(tensor) for name, tensor in file.tensors.items()}
 
     def load_sd(self, sd: Mapping[str, torch.Tensor]) -> NoReturn:
-        raise ValueError(
-            f"{self._model.spec.title}: a node puts {len(sd)} weights into this CLIP_VISION, and on the TPU its "
-            "weights are those of its file. Load it with ComfyUI's own loader for that node."
-        )
+        raise ValueError(compose("comfyui.clip_vision_weights_changed", title=self._model.spec.title, count=len(sd)))
 
     def encode_image(self, image: torch.Tensor, crop: bool = True) -> "VisionOutput":
         """Encode images `[rows, height, width, 3]` in 0..1. crop: to the center; otherwise they are stretched."""
@@ -389,7 +374,4 @@ class VisionOutput(comfy.clip_vision.Output):
         self.states_name = gives
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"The image encoder on the TPU gives {self.states_name}, which the video models take, and no {name}. Load "
-            "it with ComfyUI's own loader for this node."
-        )
+        raise AttributeError(compose("comfyui.vision_output_not_available", states_name=self.states_name, name=name))

@@ -13,7 +13,7 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef, Preview, Settings
+from ...tpu_runtime.api import ModelRef, Preview, Settings, compose
 from .. import DECLARATIONS
 from ..declare import Folders
 from ..graphs import graph
@@ -51,9 +51,10 @@ class ComfyContext:
     def text(self, message: str) -> None:
         """Show a line of status on the node."""
         self._text = message
-        message = api.escape_for_page(message)
         if self._node_id is not None:
-            PromptServer.instance.send_progress_text(_UNITS.sub("\N{NO-BREAK SPACE}", message), self._node_id)
+            shown = api.transform(message, lambda text: _UNITS.sub("\N{NO-BREAK SPACE}", api.escape_for_page(text)))
+            send_messages(shown)
+            PromptServer.instance.send_progress_text(shown, self._node_id)
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         """Move the node's bar, and show a preview if there is one."""
@@ -65,11 +66,20 @@ class ComfyContext:
     def show_duration(self) -> None:
         """Replace the last status of a node by its duration, unless a stage has already done so."""
         if self._text and not self._text.startswith(api.DURATION_PREFIX):
-            self.text(f"Took {time.monotonic() - self._began:.1f} s")
+            self.text(compose("took.total", total_s=f"{time.monotonic() - self._began:.1f}"))
 
     def check_cancelled(self) -> None:
         """Raise ComfyUI's exception if the user cancelled."""
         comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def send_messages(value: object, client: str | None = None) -> None:
+    """Send key and parameters of the messages in `value` to a client, before ComfyUI sends their text alone.
+
+    client: its id; None for all, as for a line of status.
+    """
+    if found := api.find_messages(value):
+        PromptServer.instance.send_sync("comfyui-tpu.messages", found, client)
 
 
 def comfyui_folders() -> Folders:

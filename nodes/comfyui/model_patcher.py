@@ -14,7 +14,7 @@ import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
-from ...tpu_runtime.api import InMemoryLora, Lora
+from ...tpu_runtime.api import InMemoryLora, Lora, compose
 from .weights import sources
 
 CPU = torch.device("cpu")
@@ -30,26 +30,23 @@ _PARTS = {
 _ONLY_CORES = ("lora_mid.weight", "reshape_weight", "hada_t1", "hada_t2", "lokr_t2")
 _PREFIX = "diffusion_model."
 
-HOOKS_REFUSAL = (
-    "LoRAs that hang on a conditioning or change between steps (hooks) would be merged again at each step on the TPU, "
-    "and are not supported. Use a LoRA loader on the MODEL."
-)
-_INSIDE = "This MODEL runs compiled on the TPU, and {what} cannot work there ({node}). {advice}"
-_WITHOUT = "Remove that node, or load the model with ComfyUI's own loader."
+HOOKS_REFUSAL = compose("comfyui.hooks_unsupported")
+_cannot_work = functools.partial(compose, "comfyui.cannot_work_compiled")
+_WITHOUT = compose("comfyui.remove_node_or_use_own_loader")
 # Entries of `transformer_options` that cannot work: a name, the nodes that set them, and a remedy.
 _OPTIONS = {
     "patches": (
-        "a patch of attention or blocks",
+        compose("comfyui.a_patch_of_blocks"),
         "NAGuidance, UNet attention patches, HyperTile, TomePatchModel, FreeU, ModelPatchLoader and similar nodes",
         _WITHOUT,
     ),
     "patches_replace": (
-        "a replacement of attention or a block",
+        compose("comfyui.a_replacement_of_blocks"),
         "SkipLayerGuidanceDiT, PerturbedAttentionGuidance, SelfAttentionGuidance, block replacements and similar nodes",
-        "Remove that node; CFGZeroStar, APG and other guidance outside the network work.",
+        compose("comfyui.remove_node_outer_guidance_works"),
     ),
-    "optimized_attention_override": ("another attention", "an attention override", _WITHOUT),
-    "rope_options": ("another rotary embedding", "ScaleROPE", _WITHOUT),
+    "optimized_attention_override": (compose("comfyui.another_attention"), "an attention override", _WITHOUT),
+    "rope_options": (compose("comfyui.another_rotary_embedding"), "ScaleROPE", _WITHOUT),
 }
 # Nodes whose guidance functions call the network with such patches, which are visible only at that call.
 _GUIDING = frozenset(
@@ -58,18 +55,20 @@ _GUIDING = frozenset(
         "SkipLayerGuidanceSD3",
     )
 )  # fmt: skip
-CONTROL_REFUSAL = _INSIDE.format(
-    what="a ControlNet", node="Apply ControlNet", advice="Disconnect it, or load the model with ComfyUI's own loader."
+CONTROL_REFUSAL = _cannot_work(
+    what=compose("comfyui.a_controlnet"),
+    node="Apply ControlNet",
+    advice=compose("comfyui.disconnect_or_use_own_loader"),
 )
-_OBJECTS = _INSIDE.format(
-    what="another network or part of it",
+_OBJECTS = _cannot_work(
+    what=compose("comfyui.another_network"),
     node="TorchCompileModel and other nodes that replace modules",
-    advice="Remove that node; the network is compiled already.",
+    advice=compose("comfyui.remove_node_already_compiled"),
 )
-_BYPASS = _INSIDE.format(
-    what="a LoRA outside the weights",
+_BYPASS = _cannot_work(
+    what=compose("comfyui.lora_outside_weights"),
     node="LoraLoaderBypass, LoraLoaderBypassModelOnly",
-    advice="Use LoraLoaderModelOnly with the same file and strength: it is merged into the weights.",
+    advice=compose("comfyui.use_lora_loader"),
 )
 
 
@@ -81,7 +80,7 @@ def check_options(options: Mapping[str, Any], control: object) -> None:
     for name, (what, node, advice) in _OPTIONS.items():
         if options.get(name):
             kinds = ", ".join(map(str, options[name])) if isinstance(options[name], Mapping) else name
-            raise ValueError(_INSIDE.format(what=what, node=f"{kinds}: {node}", advice=advice))
+            raise ValueError(_cannot_work(what=what, node=f"{kinds}: {node}", advice=advice))
     if control is not None:
         raise ValueError(CONTROL_REFUSAL)
 
@@ -94,7 +93,7 @@ def check_patcher(patcher: comfy.model_patcher.ModelPatcher) -> None:
             node = getattr(function, "__qualname__", "").partition(".")[0]
             if node in _GUIDING:
                 what, _, advice = _OPTIONS["patches_replace"]
-                raise ValueError(_INSIDE.format(what=what, node=node, advice=advice))
+                raise ValueError(_cannot_work(what=what, node=node, advice=advice))
     replaced = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
     replaced += [name for name, part in patcher.model.diffusion_model.named_modules() if "forward" in vars(part)]
     wrapped = [name for name in patcher.weight_wrapper_patches if name.startswith("diffusion_model")]
@@ -124,7 +123,7 @@ def check_network(network: torch.nn.Module, before: frozenset[str]) -> None:
     """
     for name in vars(network).keys() - before:
         if callable(getattr(type(network), name, None)):
-            raise ValueError(_INSIDE.format(what="another part of the network", node=name, advice=_WITHOUT))
+            raise ValueError(_cannot_work(what=compose("comfyui.another_part_of_network"), node=name, advice=_WITHOUT))
 
 
 # --- what moves core's models -----------------------------------------------------------------------------------------
@@ -233,10 +232,7 @@ class CorePatcher(LazyProxy, sources.FileWeightsMixin, comfy.model_patcher.Model
         super().inject_model()
 
     def deepclone_multigpu(self, *args: object, **kwargs: object) -> NoReturn:
-        raise ValueError(
-            "A node such as Select Model Device or MultiGPU CFG Split wants this network on another device. It runs on "
-            "the chips of the TPU, all of them. Remove that node, or choose its device default."
-        )
+        raise ValueError(compose("comfyui.device_fixed"))
 
     def patch_hooks(self, hooks: comfy.hooks.HookGroup | None) -> None:
         if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
@@ -252,10 +248,7 @@ class CorePatcher(LazyProxy, sources.FileWeightsMixin, comfy.model_patcher.Model
 def _refuse_training(network: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
     """Raise ValueError where core's `train` would switch to training."""
     if mode:
-        raise ValueError(
-            "A node such as Train LoRA wants to train this network. On the TPU it runs compiled, without gradients. "
-            "Load the model with ComfyUI's own loader for that node."
-        )
+        raise ValueError(compose("comfyui.training_unsupported"))
     return network
 
 
@@ -321,10 +314,7 @@ def lora_difference(
     """
     base = source.stored(key)
     if base is None:
-        raise ValueError(
-            f"A node changes {key}, which is in none of the files of this model. Those have {len(source.tensors)} "
-            "weights under ComfyUI's names. Leave the node out, or use the model's file in ComfyUI's own names."
-        )
+        raise ValueError(compose("comfyui.changed_weight_not_in_file", key=key, count=len(source.tensors)))
     return dict(_difference(name, sources.patch_difference(key, list(patches), base)))
 
 

@@ -83,14 +83,14 @@ def add_routes(
 
     @routes.get("/tpu/about")
     async def about_pack(request: web.Request) -> web.Response:
-        return web.json_response(await asyncio.to_thread(about.describe_pack))
+        return _respond(await asyncio.to_thread(about.describe_pack))
 
     @routes.post("/tpu/free")
     async def free_memory(request: web.Request) -> web.Response:
         try:
             ids = _ids(await _read_body(request))
         except ValueError as error:
-            return web.json_response({"error": str(error)}, status=400)
+            return _respond({"error": str(error)}, status=400)
         if ids is None:
             request_unload()
             return web.json_response({"freed": "requested"})
@@ -104,8 +104,8 @@ def add_routes(
             async with upgrading:
                 result = await asyncio.to_thread(lambda: change(_json(body)))
         except ValueError as error:
-            return web.json_response({"error": str(error)}, status=400)
-        return web.json_response(result)
+            return _respond({"error": str(error)}, status=400)
+        return _respond(result)
 
     for name, change in {
         "upgrade": _upgrade,
@@ -113,6 +113,12 @@ def add_routes(
         "miniature": tiny_models.describe_tiny_changes,
     }.items():
         routes.post(f"/tpu/{name}")(functools.partial(apply, change=change))
+
+
+def _respond(answer: dict[str, Json], status: int = 200) -> web.Response:
+    """Return `answer` as JSON, with its messages."""
+    found = api.find_messages(answer)
+    return web.json_response({**answer, "messages": found} if found else answer, status=status)
 
 
 class _FreeWorker:

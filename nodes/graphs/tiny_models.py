@@ -2,7 +2,15 @@
 
 import copy
 
-from ...tpu_runtime.api import SPECS, drop_zero_sizes, names_single_files, resolve_variant, spec_for_family, tiny
+from ...tpu_runtime.api import (
+    SPECS,
+    compose,
+    drop_zero_sizes,
+    names_single_files,
+    resolve_variant,
+    spec_for_family,
+    tiny,
+)
 from .. import DECLARATIONS
 from ..declare import Json, Value
 from ..model import AUTO, PART_WIDGETS
@@ -21,9 +29,9 @@ def describe_tiny_changes(document: Json) -> dict[str, Json]:
         not a prompt.
     """
     if not isinstance(document, dict) or not all(map(_is_node, document.values())):
-        raise ValueError("The body is not a workflow in API format.")
+        raise ValueError(compose("workflow.not_api_format"))
     if len(document) > MAX_NODES:
-        raise ValueError(f"The workflow has {len(document)} nodes; at most {MAX_NODES} are looked at.")
+        raise ValueError(compose("workflow.too_many_nodes", count=len(document), max_nodes=MAX_NODES))
     tiny_workflow = copy.deepcopy(document)
     make_tiny(tiny_workflow)
     values = {

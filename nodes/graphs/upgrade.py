@@ -8,13 +8,13 @@ pack's node differs from today's; all else is looked up in the declarations by n
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
 
 from ...tpu_runtime import api as runtime
-from ...tpu_runtime.api import Quality
+from ...tpu_runtime.api import Quality, compose, compose_list, compose_term
 from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
 from ..model import CLIP_TYPES, parse_quality
 
@@ -72,7 +72,7 @@ _OLD = {
 _OLD_TYPES = frozenset({"TENSOR", "COGVIDEOX_EMBEDS", "COGVIDEOX_LATENTS", "CONDITION", "LATENT_INFO"})
 # Values of the page's widget after a seed. The first is used where the file has none, so that the seed stays.
 _CONTROLS = ("fixed", "increment", "decrement", "randomize")
-_HEADLINE = "This workflow was saved by the separate TPU packs; it now has ComfyUI-TPU's nodes."
+_HEADLINE = compose("workflow.upgraded")
 
 
 def upgrade_workflow(document: Json, table: Table) -> tuple[Json, list[str]]:
@@ -85,7 +85,7 @@ def upgrade_workflow(document: Json, table: Table) -> tuple[Json, list[str]]:
     try:
         return _upgrade(document, table)
     except RecursionError:
-        raise ValueError("The workflow is nested too deeply to be read.") from None
+        raise ValueError(compose("workflow.too_deep")) from None
 
 
 def _upgrade(document: Json, table: Table) -> tuple[Json, list[str]]:
@@ -170,13 +170,13 @@ class _Graph:
         changes = []
         for node in self._ours():
             notes = [*self._upgrade_widgets(node), *self._upgrade_inputs(node)]
-            changes += [f"{_label(node)}: {'; '.join(notes)}."] if notes else []
+            changes += [_describe(_label(node), notes)] if notes else []
         leaving: dict[int | str, list[_Wire]] = {}
         for link in self._links.values():  # once all inputs are final
             leaving.setdefault(link.origin, []).append(link)
         for node in self._ours():
             notes = list(self._upgrade_outputs(node, leaving.get(node["id"], [])))
-            changes += [f"{_label(node)}: {'; '.join(notes)}."] if notes else []
+            changes += [_describe(_label(node), notes)] if notes else []
         self._graph["links"] = [link.to_raw() for link in self._links.values()]
         return changes
 
@@ -185,9 +185,9 @@ class _Graph:
         values, left = _name_values(old, node.get("widgets_values"))
         today = {widget.name: widget for widget in declared.inputs if widget.is_widget}
         for name in [name for name in values if name and name not in today]:
-            yield f"{name} {values.pop(name)!r} is left out, the input has its own"
+            yield compose("workflow.value_left_out", name=name, name_2=repr(values.pop(name)))
         if left:
-            yield f"{', '.join(map(repr, left))} is left out, no input takes it"
+            yield compose("workflow.values_left_out", left=", ".join(map(repr, left)))
         values = {**old.added, **values}
         written: list[Json] = []
         for widget in today.values():
@@ -203,7 +203,11 @@ class _Graph:
         linked = {name: self._links[socket["link"]] for name, socket in saved.items() if self._is_linked(socket)}
         for name, targets in old.sockets.items():
             if name in saved:
-                yield f"{name} is {' and '.join(targets)} now" if targets else f"{name} is not needed any more"
+                yield (
+                    compose("workflow.input_renamed", name=name, targets=_names(targets))
+                    if targets
+                    else compose("workflow.input_not_needed", name=name)
+                )
             if (link := linked.pop(name, None)) is None:
                 continue
             for offset, target in enumerate(targets):
@@ -213,7 +217,7 @@ class _Graph:
         names = {declared_input.name for declared_input in declared.inputs}
         for name in [name for name in linked if name not in names]:
             self._remove(linked.pop(name))
-            yield f"the link to {name} is left out, the input does not exist"
+            yield compose("workflow.input_link_left_out", name=name)
         order = [entry for entry in declared.page_order() if not entry.is_widget or entry.name in saved]
         node["inputs"] = []
         for slot, entry in enumerate(order):
@@ -240,7 +244,7 @@ class _Graph:
                 link_ids[today[name]].append(link.id)
             else:
                 self._remove(link)
-                yield f"the link from output {link.origin_slot} is left out, the output does not exist"
+                yield compose("workflow.output_link_left_out", origin_slot=link.origin_slot)
         node["outputs"] = [
             {"name": output.name, "type": output.type, "links": ids or None}
             for output, ids in zip(declared.outputs, link_ids, strict=True)
@@ -361,6 +365,14 @@ def _list_removed_inputs(node: Json, table: Table) -> list[str]:
     return [name for name in inputs if name not in names and name in (*_OLD[kind].widgets, *_OLD[kind].sockets)]
 
 
+def _describe(label: str, notes: Iterable[str]) -> str:
+    return compose("workflow.changes", label=label, notes=compose_list(notes, "semicolon"))
+
+
+def _names(targets: Iterable[str]) -> str:
+    return compose_list((compose_term("input", target) for target in targets), "and")
+
+
 def _upgrade_api(workflow: Document, table: Table) -> Iterator[str]:
     for node_id, node in workflow.items():
         notes = []
@@ -370,10 +382,17 @@ def _upgrade_api(workflow: Document, table: Table) -> Iterator[str]:
             if is_link:
                 for offset, target in enumerate(targets):
                     node["inputs"].setdefault(target, [value[0], value[1] + offset])
-            notes.append(f"{name} is {' and '.join(targets)} now" if targets else f"{name} is left out")
+            notes.append(
+                compose("workflow.input_renamed", name=name, targets=_names(targets))
+                if targets
+                else compose("workflow.input_left_out", name=name)
+            )
         if notes:
             node["inputs"] = {**_OLD[node["class_type"]].added, **node["inputs"]}
-            yield f"{node['class_type']} (node {node_id}): {'; '.join(notes)}."
+            yield compose(
+                "workflow.changes_of_node", class_type=node["class_type"], node_id=node_id,
+                notes=compose_list(notes, "semicolon"),
+            )  # fmt: skip
 
 
 # --- ComfyUI's own loaders --------------------------------------------------------------------------------------------
@@ -388,10 +407,6 @@ LOADERS = {
     "CLIPVisionLoader": ("TPUCLIPVisionLoader", ("clip_name",)),
 }
 _BACK = {ours: (theirs, names) for theirs, (ours, names) in LOADERS.items()}
-_PARTLY = (
-    "Only a part of this workflow can run on the TPU: ComfyUI runs {} on the CPU. It will not end in useful time. "
-    "Open a template of which every loader can be swapped."
-)
 # The headers of further files are not read.
 _MOST_LOADERS = 200
 
@@ -407,11 +422,11 @@ def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) 
     Raises ValueError if `document` is not a workflow.
     """
     if not isinstance(document, dict):
-        raise ValueError("This is not a workflow: it must be an object, as ComfyUI's page saves or exports it.")
+        raise ValueError(compose("workflow.not_object"))
     try:
         result = copy.deepcopy(document)
     except RecursionError:
-        raise ValueError("The workflow is nested too deeply to be read.") from None
+        raise ValueError(compose("workflow.too_deep")) from None
     is_of_page = isinstance(result.get("nodes"), list)
     nodes = (
         [node for graph in _graphs(result) for node in _dicts(graph.get("nodes"))] if is_of_page else result.values()
@@ -427,7 +442,7 @@ def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) 
         values = values if isinstance(values, dict) else {}
         label = f"{kind} ({', '.join(str(values.get(name, '')) for name in names if 'name' in name)})"
         if not back and (problem := _why_not(kind, values, folders)):
-            changes.append(f"{label} stays: {problem}.")
+            changes.append(compose("workflow.loader_stays", label=label, problem=problem))
             staying.append(label)
             continue
         node[key] = other
@@ -439,11 +454,11 @@ def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) 
         if is_of_page and isinstance(node.get("properties"), dict):
             # Drop the name of the node's pack: the new node is not in it.
             node["properties"] = {"Node name for S&R": other}
-        changes.append(f"{label} is now {other}.")
+        changes.append(compose("workflow.loader_swapped", label=label, other=other))
     # Image encoders take only seconds on any processor.
     slow = [label for label in staying if not label.startswith("CLIPVision")]
     if slow and len(staying) < len(changes):
-        changes.insert(0, _PARTLY.format(", ".join(slow)))
+        changes.insert(0, compose("workflow.partly_on_cpu", loaders=", ".join(slow)))
     return result, changes
 
 
@@ -451,11 +466,11 @@ def _why_not(kind: str, values: Values, folders: Sequence[str]) -> str:
     """Return why the files of a core loader do not run here; "" if they do."""
     if "type" in LOADERS[kind][1]:
         known = ", ".join(CLIP_TYPES)
-        return "" if values.get("type") in CLIP_TYPES else f"its type is not one of {known}"
+        return "" if values.get("type") in CLIP_TYPES else compose("workflow.type_unknown", known=known)
     name = str(values.get(LOADERS[kind][1][0], ""))
     if PurePath(name).name in runtime.published.list_models():
         return ""
-    unknown = "the file is not a model that runs on the TPU, or is not in ComfyUI's folders"
+    unknown = compose("workflow.file_unknown")
     if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):
         return unknown
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import parse_json
+from ..messages import compose
 from ..model_spec import MagCache, MagCacheCurve, ModelSpec, StepCache
 from .store import Store, signature
 
@@ -75,8 +76,8 @@ def attach_curve(spec: ModelSpec, model_id: str, policy: StepCache | MagCache | 
     if (curve := find_curve(spec, model_id)) is None:
         option = "" if model_id == spec.published.hub_id else f" --model-id {model_id}"
         instead = " set cache_threshold to 0 for DeepCache, or" if spec.denoiser.step_reuse else ""
-        raise ValueError(
-            f"{spec.title}: cache_threshold is {policy.threshold:g}, but no curve of this model is known. Measure it "
-            f"once: `comfyui-tpu calibrate {spec.name}{option}`, or{instead} turn step_cache off."
-        )
+        raise ValueError(compose(
+            "settings.no_curve", title=spec.title, threshold=f"{policy.threshold:g}",
+            name=spec.name, option=option, instead=instead,
+        ))  # fmt: skip
     return replace(policy, curve=curve)

@@ -15,6 +15,7 @@ from ..files import CheckpointError, TensorFile, read_json
 from ..formats import key_map, quantization, quantization_detect, single_file, tokenizer_files
 from ..formats.single_file import FileContents, NetworkFile
 from ..formats.tensor_views import CroppedView, ReshapedView, UnsqueezedView, view
+from ..messages import compose
 from ..model_spec import Component, Json, KeyTable, ModelSpec
 from ..models.layouts import LAYOUTS
 from ..progress import Progress, SilentProgress
@@ -78,12 +79,10 @@ class Checkpoint:
             tokenizers = {text.tokenizer_folder for text in self.spec.text_encoders}
             if name not in tokenizers or rest.model_id != self.spec.published.hub_id:
                 raise
-            raise hub.HubError(
-                f"{self.model_id}: none of its files carries the tokenizer along. {str(error).partition('. ')[0]}. "
-                "With a network the next run fetches the tokenizer, a few MB and no weights. Without one, name a file "
-                "of the text encoder that carries its tokenizer, such as a GGUF file, or "
-                f"add{file_resolution.SEPARATOR}a folder that has {INDEX} and {name}."
-            ) from error
+            raise hub.HubError(compose(
+                "checkpoint.no_tokenizer_in_files", model_id=self.model_id,
+                error=str(error).partition(". ")[0], separator=file_resolution.SEPARATOR, index=INDEX, name=name,
+            )) from error  # fmt: skip
 
     def _other_checkpoint(self, folder: str) -> "Checkpoint | None":
         """Return the checkpoint with a component that is in no single file, or None."""
@@ -92,7 +91,7 @@ class Checkpoint:
     def _folder(self, root: Path, name: str) -> Path:
         if not (root / name).is_dir():
             raise CheckpointError(
-                f"{self.model_id}: there is no folder {name!r} in {root}; the checkpoint is incomplete."
+                compose("checkpoint.folder_missing", model_id=self.model_id, name=repr(name), root=root)
             )
         return root / name
 
@@ -206,31 +205,29 @@ def locate(
     model_id = model_id.strip()
     if not model_id:
         raise CheckpointError(
-            f"{spec.title}: model_id is empty. Enter a Hugging Face id such as {spec.published.hub_id}, a folder in "
-            f"diffusers layout, or {spec.miniature.id}."
+            compose("checkpoint.model_id_empty", title=spec.title, hub_id=spec.published.hub_id, id=spec.miniature.id)
         )
     if file_resolution.names_single_files(model_id):
         return _locate_files(spec, model_id, folders, is_partial=is_partial, only=only)
     if model_id.startswith("tiny/"):
         if model_id not in spec.miniature.ids:
             raise CheckpointError(
-                f"{spec.title}: model_id is {model_id}; its built-in checkpoint is {spec.miniature.id}."
+                compose("checkpoint.model_id_not_built_in", title=spec.title, model_id=model_id, id=spec.miniature.id)
             )
         return Checkpoint(spec=spec, model_id=model_id, root=None)
     if (folder := find_local_folder(model_id, folders)) is not None:
         if not (folder / INDEX).is_file():
             raise CheckpointError(
-                f"{spec.title}: the folder {model_id} has no {INDEX}; it is not a model in diffusers layout. Choose "
-                f"the folder that holds {INDEX}, transformer/, vae/."
+                compose("checkpoint.no_model_index", title=spec.title, model_id=model_id, index=INDEX)
             )
         _check_index(spec, model_id, read_json(folder / INDEX))
         return Checkpoint(spec=spec, model_id=model_id, root=folder)
     if not hub.is_hub_id(model_id):
-        searched = ", ".join(["the path itself", *folders])
-        raise CheckpointError(
-            f"{spec.title}: model_id is {model_id}; there is no such folder (looked at {searched}) and it is not a "
-            f"Hugging Face id (owner/name) such as {spec.published.hub_id}."
-        )
+        searched = ", ".join([compose("checkpoint.the_path_itself"), *folders])
+        raise CheckpointError(compose(
+            "checkpoint.model_id_not_found", title=spec.title, model_id=model_id, searched=searched,
+            hub_id=spec.published.hub_id,
+        ))  # fmt: skip
     return Checkpoint(spec=spec, model_id=model_id, root=None)
 
 
@@ -302,13 +299,13 @@ def list_weight_files(folder: Path, component: Component) -> list[Path]:
     names = list_weight_names(folder, component)
     missing = [name for name in names if not os.path.isfile(folder / name)]  # `Path` raises for names too long
     if missing and len(names) > 1:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}. Download the "
-            "checkpoint again."
-        )
+        raise CheckpointError(compose(
+            "checkpoint.weight_files_missing", folder=folder, count=len(missing), count_2=len(names),
+            missing=", ".join(missing),
+        ))  # fmt: skip
     if missing:
         present = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))) or "none"
-        raise CheckpointError(f"{folder}: expected one .safetensors file or an index, found {present}.")
+        raise CheckpointError(compose("checkpoint.no_weights_or_index", folder=folder, present=present))
     return [folder / name for name in names]
 
 
@@ -341,10 +338,7 @@ def match_weights(
     for name, weight in network.weights.items():
         missing = [source for source in weight.sources if source not in by_name]
         if missing:
-            raise CheckpointError(
-                f"{folder}: the weight {missing[0]} is missing; the checkpoint is incomplete. Download it again, or "
-                "choose another."
-            )
+            raise CheckpointError(compose("checkpoint.weight_missing", folder=folder, missing=missing[0]))
         matched[name] = tuple(_fit_shape(by_name[source], weight.tensor_shape) for source in weight.sources)
         _check_shapes(weight, matched[name], folder, "" if network_file is None else component.class_name)
     used = {source for weight in network.weights.values() for source in weight.sources}
@@ -358,10 +352,9 @@ def match_weights(
         if is_strict or any(layer_index(name, path) is not None for path in blocks)
     )
     if more := sorted(more):
-        raise CheckpointError(
-            f"{folder}: the weight {more[0]} does not belong to a {component.class_name}; without it the result would "
-            "be wrong. Use a checkpoint of the network as it was published."
-        )
+        raise CheckpointError(compose(
+            "checkpoint.weight_unexpected", folder=folder, more=more[0], class_name=component.class_name,
+        ))  # fmt: skip
     return matched
 
 
@@ -396,20 +389,20 @@ def _check_shapes(weight: "Weight", files: tuple[TensorFile, ...], folder: Path,
     expected = weight.tensor_shape
     for source, file in zip(weight.sources, files, strict=True):
         if file.dtype not in quantization_detect.READABLE_DTYPES:
-            raise CheckpointError(
-                f"{folder}: {source} holds {file.dtype}, and weights are floating point numbers. "
-                f"{quantization_detect.ADVICE}"
-            )
+            raise CheckpointError(compose(
+                "checkpoint.weight_not_floating_point", folder=folder, source=source, dtype=file.dtype,
+                advice=quantization_detect.ADVICE,
+            ))  # fmt: skip
         if file.shape != expected and single:
-            raise CheckpointError(
-                f"{folder}: {source} has shape {file.shape}, and by its other tensors a {single} has {expected}. The "
-                "file is damaged, or of another model. Choose another."
-            )
+            raise CheckpointError(compose(
+                "checkpoint.shape_contradicts_other_tensors", folder=folder, source=source, shape=file.shape,
+                single=single, expected=expected,
+            ))  # fmt: skip
         if file.shape != expected:
-            raise CheckpointError(
-                f"{folder}: {source} has shape {file.shape}, but its config asks for {expected}. Download it again, or "
-                "choose another."
-            )
+            raise CheckpointError(compose(
+                "checkpoint.shape_contradicts_config", folder=folder, source=source, shape=file.shape,
+                expected=expected,
+            ))  # fmt: skip
 
 
 # --- export in the form of single files -------------------------------------------------------------------------------
@@ -424,9 +417,9 @@ def export_network(found: Checkpoint, name: str, progress: Progress) -> NetworkF
     """
     component = replace(found.spec.component(name), only=())
     if found.is_partial and found.root is not None and not (found.root / component.folder).is_dir():
-        raise CheckpointError(
-            f"{found.model_id} holds no {component.class_name}. Choose another file, or another loader."
-        )
+        raise CheckpointError(compose(
+            "checkpoint.class_not_in_file", model_id=found.model_id, class_name=component.class_name,
+        ))  # fmt: skip
     folder = found.fetch_weights(component, progress)
     if (source := virtual_folder.read_source(folder)) is not None:
         return source

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..formats import quantization_detect
+from ..messages import compose
 from ..model_spec import Component, ConfigRequirement, EqualsConfig, Json, ModelSpec
 
 # Largest allowed ratio of a config's number to the published one: for counts (below 1000) and for lengths. Each layer
@@ -33,20 +34,21 @@ def index_problem(spec: ModelSpec, model_id: str, index: Json) -> str | None:
     index: the parsed `model_index.json` of `model_id`.
     """
     if not is_pipeline(spec, index):
-        return (
-            f"{spec.title}: the checkpoint {model_id} is a {index.get('_class_name')}; this node needs a "
-            f"{' or '.join(spec.published.pipeline_classes)}, such as {spec.published.hub_id}."
-        )
+        return compose(
+            "compatibility.pipeline_of_another_node", title=spec.title, model_id=model_id,
+            class_name=index.get("_class_name"), pipeline_classes=" or ".join(spec.published.pipeline_classes),
+            hub_id=spec.published.hub_id,
+        )  # fmt: skip
     if unknown := list(_find_unknown_entries(spec, index)):
-        return (
-            f"{spec.title}: the model_index.json of {model_id} has {_join_words(unknown)}, which this model does not "
-            f"know; without that the result would be wrong. Use one such as {spec.published.hub_id}."
-        )
+        return compose(
+            "compatibility.component_unknown", title=spec.title, model_id=model_id,
+            unknown=_join_words(unknown), hub_id=spec.published.hub_id,
+        )  # fmt: skip
     if missing := list(_find_missing_entries(spec, index)):
-        return (
-            f"{spec.title}: the model_index.json of {model_id} has no {_join_words(missing)}, which this model needs. "
-            f"Use one that has, such as {spec.published.hub_id}."
-        )
+        return compose(
+            "compatibility.component_missing", title=spec.title, model_id=model_id,
+            missing=_join_words(missing), hub_id=spec.published.hub_id,
+        )  # fmt: skip
     return None
 
 
@@ -98,31 +100,44 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     class_name = config.get("_class_name") or config.get("architectures")
     class_name = class_name[0] if isinstance(class_name, list) and class_name else class_name
     if class_name not in (component.class_name, *component.class_aliases):
-        return f"{model_id}: {component.folder} is a {class_name}; {spec.title} needs a {component.class_name}."
+        return compose(
+            "compatibility.class_wrong", model_id=model_id, folder=component.folder, class_name=class_name,
+            title=spec.title, class_name_2=component.class_name,
+        )  # fmt: skip
     if (method := quantization_detect.detect_in_config(config)) and method not in quantization_detect.DECODED_METHODS:
-        return (
-            f"{spec.title}: {component.folder} of {model_id} is quantized with {method} (quantization_config in its "
-            f"config.json). {quantization_detect.ADVICE.removesuffix('.')}, such as {spec.published.hub_id}."
-        )
+        return compose(
+            "compatibility.quantized", title=spec.title, folder=component.folder, model_id=model_id, method=method,
+            advice=quantization_detect.ADVICE.removesuffix("."), hub_id=spec.published.hub_id,
+        )  # fmt: skip
     if strange := next(_find_oversized_values(config, component.config), None):
         if advice:
-            return f"{model_id} is of another model than {spec.title}, or damaged: {strange}. {advice}"
+            return compose(
+                "compatibility.file_of_another_model", model_id=model_id, title=spec.title, strange=strange,
+                advice=advice,
+            )  # fmt: skip
         where = f"{component.folder}/config.json"
-        return f"{model_id}: {strange} in {where}. Use a checkpoint such as {spec.published.hub_id}."
+        return compose(
+            "compatibility.config_strange", model_id=model_id, strange=strange, where=where,
+            hub_id=spec.published.hub_id,
+        )  # fmt: skip
     for key, need in component.needs.items():
         value = _value(config, key)
         if isinstance(need, EqualsConfig) or _fits(need, value):
             continue
-        state = "is missing" if value is _MISSING else f"is {json.dumps(value)}"
-        if advice:
-            return (
-                f"{model_id} is the {component.class_name} of another model than {spec.title}: its {key} {state}; "
-                f"supported is {_join_supported_values(need)}. {advice}"
-            )
-        return (
-            f"{spec.title}: {key} {state} in {component.folder}/config.json of {model_id}; supported is "
-            f"{_join_supported_values(need)}. Use a checkpoint such as {spec.published.hub_id}."
+        state = (
+            compose("compatibility.is_missing")
+            if value is _MISSING
+            else compose("compatibility.has_value", value=json.dumps(value))
         )
+        if advice:
+            return compose(
+                "compatibility.file_config_unsupported", model_id=model_id, class_name=component.class_name,
+                title=spec.title, key=key, state=state, need=_join_supported_values(need), advice=advice,
+            )  # fmt: skip
+        return compose(
+            "compatibility.config_unsupported", title=spec.title, key=key, state=state, folder=component.folder,
+            model_id=model_id, need=_join_supported_values(need), hub_id=spec.published.hub_id,
+        )  # fmt: skip
     return None
 
 
@@ -135,7 +150,9 @@ def _find_oversized_values(config: Json, published: Json) -> Iterator[str]:
         largest = max(_sizes(real), default=math.inf)
         most = largest * (MAX_COUNT_RATIO if largest < 1000 else MAX_LENGTH_RATIO)
         if any(size > most for size in _sizes(value)) or (isinstance(value, list) and len(value) > most):
-            yield f"{key} is {json.dumps(value)[:80]} (the published model's is {json.dumps(real)})"
+            yield compose(
+                "compatibility.differs_from_published", key=key, value=json.dumps(value)[:80], real=json.dumps(real),
+            )  # fmt: skip
 
 
 def _sizes(value: Any) -> list[float]:
@@ -177,16 +194,16 @@ def sizes_problem(
                 continue
             times = f"{need.times} times " if need.times > 1 else ""
             if component.name in files:
-                return (
-                    f"{spec.title}: {key} is {json.dumps(value)} in {files[component.name]}, but must be {times}"
-                    f"{need.key} in {files[need.component]}, which is {json.dumps(other)}. The files are of different "
-                    f"models; choose those of {spec.title}."
-                )
-            return (
-                f"{spec.title}: {key} is {json.dumps(value)} in {component.folder}/config.json of {model_id}, but must "
-                f"be {times}{need.key} of {spec.component(need.component).folder}, which is {json.dumps(other)}. Its "
-                "parts do not belong together."
-            )
+                return compose(
+                    "compatibility.files_contradict", title=spec.title, key=key, value=json.dumps(value),
+                    files=files[component.name], times=times, key_2=need.key, files_2=files[need.component],
+                    other=json.dumps(other),
+                )  # fmt: skip
+            return compose(
+                "compatibility.components_contradict", title=spec.title, key=key, value=json.dumps(value),
+                folder=component.folder, model_id=model_id, times=times, key_2=need.key,
+                folder_2=spec.component(need.component).folder, other=json.dumps(other),
+            )  # fmt: skip
     return _experts_problem(spec, model_id, configs)
 
 
@@ -197,10 +214,10 @@ def _experts_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Json]
         mine, its = configs[first], configs[name]
         for key in sorted({*mine, *its}):
             if not key.startswith("_") and mine.get(key) != its.get(key):
-                return (
-                    f"{spec.title}: {key} is {json.dumps(its.get(key))} in {name} of {model_id} and "
-                    f"{json.dumps(mine.get(key))} in {first}; the two must be equal. Choose two of one model."
-                )
+                return compose(
+                    "compatibility.configs_differ", title=spec.title, key=key, key_2=json.dumps(its.get(key)),
+                    name=name, model_id=model_id, key_3=json.dumps(mine.get(key)), first=first,
+                )  # fmt: skip
     return None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .. import models
 from ..files import CheckpointError
+from ..messages import compose
 from ..progress import Progress
 from . import file_resolution, hub, tiny
 from .checkpoint import find_local_folder
@@ -44,7 +45,7 @@ def hash_model(model_id: str, folders: Sequence[str], progress: Progress) -> str
         digests = [(name, hash_file(paths[name])) for name in sorted(paths) if f"/{name}".find("/.") < 0]
         return hashlib.sha256(repr(digests).encode()).hexdigest()[:16]
     if not hub.is_hub_id(model_id):
-        raise CheckpointError(f"model_id is {model_id!r}; it is neither a folder nor a Hugging Face id (owner/name).")
+        raise CheckpointError(compose("checkpoint.model_id_neither_folder_nor_hub_id", model_id=repr(model_id)))
     return hub.resolve_snapshot(model_id, progress).commit
 
 

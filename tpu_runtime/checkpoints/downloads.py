@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..messages import compose
 from ..progress import Progress
 from ..units import MIB
 
@@ -154,7 +155,7 @@ class _Download:
     def _finish(self, file: WeightFile, size: int, digest: str) -> None:
         if size != file.size_bytes or (file.sha256 and digest != file.sha256):
             file.part.unlink(missing_ok=True)
-            raise DamagedError(f"{file.name} of {file.model_id}")
+            raise DamagedError(compose("hub.file_of_model", name=file.name, model_id=file.model_id))
         try:
             os.replace(file.part, file.target)
         except FileNotFoundError:

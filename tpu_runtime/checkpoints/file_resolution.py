@@ -18,6 +18,7 @@ from .. import models
 from ..files import CheckpointError, TensorFile
 from ..formats import single_file
 from ..formats.single_file import NetworkFile
+from ..messages import compose, compose_list
 from ..model_spec import Component, Json, ModelSpec
 from ..models.layouts import LAYOUTS, identification, published
 from . import compatibility, hub, virtual_folder
@@ -104,9 +105,9 @@ def find_file(entry: str, folders: Sequence[str]) -> Path:
             return Path(place)
     known = {name for folder in folders for name in list_weight_paths(folder)}
     near = difflib.get_close_matches(entry, known, n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    where = ", ".join(folders) or "the working folder"
-    raise CheckpointError(f"There is no file {entry} (looked in {where}).{hint}")
+    hint = compose("checkpoint.did_you_mean", names=compose_list(near, "or")) if near else ""
+    where = ", ".join(folders) or compose("checkpoint.the_working_folder")
+    raise CheckpointError(compose("checkpoint.no_such_file", entry=entry, where=where, hint=hint))
 
 
 def list_weight_paths(folder: str) -> Iterator[str]:
@@ -147,11 +148,10 @@ def _select_files(model_id: str, folders: Sequence[str]) -> _FileSelection:
             rest.append(entry)
     if len(rest) > 1:
         raise CheckpointError(
-            f"model_id is {model_id}: {' and '.join(rest)} are two models in diffusers layout; networks that are "
-            "in no file come from one. Name one of them."
+            compose("checkpoint.model_id_with_two_folders", model_id=model_id, rest=" and ".join(rest))
         )
     if not networks:
-        raise CheckpointError(f"model_id is {model_id}: none of its parts is a file of weights.")
+        raise CheckpointError(compose("checkpoint.model_id_without_weights", model_id=model_id))
     return _FileSelection(networks=tuple(networks), specs=tuple(specs), rest="".join(rest))
 
 
@@ -196,10 +196,10 @@ def resolve(
     if selection.specs:
         candidates = [spec for spec in candidates if spec in selection.specs]
         if not candidates:
-            raise CheckpointError(
-                f"model_id is {model_id}: {selection.specs[0].title} is not of the family of this node. Use the nodes "
-                f"of {selection.specs[0].family}."
-            )
+            raise CheckpointError(compose(
+                "checkpoint.model_id_of_another_family", model_id=model_id, title=selection.specs[0].title,
+                family=selection.specs[0].family,
+            ))  # fmt: skip
     results = [_fit(spec, selection, folders, needs_all=needs_all) for spec in candidates]
     fitting = [result for result in results if isinstance(result, ResolvedFiles)]
     problems = [result for result in results if isinstance(result, _Problem)]
@@ -334,17 +334,15 @@ def _place(spec: ModelSpec, networks: Sequence[NetworkFile]) -> "dict[str, Netwo
     for network in networks:
         places = free.get(network.layout.class_name)
         if places is None:
-            return _Problem(
-                0,
-                f"{network.path} is a {network.layout.class_name}, and {spec.title} has none: it is made of "
-                f"{', '.join(free)}. Leave the file out, or choose one of these.",
-            )
+            return _Problem(0, compose(
+                "checkpoint.component_not_of_model", path=network.path, class_name=network.layout.class_name,
+                title=spec.title, free=", ".join(free),
+            ))  # fmt: skip
         if not places:
-            return _Problem(
-                1,
-                f"{network.path} is one {network.layout.class_name} more than {spec.title} has. Name each network "
-                "once.",
-            )
+            return _Problem(1, compose(
+                "checkpoint.component_named_twice", path=network.path, class_name=network.layout.class_name,
+                title=spec.title,
+            ))  # fmt: skip
         placed[places.pop(0)] = network
     return placed
 
@@ -354,23 +352,14 @@ def _experts_problem(spec: ModelSpec, placed: Mapping[str, NetworkFile], *, has_
     experts = [spec.component(name).folder for name in spec.denoiser.experts]
     present = [name for name in experts if name in placed]
     if 0 < len(present) < len(experts) and not has_rest:
-        return (
-            f"{spec.title} has two denoisers, for high noise and for low noise, and there is one file. Name both, the "
-            "one for high noise first; a file in which the two are merged is named twice."
-        )
+        return compose("checkpoint.second_expert_missing", title=spec.title)
     if len(present) > 1:
         first, second = (identification.noise(placed[name], is_of_two=True) for name in present[:2])
         if first == second != "":
             both = " and ".join(placed[name].path.name for name in present[:2])
-            return (
-                f"{spec.title}: {both} are both the denoiser for {first} noise by their names, and it has one for high "
-                "noise and one for low noise. Name one of each, the one for high noise first."
-            )
+            return compose("checkpoint.two_experts_for_one_noise", title=spec.title, both=both, first=first)
         if (first, second) == _NOISE[::-1]:
-            return (
-                f"{spec.title}: {placed[present[0]].path.name} is the denoiser for low noise by its name, and comes "
-                "first. Name the one for high noise first."
-            )
+            return compose("checkpoint.low_noise_first", title=spec.title, name=placed[present[0]].path.name)
     return None
 
 
@@ -440,7 +429,11 @@ def _advice(spec: ModelSpec, component: Component) -> str:
     is_denoiser = component.name in spec.denoiser.experts
     folder = "diffusion_models" if is_denoiser else _FOLDERS.get(component.folder, "text_encoders")
     file = published.find_part(spec.name, folder)
-    return f"Choose one of {spec.title}, such as {file.name}." if file else f"Choose one of {spec.title}."
+    return (
+        compose("checkpoint.choose_model_such_as", title=spec.title, name=file.name)
+        if file
+        else compose("checkpoint.choose_model", title=spec.title)
+    )
 
 
 def _blind_problem(spec: ModelSpec, placed: Mapping[str, NetworkFile]) -> str | None:
@@ -451,22 +444,26 @@ def _blind_problem(spec: ModelSpec, placed: Mapping[str, NetworkFile]) -> str | 
         if network is None or not component.config_part or component.name == component.folder or not prefixes:
             continue
         if not any(name.startswith(prefixes) for name in network.tensors):
-            return (
-                f"{network.path} is a text encoder without vision (it has no {prefixes[0]}), and {spec.title} "
-                f"encodes images with it. {_advice(spec, component)}"
-            )
+            return compose(
+                "checkpoint.text_encoder_without_vision", path=network.path, prefixes=prefixes[0], title=spec.title,
+                advice=_advice(spec, component),
+            )  # fmt: skip
     return None
 
 
 def _missing_sentence(spec: ModelSpec, component: Component) -> str:
     folder = _FOLDERS.get(component.folder, "text_encoders")
     file = published.find_part(spec.name, folder)
-    what = f"{file.name} of {file.repository}" if file else f"the file of a {component.class_name}"
-    return (
-        f"{spec.title}: its {component.folder} ({component.class_name}) is in none of the files, and in none of "
-        f"ComfyUI's folders {', '.join(_LOOKED_THROUGH)}. Get {what} into models/{folder}, or add{SEPARATOR}"
-        f"{spec.published.hub_id} to model_id, which has it."
+    what = (
+        compose("hub.file_of_model", name=file.name, model_id=file.repository)
+        if file
+        else compose("checkpoint.file_of_class", class_name=component.class_name)
     )
+    return compose(
+        "checkpoint.component_not_found", title=spec.title, folder=component.folder,
+        class_name=component.class_name, looked_through=", ".join(_LOOKED_THROUGH), what=what, folder_2=folder,
+        separator=SEPARATOR, hub_id=spec.published.hub_id,
+    )  # fmt: skip
 
 
 def _best_problem(
@@ -476,7 +473,7 @@ def _best_problem(
     words = set().union(*map(identification.split_words, given.titles))
     pairs = list(zip(candidates, problems, strict=True))
     if not pairs:
-        return f"model_id is {model_id}: there is no such model."
+        return compose("checkpoint.model_id_unknown", model_id=model_id)
     return max(pairs, key=lambda pair: (pair[1].nearness, len(identification.split_words(pair[0].name) & words)))[
         1
     ].sentence

@@ -8,6 +8,7 @@ import logging
 import math
 
 from ..files import CheckpointError, read_json
+from ..messages import compose
 from ..model_spec import Json
 from ..progress import Progress
 from .checkpoint import Checkpoint
@@ -32,13 +33,15 @@ def resolve_guidance_scale(found: Checkpoint, guidance_scale: float, progress: P
     config = read_json(found.folder(FOLDER, progress) / CONFIG)
     scale = config.get("guidance_scale", DEFAULT_SCALE)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise CheckpointError(f"{found.model_id}: guidance_scale is {scale!r} in its {CONFIG}; it must be a number.")
+        raise CheckpointError(
+            compose("checkpoint.guidance_scale_not_number", model_id=found.model_id, scale=repr(scale), config=CONFIG)
+        )
     if _is_off(config):
         log.warning(
             "%s is CFG-distilled (its %s): guidance_scale %s is taken as 1, without a negative prompt.",
             found.model_id, CONFIG, guidance_scale,
         )  # fmt: skip
-        progress.text("The checkpoint is CFG-distilled: guidance_scale is taken as 1")
+        progress.text(compose("checkpoint.cfg_distilled"))
         return 1.0
     _check_plain(found.model_id, config)
     return guidance_scale
@@ -53,13 +56,9 @@ def _is_off(config: Json) -> bool:
 def _check_plain(model_id: str, config: Json) -> None:
     kind = config.get("_class_name")
     if kind != "ClassifierFreeGuidance":
-        raise CheckpointError(
-            f"{model_id}: its guider is a {kind}; only ClassifierFreeGuidance is supported. Set guidance_scale to 1 to "
-            "run without guidance, or use another checkpoint."
-        )
+        raise CheckpointError(compose("checkpoint.guider_class_unsupported", model_id=model_id, kind=kind))
     for name, plain in _PLAIN.items():
         if config.get(name, plain) != plain:
-            raise CheckpointError(
-                f"{model_id}: its guider has {name} {config[name]}; only {plain} is supported. Set guidance_scale to 1 "
-                "to run without guidance, or use another checkpoint."
-            )
+            raise CheckpointError(compose(
+                "checkpoint.guider_option_unsupported", model_id=model_id, name=name, config=config[name], plain=plain,
+            ))  # fmt: skip

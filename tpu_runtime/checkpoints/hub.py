@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import DISK_FULL_ERRNOS, CheckpointError, read_json
+from ..messages import compose
 from ..model_spec import Json
 from ..progress import Progress
 from ..redact import SafeError, guard_logs, redact
@@ -22,7 +23,7 @@ from ..units import GIB, MIB, format_size
 from . import downloads
 
 INDEX = "model_index.json"
-_ELSEWHERE = "set HF_HOME to a folder on a larger disk"
+_ELSEWHERE = compose("hub.set_hf_home")
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -103,7 +104,7 @@ def resolve_snapshot(model_id: str, progress: Progress, to: Path | None = None) 
     from huggingface_hub import HfApi, hf_hub_download
 
     with _sentences(model_id, INDEX, to or cache_folder()):
-        progress.text(f"Looking for {model_id}")
+        progress.text(compose("hub.looking_for", model_id=model_id))
         if to is not None:
             commit = HfApi().model_info(model_id).sha or ""
             _claim(to, model_id)
@@ -120,13 +121,10 @@ def _claim(folder: Path, model_id: str) -> None:
     """Mark a folder as that of a model. Raises `HubError` if it has other files."""
     mark = folder / ".cache" / "comfyui-tpu.txt"
     if folder.exists() and not folder.is_dir():
-        raise HubError(f"{folder} is a file. Choose a folder for {model_id}, such as {folder}-model.")
+        raise HubError(compose("hub.folder_is_a_file", folder=folder, model_id=model_id))
     if folder.is_dir() and any(folder.iterdir()) and not (mark.is_file() and mark.read_text().strip() == model_id):
         name = model_id.partition("/")[2]
-        raise HubError(
-            f"{folder} is not empty, and its files are not from a download of {model_id}. Choose a folder of "
-            f"its own, such as {folder / name}."
-        )
+        raise HubError(compose("hub.folder_not_empty", folder=folder, model_id=model_id, folder_2=folder / name))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(model_id + "\n")
 
@@ -152,7 +150,7 @@ def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str)
         if missing:
             # As in `snapshot`. With some files here, the calls below would also ignore errors of the Hub.
             HfApi().model_info(found.model_id, revision=found.commit)
-        progress.text(f"Downloading {title} of {found.model_id}")
+        progress.text(compose("hub.downloading", title=title, model_id=found.model_id))
         if weights := [name for name in missing if name.endswith(".safetensors")]:
             _fetch_weights(found, weights, progress, title)
         snapshot_download(
@@ -163,11 +161,8 @@ def fetch(found: Snapshot, names: Sequence[str], progress: Progress, title: str)
             tqdm_class=_bar(progress),
         )
     if missing := _missing(found.root, exact):
-        hint = " Weights are read from safetensors files alone." if missing[0].endswith(".safetensors") else ""
-        raise HubError(
-            f"{found.model_id} has no {', '.join(missing)} on the Hugging Face Hub.{hint} Choose another repository, "
-            "or set model_id to a local folder."
-        )
+        hint = compose("hub.no_safetensors") if missing[0].endswith(".safetensors") else ""
+        raise HubError(compose("hub.files_not_there", model_id=found.model_id, missing=", ".join(missing), hint=hint))
 
 
 def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, title: str) -> None:
@@ -176,7 +171,7 @@ def _fetch_weights(found: Snapshot, names: Sequence[str], progress: Progress, ti
     `snapshot_download` then finds them, checks those in a user's folder, and links.
     """
     files = found.weights(names, title)
-    check_free_space(files, found.place, f"{title} of {found.model_id}")
+    check_free_space(files, found.place, compose("hub.file_of_model", name=title, model_id=found.model_id))
     downloads.download(files, progress)
 
 
@@ -193,14 +188,14 @@ def find_single_files(
     from huggingface_hub import HfApi
 
     with _sentences(model_id, "files", place):
-        progress.text(f"Looking for {model_id}")
+        progress.text(compose("hub.looking_for", model_id=model_id))
         commit = HfApi().model_info(model_id).sha or ""
         names = list(targets)
         files = downloads.list_hub_files(
             model_id, commit, names, lambda name, _: targets[name], lambda name: targets[name].is_file()
         )
     if missing := set(names) - {file.name for file in files}:
-        raise HubError(f"{model_id} has no {', '.join(sorted(missing))} on the Hugging Face Hub any more.")
+        raise HubError(compose("hub.files_not_there_any_more", model_id=model_id, missing=", ".join(sorted(missing))))
     return files
 
 
@@ -218,10 +213,10 @@ def check_free_space(files: Sequence[downloads.WeightFile], place: Path, what: s
     needed = sum(file.size_bytes - file.local_bytes for file in files)
     free = free_bytes(place)
     if free is not None and needed > free:
-        raise HubError(
-            f"The disk is too full: {what} needs {format_size(needed)} more, and {place} has {format_size(free)} "
-            f"free. Make room for {format_size(needed - free)}, or {_ELSEWHERE}."
-        )
+        raise HubError(compose(
+            "hub.disk_too_full", what=what, needed=format_size(needed), place=place, free=format_size(free),
+            needed_2=format_size(needed - free), elsewhere=_ELSEWHERE,
+        ))  # fmt: skip
 
 
 def free_bytes(folder: Path) -> int | None:
@@ -268,16 +263,15 @@ def _disk_sentence(error: BaseException, model_id: str, title: str, place: Path)
     for link in _chain(error):
         number = _os_error_number(link)
         if number in DISK_FULL_ERRNOS:
-            return (
-                f"The disk is full: {title} of {model_id} does not fit into {place}{_free(place)}. Make room there, or "
-                f"{_ELSEWHERE}."
-            )
+            return compose(
+                "hub.disk_full", title=title, model_id=model_id, place=place, free=_free(place), elsewhere=_ELSEWHERE,
+            )  # fmt: skip
         path = getattr(link, "filename", None)
         if number in _DENIED or (number is not None and path is not None):
-            return (
-                f"{path or place} cannot be written ({os.strerror(number)}): {title} of {model_id} was not downloaded. "
-                "Give this user the right to write there, or set HF_HOME to a folder of their own."
-            )
+            return compose(
+                "hub.folder_not_writable", path=path or place, strerror=os.strerror(number), title=title,
+                model_id=model_id,
+            )  # fmt: skip
     return None
 
 
@@ -291,7 +285,7 @@ def _os_error_number(error: BaseException) -> int | None:
 
 def _free(folder: Path) -> str:
     free = free_bytes(folder)
-    return "" if free is None else f", which has {free / GIB:.1f} GiB left"
+    return "" if free is None else compose("hub.space_left", free=f"{free / GIB:.1f}")
 
 
 def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | None:
@@ -300,21 +294,11 @@ def _answer_sentence(error: BaseException, model_id: str, title: str) -> str | N
 
     for link in _chain(error):
         if isinstance(link, errors.GatedRepoError):
-            return (
-                f"{model_id} is gated on the Hugging Face Hub{_given_token(link)}. Sign in and accept its terms at "
-                f"https://huggingface.co/{model_id}, make a token that may read at "
-                "https://huggingface.co/settings/tokens, then run: hf auth login (or set HF_TOKEN)."
-            )
+            return compose("hub.gated", model_id=model_id, given_token=_given_token(link))
         if isinstance(link, errors.RepositoryNotFoundError):
-            return (
-                f"{model_id} was not found on the Hugging Face Hub, or it is private. Check the spelling; for a "
-                "private model run: hf auth login (or set HF_TOKEN)."
-            )
+            return compose("hub.not_found", model_id=model_id)
         if isinstance(link, errors.EntryNotFoundError) and not isinstance(link, errors.LocalEntryNotFoundError):
-            return (
-                f"{model_id} has no {title} on the Hugging Face Hub; it is not a model in diffusers layout. Choose one "
-                "that is: the names of many end in -Diffusers."
-            )
+            return compose("hub.not_diffusers_layout", model_id=model_id, title=title)
         if (response := getattr(link, "response", None)) is not None:
             return _status_sentence(response.status_code, response.headers, model_id, title)
     return None
@@ -327,51 +311,36 @@ def _given_token(error: BaseException) -> str:
     """
     response = getattr(error, "response", None)
     is_refused = response is not None and response.status_code == 403
-    return ", and the account of the token that was sent has no access to it" if is_refused else ""
+    return compose("hub.account_without_access") if is_refused else ""
 
 
 def _status_sentence(status: int, headers: Mapping[str, str], model_id: str, title: str) -> str:
     if status == 429:
-        return (
-            f"The Hugging Face Hub takes no more requests for now (429): {title} of {model_id} was not downloaded. Try "
-            f"again {_retry_time(headers)}; with a token more are allowed (hf auth login, or set HF_TOKEN)."
-        )
+        return compose("hub.too_many_requests", title=title, model_id=model_id, retry_time=_retry_time(headers))
     if status in (401, 403):
-        return (
-            f"The Hugging Face Hub refuses {title} of {model_id} ({status}). Check that the token is valid and may "
-            "read it: hf auth login (or set HF_TOKEN)."
-        )
-    when = "The trouble is the Hub's: try again later" if status >= 500 else "Try again"
-    return (
-        f"The Hugging Face Hub answered {status} for {title} of {model_id}. {when}, or set model_id to a local folder."
-    )
+        return compose("hub.refused", title=title, model_id=model_id, status=status)
+    when = compose("hub.hub_failed_try_later") if status >= 500 else compose("hub.try_again")
+    return compose("hub.answered", status=status, title=title, model_id=model_id, when=when)
 
 
 def _retry_time(headers: Mapping[str, str]) -> str:
     """Return when the Hub will answer again: from seconds or a date, or seconds in its own header."""
     retry_after = headers.get("Retry-After", "").strip()
     if seconds := re.fullmatch(r"\d{1,9}", retry_after) or re.search(r"(?<=\bt=)\d{1,9}", headers.get("RateLimit", "")):
-        return f"in {int(seconds.group())} seconds"
+        return compose("hub.in_seconds", seconds=int(seconds.group()))
     with contextlib.suppress(ValueError):
-        return f"after {email.utils.parsedate_to_datetime(retry_after):%Y-%m-%d %H:%M:%S %Z}"
-    return "in a few minutes"
+        return compose("hub.after_time", time=f"{email.utils.parsedate_to_datetime(retry_after):%Y-%m-%d %H:%M:%S %Z}")
+    return compose("hub.in_a_few_minutes")
 
 
 def _lost_sentence(error: BaseException, model_id: str, title: str) -> str:
     """Return the message for a Hub that cannot be reached, or a connection that broke."""
     if isinstance(error, downloads.DamagedError):
-        return f"{title} of {model_id} came damaged ({error}), and was thrown away. Run it again; the rest is kept."
+        return compose("hub.download_damaged", title=title, model_id=model_id, error=error)
     if isinstance(error, RuntimeError):
-        return (
-            f"The download of {title} of {model_id} broke off. Run it again: files that are complete are kept. If it "
-            "breaks off each time, set HF_HUB_DISABLE_XET=1."
-        )
-    what = model_id if title == INDEX else f"{title} of {model_id}"
-    return (
-        f"{what} is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached"
-        f"{_why_lost(error)}. With a network `comfyui-tpu download {model_id}` goes on where it stopped; or set "
-        "model_id to a local folder."
-    )
+        return compose("hub.download_broke_off", title=title, model_id=model_id)
+    what = model_id if title == INDEX else compose("hub.file_of_model", name=title, model_id=model_id)
+    return compose("hub.unreachable", what=what, why_lost=_why_lost(error), model_id=model_id)
 
 
 def _why_lost(error: BaseException) -> str:
@@ -379,7 +348,7 @@ def _why_lost(error: BaseException) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return " (HF_HUB_OFFLINE is set: unset it)"
+        return compose("hub.offline_is_set")
     messages = [str(link) for link in _chain(error) if isinstance(link, OSError) and link.errno is not None]
     return f" ({messages[-1]})" if messages else ""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import models
+from ..messages import compose
 from ..model_spec import Json, ModelSpec, PlainEnum, Quality, Settings
 from ..precision import check_choice
 from ..progress import Progress
@@ -222,5 +223,7 @@ def _choose_of_any_family(model_id: str, index: Json) -> ModelSpec:
     fitting = [spec for spec in alike if compatibility.index_problem(spec, model_id, index) is None]
     if not alike:
         known = ", ".join(dict.fromkeys(name for spec in models.SPECS for name in spec.published.pipeline_classes))
-        raise ValueError(f"{model_id} is a {index.get('_class_name')}; what can be run is {known}.")
+        raise ValueError(
+            compose("checkpoint.pipeline_unknown", model_id=model_id, class_name=index.get("_class_name"), known=known)
+        )
     return (fitting or alike)[0]

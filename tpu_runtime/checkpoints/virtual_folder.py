@@ -22,6 +22,7 @@ from ..formats import key_map, single_file, tokenizer_files
 from ..formats.file_signature import TensorShapes
 from ..formats.single_file import NetworkFile
 from ..formats.tokenizer_files import TokenizerFile
+from ..messages import compose
 from ..model_spec import Component, Json, ModelSpec
 from ..models.layouts import LAYOUTS, identification
 from . import tiny
@@ -92,8 +93,7 @@ def build_config(
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{held.path}: the sizes of its tensors are not those of a {component.class_name}; it is damaged. "
-            "Download it again."
+            compose("checkpoint.tensor_sizes_wrong", path=held.path, class_name=component.class_name)
         ) from error
     flags = {
         key: identification.read_flag(held, component, key, known)
@@ -115,7 +115,7 @@ def read_source(folder: Path) -> NetworkFile | None:
     networks = single_file.find_networks(Path(source["file"]), LAYOUTS)
     network = next((network for network in networks if network.prefix == source["prefix"]), None)
     if network is None:
-        raise CheckpointError(f"{source['file']} has changed; choose the model again.")
+        raise CheckpointError(compose("checkpoint.file_changed", file=source["file"]))
     return network
 
 
@@ -173,8 +173,7 @@ def _ensure_tokenizer(held: NetworkFile, carried: TokenizerFile, rows: float) ->
         size = tokenizer_files.write_tokenizer(carried, scratch, held.layout.chat_template)
         if size > rows:
             raise CheckpointError(
-                f"{held.path} carries a tokenizer of {size} tokens along, and has embeddings of {rows}; one of "
-                "them is another model's. Download the file again."
+                compose("checkpoint.tokenizer_of_another_model", path=held.path, size=size, rows=rows)
             )
 
     return folders.ensure_cached_folder("parts", f"tokenizer-{signature(VERSION, stat_signature(held))[:16]}", make)

@@ -23,6 +23,7 @@ from jax.sharding import Sharding
 
 from .. import host_memory
 from ..files import CheckpointError, Index, TensorFile
+from ..messages import compose
 from ..programs.upstream_network import Network, Weight
 from ..programs.weights import SCALE_SUFFIX, Weights, find_int8_weights, quantize_weight
 from ..progress import Progress
@@ -242,7 +243,7 @@ class _TransferMeter:
     def __init__(self, title: str, total_bytes: int, progress: Progress) -> None:
         self.title, self.total, self.progress = title, total_bytes, progress
         self.done, self.started, self.said = 0, time.monotonic(), 0.0
-        progress.text(f"Loading {title}: {self._size(total_bytes)}")
+        progress.text(compose("checkpoint.loading", title=title, size=self._size(total_bytes)))
 
     def _size(self, size: int) -> str:
         return f"{size / GB:.1f} GB" if self.total >= GB else f"{size / 1e6:.1f} MB"
@@ -255,7 +256,10 @@ class _TransferMeter:
             self.said = elapsed
             minutes, seconds = divmod(round((self.total - self.done) * elapsed / self.done), 60)
             sizes = f"{self._size(self.done)} of {self._size(self.total)}, {self.done / GB / elapsed:.2f} GB/s"
-            self.progress.text(f"Loading {self.title}: {sizes}, {minutes}:{seconds:02} left")
+            self.progress.text(compose(
+                "checkpoint.loading_with_time_left", title=self.title, sizes=sizes, minutes=minutes,
+                seconds=f"{seconds:02}",
+            ))  # fmt: skip
 
 
 class TensorReader:
@@ -311,7 +315,7 @@ def _check_whole(path: str, before: os.stat_result) -> None:
         return  # a deleted file stays mapped
     if os.path.samestat(now, before) and now.st_size < before.st_size:
         raise CheckpointError(
-            f"{path} was cut off while it was read: it has {now.st_size} bytes, and had {before.st_size}. Get it again."
+            compose("checkpoint.cut_off_while_read", path=path, now=now.st_size, before=before.st_size)
         )
 
 
@@ -333,9 +337,7 @@ def read_layer(reader: TensorReader, file: TensorFile, weight: Weight, sharding:
 
 def _check_finite(piece: torch.Tensor, file: TensorFile) -> None:
     if not torch.isfinite(piece).all():
-        raise CheckpointError(
-            f"{file.path}: the weight {file.name} holds NaN or infinity; the file is damaged. Download it again."
-        )
+        raise CheckpointError(compose("checkpoint.weight_not_finite", path=file.path, name=file.name))
 
 
 def _array(piece: torch.Tensor) -> np.ndarray:

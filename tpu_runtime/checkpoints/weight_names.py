@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..files import CheckpointError, read_json
+from ..messages import compose
 from ..model_spec import Component
 
 Value = TypeVar("Value")
@@ -33,12 +34,10 @@ def list_weight_names(folder: Path, component: Component) -> list[str]:
         return [next(variants, usual)]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files. Download the checkpoint again.")
+        raise CheckpointError(compose("checkpoint.index_without_weight_map", index=index))
     names = sorted(_select_used_files(component, weight_map))
     if strange := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:
-        raise CheckpointError(
-            f"{index} names a weight file {strange[0]!r}; only .safetensors files in the same folder are read."
-        )
+        raise CheckpointError(compose("checkpoint.index_names_foreign_file", index=index, strange=repr(strange[0])))
     return names
 
 

@@ -15,6 +15,7 @@ from jax.experimental import topologies
 
 from ...sharding.chips import CHIPS, Chip
 from ...sharding.mesh import Device
+from ..messages import compose
 
 LIBTPU = "libtpu==0.0.42.1"  # what jax 0.10.2 asks for
 
@@ -77,7 +78,7 @@ def topology(name: str) -> Topology:
         if normalized in (candidate.name, *candidate.aliases):
             return candidate
     known = ", ".join(f"{candidate.name} ({candidate.aliases[0]})" for candidate in TOPOLOGIES)
-    raise ValueError(f"there is no topology {name!r}; there are {known}.")
+    raise ValueError(compose("plan.no_topology", name=repr(name), known=known))
 
 
 def find_topology(device_kind: str, num_devices: int) -> Topology | None:
@@ -100,9 +101,7 @@ def compile_devices(target: Topology) -> tuple[Device, ...]:
     Raises `RuntimeError` if libtpu is not installed.
     """
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise RuntimeError(
-            f"libtpu, the TPU's compiler, is not installed; it exists for Linux: pip install {LIBTPU} (or 'jax[tpu]')."
-        )
+        raise RuntimeError(compose("plan.libtpu_missing", libtpu=LIBTPU))
     for name, value in compiler_environment().items():
         os.environ.setdefault(name, value)
     described = topologies.get_topology_desc(target.name, platform="tpu", **target.options)

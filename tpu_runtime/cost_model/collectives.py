@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..messages import compose
 from . import hlo, interconnect
 from .hlo import Instruction
 
@@ -109,7 +110,7 @@ def parse_groups(op: Instruction) -> interconnect.Groups:
         op.attributes,
     )
     if not mesh:
-        raise ValueError(f"collective {op.name} has groups of devices in an unknown format: {text[:200]!r}.")
+        raise ValueError(compose("plan.collective_groups_unknown", name=op.name, text=repr(text[:200])))
     shape = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
     names, along = list(shape), re.findall(r"'(\w+)'", mesh.group(4))
     order = [name for name in names if name not in along] + along

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..messages import compose
+
 BYTES = {"pred": 1, "token": 0} | {
     f"{kind}{bits}": max(1, bits // 8) for kind in ("s", "u", "f", "bf", "c") for bits in (2, 4, 8, 16, 32, 64, 128)
 }
@@ -159,7 +161,7 @@ def _short(file: str) -> str:
 def parse_module(text: str) -> Module:
     """Return the scheduled module. Raises `ValueError` if `text` is not one."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError("this HLO text is not scheduled: it was not returned by a TPU's compiler.")
+        raise ValueError(compose("plan.hlo_not_scheduled"))
     computations: dict[str, Computation] = {}
     entry = header = ""
     lines: list[str] = []

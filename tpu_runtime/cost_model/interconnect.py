@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...sharding.mesh import Device
+from ..messages import compose
 
 Coords = tuple[int, ...]
 Cable = tuple[Coords, Coords]
@@ -46,7 +47,7 @@ def link_bytes(kind: str, size_bytes: float, groups: Groups, devices: Sequence[D
             (source, target, 1 / len(group)) for group in places for source, target in itertools.permutations(group, 2)
         ]
     else:
-        raise NotImplementedError(f"collective {kind!r} has no model; there are {', '.join(KINDS)}.")
+        raise NotImplementedError(compose("plan.collective_unknown", kind=repr(kind), kinds=", ".join(KINDS)))
     return {link: size_bytes * load for link, load in _loads(traffic).items()}
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ..messages import compose
 from .hlo import Computation, Instruction, Module
 
 _PASSES_ON = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "optimization-barrier")
@@ -135,8 +136,7 @@ def trip_count(loop: Instruction, outer: Scope) -> int:
 
 def _make_error(loop: Instruction) -> NotImplementedError:
     return NotImplementedError(
-        f"loop {loop.name} ({loop.op_name or 'no source known'}) runs a number of times that depends on data; "
-        "its time cannot be predicted. Give it a constant count (lax.scan, lax.fori_loop with constants)."
+        compose("plan.loop_count_unknown", name=loop.name, op_name=loop.op_name or "no source known")
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..messages import compose, compose_term
 from ..model_spec import SIZE_INPUTS, Json, ModelSpec, Settings
 from ..models import SPECS
 from ..programs import finite_check
@@ -39,7 +40,7 @@ def check_image_count(spec: ModelSpec, settings: Settings, number: int) -> None:
     number: 1 for a first frame, 2 for a first and a last frame.
     """
     if spec.pictures.encode is None:
-        raise ValueError(f"{spec.title} does not take an image.")
+        raise ValueError(compose("condition.image_unsupported", title=spec.title))
     if spec.pictures.are_references:
         return
     if number not in spec.pictures.numbers:
@@ -48,18 +49,17 @@ def check_image_count(spec: ModelSpec, settings: Settings, number: int) -> None:
             for other in SPECS
             if other.family == spec.family and other.pictures.encode and number in other.pictures.numbers
         )
-        other = next((f", or set model_id to a model such as {sibling.published.hub_id}" for sibling in siblings), "")
-        end = "the image that the video ends with"
+        other = next((compose("condition.or_use_model", hub_id=sibling.published.hub_id) for sibling in siblings), "")
+        end = compose("condition.the_last_image")
         if number > 1:
-            raise ValueError(
-                f"{spec.title}: last_image is connected, but this model has no use for {end}. Disconnect it{other}."
-            )
-        raise ValueError(f"{spec.title}: last_image is not connected; this model needs {end}. Connect it{other}.")
+            raise ValueError(compose("condition.last_image_unused", title=spec.title, end=end, other=other))
+        raise ValueError(compose("condition.last_image_missing", title=spec.title, end=end, other=other))
     least = spec.geometry.stride_t + 1
     if number > 1 and settings.num_frames < least:
         raise ValueError(
-            f"{spec.title}: num_frames is {settings.num_frames}; with last_image it must be at least {least}. Use "
-            f"{least}."
+            compose(
+                "condition.too_few_frames_for_last_image", title=spec.title, num_frames=settings.num_frames, least=least
+            )
         )
 
 
@@ -104,10 +104,10 @@ def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dic
     """Return one branch's states `[1, max_length, dim]` and lengths `[1]` of every text encoder, by name."""
     spec, config = plan.spec, plan.config
     if given is None:
-        raise ValueError(
-            f"{spec.title}: {name} is not connected, and guidance_scale is {plan.largest_group.guidance_scale}. "
-            "Connect it, or set guidance_scale to 1."
-        )
+        raise ValueError(compose(
+            "condition.negative_not_connected", title=spec.title, name=compose_term("input", name),
+            guidance_scale=plan.largest_group.guidance_scale,
+        ))  # fmt: skip
     main, info = unpack_conditioning(spec, name, given)
     row: dict[str, np.ndarray] = {}
     for index, text in enumerate(spec.text_encoders):
@@ -115,18 +115,18 @@ def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dic
         shape = (1, text.max_length, int(config[text.width_key]))
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
             actual_shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
-            raise ValueError(
-                f"{spec.title}: {name} has {text.name} of shape {actual_shape}; this model takes {shape}. Encode it "
-                f"with {spec.family}TextEncoder and the same model_id."
-            )
+            raise ValueError(compose(
+                "condition.embedding_shape_wrong", title=spec.title, name=compose_term("input", name), name_2=text.name,
+                actual_shape=actual_shape, shape=shape, family=spec.family,
+            ))  # fmt: skip
         finite_check.check_finite(spec.title, name, tensor)
         row[text.name] = tensor.to(torch.float32).cpu().numpy()
         length = info.get(f"{text.name}_length", text.max_length)
         if not isinstance(length, int) or not 0 <= length <= text.max_length:
-            raise ValueError(
-                f"{spec.title}: {name} says that {text.name} has {length} tokens; it must be 0 to {text.max_length}. "
-                f"Encode it with {spec.family}TextEncoder."
-            )
+            raise ValueError(compose(
+                "condition.token_count_wrong", title=spec.title, name=compose_term("input", name), name_2=text.name,
+                length=length, max_length=text.max_length, family=spec.family,
+            ))  # fmt: skip
         row[f"{text.name}_length"] = np.array([length], np.int32)
     return row
 
@@ -144,26 +144,25 @@ def _condition_arrays(plan: DenoisingPlan, given: ImageCondition | None) -> dict
     if not shapes:
         return {}
     if given is None and spec.needs_condition:
-        raise ValueError(f"{spec.title}: condition is not connected. Connect {spec.family}ImageEncoder.")
+        raise ValueError(compose("condition.not_connected", title=spec.title, family=spec.family))
     if given is None:
         return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     if given["tpu_family"] != spec.family:
-        raise ValueError(
-            f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder. Connect "
-            f"{spec.family}ImageEncoder with the model of the sampler."
-        )
+        raise ValueError(compose(
+            "condition.of_another_image_encoder", title=spec.title, tpu_family=given["tpu_family"], family=spec.family,
+        ))  # fmt: skip
     is_of_size = all(given.get(name) == getattr(plan.settings, name) for name in SIZE_INPUTS)
     for name, shape in shapes.items():
         tensor = given["tensors"].get(name)
         if tensor is None or tuple(tensor.shape) != shape:
             size = f"{given.get('width')}x{given.get('height')}, {given.get('num_frames')} frames"
             actual_shape = None if tensor is None else tuple(tensor.shape)
-            raise ValueError(
-                f"{spec.title}: the condition holds {name} of shape {actual_shape}; this model takes {shape}. It was "
-                f"encoded for another model of the family. Give {spec.family}ImageEncoder the model of the sampler."
-                if is_of_size
-                else f"{spec.title}: the condition was encoded for {size}; encode it for the video's size."
-            )
+            if not is_of_size:
+                raise ValueError(compose("condition.of_another_size", title=spec.title, size=size))
+            raise ValueError(compose(
+                "condition.shape_of_another_model", title=spec.title, name=name, actual_shape=actual_shape, shape=shape,
+                family=spec.family,
+            ))  # fmt: skip
         finite_check.check_finite(spec.title, "condition", tensor)
     return {name: given["tensors"][name].to(torch.float32).cpu().numpy() for name in shapes}
 
@@ -180,16 +179,15 @@ def get_image_embeddings(spec: ModelSpec, given: ImageCondition | None, width: i
         return []
     embeddings = {name: x for name, x in given["tensors"].items() if re.fullmatch(IMAGE_EMBEDDING_NAME, name)}
     if given["tpu_family"] != spec.family or not embeddings:
-        raise ValueError(
-            f"{spec.title}: the condition comes from a {given['tpu_family']} image encoder of another model. Connect "
-            f"{spec.family}ImageEncoder with the model of the text encoder."
-        )
+        raise ValueError(compose(
+            "condition.of_another_model", title=spec.title, tpu_family=given["tpu_family"], family=spec.family,
+        ))  # fmt: skip
     for name, x in embeddings.items():
         if x.ndim != 4 or len(x) != 1 or 0 in x.shape or x.shape[3] != width:
-            raise ValueError(
-                f"{spec.title}: the condition holds {name} of shape {tuple(x.shape)}; it must be (1, rows, columns, "
-                f"{width}). Connect {spec.family}ImageEncoder with the model of the text encoder."
-            )
+            raise ValueError(compose(
+                "condition.embeddings_shape_wrong", title=spec.title, name=name, shape=tuple(x.shape), width=width,
+                family=spec.family,
+            ))  # fmt: skip
         finite_check.check_finite(spec.title, "condition", x)
     return [
         embeddings[name].to(torch.float32).cpu().contiguous()
@@ -204,10 +202,10 @@ def _reference_shape(plan: DenoisingPlan, name: str, reference: torch.Tensor) ->
     """
     spec, shape, latent = plan.spec, tuple(reference.shape), plan.latent_shape
     if not re.fullmatch(r"reference_\d+", name) or len(shape) != len(latent) or shape[:2] != latent[:2] or 0 in shape:
-        raise ValueError(
-            f"{spec.title}: the condition holds {name} of shape {shape}; it must be references of shape "
-            f"({latent[0]}, {latent[1]}, height, width). Connect {spec.family}ImageEncoder."
-        )
+        raise ValueError(compose(
+            "condition.references_shape_wrong", title=spec.title, name=name, shape=shape, latent=latent[0],
+            latent_2=latent[1], family=spec.family,
+        ))  # fmt: skip
     return shape
 
 
@@ -220,12 +218,12 @@ def get_latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Ten
     stride, channels = spec.geometry.stride_hw, spec.geometry.channels
     names = ["batch", str(channels), *(["frames"] if spec.geometry.stride_t else [])]
     if samples.ndim != len(names) + 2 or samples.shape[1] != channels:
-        raise ValueError(
-            f"{spec.title}: the LATENT has shape {tuple(samples.shape)}; it must be ({', '.join(names)}, "
-            f"height / {stride}, width / {stride}). It is another model's. Connect this one's sampler, VAE or decoder."
-        )
+        raise ValueError(compose(
+            "condition.latent_shape_wrong", title=spec.title, shape=tuple(samples.shape), names=", ".join(names),
+            stride=stride,
+        ))  # fmt: skip
     if not samples.numel():
-        raise ValueError(f"{spec.title}: the LATENT has shape {tuple(samples.shape)}, which is empty. Sample it again.")
+        raise ValueError(compose("condition.latent_empty", title=spec.title, shape=tuple(samples.shape)))
     finite_check.check_finite(spec.title, "the LATENT", samples)
     return samples.to(torch.float32).cpu()
 
@@ -234,8 +232,8 @@ def get_latent_samples(spec: ModelSpec, latents: Mapping[str, Any]) -> torch.Ten
 
 # Inputs with one number per row, or one number shared by all rows.
 _NUMBERS = ("guidance", "next_timestep", "comfyui_positions")
-_PICTURES = "Encode the image with this model's VAE and the length of this video."
-_SEEN = "Encode the image with this model's image encoder."
+_PICTURES = compose("condition.encode_with_own_vae")
+_SEEN = compose("condition.encode_with_own_image_encoder")
 
 
 def check_call_inputs(spec: ModelSpec, config: Json, sample: torch.Tensor, inputs: Mapping[str, np.ndarray]) -> None:
@@ -249,27 +247,25 @@ def check_call_inputs(spec: ModelSpec, config: Json, sample: torch.Tensor, input
     geometry, shape = spec.geometry, tuple(sample.shape)
     frames = ("frames",) if geometry.stride_t else ()
     names = ("rows", geometry.channels, *frames, "height", "width")
-    advice = "It comes from another model's VAE or empty latent. Make it with this model's."
+    advice = compose("condition.make_with_own_vae")
     _check_shape(spec, "the sample", shape, names, advice)
     patch = geometry.patch_thw[-len(shape[2:]) :]
     if any(size % part for size, part in zip(shape[2:], patch, strict=True)):
-        raise ValueError(
-            f"{spec.title}: the sample has shape {shape}; its last sizes must be multiples of {patch}. Pad it."
-        )
+        raise ValueError(compose("condition.sample_not_in_patches", title=spec.title, shape=shape, patch=patch))
     rows = max(len(x) for x in (sample, *inputs.values()))
     for text in spec.text_encoders:
         width = int(config[text.width_key])
-        advice = "Encode the prompt with the text encoder of this model."
+        advice = compose("condition.encode_with_own_text_encoder")
         states = inputs.get(text.name)
         if states is None:
-            raise ValueError(f"{spec.title}: {text.name} is missing; its network takes {width} wide states. {advice}")
+            raise ValueError(compose(
+                "condition.states_missing", title=spec.title, name=text.name, width=width, advice=advice,
+            ))  # fmt: skip
         _check_shape(spec, text.name, states.shape, ("rows", "tokens", width), advice)
     condition_shapes = spec.condition_shapes(config, (1, *shape[1:]))
     for name, x in inputs.items():
         if len(x) not in (1, rows):
-            raise ValueError(
-                f"{spec.title}: {name} has {len(x)} rows; it must have 1 or {rows}. Give one for each row."
-            )
+            raise ValueError(compose("condition.rows_wrong", title=spec.title, name=name, count=len(x), rows=rows))
         if name in condition_shapes:
             sizes = (
                 ("rows", "tokens", condition_shapes[name][2])
@@ -281,7 +277,7 @@ def check_call_inputs(spec: ModelSpec, config: Json, sample: torch.Tensor, input
             frame_size = (1,) if frames else ()
             _check_shape(spec, name, x.shape, ("rows", geometry.channels, *frame_size, "height", "width"), _PICTURES)
         elif name in _NUMBERS:
-            _check_shape(spec, name, x.shape, ("rows",), "Give one number for each row.")
+            _check_shape(spec, name, x.shape, ("rows",), compose("condition.give_a_number_for_each_row"))
 
 
 def _check_shape(spec: ModelSpec, name: str, shape: tuple[int, ...], sizes: tuple[int | str, ...], advice: str) -> None:
@@ -291,4 +287,6 @@ def _check_shape(spec: ModelSpec, name: str, shape: tuple[int, ...], sizes: tupl
     )
     if not fits:
         shown = ", ".join(map(str, sizes))
-        raise ValueError(f"{spec.title}: {name} has shape {tuple(shape)}; its network takes ({shown}). {advice}")
+        raise ValueError(compose(
+            "condition.input_shape_wrong", title=spec.title, name=name, shape=tuple(shape), shown=shown, advice=advice,
+        ))  # fmt: skip

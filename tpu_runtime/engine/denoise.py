@@ -21,6 +21,7 @@ import torch
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
 from ..machine.fallbacks import WITHOUT_OVERLAP
+from ..messages import compose
 from ..model_spec import Call, Settings
 from ..model_spec.protocols import Decode
 from ..multihost.coordinator import HostGroup
@@ -91,7 +92,7 @@ def run_steps(
         weights = stage.weights(expert, program)
         for index in group:
             if index == steps.start:
-                progress.text(f"Denoising, {len(steps)} steps")
+                progress.text(compose("sampling.denoising_steps", count=len(steps)))
                 progress.step(0, len(steps), "step")
             stage.check(f"step {index + 1} of {expert}")
             with progress.activity.timed("running_s"):
@@ -192,7 +193,7 @@ def _await_step(stage: StageContext, plan: DenoisingPlan, launched: InFlightStep
     done, total = plan.steps.index(launched.index) + 1, len(plan.steps)
     stage.progress.step(done, total, "step", preview)
     if pace := stage.progress.activity.pace():
-        stage.progress.text(f"Denoising, step {done} of {total}, {pace}")
+        stage.progress.text(compose("sampling.denoising_step", done=done, total=total, pace=pace))
 
 
 def _place_args(program: Runnable, state: tuple[Any, ...], inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -327,11 +328,8 @@ def initial_state(
     spec, settings = plan.spec, plan.settings
     start, generator = plan.steps.start, torch.Generator().manual_seed(settings.seed)
     if latents is None and (start or not settings.add_noise):
-        why = f"start_step is {start}" if start else "add_noise is off"
-        raise ValueError(
-            f"{spec.title}: {why}, but no latents are connected to go on from. Connect latents, or begin with noise: "
-            "start_step 0 and add_noise on."
-        )
+        why = compose("sampling.start_step", start=start) if start else compose("sampling.add_noise_off")
+        raise ValueError(compose("sampling.latents_missing", title=spec.title, why=why))
     unscaled = None if latents is None else _to_solver_scale(plan, latents)
     carried = None if latents is None or settings.add_noise else latents.get(SOLVER_KEY)
     if latents is not None and carried is not None:
@@ -433,20 +431,13 @@ def _to_solver_scale(plan: DenoisingPlan, latents: Mapping[str, Any]) -> torch.T
     samples = conditioning.get_latent_samples(spec, latents)
     offset, scale = (plan.finish(torch.full(shape, value, dtype=torch.float64)) for value in (0.0, 1.0))
     if len(samples) > 1 and samples.shape[1:] == offset.shape[1:]:
-        raise ValueError(
-            f"{spec.title}: the latents are a batch of {len(samples)}, and a TPU sampler goes on from one at a time. "
-            "Choose one with LatentFromBatch, one sampler for each, or sample the batch with ComfyUI's KSampler on the "
-            "MODEL of this model."
-        )
+        raise ValueError(compose("sampling.latents_batch", title=spec.title, count=len(samples)))
     if samples.shape != offset.shape:
-        raise ValueError(
-            f"{spec.title}: the latents have shape {tuple(samples.shape)}; with the sampler's size it must be "
-            f"{tuple(offset.shape)}. Set height, width and num_frames to those of the latents."
-        )
+        raise ValueError(compose(
+            "sampling.latents_shape_wrong", title=spec.title, shape=tuple(samples.shape), shape_2=tuple(offset.shape),
+        ))  # fmt: skip
     if latents.get("noise_mask") is not None:
-        raise ValueError(
-            f"{spec.title}: the latents have a noise mask, and masks are not supported. Connect them without it."
-        )
+        raise ValueError(compose("sampling.noise_mask_unsupported", title=spec.title))
     unscaled = ((samples.double() - offset) / (scale - offset)).float()
     if spec.is_image:
         return unscaled

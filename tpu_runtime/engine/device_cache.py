@@ -16,6 +16,7 @@ from typing import TypeGuard
 from ...sharding.mesh import Device
 from .. import device_memory
 from ..cache.store import signature
+from ..messages import compose
 from ..programs.executables import Executable
 from ..programs.step_cache import Runnable
 from ..programs.weights import Weights
@@ -59,7 +60,7 @@ def budget_bytes(device: Device, reserve_share: float = RESERVE_SHARE) -> int | 
         try:
             return int(float(limit) * GIB)
         except ValueError:
-            raise ValueError(f"{HBM_VARIABLE} is {limit!r}; it must be a number of GiB such as 24.") from None
+            raise ValueError(compose("memory.limit_not_number", hbm_variable=HBM_VARIABLE, limit=repr(limit))) from None
     memory = device_memory.memory_stats(device) if device.platform == "tpu" else device_memory.DeviceMemory()
     if memory.limit_bytes is None:
         return None
@@ -173,10 +174,10 @@ class DeviceCache:
             return
         needed = running.workspace_bytes + sum(part.code_bytes for part in running.parts)
         if size_bytes + needed > budget:
-            raise OutOfMemory(
-                f"{title} needs {format_size(size_bytes)} for its weights and {format_size(needed)} to run, on each "
-                f"chip; a chip has {format_size(budget)}."
-            )
+            raise OutOfMemory(compose(
+                "memory.weights_do_not_fit", title=title, size_bytes=format_size(size_bytes),
+                needed=format_size(needed), budget=format_size(budget),
+            ))  # fmt: skip
         kept = {id(part) for part in running.parts}
         with self._lock:
             others = [other for other, entry in self._held.items() if other != key and id(entry) not in kept]

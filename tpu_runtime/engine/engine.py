@@ -26,6 +26,7 @@ from ..machine.device_access import open_devices
 from ..machine.fallbacks import ChipHalted, Unsupported, classify_halt
 from ..machine.policy import FallbackPolicy
 from ..machine.record import MachineRecord
+from ..messages import compose
 from ..model_spec import STAGES, Quality, Settings
 from ..multihost.coordinator import AttemptOutcome, HostGroup, RemoteAttemptFailed
 from ..programs import executables, upstream_network
@@ -173,10 +174,7 @@ class Engine:
         Runs one stage at a time and without gradients. ComfyUI calls nodes in inference mode, which torchax cannot use.
         """
         if stage in stage_functions.CALL_FUNCTIONS and type(self.hosts) is not HostGroup:
-            raise ValueError(
-                "This TPU has several hosts, and ComfyUI's own samplers and loaders would send each step's numbers to "
-                "all of them. Use this pack's own nodes, or the TPU of one host."
-            )
+            raise ValueError(compose("stage.several_hosts_unsupported"))
         with (
             self._lock,
             torch.inference_mode(False),
@@ -319,7 +317,7 @@ class Engine:
         for unloaded in itertools.chain(("",), self._unload_in_stages(stage)):
             if unloaded:
                 log.warning("%s: out of memory (%s); unloaded %s, trying once more.", stage.name, reason, unloaded)
-                stage.progress.text(f"Out of memory: unloaded {unloaded}, trying once more")
+                stage.progress.text(compose("stage.retrying_after_unload", unloaded=unloaded))
             try:
                 with host_memory.translate_errors(f"{stage.spec.title}, stage {stage.name},"):
                     return self.hosts.attempt(work, _classify_failure)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..machine.device_access import open_devices
+from ..messages import compose
 from ..multihost import rank
 from ..multihost.coordinator import RESTART_EXIT_CODE
 from ..multihost.distributed import SUPERVISED
@@ -69,9 +70,7 @@ def listen_for_hosts() -> "Leader | None":
         from ..multihost.leader import Leader
 
         if not own_place.is_leader:
-            raise ValueError(
-                f"{rank.VARIABLE} is {own_place}: only process 0 runs workflows. Start `comfyui-tpu follow`."
-            )
+            raise ValueError(compose("stage.not_process_0", variable=rank.VARIABLE, own_place=own_place))
         _leader = Leader(own_place, _start_again)
         _leader.listen()
     return _leader

@@ -4,6 +4,7 @@ import math
 import os
 
 from ..memory_errors import MemoryRefusal
+from ..messages import compose, compose_list
 from ..model_spec import ModelSpec, Settings
 
 HBM_VARIABLE = "COMFYUI_TPU_HBM_GIB"
@@ -24,14 +25,17 @@ def out_of_memory_message(spec: ModelSpec, stage: str, settings: Settings | None
     reason: the first line of the last error.
     num_devices: chips in use.
     """
-    advice = ", or ".join(suggest_smaller(spec, settings)) if settings else "smaller or fewer frames"
-    limit = os.environ.get(HBM_VARIABLE)
-    lifted = f" {HBM_VARIABLE} limits a chip to {limit} GiB here; raise it if the chip has more." if limit else ""
-    return (
-        f"{spec.title} ran out of TPU memory in stage {stage} on {num_devices} chips, with everything else unloaded: "
-        f"{reason.removesuffix('.')}. All of it was freed. Needs less: {advice}.{lifted} "
-        f"`comfyui-tpu plan --model {spec.name}` predicts which sizes fit."
+    advice = (
+        compose_list(suggest_smaller(spec, settings), "comma_or")
+        if settings
+        else compose("memory.smaller_or_fewer_frames")
     )
+    limit = os.environ.get(HBM_VARIABLE)
+    lifted = compose("memory.limited_here", variable=HBM_VARIABLE, limit=limit) if limit else ""
+    return compose(
+        "memory.out_of_memory", title=spec.title, stage=stage, num_devices=num_devices,
+        reason=reason.removesuffix("."), advice=advice, lifted=lifted, name=spec.name,
+    )  # fmt: skip
 
 
 def compile_refusal_message(
@@ -44,18 +48,26 @@ def compile_refusal_message(
     settings: of the generation, None if unknown.
     num_devices: chips in use.
     """
-    advice = ", or ".join(suggest_smaller(spec, settings)) if settings else "smaller or fewer frames"
-    if refused.memory == "VMEM":
-        return (
-            f"{spec.title} does not compile in stage {stage} on {num_devices} chips: {refused.sentence}. Unloading "
-            f"models does not help, so it was not tried again. Another size may have other tiles: {advice}. Please "
-            "report this sentence with the output of `comfyui-tpu doctor`."
-        )
-    return (
-        f"{spec.title} does not fit a chip's memory (HBM) in stage {stage} on {num_devices} chips: {refused.sentence}. "
-        f"Unloading models does not help, so it was not tried again. Needs less: {advice}. "
-        f"`comfyui-tpu plan --model {spec.name}` predicts which sizes fit."
+    advice = (
+        compose_list(suggest_smaller(spec, settings), "comma_or")
+        if settings
+        else compose("memory.smaller_or_fewer_frames")
     )
+    if refused.memory == "VMEM":
+        return compose(
+            "memory.tiles_do_not_fit", title=spec.title, stage=stage, num_devices=num_devices,
+            sentence=refused.sentence, advice=advice,
+        )  # fmt: skip
+    return compose(
+        "memory.program_does_not_fit", title=spec.title, stage=stage, num_devices=num_devices,
+        sentence=refused.sentence, advice=advice, name=spec.name,
+    )  # fmt: skip
+
+
+def _advise_smaller(spec: ModelSpec, settings: Settings | None) -> str:
+    if settings is None:
+        return compose("memory.smaller_or_fewer_frames")
+    return compose_list(suggest_smaller(spec, settings), "comma_or")
 
 
 def suggest_smaller(spec: ModelSpec, settings: Settings) -> list[str]:
@@ -64,7 +76,9 @@ def suggest_smaller(spec: ModelSpec, settings: Settings) -> list[str]:
     suggestions = []
     if not spec.is_image and (frames := spec.whole_numbers("num_frames").largest_allowed(settings.num_frames // 2)):
         share = _tokens(spec, settings.height, settings.width, frames) / tokens
-        suggestions.append(f"num_frames {frames} instead of {settings.num_frames} ({_less(share)})")
+        suggestions.append(
+            compose("memory.fewer_frames", frames=frames, num_frames=settings.num_frames, share=_less(share))
+        )
     for factor in SIDE_FACTORS:
         height, width = (
             spec.whole_numbers(name).largest_allowed(math.ceil(size * factor))
@@ -72,8 +86,11 @@ def suggest_smaller(spec: ModelSpec, settings: Settings) -> list[str]:
         )
         if height and width:
             share = _tokens(spec, height, width, settings.num_frames) / tokens
-            suggestions.append(f"{width}x{height} instead of {settings.width}x{settings.height} ({_less(share)})")
-    return suggestions or ["a machine with more chips, which split the weights"]
+            suggestions.append(compose(
+                "memory.smaller_size", width=width, height=height, width_2=settings.width, height_2=settings.height,
+                share=_less(share),
+            ))  # fmt: skip
+    return suggestions or [compose("memory.more_chips")]
 
 
 def _tokens(spec: ModelSpec, height: int, width: int, num_frames: int) -> int:
@@ -83,4 +100,4 @@ def _tokens(spec: ModelSpec, height: int, width: int, num_frames: int) -> int:
 
 
 def _less(share: float) -> str:
-    return f"{100 * (1 - share):.0f} % less next to the weights"
+    return compose("memory.share_saved", share=f"{100 * (1 - share):.0f}")

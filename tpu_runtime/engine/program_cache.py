@@ -22,6 +22,7 @@ from ..cache.store import Store, signature
 from ..cache.xla_cache import on_cache_miss
 from ..machine.fallbacks import Unsupported
 from ..memory_errors import CompileOutOfMemory
+from ..messages import compose, compose_list
 from ..programs import executables
 from ..programs.executables import Executable
 from ..programs.program import TRACE_LOCK, Program
@@ -141,10 +142,10 @@ class ProgramCache:
         age_s: seconds since it began.
         """
         expected_s = _last_compile_s(pending.wanted)
-        facts = ["once for this size"]
-        facts += [f"about {expected_s:.0f} s as the last time"] if expected_s >= 1 else []
-        facts += [f"begun {age_s:.0f} s ago"] if age_s >= 1 else []
-        progress.text(f"Preparing the program of {pending.wanted.title}")
+        facts = [compose("stage.once_for_this_size")]
+        facts += [compose("stage.expected_time", expected_s=f"{expected_s:.0f}")] if expected_s >= 1 else []
+        facts += [compose("stage.compiling_since", age_s=f"{age_s:.0f}")] if age_s >= 1 else []
+        progress.text(compose("stage.preparing_program", title=pending.wanted.title))
         activity, waiting = progress.activity, time.monotonic()
         began, shown_s = waiting - age_s, None
         try:
@@ -154,7 +155,7 @@ class ProgramCache:
                     continue
                 if not activity.compiling:
                     activity.compiling = True
-                    progress.text(f"Compiling {pending.wanted.title} ({', '.join(facts)})")
+                    progress.text(compose("stage.compiling", title=pending.wanted.title, facts=compose_list(facts)))
                 # The bar stays below its end until the program is ready.
                 now = int(min(time.monotonic() - began, expected_s - 1))
                 if expected_s >= MIN_BAR_S and now != shown_s:

@@ -16,6 +16,7 @@ from ..checkpoints import checkpoint, weight_loader
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.model_ref import Lora, ModelRef, ResolvedModel
 from ..loras import apply
+from ..messages import compose, compose_term
 from ..model_spec import Call, Component, Json, ModelSpec
 from ..multihost.coordinator import HostGroup
 from ..programs import finite_check, network_call
@@ -90,7 +91,7 @@ class StageContext:
         """Return the program request for a call."""
         config = self.config(request.component)
         return ProgramRequest(
-            title=f"the {request.component.replace('_', ' ')}",
+            title=compose("stage.the_component", component=compose_term("component", request.component)),
             key=(self.spec.name, config, self.target, *request.key),
             build=lambda: request.program(self.spec, config, self.target),
         )
@@ -100,7 +101,9 @@ class StageContext:
         weights = self.weights(request.component, executable)
         self.check(executable.program.name)
         args = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, request.args)
-        failure = functools.partial(self.not_finite_error, f"values of the {request.component.replace('_', ' ')}")
+        failure = functools.partial(self.not_finite_error, compose(
+            "stage.values_of_component", component=compose_term("component", request.component),
+        ))  # fmt: skip
         with self.progress.activity.timed("running_s"):
             result, carried, is_finite = executable(weights, *args)
             if request.defers:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..files import parse_json, write_file
+from ..messages import compose
 from . import stage_values
 from .stage_values import Conditioning, ImageCondition, Latent, unpack_conditioning
 
@@ -55,7 +56,7 @@ def load_embeddings(folder: Path, model: "ModelRef") -> tuple[Conditioning, Cond
     """Return prompt and negative prompt of `folder`. Raises `StageFileError` if another model made them."""
     prompt, negative, _ = _embeddings(folder, model)
     if prompt is None:
-        raise StageFileError(f"{folder / EMBEDDINGS} holds no prompt_embeds; run `comfyui-tpu encode` again.")
+        raise StageFileError(compose("stage_file.no_prompt_embeds", folder=folder / EMBEDDINGS))
     return prompt, negative
 
 
@@ -84,7 +85,7 @@ def load_latents(folder: Path, model: "ModelRef") -> Latent:
     """Return the LATENT of `folder`. Raises `StageFileError` if another model made it."""
     latents = _load(folder, LATENTS, "denoise", model, stage_values.unpack_latents)
     if latents is None:
-        raise StageFileError(f"{folder / LATENTS} holds no latents; run `comfyui-tpu denoise` again.")
+        raise StageFileError(compose("stage_file.no_latents", folder=folder / LATENTS))
     return latents
 
 
@@ -95,12 +96,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         try:
             config = parse_json(path.read_bytes()) if path.is_file() else {}
         except ValueError as error:
-            raise StageFileError(f"{path} is not valid JSON ({error}). Fix or delete it.") from error
+            raise StageFileError(compose("stage_file.not_json", path=path, error=error)) from error
     if not isinstance(config, dict):
-        raise StageFileError(f"{path} holds a JSON {type(config).__name__}; it must be an object. Fix or delete it.")
+        raise StageFileError(compose("stage_file.json_not_object", path=path, type=type(config).__name__))
     for name in ("model_name", "model_id"):
         if not isinstance(config.get(name, ""), str):
-            raise StageFileError(f"{path}: {name} is {config[name]!r}; it must be text. Fix or delete it.")
+            raise StageFileError(compose("stage_file.not_text", path=path, name=name, config=repr(config[name])))
     return config
 
 
@@ -125,10 +126,7 @@ def check_ownership(folder: Path) -> None:
         if config.exists() and not (config.is_file() and "model_name" in read_config(folder)):
             foreign.append(CONFIG)
     if foreign:
-        raise StageFileError(
-            f"{folder} has a {foreign[0]} that this pack did not write; it is not overwritten. Choose another folder, "
-            "or move the file away."
-        )
+        raise StageFileError(compose("stage_file.foreign_file", folder=folder, foreign=foreign[0]))
 
 
 def _is_ours(path: Path) -> bool:
@@ -149,7 +147,9 @@ def _as_sentence(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StageFileError(f"{path}: {error.strerror or error}. Choose another folder, or fix this one.") from error
+        raise StageFileError(compose(
+            "stage_file.folder_unusable", path=path, strerror=error.strerror or error,
+        )) from error  # fmt: skip
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -161,13 +161,15 @@ def _replace(path: Path, content: bytes) -> None:
 def _load(folder: Path, name: str, stage: str, model: "ModelRef", unpack: Callable[[bytes], Value]) -> Value:
     writer = read_config(folder).get("model_name", model.spec_name)
     if writer != model.spec_name:
-        raise StageFileError(f"{folder} was made by {writer}; it cannot be continued with {model.spec_name}.")
+        raise StageFileError(
+            compose("stage_file.of_another_model", folder=folder, writer=writer, spec_name=model.spec_name)
+        )
     path = folder / name
     if name not in list_stage_files(folder):
-        raise StageFileError(f"{path} is missing; run `comfyui-tpu {stage} --folder {folder}` first.")
+        raise StageFileError(compose("stage_file.missing", path=path, stage=stage, folder=folder))
     with _as_sentence(path):
         try:
             return unpack(path.read_bytes())
         except ValueError as error:
             again = f"delete it and run `comfyui-tpu {stage}` again"
-            raise StageFileError(f"{path} is damaged ({error}); {again}.") from error
+            raise StageFileError(compose("stage_file.damaged", path=path, error=error, again=again)) from error

@@ -18,6 +18,7 @@ from .. import media, tokenization, versions
 from ..cache.store import signature
 from ..checkpoints import prefetch as reading
 from ..checkpoints import score_bound, tiny
+from ..messages import compose, compose_list, compose_term
 from ..model_spec import STAGES, MagCache, MagCacheCurve, ModelSpec, Quality, Settings, TextEncoding
 from ..programs import denoise_step, denoising_plan, network_call
 from ..programs.denoise_step import StepShape
@@ -32,7 +33,7 @@ from .stage_values import Conditioning, ImageCondition, Latent
 
 log = logging.getLogger(__name__)
 
-PROMPT_NAMES = ("prompt", "negative prompt")
+PROMPT_NAMES = (compose("stage.prompt"), compose("stage.negative_prompt"))
 MAX_WORDS = 8  # unknown words listed in a warning of a tiny model
 
 
@@ -65,7 +66,7 @@ def encode(
         for named in zip(PROMPT_NAMES, prompts, encoded, strict=False)
         for sentence in _prompt_warnings(stage, *named)
     ]:
-        stage.progress.activity.remark = " ".join(warnings)
+        stage.progress.activity.remark = compose_list(warnings, "space")
         log.warning("%s", " ".join(warnings), extra={SHOWN_TO_USER: True})
     return encoded
 
@@ -77,10 +78,7 @@ def _prompt_warnings(stage: StageContext, name: str, prompt: str, encoded: Condi
     """
     title = stage.spec.title
     if literals := ", ".join(tokenization.find_literal_syntax(prompt)):
-        yield (
-            f"{title}: {literals} in the {name} is taken literally; it has no special meaning here. Describe it in "
-            "words."
-        )
+        yield compose("stage.syntax_taken_literally", title=title, literals=literals, name=name)
     if name == PROMPT_NAMES[0] and (example := tiny.find_trained_texts(stage.spec, stage.found.model_id).get("prompt")):
         yield from _warn_unknown_words(stage, prompt, example)
     for text in stage.spec.text_encoders if encoded else ():
@@ -91,14 +89,14 @@ def _prompt_warnings(stage: StageContext, name: str, prompt: str, encoded: Condi
         tokenizer = tokenization.load_tokenizer(stage.found.folder(text.tokenizer_folder, stage.progress))
         number, words = tokenization.count_truncated(text, tokenizer, prompt)
         if number:
-            encoder = text.component.replace("_", " ")
-            start = f", from {tokenization.quote_truncated(words)} on" if words else ""
+            encoder = compose_term("component", text.component)
+            start = compose("stage.cut_off_from", words=tokenization.quote_truncated(words)) if words else ""
             more = "+" if len(prompt) > tokenization.MAX_COUNTED else ""
             total, truncated = f"{text.max_length + number}{more}", f"{number}{more}"
-            yield (
-                f"{title}: the {name} has {total} tokens, and the {encoder} takes {text.max_length}: the last "
-                f"{truncated} are cut off{start}. Shorten it."
-            )
+            yield compose(
+                "stage.prompt_cut_off", title=title, name=name, total=total, encoder=encoder,
+                max_length=text.max_length, truncated=truncated, start=start,
+            )  # fmt: skip
 
 
 def _warn_unknown_words(stage: StageContext, prompt: str, example: str) -> Iterator[str]:
@@ -107,7 +105,7 @@ def _warn_unknown_words(stage: StageContext, prompt: str, example: str) -> Itera
     example: a prompt that it knows.
     """
     if not prompt.strip():
-        yield f'The prompt is empty. The miniature knows "{example}".'
+        yield compose("stage.prompt_empty", example=example)
         return
     tokenizer = tokenization.load_tokenizer(
         stage.found.folder(stage.spec.text_encoders[0].tokenizer_folder, stage.progress)
@@ -115,8 +113,8 @@ def _warn_unknown_words(stage: StageContext, prompt: str, example: str) -> Itera
     words = list(itertools.islice(tokenization.find_unknown_words(tokenizer, prompt), MAX_WORDS + 1))
     if words:
         listed = ", ".join(word[: tokenization.MAX_QUOTE_LENGTH] for word in words[:MAX_WORDS])
-        more = " and others" if len(words) > MAX_WORDS else ""
-        yield f'The miniature does not know: {listed}{more}. It knows "{example}".'
+        more = compose("stage.and_others") if len(words) > MAX_WORDS else ""
+        yield compose("stage.words_unknown", listed=listed, more=more, example=example)
 
 
 def _encode(
@@ -144,7 +142,7 @@ def _encode_text(
     ids, mask, *more = (
         tokenize_with_images(tokenizer, prompts, seen) if tokenize_with_images else text.tokenize(tokenizer, prompts)
     )
-    stage.progress.text("Encoding the prompt")
+    stage.progress.text(compose("stage.encoding_prompt"))
     states, _ = stage.call(text.component, text.encode, ids, mask, *more)
     return states, mask.sum(axis=1).astype(np.int32)
 
@@ -159,7 +157,7 @@ def encode_image(stage: StageContext, image: torch.Tensor, settings: Settings) -
     images = media.to_rgb(image)
     conditioning.check_image_count(stage.spec, settings, len(images))
     assert stage.spec.pictures.encode is not None
-    stage.progress.text("Encoding the image")
+    stage.progress.text(compose("stage.encoding_image"))
     tensors = stage.spec.pictures.encode(stage.call, images, settings, stage.config(stage.spec.vae.component))
     return conditioning.build_condition(stage.spec, settings, tensors)
 
@@ -208,7 +206,7 @@ def calibrate(
 def decode(stage: StageContext, latents: Mapping[str, Any]) -> torch.Tensor:
     """Return the samples `[batch, channels, ...]` of a LATENT as IMAGE frames `[n, height, width, 3]`."""
     samples = conditioning.get_latent_samples(stage.spec, latents)
-    stage.progress.text("Decoding")
+    stage.progress.text(compose("stage.decoding"))
     geometry, num_latent_frames = stage.spec.geometry, samples.shape[2] if samples.ndim == 5 else 1
     buffer = FrameBuffer(len(samples) * ((num_latent_frames - 1) * geometry.stride_t + 1))
     spends = stage.progress.activity.timed
@@ -283,7 +281,7 @@ def predict(stage: StageContext, prediction: PredictionRequest) -> torch.Tensor:
         result, is_finite = executable(weights, part.sample, np.float32(prediction.timestep), part.inputs)
         results.append(to_tensor(np.asarray(result)))
         if not is_finite:
-            raise stage.not_finite_error("values of the denoiser", stage.model.loras)
+            raise stage.not_finite_error(compose("stage.values_of_denoiser"), stage.model.loras)
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
@@ -323,7 +321,7 @@ def encode_vision(stage: StageContext, prepared: Sequence[Any]) -> torch.Tensor:
     prepared: arguments of `model_spec.protocols.EncodeVision` after the call.
     """
     if stage.spec.pictures.look is None:
-        raise ValueError(f"{stage.spec.title} has no image encoder.")
+        raise ValueError(compose("stage.no_image_encoder", title=stage.spec.title))
     return torch.from_numpy(np.array(stage.spec.pictures.look(stage.call, *prepared)))
 
 
@@ -334,7 +332,7 @@ def encode_pixels(stage: StageContext, pixels: torch.Tensor) -> torch.Tensor:
     """
     encode = stage.spec.vae.encode
     if encode is None:
-        raise ValueError(f"{stage.spec.title}: its VAE's encoder is not available on the TPU.")
+        raise ValueError(compose("stage.no_vae_encoder", title=stage.spec.title))
     return encode(stage.call, pixels, stage.report("chunk"))
 
 
@@ -349,7 +347,7 @@ def _prediction_request(stage: StageContext, name: str, part: _BranchBatch) -> P
     )  # fmt: skip
     shapes = {name: (x.shape, x.dtype) for name, x in part.inputs.items()}
     return ProgramRequest(
-        title=f"the denoiser for {_size(spec, part.sample.shape)}",
+        title=compose("stage.the_denoiser", size=_size(spec, part.sample.shape)),
         key=(
             "predict",
             spec.name,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from ..files import parse_json
+from ..messages import compose, compose_term
 from ..model_spec import SIZE_INPUTS, ModelSpec
 
 if TYPE_CHECKING:
@@ -65,23 +66,28 @@ def unpack_conditioning(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Ma
     if not isinstance(given, list | tuple) or not all(
         isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], Mapping) for entry in given
     ):
-        raise ValueError(f"{spec.title}: {name} is not CONDITIONING. Connect {spec.family}TextEncoder.")
-    if len(given) != 1:
         raise ValueError(
-            f"{spec.title}: {name} has {len(given)} entries; combined prompts are not supported. Connect one "
-            f"{spec.family}TextEncoder and write all into its prompt."
+            compose(
+                "condition.not_conditioning", title=spec.title, name=compose_term("input", name), family=spec.family
+            )
         )
+    if len(given) != 1:
+        raise ValueError(compose(
+            "condition.combined_prompts_unsupported", title=spec.title, name=compose_term("input", name),
+            count=len(given), family=spec.family,
+        ))  # fmt: skip
     ((embeddings, info),) = given
     family = info.get("tpu_family", spec.family)
     if family != spec.family:
-        raise ValueError(
-            f"{spec.title}: {name} comes from a {family} text encoder; it must come from {spec.family}TextEncoder."
-        )
+        raise ValueError(compose(
+            "condition.of_another_text_encoder", title=spec.title, name=compose_term("input", name),
+            family=family, family_2=spec.family,
+        ))  # fmt: skip
     if unknown := [key for key, value in info.items() if value is not None and key not in _list_allowed_keys(spec)]:
-        raise ValueError(
-            f"{spec.title}: {name} carries {', '.join(map(str, unknown))}; areas, masks, strengths, ranges of steps "
-            f"and controls are not supported. Connect {spec.family}TextEncoder without a node between that sets them."
-        )
+        raise ValueError(compose(
+            "condition.options_unsupported", title=spec.title, name=compose_term("input", name),
+            unknown=", ".join(map(str, unknown)), family=spec.family,
+        ))  # fmt: skip
     return embeddings, info
 
 

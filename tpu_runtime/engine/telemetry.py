@@ -10,8 +10,9 @@ import jax
 from ...sharding.mesh import Device
 from .. import device_memory
 from ..device_memory import DeviceMemory
+from ..messages import compose, compose_list
 from ..programs.program import shard_bytes
-from ..progress import DURATION_PREFIX, Preview, Progress
+from ..progress import Preview, Progress
 from ..units import GIB, format_load_rate
 
 # Shorter parts of a stage are left out of its summary.
@@ -73,30 +74,32 @@ class Activity:
     def pace(self) -> str:
         """Return the seconds per step as text; "" if unknown or below `MIN_PACE_S`."""
         seconds = self.seconds_per_unit if self.unit == "step" else None
-        return f"{seconds:.2f} s a step" if seconds and seconds >= MIN_PACE_S else ""
+        return compose("took.seconds_a_step", seconds=f"{seconds:.2f}") if seconds and seconds >= MIN_PACE_S else ""
 
     def summary(self) -> str:
         """Return the time that the stage and each kind of work took, as its last status line. The parts add up."""
         total_s = round(time.monotonic() - self.started, 1)
         parts = {
-            "importing diffusers": self.importing_s, "compiling": self.compiling_s,
-            "preparing programs": self.preparing_s, "downloading": self.downloading_s,
-            "loading": self.loading_s, "running": self.running_s,
+            compose("took.importing"): self.importing_s, compose("took.compiling"): self.compiling_s,
+            compose("took.preparing_programs"): self.preparing_s, compose("took.downloading"): self.downloading_s,
+            compose("took.loading"): self.loading_s, (running := compose("took.running")): self.running_s,
         }  # fmt: skip
         shown = {name: round(seconds, 1) for name, seconds in parts.items() if seconds >= MIN_REPORTED_S}
         # Each part is rounded separately, so their sum may slightly exceed the total.
-        shown["other work on the host"] = round(max(0.0, total_s - sum(shown.values())), 1)
+        shown[compose("took.other_work")] = round(max(0.0, total_s - sum(shown.values())), 1)
         total_s = sum(shown.values())
-        pace = f" ({self.pace()})" if self.pace() else ""
+        pace = compose("took.pace", pace=self.pace()) if self.pace() else ""
         texts = [
-            f"{name} {seconds:.1f} s{pace if name == 'running' else ''}"
+            compose("took.part", name=name, seconds=f"{seconds:.1f}", pace=pace if name == running else "")
             for name, seconds in shown.items()
             if seconds >= MIN_REPORTED_S
         ]
         took = (
-            f"{DURATION_PREFIX} {total_s:.1f} s: {', '.join(texts)}" if texts else f"{DURATION_PREFIX} {total_s:.1f} s"
+            compose("took.total_and_parts", total_s=f"{total_s:.1f}", texts=compose_list(texts))
+            if texts
+            else compose("took.total", total_s=f"{total_s:.1f}")
         )
-        return f"{took}. {self.remark}" if self.remark else took
+        return compose("took.remark", took=took, remark=self.remark) if self.remark else took
 
     def describe(self) -> dict[str, object]:
         return {

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile
+from ..messages import compose
 from ..model_spec import KeyTable
 
 Config = dict[str, Any]
-DOWNLOAD_AGAIN = "Download it again, or choose another."
+DOWNLOAD_AGAIN = compose("file.download_again")
 
 
 class TensorShapes(Mapping[str, tuple[int, ...]]):
@@ -22,7 +23,7 @@ class TensorShapes(Mapping[str, tuple[int, ...]]):
     def __getitem__(self, name: str) -> tuple[int, ...]:
         if name not in self._tensors:
             raise CheckpointError(
-                f"{self.path}: the weight {name} is missing; the file is incomplete. {DOWNLOAD_AGAIN}"
+                compose("file.weight_missing", path=self.path, name=name, download_again=DOWNLOAD_AGAIN)
             )
         return self._tensors[name].shape
 
@@ -42,10 +43,9 @@ class TensorShapes(Mapping[str, tuple[int, ...]]):
         """
         shape = self[name]
         if len(shape) != dimensions or 0 in shape:
-            raise CheckpointError(
-                f"{self.path}: the weight {name} has shape {shape}, and {dimensions} dimensions are expected. The "
-                "file is damaged, or of another model."
-            )
+            raise CheckpointError(compose(
+                "file.weight_dimensions_wrong", path=self.path, name=name, shape=shape, dimensions=dimensions,
+            ))  # fmt: skip
         return shape
 
     def dtype(self, name: str) -> str:

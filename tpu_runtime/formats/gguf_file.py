@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..files import CheckpointError, Index, TensorFile, check_names
+from ..messages import compose
 from . import gguf_header
 from .gguf_header import Fields, HeaderError
 from .tensor_views import ReadTensor, index_bounds
@@ -70,7 +71,7 @@ class GgufTensor:
             file.seek(self.offset + first * self.size)
             data = np.frombuffer(file.read((last - first) * self.size), np.uint8)
         if len(data) != (last - first) * self.size:
-            raise CheckpointError(f"{self.path} ends early; it was probably cut off while downloading. Get it again.")
+            raise CheckpointError(compose("file.ends_early", path=self.path))
         values = data.view(_PLAIN[self.kind]).astype(np.float32) if self.kind in _PLAIN else self._dequantize(data)
         skipped = start - first * self.block
         return values[skipped : skipped + stop - start]
@@ -96,7 +97,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Tensor
     try:
         fields, tensors, data = gguf_header.read_gguf_header(path)
     except HeaderError as error:
-        raise CheckpointError(f"{path} is not a complete, supported GGUF file ({error}). Get it again.") from None
+        raise CheckpointError(compose("file.gguf_unreadable", path=path, error=error)) from None
     check_names(path, tensors)
     files = {}
     stored = {name: tensor.shape for name, tensor in tensors.items()}
@@ -105,13 +106,10 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Tensor
         shape, begin = _split(name, stored), data + tensor.offset
         if (shape[-1] if shape else 1) % block:
             raise CheckpointError(
-                f"{path}: {name} has rows of {shape[-1]} elements, and {kind} has blocks of {block}. Get it again."
+                compose("file.rows_not_in_blocks", path=path, name=name, shape=shape[-1], kind=kind, block=block)
             )
         if (end := begin + math.prod(shape) // block * block_bytes) > size:
-            raise CheckpointError(
-                f"{path} is not a whole GGUF file ({name} ends at byte {end} of {size}); it was probably cut off while "
-                "downloading. Get it again."
-            )
+            raise CheckpointError(compose("file.gguf_cut_off", path=path, name=name, end=end, size=size))
         shape = _shape(path, name, shape, fields)
         made = GgufTensor(path=path, offset=begin, kind=kind, shape=shape, block=block, size=block_bytes)
         files[name] = TensorFile(path=path, name=name, shape=shape, dtype="F32", made=made)
@@ -136,10 +134,10 @@ def _format(path: Path, name: str, number: int) -> tuple[str, int, int]:
 
     known = {kind.value: kind for kind in GGML_QUANT_SIZES}.get(number)
     if known is None or known.name not in FORMATS:
-        raise CheckpointError(
-            f"{path}: {name} is {known.name if known else f'in format {number}'}, which is not supported; "
-            f"supported are {', '.join(FORMATS)}. Use the model in one of these."
-        )
+        raise CheckpointError(compose(
+            "file.format_unsupported", path=path, name=name, name_2=known.name if known else f"in format {number}",
+            formats=", ".join(FORMATS),
+        ))  # fmt: skip
     return (known.name, *GGML_QUANT_SIZES[known])
 
 
@@ -151,10 +149,10 @@ def _shape(path: Path, name: str, shape: tuple[int, ...], fields: Fields) -> tup
     noted_shape = fields[noted] if fields.length(noted) <= _MOST_DIMENSIONS else ()
     noted_shape = tuple(noted_shape) if isinstance(noted_shape, list | tuple) else (noted_shape,)
     if any(not isinstance(size, int) or size < 1 for size in noted_shape) or math.prod(noted_shape) != math.prod(shape):
-        raise CheckpointError(
-            f"{path}: {name} has {math.prod(shape)} elements, and is noted as {str(noted_shape)[:80]}; both must be "
-            f"the same, in {_MOST_DIMENSIONS} dimensions at most. Get it again."
-        )
+        raise CheckpointError(compose(
+            "file.element_count_wrong", path=path, name=name, shape=math.prod(shape),
+            noted_shape=str(noted_shape)[:80], most_dimensions=_MOST_DIMENSIONS,
+        ))  # fmt: skip
     return noted_shape
 
 
@@ -187,8 +185,7 @@ def read_metadata(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
         low, high = _BOUNDS[key]
         if not isinstance(number, int | float) or not low <= number <= high:
             raise CheckpointError(
-                f"{path}: {title} is {str(number)[:40]}, and must be from {low} to {high}; the file is damaged. Get it "
-                "again."
+                compose("file.number_outside", path=path, title=title, number=str(number)[:40], low=low, high=high)
             )
         # The format has float32: 1e-06 is 9.99999997e-07 there.
         metadata[key] = f"{number:.6g}"

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ..files import CheckpointError
+from ..messages import compose
 
 # GGUF's numbers of the kinds of values, with their `struct` formats.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -64,13 +65,11 @@ class Fields(Mapping[str, Any]):
                 file.seek(place.start)
                 data = file.read(place.stop - place.start)
         if len(data) != place.stop - place.start:
-            raise CheckpointError(f"{self._path} has changed while it was read; choose the model again.")
+            raise CheckpointError(compose("file.changed_while_read", path=self._path))
         try:
             return _value(place, data)
         except UnicodeDecodeError:
-            raise CheckpointError(
-                f"{self._path}: the field {name} is not UTF-8 text; the file is damaged. Download it again."
-            ) from None
+            raise CheckpointError(compose("file.field_not_utf8", path=self._path, name=name)) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._places

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..files import CheckpointError, TensorFile
+from ..messages import compose
 from ..model_spec import KeyTable, RowSlice
 from . import tensor_views
 
@@ -108,16 +109,15 @@ def to_diffusers(tensors: Mapping[str, TensorFile], table: KeyTable) -> dict[str
         ending = f".{'weight' if leaf == 'scale' else leaf}" if rows else ""
         for target in rows or lookup(name, table) or (RowSlice(name),):
             if target.name + ending in views:
-                raise CheckpointError(
-                    f"{tensor.path}: {views[target.name + ending].name} and {tensor.name} are both "
-                    f"{target.name + ending}; the file holds a weight twice. Use the file that its authors published."
-                )
+                raise CheckpointError(compose(
+                    "file.weight_twice", path=tensor.path, name=views[target.name + ending].name,
+                    name_2=tensor.name, name_3=target.name + ending,
+                ))  # fmt: skip
             if not tensor.shape or tensor.shape[0] % target.of:
                 if target.of > 1:
-                    raise CheckpointError(
-                        f"{tensor.path}: {tensor.name} has shape {tensor.shape}, whose rows are no {target.of} equal "
-                        "groups. The file is damaged, or of another model."
-                    )
+                    raise CheckpointError(compose(
+                        "file.rows_not_in_groups", path=tensor.path, name=tensor.name, shape=tensor.shape, of=target.of,
+                    ))  # fmt: skip
             views[target.name + ending] = tensor_views.row_view(tensor, target.groups, target.of)
     return views
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile, TensorView, parse_json
+from ..messages import compose
 from . import quantization_detect, tokenizer_files
 from .decode import GROUP_MXFP8, GROUP_NVFP4, BitsAndBytes4, Mxfp8, Nvfp4, RotatedCodes, ScaledCodes
 
@@ -98,10 +99,10 @@ def _refuse(tensors: Mapping[str, TensorFile]) -> None:
     dtypes = {name: x.dtype for name, x in tensors.items() if name.rpartition(".")[2] not in tokenizer_files.TENSORS}
     if problem := quantization_detect.detect_in_tensors(dtypes):
         name, method = problem
-        raise CheckpointError(
-            f"{tensors[name].path}: the weights are quantized with {method} ({name} is {tensors[name].dtype}, with its "
-            f"scales next to it). {quantization_detect.ADVICE}"
-        )
+        raise CheckpointError(compose(
+            "file.weights_quantized", path=tensors[name].path, method=method, name=name,
+            dtype=tensors[name].dtype, advice=quantization_detect.ADVICE,
+        ))  # fmt: skip
 
 
 def _join(layer: str, own: str) -> str:
@@ -129,10 +130,10 @@ def _descriptions(tensors: Mapping[str, TensorFile]) -> Descriptions:
         if leaf != "comfy_quant" and not leaf.startswith(_BITS4_OWN):
             continue
         if tensor.dtype != "U8" or math.prod(tensor.shape) > MAX_DESCRIPTION_BYTES:
-            raise CheckpointError(
-                f"{tensor.path}: {tensor.name} is {tensor.dtype} of shape {tensor.shape}; a description of a format is "
-                f"U8, {MAX_DESCRIPTION_BYTES} bytes at most. Download it again."
-            )
+            raise CheckpointError(compose(
+                "file.format_description_wrong", path=tensor.path, name=tensor.name, dtype=tensor.dtype,
+                shape=tensor.shape, max_description_bytes=MAX_DESCRIPTION_BYTES,
+            ))  # fmt: skip
         by_file.setdefault(tensor.path, []).append(tensor)
     for path, described in by_file.items():
         with safe_open(str(path), framework="np") as file:
@@ -152,7 +153,7 @@ def _read_marks(described: Descriptions, metadata: Mapping[str, str]) -> Iterato
         )
         layers = header.get("layers")
         if not isinstance(layers, dict) or not all(isinstance(entry, dict) for entry in layers.values()):
-            raise CheckpointError(f"The metadata {QUANTIZATION_METADATA} of the file has no layers. Download it again.")
+            raise CheckpointError(compose("file.metadata_without_layers", quantization_metadata=QUANTIZATION_METADATA))
         yield from layers.items()
     for name, (tensor, content) in described.items():
         if name.rpartition(".")[2] == "comfy_quant":
@@ -162,10 +163,9 @@ def _read_marks(described: Descriptions, metadata: Mapping[str, str]) -> Iterato
 def check_metadata_length(text: str, name: str) -> str:
     """Return an entry of a file's metadata. Raises `CheckpointError` if it is longer than any published one."""
     if len(text) > MAX_METADATA_LENGTH:
-        raise CheckpointError(
-            f"The metadata {name} of the file has {len(text)} characters; {MAX_METADATA_LENGTH} are read at most. Use "
-            "a file that is published so."
-        )
+        raise CheckpointError(compose(
+            "file.metadata_too_long", name=name, count=len(text), max_metadata_length=MAX_METADATA_LENGTH,
+        ))  # fmt: skip
     return text
 
 
@@ -173,9 +173,9 @@ def _json(text: str | bytes, what: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise CheckpointError(f"{what} is no JSON ({error}); the file is damaged. Download it again.") from error
+        raise CheckpointError(compose("file.quantization_not_json", what=what, error=error)) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is no JSON object; the file is damaged. Download it again.")
+        raise CheckpointError(compose("file.quantization_not_object", what=what))
     return value
 
 
@@ -248,18 +248,15 @@ def _make_marked_codes(weight: TensorFile, statement: Mapping[str, Any], compani
     params = statement.get("params")
     statement = {**params, **statement} if isinstance(params, dict) else statement
     if kind not in FORMATS:
-        raise CheckpointError(
-            f"{weight.path}: {weight.name} is quantized as {str(kind)[:60]}, which is not supported; supported are "
-            f"{', '.join(FORMATS)}. Use a file of one of these, or of bfloat16, float16 or float32."
-        )
+        raise CheckpointError(compose(
+            "file.quantization_unsupported", path=weight.path, name=weight.name, kind=str(kind)[:60],
+            formats=", ".join(FORMATS),
+        ))  # fmt: skip
     if weight.dtype in quantization_detect.FLOAT_DTYPES:
         return None  # marked, but not quantized
     scale = companion("weight_scale", "scale_weight")
     if scale is None:
-        raise CheckpointError(
-            f"{weight.path}: {weight.name} is quantized as {kind}, and its weight_scale is missing; the file is "
-            "incomplete. Download it again."
-        )
+        raise CheckpointError(compose("file.weight_scale_missing", path=weight.path, name=weight.name, kind=kind))
     if kind in _FP8_DTYPES:
         return replace(
             _make_scaled_codes(weight, scale), dtype=weight.dtype if weight.dtype in FP8 else _FP8_DTYPES[kind]
@@ -292,7 +289,7 @@ def _make_block_codes(kind: str, weight: TensorFile, scale: TensorFile, companio
 
 def _check(weight: TensorFile, fits: bool, problem: str) -> None:
     if not fits:
-        raise CheckpointError(f"{weight.path}: {weight.name} {problem}; the file is damaged. Download it again.")
+        raise CheckpointError(compose("file.quantization_damaged", path=weight.path, name=weight.name, problem=problem))
 
 
 def _rotation(weight: TensorFile, said: Mapping[str, Any]) -> int:

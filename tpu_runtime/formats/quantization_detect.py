@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..messages import compose
+
 # Dtypes read as numbers, as named in safetensors' headers. fp8 alone is a plain cast; with a scale it is a code.
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 READABLE_DTYPES = FLOAT_DTYPES | {"F8_E4M3", "F8_E5M2"}
-ADVICE = "Such codes are not decoded here. Use a checkpoint whose weights are bfloat16, float16 or float32."
+ADVICE = compose("file.codes_unsupported")
 # Methods in a config that are supported, because marks in the files state each layer's format (see `formats.codes`).
 DECODED_METHODS = ("bitsandbytes", "fp8")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import CheckpointError, TensorFile, parse_json, read_header
+from ..messages import compose
 from . import gguf_file, gguf_header, quantization, unsupported_files
 from .file_signature import FileLayout
 from .tensor_views import HeadView, view
@@ -75,14 +76,11 @@ class NetworkFile:
 def read_contents(path: Path) -> FileContents:
     """Return the contents of a file. Raises `CheckpointError` for other files and unsupported formats."""
     if path.suffix not in WEIGHT_SUFFIXES:
-        raise CheckpointError(
-            f"{path}: weights are read from files that end in {', '.join(WEIGHT_SUFFIXES)}; what else is called a "
-            "checkpoint may hold programs. Get the model as one of these."
-        )
+        raise CheckpointError(compose("file.suffix_unsupported", path=path, weight_suffixes=", ".join(WEIGHT_SUFFIXES)))
     try:
         stat = path.stat()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+        raise CheckpointError(compose("file.unreadable", path=path, strerror=error.strerror)) from error
     return _read(path, stat.st_size, stat.st_mtime_ns)
 
 
@@ -106,10 +104,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorFile], Mapping[
     try:
         return read_header(path)
     except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}); it was probably cut off while downloading. Delete "
-            "it and download it again."
-        ) from error
+        raise CheckpointError(compose("file.safetensors_cut_off", path=path, error=error)) from error
 
 
 def _deinterleave_heads(
@@ -129,7 +124,7 @@ def _deinterleave_heads(
         heads = heads_of[kind]  # one number for all layers
         if not isinstance(heads, int) or heads < 1 or not tensor.shape or tensor.shape[0] % (2 * heads):
             raise CheckpointError(
-                f"{tensor.path}: {name} of shape {tensor.shape} is not of {str(heads)[:80]} heads. Get it again."
+                compose("file.not_of_heads", path=tensor.path, name=name, shape=tensor.shape, heads=str(heads)[:80])
             )
         views[name] = view(tensor, tensor.shape, HeadView(tensor, heads))
     return views
@@ -144,18 +139,12 @@ def find_networks(path: Path, layouts: Sequence[FileLayout]) -> list[NetworkFile
         unsupported_files.check_not_partial(path, contents.tensors.keys())
         names = list(contents.tensors)
         shown = ", ".join(name[:80] for name in names[:_NAMES_IN_TEXT]) or "none"
-        raise CheckpointError(
-            f"{path} holds no network that is known here; of its {len(names)} tensors the first are {shown}. Known are "
-            f"the files of the models in docs/files.md."
-        )
+        raise CheckpointError(compose("file.no_known_network", path=path, count=len(names), shown=shown))
     for match in matches:
         for start, what in match.layout.refused.items():
             pattern = re.compile(r"\d+".join(map(re.escape, start.split("*"))))
             if any(map(pattern.match, match.tensors)):
-                raise CheckpointError(
-                    f"{path} is {what} (it has {start}), which is not supported here. Use a file of one of the models "
-                    "in docs/files.md."
-                )
+                raise CheckpointError(compose("file.network_unsupported", path=path, what=what, start=start))
     return matches
 
 
@@ -163,10 +152,9 @@ def _networks(contents: FileContents, layouts: Sequence[FileLayout]) -> Iterator
     matches = (_IN_CHECKPOINTS.match(name) for name in contents.tensors)
     prefixes = dict.fromkeys(match.group() for match in matches if match)
     if len(prefixes) > _MOST_NETWORKS:
-        raise CheckpointError(
-            f"{contents.path} has tensors under {len(prefixes)} networks' names; {_MOST_NETWORKS} are looked at at "
-            "most. Use a file of one model."
-        )
+        raise CheckpointError(compose(
+            "file.too_many_networks", path=contents.path, count=len(prefixes), most_networks=_MOST_NETWORKS,
+        ))  # fmt: skip
     is_found = False
     for prefix in (*sorted(prefixes, key=len, reverse=True), *_ALONE):
         if is_found and prefix in _ALONE:

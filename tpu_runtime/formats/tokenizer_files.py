@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import tokenization
 from ..files import CheckpointError, TensorFile, parse_json, read_json
+from ..messages import compose
 from . import gguf_file
 
 # Names of tensors of bytes: a SentencePiece model, and Mistral's tekken.json.
@@ -102,10 +103,10 @@ def read_folder_tokenizer(folder: Path) -> dict[str, bytes]:
     try:
         return {SENTENCEPIECE: _sentencepiece_of_json(document, model).SerializeToString()}
     except Exception as error:  # any error of parsing an untrusted file
-        raise CheckpointError(
-            f"{folder / 'tokenizer.json'} is not a readable tokenizer ({type(error).__name__}: "
-            f"{str(error)[:200]}); the file is damaged. Download it again."
-        ) from error
+        raise CheckpointError(compose(
+            "file.tokenizer_unreadable", folder=folder / "tokenizer.json", error_type=type(error).__name__,
+            error=str(error)[:200],
+        )) from error  # fmt: skip
 
 
 def _sentencepiece_of_json(said: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
@@ -143,10 +144,10 @@ def write_tokenizer(carried: TokenizerFile, folder: Path, chat_template: str | N
     except CheckpointError:
         raise
     except Exception as error:  # any error of parsing untrusted bytes
-        raise CheckpointError(
-            f"{carried.path}: {carried.name.rstrip('.')} is not a readable tokenizer ({type(error).__name__}: "
-            f"{str(error)[:200]}); the file is damaged. Download it again."
-        ) from error
+        raise CheckpointError(compose(
+            "file.carried_tokenizer_unreadable", path=carried.path, member=carried.name.rstrip("."),
+            error_type=type(error).__name__, error=str(error)[:200],
+        )) from error  # fmt: skip
     template = {"chat_template": chat_template} if chat_template else {}
     config = {**names, **template, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..files import CheckpointError
+from ..messages import compose
 
 # File names of shards by Hugging Face's libraries and llama.cpp's gguf-split.
 _SHARD = re.compile(r"(?P<base>.+?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.(?P<kind>\w+)")
@@ -23,27 +24,16 @@ def check_not_sharded(path: Path, metadata: Mapping[str, str]) -> None:
     if total < 2:
         return
     if path.suffix == ".gguf":
-        way = "Join them with llama.cpp's `llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and choose the whole file."
+        way = compose("file.join_gguf_parts")
     else:
-        way = (
-            "Choose the folder in diffusers layout that has all parts and their index, or a file that holds the whole "
-            "network."
-        )
-    raise CheckpointError(
-        f"{path} is part {number} of {total} of a checkpoint; a file must hold a whole network. {way}"
-    )
+        way = compose("file.choose_whole_folder_or_file")
+    raise CheckpointError(compose("file.part_of_checkpoint", path=path, number=number, total=total, way=way))
 
 
 def check_not_partial(path: Path, names: Collection[str]) -> None:
     """Raise `CheckpointError` for a file with an incomplete network that its tensors' `names` identify."""
     if any(name.startswith(_SIGHT) for name in names):
-        raise CheckpointError(
-            f"{path} is a vision tower of llama.cpp alone (mmproj), and images are encoded by a text encoder file "
-            "that holds `visual.` too. Choose one such as qwen_2.5_vl_7b.safetensors instead."
-        )
+        raise CheckpointError(compose("file.vision_tower_only", path=path))
     has_decoder = any(name.startswith("decoder.conv_in.") for name in names)
     if has_decoder and not any(name.startswith("encoder.") for name in names):
-        raise CheckpointError(
-            f"{path} holds the decoder of a VAE alone, and a VAE is an encoder and a decoder. Choose a file that has "
-            "both, such as full_encoder_small_decoder.safetensors for FLUX.2's small decoder."
-        )
+        raise CheckpointError(compose("file.vae_decoder_only", path=path))

@@ -23,6 +23,7 @@ from ..checkpoints.model_ref import InMemoryLora
 from ..files import TensorFile, parse_json, read_header
 from ..formats import quantization_detect
 from ..formats.key_map import SECOND_EXPERT, KeyMap, strip_prefixes
+from ..messages import compose
 from ..programs.upstream_network import Network, WeightSlice
 from .change import LoraError, WeightChange, shorten_value
 from .duplicate_names import NamedChange, resolve_spellings
@@ -112,9 +113,7 @@ def identify_source(source: Source) -> str:
     try:
         stat = os.stat(source)
     except OSError as error:
-        raise LoraError(
-            f"The LoRA {source} cannot be read ({error.strerror}). Choose another, or put it back."
-        ) from None
+        raise LoraError(compose("lora.unreadable", source=source, strerror=error.strerror)) from None
     return signature(source, stat.st_size, stat.st_mtime_ns)
 
 
@@ -280,7 +279,7 @@ def _check_sizes(path: str, parts: Mapping[str, str], shapes: Mapping[str, Shape
         if size == 0 or (part == "alpha" and size != 1):
             form = "x".join(map(str, shapes[name]))
             expected = "one number" if part == "alpha" else "a rank of 1 or more"
-            raise LoraError(f"The LoRA {path}: {name} has the shape {form}, which is not {expected}. Choose another.")
+            raise LoraError(compose("lora.shape_wrong", path=path, name=name, form=form, expected=expected))
 
 
 def _find_changed_weights(
@@ -309,9 +308,7 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
         if config_text is None and separate.is_file() and Path(path).name == "adapter_model.safetensors":
             config_text = separate.read_text("utf-8")
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
-        raise LoraError(
-            f"The LoRA {path} is not a whole safetensors file ({error}). Download it again, or choose another."
-        ) from None
+        raise LoraError(compose("lora.cut_off", path=path, error=error)) from None
     for name, tensor in tensors.items():
         split = _split(name)
         taken = (
@@ -320,18 +317,12 @@ def _header(path: str) -> tuple[dict[str, Shape], Mapping[str, Any]]:
             else quantization_detect.READABLE_DTYPES
         )
         if split is not None and tensor.dtype not in taken:
-            raise LoraError(
-                f"The LoRA {path}: {name} holds {tensor.dtype}, and changes are floating point numbers. "
-                "Choose one that is not quantized."
-            )
+            raise LoraError(compose("lora.not_floating_point", path=path, name=name, dtype=tensor.dtype))
     try:
         config = parse_json(config_text or "{}")
     except ValueError as error:
-        raise LoraError(f"The LoRA {path}: PEFT's config in it is not JSON ({error}). Choose another.") from None
+        raise LoraError(compose("lora.peft_config_not_json", path=path, error=error)) from None
     if not isinstance(config, dict):
-        raise LoraError(
-            f"The LoRA {path}: PEFT's config in it is {shorten_value(config)}, and no object of options. Save it "
-            "again with PEFT, or choose another."
-        )
+        raise LoraError(compose("lora.peft_config_not_object", path=path, config=shorten_value(config)))
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return shapes, config

@@ -10,6 +10,7 @@ import torch
 from ..cache.store import signature
 from ..checkpoints import weight_loader
 from ..checkpoints.model_ref import Expert, Lora, ModelRef
+from ..messages import compose, compose_list
 from ..programs.upstream_network import Network
 from ..programs.weights import shared_network
 from ..progress import Progress
@@ -57,7 +58,7 @@ def add_lora(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef,
     spec = model.spec
     if lora.expert != Expert.BOTH and len(spec.denoiser.experts) == 1:
         raise LoraError(
-            f"{spec.title}: expert is {lora.expert}, but this model has only one denoiser. Choose {Expert.BOTH}."
+            compose("lora.expert_of_one_denoiser", title=spec.title, expert=lora.expert, lora_experts=Expert.BOTH)
         )
     # Experts have the same architecture: one network represents all, under the name of each.
     first = spec.component(spec.denoiser.experts[0])
@@ -78,11 +79,15 @@ def add_lora(model: ModelRef, lora: Lora, progress: Progress) -> tuple[ModelRef,
     if not combined.changes:
         raise LoraError(_nothing_fits(combined, model, network))
     name = combined.path.name
-    text = f"{name}, strength {lora.strength:g}: changes {len(combined.changes)} weights of {spec.title}."
+    text = compose(
+        "lora.applied", name=name, strength=f"{lora.strength:g}", count=len(combined.changes), title=spec.title,
+    )  # fmt: skip
     if combined.unused:
         log.warning("%s: not applied to %s: %s", combined.path, spec.title, ", ".join(combined.unused))
         why = f" ({combined.incompatible})" if combined.incompatible else ""
-        text += f" Not applied, {len(combined.unused)} tensors{why}: {_some(combined.unused)}."
+        count = len(combined.unused)
+        left_out = compose("lora.not_applied", count=count, why=why, names=_some(combined.unused))
+        text = compose_list([text, left_out], "space")
     progress.text(text)
     return replace(model, loras=(*model.loras, lora)), text
 
@@ -91,18 +96,18 @@ def _nothing_fits(found: Adapter, model: ModelRef, network: Network) -> str:
     """Return the message with the file's names and the expected ones."""
     title = model.spec.title
     if found.incompatible:
-        return (
-            f"The LoRA {found.path} is for a model of another size than {model.model_id}: {found.incompatible}. "
-            f"Choose one made for {title}."
-        )
+        return compose(
+            "lora.of_another_size", path=found.path, model_id=model.model_id, incompatible=found.incompatible,
+            title=title,
+        )  # fmt: skip
     matrices = (weight.sources[0] for weight in network.weights.values() if weight.stacked and len(weight.shape) > 2)
     weight_name = next(name for name in matrices if name.endswith(".weight"))
     theirs = [name.replace("*", "0") for name in network.component.original_keys if "*" in name]
     expected = " or ".join([weight_name.removesuffix(".weight"), *theirs[:1]])
-    return (
-        f"The LoRA {found.path} changes nothing of {title}. It has {_some(found.unused)}; expected are names of the "
-        f"family {model.spec.family} such as {expected}. Choose one made for {title}."
-    )
+    return compose(
+        "lora.changes_nothing", path=found.path, title=title, unused=_some(found.unused), family=model.spec.family,
+        expected=expected,
+    )  # fmt: skip
 
 
 def _some(names: Sequence[str]) -> str:

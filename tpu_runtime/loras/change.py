@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..messages import compose
 from ..model_spec import RowSlice
 from ..redact import SafeError
 from .factors import DeltaFactors, Shape, make_factors
@@ -61,10 +62,9 @@ def check_alpha(path: str | Path, name: str, alpha: Any) -> float:
     """
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
-        raise LoraError(
-            f"The LoRA {path}: {name} is {shorten_value(alpha)}; an alpha is a number between 0 and "
-            f"{_LARGEST_ALPHA:g}. Choose another."
-        )
+        raise LoraError(compose(
+            "lora.alpha_outside", path=path, name=name, alpha=shorten_value(alpha), largest_alpha=f"{_LARGEST_ALPHA:g}",
+        ))  # fmt: skip
     return float(alpha)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..messages import compose
 from .change import LoraError, WeightChange, shorten_value
 from .factors import DeltaFactors, Shape
 
@@ -52,10 +53,10 @@ def resolve_spellings(
     Raises `LoraError` if it is undetermined which count.
     """
     if len(found) > _MOST:
-        raise LoraError(
-            f"The LoRA {path}: {len(found)} of its names, such as {shorten_value(found[0].module)}, are {weight}; at "
-            f"most {_MOST} may be. Choose one that has each change once."
-        )
+        raise LoraError(compose(
+            "lora.too_many_spellings", path=path, count=len(found), module=shorten_value(found[0].module),
+            weight=weight, most=_MOST,
+        ))  # fmt: skip
     kept: list[NamedChange] = []
     repeated: list[NamedChange] = []
     for spelling in sorted(found, key=_rank, reverse=True):
@@ -83,10 +84,7 @@ def _select(path: Path, weight: str, kept: Sequence[NamedChange]) -> Iterator[Na
             targets.add(spelling.target)
         elif all(other.order is None for other in rivals):
             names = " and ".join(shorten_value(name) for name in sorted({spelling.module, rivals[0].module}))
-            raise LoraError(
-                f"The LoRA {path}: {names} are both {weight}, and hold different changes; taken is one change of a "
-                "weight. Choose one that has each change once, or take one of them out of the file."
-            )
+            raise LoraError(compose("lora.changes_contradict", path=path, names=names, weight=weight))
 
 
 def _are_equal(path: Path, shape: Shape, one: WeightChange, other: WeightChange, read: Read) -> bool:

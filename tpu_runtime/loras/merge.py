@@ -20,6 +20,7 @@ from ...sharding import placement
 from ..checkpoints import weight_loader
 from ..checkpoints.model_ref import Lora
 from ..files import TensorFile
+from ..messages import compose
 from ..programs.upstream_network import Network, Weight
 from .adapter import Adapter
 from .change import LoraError, WeightChange
@@ -184,7 +185,7 @@ def _read(
     for part, name in change.parts.items():
         tensors[part] = adapter.tensor(reader, name)
         if not torch.isfinite(tensors[part]).all():
-            raise LoraError(f"The LoRA {adapter.path}: {name} holds NaN or infinity; the file is damaged.")
+            raise LoraError(compose("lora.not_finite", path=adapter.path, name=name))
     delta, scale = change.read(adapter.path, tensors, weight.tensor_shape)
     return delta.take_slice(weight.cut), scale
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..messages import compose
 from ..model_spec import Json
 from .change import AlphaScaling, LoraError, check_alpha, shorten_value
 
@@ -27,7 +28,7 @@ _HARMLESS = frozenset({
     *("use_rslora", "use_dora", "use_effective_conv2d", "megatron_config", "loftq_config", "eva_config"),
     *("corda_config", "lora_ga_config", "velora_config", "runtime_config"),
 })  # fmt: skip
-_WAY_ON = "Merge the adapter into its model with PEFT, or choose another."
+_WAY_ON = compose("lora.merge_with_peft")
 
 
 class PeftConfig:
@@ -49,40 +50,35 @@ class PeftConfig:
     def _check_options(self) -> None:
         beginning = str(self._config.get("init_lora_weights")).lower()
         if self._method == "LORA" and beginning not in _BEGINNINGS:
-            raise LoraError(
-                f"The LoRA {self._path}: PEFT's init_lora_weights is "
-                f"{shorten_value(self._config['init_lora_weights'])}; such "
-                f"an adapter is for weights that PEFT changed at first. Taken are {', '.join(_BEGINNINGS)}. Save it "
-                "with path_initial_model_for_weight_conversion, which makes a plain LoRA of it, or choose another."
-            )
+            raise LoraError(compose(
+                "lora.peft_init_unsupported", path=self._path,
+                init_lora_weights=shorten_value(self._config["init_lora_weights"]), beginnings=", ".join(_BEGINNINGS),
+            ))  # fmt: skip
         unknown = [name for name in self._config if _SWITCH.fullmatch(name) and name not in _HARMLESS]
         for name in (*_REFUSED, *unknown):
             if self._config.get(name):
                 self._refuse(name, "false, null or nothing")
 
     def _refuse(self, name: str, allowed: str) -> None:
-        raise LoraError(
-            f"The LoRA {self._path}: PEFT's {name} is {shorten_value(self._config.get(name))}; taken is {allowed}. "
-            f"{_WAY_ON}"
-        )
+        raise LoraError(compose(
+            "lora.peft_option_unsupported", path=self._path, name=name, name_2=shorten_value(self._config.get(name)),
+            allowed=allowed, way_on=_WAY_ON,
+        ))  # fmt: skip
 
     def _pattern(self, name: str) -> dict[str, tuple[int, Any]]:
         """Return each module's value with its position."""
         patterns = self._config.get(name) or {}
         if not isinstance(patterns, dict):
             raise LoraError(
-                f"The LoRA {self._path}: {name} is {shorten_value(patterns)}, and no object, which has a number for "
-                "each module. Save it again with PEFT, or choose another."
+                compose("lora.pattern_not_object", path=self._path, name=name, patterns=shorten_value(patterns))
             )
         values: dict[str, tuple[int, Any]] = {}
         for order, (key, value) in enumerate(patterns.items()):
             module = key.removesuffix("$").replace("\\.", ".")
             if not re.fullmatch(r"\^?[\w.-]+", module):
-                raise LoraError(
-                    f"The LoRA {self._path}: {name} has {shorten_value(key)}, which is a regular expression; only "
-                    "names of "
-                    "modules are taken, whole or from a dot on. Save it with the modules' names, or choose another."
-                )
+                raise LoraError(compose(
+                    "lora.pattern_regular_expression", path=self._path, name=name, key=shorten_value(key),
+                ))  # fmt: skip
             values.setdefault(module, (order, value))
         return values
 
@@ -101,10 +97,9 @@ class PeftConfig:
             else None
         )
         if rank is not None and (type(rank) is not int or not 0 < rank <= _LARGEST_RANK):
-            raise LoraError(
-                f"The LoRA {self._path}: PEFT's r is {shorten_value(rank)}; a rank is a whole number from 1 to "
-                f"{_LARGEST_RANK:_}. Choose another."
-            )
+            raise LoraError(compose(
+                "lora.peft_rank_outside", path=self._path, rank=shorten_value(rank), largest_rank=f"{_LARGEST_RANK:_}",
+            ))  # fmt: skip
         return AlphaScaling(
             alpha=None if alpha is None else check_alpha(self._path, name, alpha),
             power=0.5 if self._config.get("use_rslora") and self._method == "LORA" else 1.0,
@@ -115,11 +110,10 @@ class PeftConfig:
         """Raise `LoraError` if PEFT would compute something else with the tensors of a LoRA's module."""
         use_dora = self._config.get("use_dora")
         if use_dora is not None and bool(use_dora) != has_magnitude:
-            raise LoraError(
-                f"The LoRA {self._path}: PEFT's use_dora is {shorten_value(use_dora)}, but {shorten_value(module)} has "
-                f"{int(has_magnitude)} magnitude vectors; taken is one of each module, or none. "
-                "Save it again with PEFT, or choose another."
-            )
+            raise LoraError(compose(
+                "lora.peft_dora_contradicts", path=self._path, use_dora=shorten_value(use_dora),
+                module=shorten_value(module), has_magnitude=int(has_magnitude),
+            ))  # fmt: skip
         chosen, patterns = self._config.get("layers_to_transform"), self._config.get("layers_pattern")
         if chosen is None or chosen == []:
             return
@@ -131,11 +125,10 @@ class PeftConfig:
             if number.isdecimal() and len(number) < 9 and (not lists or before in lists)
         ]
         if not numbers or numbers[0] not in (chosen if isinstance(chosen, list) else [chosen]):
-            raise LoraError(
-                f"The LoRA {self._path}: PEFT's layers_to_transform is {shorten_value(chosen)}, but the file changes "
-                f"{shorten_value(module)}; taken are changes of these layers alone. Save it again with PEFT, or "
-                "choose another."
-            )
+            raise LoraError(compose(
+                "lora.peft_layers_contradict", path=self._path, chosen=shorten_value(chosen),
+                module=shorten_value(module),
+            ))  # fmt: skip
 
     def check_whole(self, weights: Iterable[str]) -> None:
         """Raise `LoraError` if the file holds full weights that replace others, by their names here."""
@@ -143,10 +136,10 @@ class PeftConfig:
         option = option if self._config.get("bias", "none") in ("none", None) else "bias"
         first = min(weights, default=None) if option else None
         if first is not None:
-            raise LoraError(
-                f"The LoRA {self._path}: PEFT's {option} is {shorten_value(self._config[option])}, and the file holds "
-                f"{shorten_value(first)} whole; taken are changes of weights. {_WAY_ON}"
-            )
+            raise LoraError(compose(
+                "lora.peft_whole_weights", path=self._path, option=option,
+                config=shorten_value(self._config[option]), first=shorten_value(first), way_on=_WAY_ON,
+            ))  # fmt: skip
 
 
 def _match_pattern(patterns: Mapping[str, tuple[int, Any]], module: str, bare: str, default: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ..messages import compose
 from . import pci
 
 if TYPE_CHECKING:
@@ -82,10 +83,9 @@ def wait_while_busy(
             waited_s = time.monotonic() - started
             if waited_s >= limit_s:
                 raise DevicesBusy(
-                    f"The TPU chips are held by {describe_holders()}. They stayed busy for {waited_s:.0f} s. "
-                    "End that process, then try again."
+                    compose("machine.chips_held", holders=describe_holders(), waited_s=f"{waited_s:.0f}")
                 ) from error
-        report(f"The TPU chips are held by {describe_holders()}; waiting since {waited_s:.0f} s")
+        report(compose("machine.chips_held_waiting", holders=describe_holders(), waited_s=f"{waited_s:.0f}"))
         _pause(min(pause_s, limit_s - waited_s), check_cancelled)
         pause_s = min(2 * pause_s, LAST_PAUSE_S)
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from ...kernels import registry
 from ...kernels.dispatch import KernelFallbacks
+from ..messages import compose
 
 KERNELS_VARIABLE = "COMFYUI_TPU_KERNELS"
 OPTIONS_VARIABLE = "COMFYUI_TPU_OPTIONS"
@@ -70,7 +71,9 @@ class Unsupported(RuntimeError):
     def __init__(self, kind: Kind, program: str, names: tuple[str, ...], reason: str) -> None:
         self.kind, self.program, self.names, self.reason = kind, program, names, reason
         what = {"option": "compiler options", "kernel": "kernels", "halt": "kernels"}[kind]
-        super().__init__(f"{program}: {what} not supported on this machine: {', '.join(names)} ({reason}).")
+        super().__init__(
+            compose("machine.unsupported", program=program, what=what, names=", ".join(names), reason=reason)
+        )
 
 
 class ChipHalted(RuntimeError):
@@ -95,7 +98,9 @@ def _parse_switches(environ: Mapping[str, str], variable: str, known: Iterable[s
     for word in words:
         if word[0] != "-" or word[1:] not in known:
             allowed = ", ".join(f"-{name}" for name in known)
-            raise ValueError(f"{variable}: {word[:80]!r} must be one of {allowed}; separate several with commas.")
+            raise ValueError(
+                compose("machine.switch_unknown", variable=variable, word=repr(word[:80]), allowed=allowed)
+            )
     return [word[1:] for word in words]
 
 
@@ -173,7 +178,9 @@ def next_fallback(fallbacks: Fallbacks, failure: Unsupported) -> tuple[Fallbacks
         return None
     problem = {"option": "is unknown", "kernel": "does not compile", "halt": "halted the chips"}[failure.kind]
     what = ", ".join(failure.names)
-    return more, f"On this machine {what} {problem} ({failure.reason}): {failure.program} {how}."
+    return more, compose(
+        "machine.fallback", what=what, problem=problem, reason=failure.reason, program=failure.program, how=how
+    )
 
 
 def _sort_unique(*groups: Iterable[str]) -> tuple[str, ...]:

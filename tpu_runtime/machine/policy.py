@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ...kernels.dispatch import KernelFallbacks
 from ...sharding.mesh import Device
+from ..messages import compose, compose_list
 from . import fallbacks, record
 from .fallbacks import WITHOUT_OVERLAP, ChipHalted, Fallbacks, Unsupported
 from .record import MachineRecord
@@ -37,7 +38,7 @@ class FallbackPolicy:
     def sentences(self) -> list[str]:
         """Return the reasons of all fallbacks, as sentences for the user."""
         off = self._switched_off
-        switched = [f"Switched off: {', '.join((*off.kernels.off, *off.options))}."] if off else []
+        switched = [compose("machine.switched_off", value=", ".join((*off.kernels.off, *off.options)))] if off else []
         return [*switched, *self._record.sentences]
 
     def down(self, failure: Unsupported) -> str | None:
@@ -53,13 +54,12 @@ class FallbackPolicy:
 
     def record_halt(self, halt: Unsupported) -> ChipHalted:
         """Record for the next process that a program halted the chips. Returns the error to raise in this process."""
-        sentence = f"{halt.program} halted the chips ({halt.reason})."
+        sentence = compose("machine.program_halted_chips", program=halt.program, reason=halt.reason)
         if halt.names:
-            sentence += f" From the next start on XLA replaces {', '.join(halt.names)}, more slowly."
+            replaced = compose("machine.replaced_from_next_start", names=", ".join(halt.names))
+            sentence = compose_list([sentence, replaced], "space")
         self._found_out(Fallbacks(kernels=KernelFallbacks(off=halt.names)), sentence)
-        return ChipHalted(
-            f"{sentence} This process cannot use the chips any more: restart it, unless it restarts by itself."
-        )
+        return ChipHalted(compose("machine.restart_process", sentence=sentence))
 
     def try_without_overlap(self, options: Mapping[str, str]) -> str | None:
         """Disable overlapped transfers for one attempt, after values that were not finite. Returns a sentence.
@@ -71,17 +71,13 @@ class FallbackPolicy:
         if WITHOUT_OVERLAP.left(remaining) == remaining:
             return None
         self._is_trial = True
-        return "The values are not finite: trying once more without overlapped transfers."
+        return compose("machine.trying_without_overlap")
 
     def commit(self) -> None:
         """Commit the fallbacks of a successful attempt."""
         if self._is_trial:
             self._is_trial = False
-            self._found_out(
-                WITHOUT_OVERLAP,
-                "With overlapped transfers values were not finite, without them they are: programs are compiled "
-                "without overlapped transfers, and are slower.",
-            )
+            self._found_out(WITHOUT_OVERLAP, compose("machine.overlap_not_finite"))
 
     def record_comparison(self, digest: str, title: str, *, is_same: bool) -> str | None:
         """Record whether a program's step had the same bits with and without overlapped transfers.
@@ -93,11 +89,7 @@ class FallbackPolicy:
         verdict = MachineRecord(overlap={digest: is_same})
         sentence = None
         if not is_same:
-            sentence = (
-                f"With overlapped transfers the first step of {title} had other bits than without: programs are "
-                "compiled without overlapped transfers, and are slower. Earlier results of this machine may be wrong: "
-                "generate them again."
-            )
+            sentence = compose("machine.overlap_changes_bits", title=title)
             verdict |= MachineRecord(fallbacks=WITHOUT_OVERLAP, sentences=(sentence,))
         self._record = record.update_record(self._key, self._record | verdict)
         return sentence

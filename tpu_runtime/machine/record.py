@@ -17,6 +17,7 @@ from ...kernels.dispatch import KernelFallbacks
 from .. import files
 from ..cache import store
 from ..cache.store import cache_folder
+from ..messages import find_messages, restore, transform
 from .fallbacks import OPTIONS, Fallbacks
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class MachineRecord:
             "kernels_small": list(kernels.small),
             "options_off": list(self.fallbacks.options),
             "sentences": list(self.sentences[-MAX_SENTENCES:]),
+            "messages": find_messages(self.sentences[-MAX_SENTENCES:]),
             "reserve_share": self.reserve_share,
             "compilers_behind": self.compilers_behind,
             "transfer_start_s": self.transfer_start_s,
@@ -172,7 +174,9 @@ def parse_record(value: object) -> MachineRecord:
             kernels=KernelFallbacks(off=kernels("kernels_off"), small=kernels("kernels_small")),
             options=tuple(sorted(options)),
         ),
-        sentences=tuple(_printable(text) for text in texts("sentences")[-MAX_SENTENCES:]),
+        sentences=tuple(
+            transform(restore(text, value.get("messages")), _printable) for text in texts("sentences")[-MAX_SENTENCES:]
+        ),
         reserve_share=_number(value.get("reserve_share"), 0.0, MAX_RESERVE),
         compilers_behind=None if (count := _number(value.get("compilers_behind"), 0, 8)) is None else int(count),
         transfer_start_s=_number(value.get("transfer_start_s"), 0.0, MAX_TRANSFER_START_S),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from ..messages import compose, compose_list
 from .step_cache import MagCache, StepCache
 
 
@@ -24,15 +25,15 @@ class IntInput:
     def problem(self, value: object) -> str | None:
         """Return the reason why `value` is not allowed, with the nearest allowed values; None if it is allowed."""
         if isinstance(value, bool) or not isinstance(value, int):
-            return f"is {value!r}; it must be a whole number between {self.low} and {self.high}."
+            return compose("settings.not_whole_number", value=repr(value), low=self.low, high=self.high)
         if self.low <= value <= self.high and (value - self.plus) % self.multiple_of == 0:
             return None
-        rule = f"between {self.low} and {self.high}"
+        rule = compose("settings.between", low=self.low, high=self.high)
         if self.multiple_of > 1 and self.plus:
-            rule = f"{self.multiple_of}k + {self.plus} {rule}"
+            rule = compose("settings.grid", multiple_of=self.multiple_of, plus=self.plus, rule=rule)
         elif self.multiple_of > 1:
-            rule = f"a multiple of {self.multiple_of} {rule}"
-        return f"is {value}; it must be {rule}. Use {self._nearest(value)}."
+            rule = compose("settings.multiple", multiple_of=self.multiple_of, rule=rule)
+        return compose("settings.breaks_rule", value=value, rule=rule, nearest=self._nearest(value))
 
     def largest_allowed(self, value: int) -> int | None:
         """Return the largest allowed value that is not above `value`, or None."""
@@ -45,7 +46,7 @@ class IntInput:
     def _nearest(self, value: int) -> str:
         below = self._not_above(value)
         clipped = sorted({min(max(near, self.low), self.high) for near in (below, below + self.multiple_of)})
-        return " or ".join(str(near) for near in clipped)
+        return compose_list(clipped, "or")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,11 @@ class FloatInput:
 
     def problem(self, value: object) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"is {value!r}; it must be a number between {self.low} and {self.high}."
+            return compose("settings.not_number", value=repr(value), low=self.low, high=self.high)
         if self.low <= value <= self.high:
             return None
         near = self.low if value < self.low else self.high
-        return f"is {value}; it must be between {self.low} and {self.high}. Use {near}."
+        return compose("settings.outside", value=value, low=self.low, high=self.high, near=near)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class BoolInput:
     default: bool
 
     def problem(self, value: object) -> str | None:
-        return None if isinstance(value, bool) else f"is {value!r}; it must be true or false."
+        return None if isinstance(value, bool) else compose("settings.not_boolean", value=repr(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ class EnumInput:
     def problem(self, value: object) -> str | None:
         if value in self.options:
             return None
-        others = "".join(f", which {who} have" for name, who in self.elsewhere if name == value)
-        return f"is {value!r}{others}; it must be one of {', '.join(self.options)}."
+        others = next((compose("settings.others_have", who=who) for name, who in self.elsewhere if name == value), "")
+        return compose("settings.not_an_option", value=repr(value), others=others, options=", ".join(self.options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +104,17 @@ class SigmaList:
 
     def problem(self, value: object) -> str | None:
         if not isinstance(value, str | tuple):
-            return f"is {value!r}; it must be text: numbers with commas between them."
+            return compose("settings.not_text", value=repr(value))
         try:
             numbers = self.numbers(value)
         except ValueError:
-            return f"is {value!r}; it must be numbers with commas between them, such as 1, 0.75, 0.5, 0.25, or empty."
+            return compose("settings.not_numbers", value=repr(value))
         if len(numbers) > self.most:
-            return f"has {len(numbers)} numbers; at most {self.most} are allowed."
+            return compose("settings.too_many_numbers", count=len(numbers), most=self.most)
         if any(not 0 < number <= 1 for number in numbers):
-            return f"is {value!r}; each number must be above 0 and at most 1. The 0 at the end is added by itself."
+            return compose("settings.number_outside", value=repr(value))
         if any(not low < high for high, low in zip(numbers, numbers[1:], strict=False)):
-            return f"is {value!r}; each number must be smaller than the one before."
+            return compose("settings.not_decreasing", value=repr(value))
         return None
 
     @staticmethod
@@ -237,12 +238,10 @@ class Settings:
         """Raise `ValueError` if values contradict each other. `title` names the model in the message."""
         total = self.num_inference_steps
         if self.high_noise_steps > total:
-            raise ValueError(
-                f"{title}: high_noise_steps is {self.high_noise_steps}, but there are {total} steps. Use at most that "
-                "many, or 0 for as many as the checkpoint says."
-            )
+            raise ValueError(compose(
+                "settings.too_many_high_noise_steps", title=title, high_noise_steps=self.high_noise_steps, total=total,
+            ))  # fmt: skip
         if not self.steps:
-            raise ValueError(
-                f"{title}: start_step is {self.start_step} and end_step {self.end_step}, of {total} steps: no step is "
-                "left to run. Steps count from 0; start_step must be below end_step, where 0 stands for the end."
-            )
+            raise ValueError(compose(
+                "settings.no_step_left", title=title, start_step=self.start_step, end_step=self.end_step, total=total,
+            ))  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..messages import compose, compose_term
 from .component import Component, Json, freeze_mappings
 from .inputs import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList
 from .spec_parts import (
@@ -143,20 +144,21 @@ class ModelSpec:
         """Raise `ValueError` with a sentence for the user if input `name` may not be `value`."""
         limit = self.inputs.get(name)
         if limit is not None and (problem := limit.problem(value)):
-            raise ValueError(f"{self.title}: {name} {problem}")
+            raise ValueError(
+                compose("settings.input", title=self.title, name=compose_term("input", name), problem=problem)
+            )
 
     def check_settings(self, settings: Settings) -> None:
         """Check every field of `settings` that need not come from widgets. Raises `ValueError`."""
         values = {**vars(settings), "flow_shift": settings.shift, "step_cache": None}
         if settings.step_cache is not None:
             if not isinstance(settings.step_cache, StepCache | MagCache):
-                raise ValueError(
-                    f"{self.title}: step_cache is {settings.step_cache!r:.60}; it must be a StepCache or "
-                    "MagCache. Turn it off."
-                )
+                raise ValueError(compose(
+                    "settings.step_cache_type_wrong", title=self.title, step_cache=f"{settings.step_cache!r:.60}",
+                ))  # fmt: skip
             widgets = settings.step_cache.widgets
             if lacking := ", ".join(name for name in widgets if name not in self.inputs):
-                raise ValueError(f"{self.title}: step_cache is on, but this model has no {lacking}. Turn it off.")
+                raise ValueError(compose("settings.step_cache_unsupported", title=self.title, lacking=lacking))
             values |= widgets
         for name, value in values.items():
             if value is not None:

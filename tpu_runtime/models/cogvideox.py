@@ -8,6 +8,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..messages import compose
 from ..model_spec import (
     MAG_CACHE_INPUTS,
     BoolInput,
@@ -188,10 +189,10 @@ def advise(settings: Settings) -> str | None:
     """Return a sentence if the size or the number of frames is not one of the published ones, else None."""
     if (settings.height, settings.width) == (HEIGHT, WIDTH) and settings.num_frames % 16 == 1:
         return None
-    return (
-        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than the "
-        f"published sizes: {WIDTH}x{HEIGHT}, and 16k + 1 frames up to 161."
-    )
+    return compose(
+        "model.size_unpublished", width=settings.width, height=settings.height,
+        num_frames=settings.num_frames, width_2=WIDTH, height_2=HEIGHT,
+    )  # fmt: skip
 
 
 def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...sharding.rules import GATHERED, REPLICATED, Rule
+from ..messages import compose
 from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, Report, Settings
 from ..model_spec.upstream import Net, UpstreamConfig
 from . import cogvideox
@@ -111,11 +112,10 @@ def advise(settings: Settings) -> str | None:
     shorter, longer = sorted((settings.height, settings.width))
     if shorter == cogvideox.HEIGHT and longer <= cogvideox.WIDTH and settings.num_frames % 16 == 1:
         return None
-    return (
-        f"{settings.width}x{settings.height} with {settings.num_frames} frames runs, but may look worse than the "
-        f"published sizes: {cogvideox.HEIGHT} pixels by {cogvideox.HEIGHT} to {cogvideox.WIDTH}, and 16k + 1 frames "
-        "up to 161."
-    )
+    return compose(
+        "model.size_outside_published", width=settings.width, height=settings.height,
+        num_frames=settings.num_frames, height_2=cogvideox.HEIGHT, width_2=cogvideox.WIDTH,
+    )  # fmt: skip
 
 
 TRANSFORMER = cogvideox.TRANSFORMER.derive(
@@ -123,7 +123,7 @@ TRANSFORMER = cogvideox.TRANSFORMER.derive(
     tiny={"in_channels": 32, "ofs_embed_dim": 36},
     needs={
         "in_channels": ConfigRequirement((32,), required=True),
-        "ofs_embed_dim": ConfigRequirement(fits=bool, wording="a number", required=True),
+        "ofs_embed_dim": ConfigRequirement(fits=bool, wording=compose("settings.a_number"), required=True),
     },
     rules=(Rule("ofs_embedding.linear_*.weight", *GATHERED),),
     original_keys={

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import media
+from ..messages import compose
 from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, IntInput, Settings
 from ..model_spec.upstream import UpstreamConfig
 from . import qwen_image
@@ -72,8 +73,7 @@ def resize_image(picture: "Image.Image", area: int) -> "Image.Image":
     width, height = picture.size
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"Qwen-Image Edit: the image is {width}x{height}; one side may be {MAX_ASPECT_RATIO} times the other. "
-            "Crop it."
+            compose("model.image_too_elongated", width=width, height=height, max_aspect_ratio=MAX_ASPECT_RATIO)
         )
     return picture.resize(calculate_dimensions(area, width / height), Image.Resampling.LANCZOS)
 

@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as NotInTime
 
 import psutil
 
+from ..messages import compose
 from ..progress import run_in_daemon_thread
 from .idle import IdleStats, Stats
 
@@ -102,7 +103,7 @@ class Sampler:
     def _ask(self, metrics: dict[str, str], notes: list[str]) -> dict[str, Sequence[str] | Exception]:
         """Return libtpu's answers by field, within the deadline. While a query is pending, no other is started."""
         if self._late is not None and not self._late.done():
-            notes.append("libtpu does not answer: a chip may hang. Utilisation is not known.")
+            notes.append(compose("monitor.libtpu_does_not_answer"))
             return {}
         self._late = run_in_daemon_thread(
             lambda: {field: self._answer(metric) for field, metric in metrics.items()}, READER
@@ -110,7 +111,7 @@ class Sampler:
         try:
             return self._late.result(self._deadline_s)
         except NotInTime:
-            notes.append(f"libtpu did not answer within {self._deadline_s:g} s. Utilisation is not known.")
+            notes.append(compose("monitor.libtpu_not_in_time", deadline_s=f"{self._deadline_s:g}"))
             return {}
 
     def _answer(self, metric: str) -> Sequence[str] | Exception:
@@ -130,19 +131,19 @@ def _per_chip(
     """
     if isinstance(answer, ImportError):
         if metric == UTILISATION["tensorcore_utilization"]:  # once is enough
-            notes.append("Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu).")
+            notes.append(compose("monitor.monitoring_module_missing"))
         return []
     if isinstance(answer, Exception):
-        notes.append(f"{metric} is not known: libtpu raised {type(answer).__name__}: {answer}")
+        notes.append(compose("monitor.metric_raised", metric=metric, type=type(answer).__name__, answer=answer))
         return []
     if not answer:
         return [nothing] * num_chips
     if len(answer) % num_chips:
-        notes.append(f"{metric} is not known: libtpu returned {len(answer)} values for {num_chips} chips.")
+        notes.append(compose("monitor.metric_count_wrong", metric=metric, count=len(answer), num_chips=num_chips))
         return []
     numbers = [_number(text) for text in answer]
     if unknown := sum(math.isnan(number) for number in numbers):
-        notes.append(f"{metric} is not known for {unknown} of {len(numbers)} cores.")
+        notes.append(compose("monitor.cores_unknown", metric=metric, unknown=unknown, cores=len(numbers)))
     cores = len(answer) // num_chips
     means = [sum(numbers[start : start + cores]) / cores for start in range(0, len(numbers), cores)]
     return [None if math.isnan(mean) else mean for mean in means]

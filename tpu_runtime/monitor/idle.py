@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ..machine import pci
+from ..messages import compose, compose_list
 from . import metrics_service
 
 Stats = dict[str, Any]  # the statistics of the runtime, or of a chip, by name
 # Seconds between two scans of all processes' open files, which take some hundredths of a second, and between two
 # queries of a service that did not answer in time.
 RETRY_S = 5.0
-NO_TPU = "No TPU in this machine: models run on the CPU."
-TPU_INFO_MISSING = "The chips are not known: tpu-info is not installed (pip install tpu-info)."
+NO_TPU = compose("monitor.no_tpu")
+TPU_INFO_MISSING = compose("monitor.tpu_info_missing")
 
 
 class IdleStats:
@@ -51,26 +52,27 @@ class IdleStats:
         usages = self._usages(notes)
         holders = self._look(again=bool(usages))
         if any(holder.pid == os.getpid() for holder in holders):
-            state = "held by this process"  # a first run that starts them, or another node pack
+            state = compose("monitor.held_by_this_process")  # a first run that starts them, or another node pack
         elif holders or usages:
-            state = "held by another process"
-            who = ", ".join(f"{holder.program}, process {holder.pid}" for holder in holders) or "of another user"
-            notes.append(f"Held by another process ({who}): a run here can start after that process has ended.")
+            state = compose("monitor.held_by_another_process")
+            processes = [compose("monitor.process", program=holder.program, pid=holder.pid) for holder in holders]
+            who = compose_list(processes) if processes else compose("monitor.of_another_user")
+            notes.append(compose("monitor.held_by", who=who))
         else:
-            state = "not started"
+            state = compose("monitor.not_started")
         if usages and len(usages) != chips.num_devices:
-            notes.append(f"Memory is known for {len(usages)} of {chips.num_devices} devices.")
+            notes.append(compose("monitor.memory_partly_known", count=len(usages), num_devices=chips.num_devices))
         rows = [_row(chips, index) for index in range(chips.num_devices)]
         for row, usage in zip(rows, usages, strict=False):
             row |= {name: value for name, value in asdict(usage).items() if value is not None}
-        return {**stats, "message": f"{chips}, {state}", "chips": rows}
+        return {**stats, "message": compose("monitor.chips_and_state", chips=chips, state=state), "chips": rows}
 
     def _usages(self, notes: list[str]) -> list[metrics_service.DeviceUsage]:
         if time.monotonic() - self._failed_s >= RETRY_S:
             try:
                 return metrics_service.read_usage(self._ports, self._deadline_s)
             except (metrics_service.MetricsUnavailable, ImportError) as error:
-                self._failure, self._failed_s = f"Memory in use is not known: {error}.", time.monotonic()
+                self._failure, self._failed_s = compose("monitor.memory_unknown", error=error), time.monotonic()
         notes.append(self._failure)
         return []
 

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from .. import device_memory
 from ..cache import store
 from ..engine.lifecycle import current_engine
+from ..messages import compose
 from .idle import Stats
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
 
-NOT_STARTED = "No run yet: the TPU is started by the first run."
+NOT_STARTED = compose("monitor.no_run_yet")
 
 
 def take_snapshot() -> Stats:
@@ -49,7 +50,7 @@ def describe_chips(engine: "Engine") -> str:
     count, first = len(engine.devices), engine.devices[0]
     if first.platform == "tpu":
         return f"{count} x {first.device_kind}"
-    return f"no TPU, running on CPU with {count} simulated chip{'s' if count > 1 else ''}"
+    return compose("monitor.simulated_chips" if count > 1 else "monitor.simulated_chip", count=count)
 
 
 def local_chips(engine: "Engine") -> list[Stats]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ..messages import find_messages
 from ..progress import run_in_daemon_thread
 from . import snapshot
 from .host_stats import READER, Sampler, Stats
@@ -89,8 +90,9 @@ class StatsFeed:
 
 
 def _encode(stats: Stats) -> bytes:
-    """Encode statistics as JSON without NaN, so that a browser can parse it."""
-    return json.dumps(_finite(stats), allow_nan=False, default=str).encode()
+    """Encode statistics with their messages as JSON without NaN, so that a browser can parse it."""
+    described = {**stats, "messages": find_messages(stats)}
+    return json.dumps(_finite(described), allow_nan=False, default=str).encode()
 
 
 def _finite(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 
+from ..messages import compose
 from .rank import HostRank
 
 # Set in processes that are started again when they end.
@@ -34,5 +35,5 @@ def initialize(place: HostRank) -> None:
 def recovery_advice() -> str:
     """Return the sentence that follows the report of a lost host."""
     if os.environ.get(SUPERVISED):
-        return "All hosts start again; queue the prompt again in a minute."
-    return "This process ends, and must be started again, as `setup.py start --hosts` does by itself."
+        return compose("multihost.queue_again")
+    return compose("multihost.restart_process")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from .. import versions
+from ..messages import compose, compose_list
 from ..progress import Progress, run_in_daemon_thread
 from ..rpc import codec
 from ..rpc.connection import Connection, ConnectionLost, Hello, RpcServer
@@ -86,12 +87,9 @@ class Leader(HostGroup):
         states = [state]
         for member in self.peers():
             if (message := self._next(member)) is None:
-                raise HostsError(f"{member.title} ended the stage early; its checkpoint differs.")
+                raise HostsError(compose("multihost.ended_early", title=member.title))
             if message.what != what:
-                raise HostsError(
-                    f"Hosts would run different programs: {member} {message.what}, the leader {what}. Their "
-                    "checkpoints, LoRAs or memory differ; make them the same."
-                )
+                raise HostsError(compose("multihost.programs_differ", member=member, what=message.what, what_2=what))
             states.append(message.state)
         is_same = all(other == states[0] for other in states)
         self._tell(Reply("go", is_same))
@@ -150,7 +148,7 @@ class Leader(HostGroup):
                     shown = text
                     self._running.text(text)
             elif time.monotonic() > deadline:
-                self._lost(f"{member.title} does not stop.")
+                self._lost(compose("multihost.does_not_stop", title=member.title))
         return None
 
     def _check_progress(self) -> None:
@@ -168,10 +166,7 @@ class Leader(HostGroup):
         try:
             door.listen("", port)
         except OSError as error:
-            raise HostsError(
-                f"Cannot listen on port {port}, where followers connect: {error.strerror}. "
-                "End what uses it, or choose another port."
-            ) from None
+            raise HostsError(compose("multihost.cannot_listen", port=port, strerror=error.strerror)) from None
         self._door = door
 
     def _gather(self, progress: Progress) -> None:
@@ -184,13 +179,12 @@ class Leader(HostGroup):
             names = ", ".join(map(str, missing))
             hosts = f"host{'s' if len(missing) > 1 else ''} {names} of {self._place.count}"
             if self._refused:
-                raise HostsError(" ".join(self._refused.values()))
+                raise HostsError(compose_list(self._refused.values(), "space"))
             if time.monotonic() - began > JOIN_TIMEOUT_S:
-                raise HostsError(
-                    f"This TPU has {self._place.count} hosts, and {hosts} did not connect within {JOIN_TIMEOUT_S:.0f} "
-                    f"s. Start there: comfyui-tpu follow --coordinator {self._place.address} --process "
-                    f"{missing[0]} --of {self._place.count}. Then queue the prompt again."
-                )
+                raise HostsError(compose(
+                    "multihost.hosts_missing", count=self._place.count, hosts=hosts,
+                    join_timeout_s=f"{JOIN_TIMEOUT_S:.0f}", address=self._place.address, missing=missing[0],
+                ))  # fmt: skip
             progress.text(f"Waiting for {hosts}, {began + JOIN_TIMEOUT_S - time.monotonic():.0f} s more")
             progress.check_cancelled()
             with self._changed:
@@ -200,7 +194,7 @@ class Leader(HostGroup):
         try:
             distributed.initialize(self._place)
         except RuntimeError as error:
-            self._lost(f"The hosts could not be joined ({str(error).partition(chr(10))[0]}).")
+            self._lost(compose("multihost.join_failed", error=str(error).partition(chr(10))[0]))
             raise HostsError(str(self.lost)) from error
 
     def _missing(self) -> list[int]:
@@ -215,20 +209,17 @@ class Leader(HostGroup):
         process, count, place = int(hello["process"]), int(hello["count"]), self._place
         title, problem = f"Host {process} ({address})", None
         if count != place.count or not 0 < process < place.count:
-            problem = (
-                f"{title} was started as process {process} of {count}, but the leader was started for {place.count} "
-                f"hosts. Start it with --process 1 to {place.count - 1} --of {place.count}."
-            )
+            problem = compose(
+                "multihost.host_count_differs", title=title, process=process, count=count,
+                count_2=place.count, count_3=place.count - 1,
+            )  # fmt: skip
         elif other := handshake.describe_difference(handshake.host_versions(), dict(hello["terms"])):
-            problem = (
-                f"{title} cannot join: its versions differ ({other:.1000}). Update this pack and its "
-                "packages to the same versions on all hosts: python3 setup.py update."
-            )
+            problem = compose("multihost.versions_differ", title=title, other=f"{other:.1000}")
         with self._changed:
             if problem is None:
                 self._refused.pop(address + str(process), None)
                 # The loss of its previous instance may not be noticed yet; it then reconnects later.
-                return f"{title} is already connected, or still shutting down." if process in self._members else None
+                return compose("multihost.already_connected", title=title) if process in self._members else None
             log.error("%s", problem)
             if len(self._refused) < place.count:
                 self._refused[address + str(process)] = problem
@@ -289,8 +280,8 @@ class Leader(HostGroup):
                 del self._members[member.process]
                 log.warning("%s disconnected: %s", member, why)
                 return
-        last = f" Its log ended: {' | '.join(member.log).rstrip('.')}." if member.log else ""
-        self._lost(f"{member.title} was lost ({why}).{last}")
+        last = compose("multihost.log_ended", log=" | ".join(member.log).rstrip(".")) if member.log else ""
+        self._lost(compose("multihost.lost", title=member.title, why=why, last=last))
 
     def _lost(self, why: str) -> None:
         """Mark the hosts as lost: nothing can run here any more, and the process ends."""

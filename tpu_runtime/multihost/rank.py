@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from ..messages import compose
 from ..rpc.auth import Address
 
 VARIABLE = "COMFYUI_TPU_HOSTS"
@@ -45,12 +46,16 @@ def parse_rank(text: str) -> HostRank:
         return detect_rank()
     match = re.fullmatch(r"(\d+)/(\d+)@\[?([^\s/@\]]+)\]?:(\d+)", text.strip())
     if match is None:
-        raise ValueError(f"{VARIABLE} is {text!r}; it must be {AUTO}, or PROCESS/COUNT@HOST:PORT such as {_EXAMPLE}.")
+        raise ValueError(
+            compose("multihost.rank_malformed", variable=VARIABLE, text=repr(text), auto=AUTO, example=_EXAMPLE)
+        )
     process, count, port = (int(match[group]) for group in (1, 2, 4))
     if not process < count:
-        raise ValueError(f"{VARIABLE} is {text!r}; processes of {count} are 0 to {count - 1}.")
+        raise ValueError(
+            compose("multihost.process_outside", variable=VARIABLE, text=repr(text), count=count, count_2=count - 1)
+        )
     if not 0 < port < 65535:
-        raise ValueError(f"{VARIABLE} is {text!r}; the port must be 1 to 65534.")
+        raise ValueError(compose("multihost.port_outside", variable=VARIABLE, text=repr(text)))
     return HostRank(process=process, count=count, address=Address(host=match[3], port=port))
 
 
@@ -82,10 +87,7 @@ def detect_rank(environment: Mapping[str, str] | None = None, ask: Callable[[str
         try:
             hosts, process = ask("worker-network-endpoints").split(","), ask("agent-worker-number")
         except OSError as error:
-            raise ValueError(
-                f"The TPU's hosts are not known: TPU_WORKER_HOSTNAMES and TPU_WORKER_ID are not set, and the metadata "
-                f"server does not answer ({error}). Name this host: --coordinator HOST:PORT --process N --of M."
-            ) from None
+            raise ValueError(compose("multihost.hosts_unknown", error=error)) from None
     first = hosts[0].strip()
     fields = first.split(":")  # a name, a name with a port, or name:id:address
     address = Address(host=fields[2] if len(fields) == 3 else fields[0], port=PORT)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from ..cost_model import chips
+from ..messages import compose, compose_list
 from ..model_spec import IntInput, Settings
 from ..programs.program import Program
 from .compile import PlanRequest, compile_program, weight_bytes
@@ -31,17 +32,15 @@ def give_advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[
         return ()
     if not refused:
         largest = max(programs, key=lambda program: program.memory.peak)
-        return (
-            f"All components at once need {format_gib(needed)} of {format_gib(available)} GiB. The runtime evicts "
-            "idle components, "
-            f"and then it fits: {largest.name} is the largest with {format_gib(largest.memory.peak)} GiB.",
-        )
+        return (compose(
+            "plan.fits_by_evicting", needed=format_gib(needed), available=format_gib(available),
+            name=largest.name, peak=format_gib(largest.memory.peak),
+        ))  # fmt: skip
     culprit = max(refused, key=lambda program: program.memory.peak)
-    sentence = (
-        f"{culprit.name} does not fit: it needs at least {format_gib(culprit.memory.peak)} of {format_gib(available)} "
-        "GiB per "
-        f"device, {format_gib(culprit.memory.weights)} of them weights. Evicting idle components does not help."
-    )
+    sentence = compose(
+        "plan.component_does_not_fit", name=culprit.name, peak=format_gib(culprit.memory.peak),
+        available=format_gib(available), weights=format_gib(culprit.memory.weights),
+    )  # fmt: skip
     return (sentence, _find_change(request, culprit, available))
 
 
@@ -73,13 +72,14 @@ def _find_change(request: PlanRequest, culprit: ProgramPlan, available: int) -> 
             compiled = compile_program(_program(change.request, culprit.name), change.request.topology)
             if compiled.text is not None and compiled.memory.peak <= available:
                 total = compiled.memory.peak + _other_weights(replace(change.request, stages=request.stages), culprit)
-                return (
-                    f"What would fit, confirmed by a compile: {change.words} ({culprit.name} then needs "
-                    f"{format_gib(compiled.memory.peak)} GiB per device, with all components loaded "
-                    f"{format_gib(total)} of {format_gib(available)})."
-                )
+                return compose(
+                    "plan.would_fit", words=change.words, name=culprit.name,
+                    peak=format_gib(compiled.memory.peak), total=format_gib(total), available=format_gib(available),
+                )  # fmt: skip
             tried.append(f"{change.words} ({compiled.refusal or format_gib(compiled.memory.peak) + ' GiB per device'})")
-    return f"None of the tried changes fits: {'; '.join(tried) or 'no larger slice of this TPU generation is known'}."
+    return compose(
+        "plan.nothing_tried_fits", tried=compose_list(tried or [compose("plan.no_larger_slice")], "semicolon")
+    )
 
 
 def _other_weights(request: PlanRequest, culprit: ProgramPlan) -> int:
@@ -112,7 +112,9 @@ def _fewer_frames(request: PlanRequest) -> Iterator[_Alternative]:
         return
     for frames in _falling_values(limit, settings.num_frames):
         yield _replace_settings(
-            request, replace(settings, num_frames=frames), f"{frames} frames instead of {settings.num_frames}"
+            request,
+            replace(settings, num_frames=frames),
+            compose("plan.fewer_frames", frames=frames, num_frames=settings.num_frames),
         )
 
 
@@ -125,17 +127,16 @@ def _smaller(request: PlanRequest) -> Iterator[_Alternative]:
             yield _replace_settings(
                 request,
                 replace(settings, height=tall, width=wide),
-                f"{wide}x{tall} instead of {settings.width}x{settings.height}",
+                compose("plan.smaller_size", wide=wide, tall=tall, width=settings.width, height=settings.height),
             )
 
 
 def _more_chips(request: PlanRequest) -> Iterator[_Alternative]:
     for topology in chips.larger(request.topology):
         # A requested mesh has the wrong size for another topology.
-        yield _Alternative(
-            request=replace(request, topology=topology, mesh_shape=None),
-            words=f"{topology.num_chips} chips ({topology.name}) instead of {request.topology.num_chips}",
-        )
+        now, more = request.topology.num_chips, topology.num_chips
+        words = compose("plan.more_chips", num_chips=more, name=topology.name, num_chips_2=now)
+        yield _Alternative(request=replace(request, topology=topology, mesh_shape=None), words=words)
 
 
 def _replace_settings(request: PlanRequest, settings: Settings, words: str) -> _Alternative:

@@ -22,6 +22,7 @@ from ..cost_model import chips, flops, hlo, interconnect, kernels, step_time
 from ..cost_model.bundles import Cost
 from ..cost_model.chips import Topology
 from ..machine import record as machine_record
+from ..messages import compose, find_messages
 from ..model_spec import STAGES
 from . import advice, findings, report
 from .compile import CompiledProgram, PlanRequest, compile_program
@@ -161,7 +162,7 @@ def _floor_notes(ceiling_share: float | None, kernels_share: float | None) -> li
     if not report.is_floor(ceiling_share, kernels_share):
         return []
     share = 100 * max(ceiling_share or 0.0, kernels_share or 0.0)
-    return [f"a floor, not a prediction: it is at {share:.0f} % of the chips' peak, and seconds on a chip will be more"]
+    return [compose("plan.floor", share=f"{share:.0f}")]
 
 
 def _sparse_steps(module: hlo.Module, seconds: float) -> list[str]:
@@ -190,7 +191,7 @@ def _findings(
 
 
 def _notes(module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]) -> list[str]:
-    notes = [f"no estimate for {name} (not counted)" for name in dict.fromkeys(timing.uncounted)]
+    notes = [compose("plan.no_estimate", name=name) for name in dict.fromkeys(timing.uncounted)]
     if timing.reruns:
         notes.append(
             f"kernels repeat their work in an exact, slower form where their flag says so: {timing.reruns / 1e6:.1f} "
@@ -229,7 +230,7 @@ def parse_request(
     names = tuple(name.strip() for name in stages.split(",") if name.strip())
     unknown = [name for name in names if name not in STAGES]
     if unknown or not names:
-        raise ValueError(f"--stages is {stages!r}; it must be some of {', '.join(STAGES)}.")
+        raise ValueError(compose("plan.stages_unknown", stages=repr(stages), stages_2=", ".join(STAGES)))
     return PlanRequest(
         spec=spec,
         settings=replace(
@@ -250,7 +251,7 @@ def _parse_mesh(text: str | None) -> MeshShape | None:
     try:
         dp, sp, tp = (int(size) for size in text.split(","))
     except ValueError:
-        raise ValueError(f"--mesh is {text!r}; it must be three whole numbers dp,sp,tp such as 2,4,1.") from None
+        raise ValueError(compose("plan.mesh_malformed", text=repr(text))) from None
     return MeshShape(dp=dp, sp=sp, tp=tp)
 
 
@@ -269,6 +270,7 @@ def make_report(write: Write, *, explain: bool = False, json_file: str | None = 
 def main(say: Callable[..., None], asked: Mapping[str, Any]) -> None:
     """Run a plan in its own process, for `process`. say: sends one message. asked: arguments of `make_report`."""
     try:
-        say(report=make_report(lambda line: say(line=line), **asked))
+        report = make_report(lambda line: say(line=line), **asked)
+        say(report=report, messages=find_messages(report))
     except (ValueError, RuntimeError, OSError) as error:
-        say(error=str(error), is_users=isinstance(error, ValueError))
+        say(error=str(error), messages=find_messages(str(error)), is_users=isinstance(error, ValueError))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import children
+from ..messages import compose, restore
 
 if TYPE_CHECKING:
     from ..progress import Progress
@@ -29,11 +30,10 @@ def make_report(asked: Mapping[str, Any], progress: "Progress") -> str:
             if answer is None:
                 break
             if "report" in answer:
-                return answer["report"]
+                return restore(answer["report"], answer["messages"])
             if "error" in answer:
-                raise (ValueError if answer["is_users"] else RuntimeError)(answer["error"])
+                raise (ValueError if answer["is_users"] else RuntimeError)(restore(answer["error"], answer["messages"]))
             progress.text(answer["line"])
         raise RuntimeError(
-            f"the plan's process ended with exit code {child.process.wait()}{child.last_error_line()}. Plans take up "
-            "to 12 GiB of host memory: end other programs, or plan a smaller size."
+            compose("plan.process_ended", wait=child.process.wait(), last_error_line=child.last_error_line())
         )

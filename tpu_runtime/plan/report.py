@@ -8,11 +8,12 @@ from ..cost_model import step_time
 from ..cost_model.chips import Topology
 from ..cost_model.flops import Flops
 from ..cost_model.step_time import Timing
+from ..messages import compose, compose_list
 from ..model_spec import Settings
 from ..programs.program import DENOISE_STEP
 from ..units import GIB
 
-LABEL = "predicted by the compiler"
+LABEL = compose("plan.predicted_by_compiler")
 # A prediction at this share of the peak is a floor: published kernels of this kind reach 90 % of their ceiling.
 FLOOR_SHARE = 0.95
 FLOOR = "floor"
@@ -203,47 +204,58 @@ def _row(program: ProgramPlan) -> tuple[str, ...]:
 
 def _verdict(plan: Plan) -> str:
     if plan.fits:
-        return "fits."
-    return "fits stage by stage only." if all(program.fits for program in plan.programs) else "DOES NOT FIT."
+        return compose("plan.fits")
+    return (
+        compose("plan.fits_stage_by_stage")
+        if all(program.fits for program in plan.programs)
+        else compose("plan.does_not_fit")
+    )
 
 
 def _basis(plan: Plan) -> str:
     """Return the sentences that state the basis of the figures of `plan`."""
     start_us, is_measured = 1e6 * plan.transfer_start.seconds, plan.transfer_start.is_measured
-    figures = f"All figures are {LABEL} ({plan.compiler}); nothing was measured."
-    start = f"Each collective starts in {start_us:.1f} us, an assumption until `selftest --first-run` measures it."
+    figures = compose("plan.basis_predicted", label=LABEL, compiler=plan.compiler)
+    start = compose("plan.transfer_start_assumed", start_us=f"{start_us:.1f}")
     if is_measured:
-        figures = f"All figures are {LABEL} ({plan.compiler}); only the start of collectives was measured."
-        start = f"Each collective starts in {start_us:.1f} us, as the self-test measured here."
-    columns = "Memory in GiB per device, waiting = collectives that no computation covers, in seconds."
-    return f"{figures} {columns} {start}"
+        figures = compose("plan.basis_predicted_start_measured", label=LABEL, compiler=plan.compiler)
+        start = compose("plan.transfer_start_measured", start_us=f"{start_us:.1f}")
+    columns = compose("plan.columns")
+    return compose_list([figures, columns, start], "space")
 
 
 def format_plan(plan: Plan, explain: bool = False) -> str:
     """Return the readable report. explain: with the most expensive operations and the findings."""
     settings, chip = plan.settings, plan.topology.chip
     total = plan.predicted_total_s
+    headline = compose(
+        "plan.headline", title=plan.title, name=plan.topology.name, num_chips=plan.topology.num_chips,
+        device_kind=chip.device_kind, width=settings.width, height=settings.height, num_frames=settings.num_frames,
+        num_inference_steps=settings.num_inference_steps, guidance_scale=f"{settings.guidance_scale:g}",
+        precision=plan.precision, quality=settings.quality,
+    )  # fmt: skip
+    memory = compose(
+        "plan.memory_of_all_components", residency_bytes=format_gib(plan.residency_bytes), hbm_gib=f"{chip.hbm_gib:g}",
+        verdict=_verdict(plan),
+    )  # fmt: skip
     lines = [
-        f"{plan.title} on {plan.topology.name} ({plan.topology.num_chips} x {chip.device_kind}): "
-        f"{settings.width}x{settings.height}, {settings.num_frames} frames, {settings.num_inference_steps} steps, "
-        f"guidance {settings.guidance_scale:g}, {plan.precision}, {settings.quality}.",
+        headline,
         _basis(plan),
         "",
         *format_table([_COLUMNS, *map(_row, plan.programs)]),
         "",
-        f"Memory with all components loaded: {format_gib(plan.residency_bytes)} of {chip.hbm_gib:g} GiB per device: "
-        f"{_verdict(plan)}",
-        f"One generation, {LABEL}: {'-' if total is None else f'{_seconds(total)} s'} (without loading weights).",
-        f"This plan took up to {format_gib(plan.host_peak_bytes)} GiB of host memory.",
+        memory,
+        compose("plan.one_generation", label=LABEL, total="-" if total is None else f"{_seconds(total)} s"),
+        compose("plan.host_memory_used", host_peak_bytes=format_gib(plan.host_peak_bytes)),
     ]
     if plan.mean_step_s is not None:
-        lines.append(f"A step takes {_seconds(plan.mean_step_s)} s in the mean.")
+        lines.append(compose("plan.mean_step", mean_step_s=_seconds(plan.mean_step_s)))
     for program in plan.programs:
-        lines += [f"note: {program.name}: {note}" for note in program.notes]
-    lines += [f"advice: {sentence}" for sentence in plan.advice]
+        lines += [compose("plan.note", name=program.name, note=note) for note in program.notes]
+    lines += [compose("plan.advice", sentence=sentence) for sentence in plan.advice]
     if explain:
         lines += [line for program in plan.programs for line in format_explanation(program)]
-    return "\n".join(lines)
+    return compose_list(lines, "line")
 
 
 def format_explanation(program: ProgramPlan) -> list[str]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Bool, PyTree
 
+from ..messages import compose
 from ..precision import Precision
 
 
@@ -29,18 +30,12 @@ def not_finite_error(title: str, what: str, precision: Precision, changed_by: Se
     title: of the model. what: the values, in plural. precision: of the network. changed_by: LoRAs merged into the
       weights.
     """
-    cause = "The checkpoint is probably damaged: download it again, or try another."
+    cause = compose("program.cause_checkpoint")
     if changed_by:
-        cause = (
-            f"It is probably caused by {' and '.join(changed_by)}, merged into the weights: lower the strength, or "
-            "leave it out."
-        )
+        cause = compose("program.cause_loras", changed_by=" and ".join(changed_by))
     elif precision == "bfloat16":
-        cause = (
-            "Set precision to float32: bfloat16 is probably too coarse for it. If that does not help, the checkpoint "
-            "is damaged."
-        )
-    return NotFinite(f"{title}: {what} are not finite (NaN or infinite), in {precision}. {cause}")
+        cause = compose("program.cause_precision")
+    return NotFinite(compose("program.result_not_finite", title=title, what=what, precision=precision, cause=cause))
 
 
 def check_finite(title: str, name: str, given: torch.Tensor) -> None:
@@ -49,4 +44,4 @@ def check_finite(title: str, name: str, given: torch.Tensor) -> None:
     title: of the model.
     """
     if not torch.isfinite(given).all():
-        raise NotFinite(f"{title}: {name} holds values that are not finite (NaN or infinite). Recreate it.")
+        raise NotFinite(compose("program.input_not_finite", title=title, name=name))

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Array, Float
 from torch.overrides import TorchFunctionMode
 
+from ..messages import compose
 from ..model_spec import ModelSpec, Settings
 
 Scheduler = Any  # diffusers' schedulers share no typed interface
@@ -116,12 +117,13 @@ def build_scheduler(config: Mapping[str, object]) -> Scheduler:
     name = config.get("_class_name")
     upstream = getattr(diffusers, str(name), None)
     if not (inspect.isclass(upstream) and issubclass(upstream, SchedulerMixin)):
-        raise ValueError(f"the checkpoint's scheduler is {name}, which this version of diffusers does not have.")
+        raise ValueError(compose("program.scheduler_missing", name=name))
     for key, value in config.items():
         if isinstance(value, int) and abs(value) > MAX_CONFIG_NUMBER:
-            raise ValueError(
-                f"the checkpoint's scheduler {name} has {key} {value}; at most {MAX_CONFIG_NUMBER} is supported."
-            )
+            raise ValueError(compose(
+                "program.scheduler_number_too_large", name=name, key=key, value=value,
+                max_config_number=MAX_CONFIG_NUMBER,
+            ))  # fmt: skip
     with _upstream(name):
         return cast(Scheduler, upstream).from_config(dict(config))
 
@@ -135,8 +137,7 @@ def _upstream(name: object) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(
-            f"the checkpoint's scheduler {name} does not run with its config ({type(error).__name__}: {error}). "
-            "Choose another scheduler, or download the checkpoint again."
+            compose("program.scheduler_fails", name=name, error_type=type(error).__name__, error=error)
         ) from error
 
 
@@ -164,8 +165,7 @@ def build_table(
         arguments.pop("sigmas", None)
         if settings.sigmas:
             raise ValueError(
-                f"{spec.title}: {type(scheduler).__name__} does not support sigmas. Leave sigmas empty, or choose "
-                "another scheduler."
+                compose("program.scheduler_without_sigmas", title=spec.title, type=type(scheduler).__name__)
             )
     return tabulate(scheduler, settings.num_inference_steps, begin, **arguments)
 
@@ -224,11 +224,10 @@ def tabulate(scheduler: Scheduler, num_steps: int, begin: int = 0, **timestep_ar
     num_steps: number of steps. timestep_arguments: of the scheduler's `set_timesteps`.
     """
     if getattr(scheduler.config, "thresholding", False):
-        raise NotImplementedError("dynamic thresholding is not a linear solver step.")
+        raise NotImplementedError(compose("program.dynamic_thresholding_unsupported"))
     if others := _other_arguments(scheduler):
         raise NotImplementedError(
-            f"{type(scheduler).__name__} is not supported: its step also needs {' and '.join(others)}. Use a "
-            "checkpoint with another scheduler, such as a DDIM, DPM-Solver, UniPC or Euler one."
+            compose("program.scheduler_unsupported", type=type(scheduler).__name__, others=" and ".join(others))
         )
     # The memory of many steps has columns in a table of few steps, too: one program for any number of steps.
     usual = copy.deepcopy(scheduler)
@@ -329,7 +328,7 @@ class _CountedDraws(TorchFunctionMode):
         if function not in (torch.randn, torch.randn_like):
             return function(*args, **(kwargs or {}))
         if self.count == MAX_DRAWS:
-            raise TooManyDraws(f"the scheduler draws noise more than {MAX_DRAWS} times in a step.")
+            raise TooManyDraws(compose("program.scheduler_draws_too_often", max_draws=MAX_DRAWS))
         self.count += 1
         return _unit(2 + MAX_MEMORY + self.count - 1)
 
@@ -388,9 +387,11 @@ def _build_table(
     name, all_rows = type(scheduler).__name__, [*rows, *usual]
     keys = sorted({key for row in all_rows for key in (*row.before, *row.after)})
     if len(keys) > MAX_MEMORY:
-        raise NotImplementedError(f"{name} keeps {len(keys)} tensors; {MAX_MEMORY} are allowed.")
+        raise NotImplementedError(
+            compose("program.scheduler_memory_too_large", name=name, count=len(keys), max_memory=MAX_MEMORY)
+        )
     if any(sum(row.draws) > 1 for row in all_rows):
-        raise NotImplementedError(f"{name} adds several noises in one step; one is supported.")
+        raise NotImplementedError(compose("program.scheduler_several_noises", name=name))
     adds_noise = any(True in row.draws for row in all_rows)
     column = {key: 2 + index for index, key in enumerate(keys)}
     width = 2 + len(keys) + adds_noise
@@ -403,7 +404,7 @@ def _build_table(
             table[step, column[key] - 1] = row.in_columns(coefficients, column, width)
         table[step, -1, [SAMPLE, OUTPUT]] = row.denoised
     if not np.isfinite(table).all():
-        raise ValueError(f"{type(scheduler).__name__} gives no finite step with this config and number of steps.")
+        raise ValueError(compose("program.scheduler_not_finite", type=type(scheduler).__name__))
     timesteps = scheduler.timesteps.cpu().numpy()
     dtype = np.int32 if np.issubdtype(timesteps.dtype, np.integer) else np.float32
     draws = ((),) * begin + tuple(row.draws for row in rows) if adds_noise else ()

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import PyTree
 
 from .. import versions
+from ..messages import compose
 
 _BUILD_LOCK = threading.Lock()
 # The release that is patched; requirements.txt pins it. Other releases are imported without the patch.
@@ -104,7 +105,7 @@ def _upsample_nearest(self: Any, size: Any = None, scales: Any = None, *_: Any) 
     target = tuple(size) if size is not None else (int(height * scales[0]), int(width * scales[1]))
     factors = target[0] // height, target[1] // width
     if (height * factors[0], width * factors[1]) != target:
-        raise NotImplementedError(f"nearest upsampling from {height}x{width} to {target} is not by whole factors.")
+        raise NotImplementedError(compose("program.upsampling_not_whole", height=height, width=width, target=target))
     pixels = jnp.broadcast_to(
         self._elem[..., :, None, :, None], (*lead, height, factors[0], width, factors[1])
     ).reshape(*lead, *target)

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import PyTree
 
 from ..files import CheckpointError
+from ..messages import compose
 from ..model_spec import Component
 from . import torch_bridge
 from .program import TRACE_LOCK, Config
@@ -157,7 +158,9 @@ def slice_weight(
     order: None: unchanged.
     """
     if weight.shape[dim] % groups:
-        raise ValueError(f"{source} of shape {tuple(weight.shape)}: dimension {dim} is not {groups} equal groups.")
+        raise ValueError(compose(
+            "program.groups_unequal", source=source, shape=tuple(weight.shape), dim=dim, groups=groups,
+        ))  # fmt: skip
     dims = weight.dim() + isinstance(taken, slice)
     weight_slice = WeightSlice(
         source=source, shape=tuple(weight.shape), dim=dim, groups=groups, taken=taken,
@@ -252,10 +255,10 @@ def construct_upstream(component: Component, config: Config) -> "ModelMixin | Pr
     try:
         return _construct_unchecked(upstream_class(component), component, config)
     except Exception as error:  # upstream may raise anything, because a config may hold anything
-        raise CheckpointError(
-            f"{component.folder}/config.json: {component.class_name} cannot be built from it ({type(error).__name__}: "
-            f"{error}). The checkpoint is damaged, or made for another version; download it again."
-        ) from error
+        raise CheckpointError(compose(
+            "program.config_unusable", folder=component.folder, class_name=component.class_name,
+            error_type=type(error).__name__, error=error,
+        )) from error  # fmt: skip
 
 
 def _construct_unchecked(upstream: Any, component: Component, config: Config) -> "ModelMixin | PreTrainedModel":
@@ -364,4 +367,4 @@ def _check_equal(names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]) 
     """Raise `ValueError` if the parameters `names`, one per layer, have different shapes."""
     different = [name for name in names if shapes.get(name) != shapes[names[0]]]
     if different:
-        raise ValueError(f"{different[0]} differs in shape from {names[0]}; such blocks cannot be scanned.")
+        raise ValueError(compose("program.blocks_differ", different=different[0], names=names[0]))

@@ -17,6 +17,7 @@ from typing import Any
 from .. import versions
 from ..checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from ..engine.memory_advice import OutOfMemory
+from ..messages import compose, transform
 from ..progress import Preview, Progress
 from ..rpc import auth
 from ..rpc.auth import Address
@@ -124,7 +125,9 @@ class Client:
             finally:
                 link.close()
         if len(self.addresses) > 1 and isinstance(errors[-1], RemoteError):
-            raise RemoteError(f"none of {', '.join(map(str, self.addresses))} can be used; the last: {errors[-1]}")
+            raise RemoteError(
+                compose("remote.no_machine_usable", addresses=", ".join(map(str, self.addresses)), errors=errors[-1])
+            )
         raise errors[-1]
 
     def _free_one(
@@ -181,14 +184,16 @@ def _result(address: Address, link: Connection, progress: Progress, loras: Seque
         else:
             text = _restore_names(message.text, loras)
             kinds: Mapping[str, Callable[[str], Exception]] = {"ValueError": ValueError, "OutOfMemory": OutOfMemory}
-            raise kinds.get(message.kind, lambda text: RemoteError(f"{address}: {text}"))(text)
+            raise kinds.get(message.kind, lambda text: RemoteError(compose("remote.from", address=address, text=text)))(
+                text
+            )
 
 
 def _send(address: Address, link: Connection, digest: str, progress: Progress, loras: Sequence[Lora]) -> None:
     """Send the file of a LoRA of the request."""
     path = next((Path(lora.path) for lora in loras if _digest(lora) == digest), None)
     if path is None:
-        raise RemoteError(f"{address} asks for a file that is not one of this model's LoRAs.")
+        raise RemoteError(compose("remote.foreign_file_requested", address=address))
     progress.text(f"Sending {path.name} to {address}")
     with path.open("rb") as file:
         link.send(FileHeader(os.fstat(file.fileno()).st_size), progress.check_cancelled)
@@ -201,21 +206,17 @@ def _sentence(address: Address, error: Exception) -> RemoteError:
     if isinstance(error, HandshakeRejected):
         return RemoteError(f"{address} rejected the connection: {error}")
     if isinstance(error, TimeoutError):
-        return RemoteError(f"{address} does not answer. Is the machine on, and does `{_COMMAND}` run on it?")
+        return RemoteError(compose("remote.does_not_answer", address=address, command=_COMMAND))
     if isinstance(error, ConnectionRefusedError):
-        return RemoteError(
-            f"nothing listens at {address}. Start `{_COMMAND}` there; from elsewhere it is reached through an ssh "
-            "tunnel, or with --host."
-        )
-    return RemoteError(
-        f"the connection to {address} was lost ({error}). Look at the output of `{_COMMAND}` there, and queue again."
-    )
+        return RemoteError(compose("remote.nothing_listens", address=address, command=_COMMAND))
+    return RemoteError(compose("remote.connection_lost", address=address, error=error, command=_COMMAND))
 
 
 def _restore_names(text: str, loras: Sequence[Lora]) -> str:
     """Replace the digests of LoRAs in a text of the other machine by their names."""
     for lora in loras:
-        text = text.replace(f"{_digest(lora)}.safetensors", Path(lora.path).name)
+        digest, name = f"{_digest(lora)}.safetensors", Path(lora.path).name
+        text = transform(text, lambda part, digest=digest, name=name: part.replace(digest, name))
     return text
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..messages import compose
 from ..redact import redact
 
 TOKEN_VARIABLE, REMOTES_VARIABLE = "COMFYUI_TPU_TOKEN", "COMFYUI_TPU_REMOTES"
@@ -37,15 +38,12 @@ def read_token() -> str:
     path = config_folder() / "token"
     try:
         if path.stat().st_mode & _OTHERS:
-            raise AuthError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
+            raise AuthError(compose("remote.token_readable_by_others", path=path))
         secret = path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         secret = ""
     if not secret:
-        raise AuthError(
-            f"There is no token, which both machines must have: set {TOKEN_VARIABLE} to that of the other machine, "
-            f"which printed it when it was created, or copy its file {path}."
-        )
+        raise AuthError(compose("remote.no_token", token_variable=TOKEN_VARIABLE, path=path))
     return secret
 
 
@@ -62,7 +60,9 @@ def ensure_token(say: Callable[[str], object]) -> str:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(made + "\n")
     except OSError as error:
-        raise AuthError(f"{path} cannot be written ({error.strerror}). Set {TOKEN_VARIABLE} here and there.") from None
+        raise AuthError(
+            compose("remote.token_not_writable", path=path, strerror=error.strerror, token_variable=TOKEN_VARIABLE)
+        ) from None
     say(f"A token was created and saved in {path}. On every other machine: export {TOKEN_VARIABLE}={made}")
     return made
 
@@ -83,10 +83,7 @@ def parse_address(text: str) -> Address:
     match = re.fullmatch(r"(?:http://)?(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::(\d{1,5}))?/?", text.strip())
     port = int(match[3] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 65536:
-        raise ValueError(
-            f"address is {text!r}; it must be HOST or HOST:PORT of a machine that runs `comfyui-tpu serve`, such as "
-            f"127.0.0.1:{DEFAULT_PORT}."
-        )
+        raise ValueError(compose("remote.address_malformed", text=repr(text), default_port=DEFAULT_PORT))
     return Address(host=match[1] or match[2], port=port)
 
 
@@ -99,8 +96,7 @@ def check_listed(address: Address) -> None:
         pass  # nothing is listed there
     if address not in [parse_address(line) for line in lines if line.strip()]:
         raise AuthError(
-            f"{address} is not listed by the owner of this machine, so no token, prompt, image or LoRA is sent there. "
-            f"If it is yours, add the line {address} to {path}, or set {REMOTES_VARIABLE}."
+            compose("remote.address_not_listed", address=address, path=path, remotes_variable=REMOTES_VARIABLE)
         )
 
 
@@ -112,9 +108,10 @@ def make_server_tls() -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(certificate, os.environ.get(TLS_KEY_VARIABLE))
     except OSError as error:
-        raise AuthError(
-            f"{TLS_CERT_VARIABLE} and {TLS_KEY_VARIABLE} are not a certificate and its key ({redact(str(error))})."
-        ) from None
+        raise AuthError(compose(
+            "remote.certificate_or_key_wrong", tls_cert_variable=TLS_CERT_VARIABLE, tls_key_variable=TLS_KEY_VARIABLE,
+            error=redact(str(error)),
+        )) from None  # fmt: skip
     return context
 
 
@@ -125,4 +122,6 @@ def make_client_tls() -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=authority)
     except OSError as error:
-        raise AuthError(f"{TLS_CA_VARIABLE} is not a certificate ({redact(str(error))}).") from None
+        raise AuthError(
+            compose("remote.authority_not_certificate", tls_ca_variable=TLS_CA_VARIABLE, error=redact(str(error)))
+        ) from None

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from ..files import parse_json
+from ..messages import Message, read_message
 from ..model_spec import MagCache, MagCacheCurve, Settings, StepCache
 
 # Records that arguments may contain; those of `MODELS` name files of the machine that reads them.
@@ -16,7 +17,7 @@ SETTINGS_RECORDS = (Settings, StepCache, MagCache, MagCacheCurve)
 MODEL_RECORDS = (PlannedGeneration, Lora, ModelRef, *SETTINGS_RECORDS)
 # Most characters of a message's JSON.
 MAX_HEADER_LENGTH = 2**20
-_TENSOR, _TUPLE, _RECORD = "__tensor__", "__tuple__", "__record__"
+_TENSOR, _TUPLE, _RECORD, _MESSAGE = "__tensor__", "__tuple__", "__record__", "__message__"
 
 
 class CodecError(RuntimeError):
@@ -78,6 +79,8 @@ def unpack(
 
 
 def _pack(value: Any, tensors: dict[str, Any]) -> Any:
+    if isinstance(value, Message):
+        return {_MESSAGE: value.describe()}
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, Mapping):
@@ -103,6 +106,8 @@ def _unpack(value: Any, tensors: Mapping[str, Any], records: Mapping[str, type])
         return value
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
+    if _MESSAGE in value:
+        return read_message(value[_MESSAGE])
     if _TUPLE in value:
         return tuple(_unpack(item, tensors, records) for item in value[_TUPLE])
     named = {name: _unpack(item, tensors, records) for name, item in value.items()}

@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 import aiohttp
 from aiohttp import WSMsgType, web
 
+from ..messages import compose
 from ..redact import redact
 from . import auth, codec
 
@@ -268,18 +269,16 @@ class RpcServer(web.Server):
         header = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(header, b"Bearer " + self._token):
             await asyncio.sleep(REJECT_DELAY_S)  # it still counts as unauthenticated, which limits the rate of guesses
-            return _respond(
-                401, f"the token is wrong or missing: set {auth.TOKEN_VARIABLE} to the one of the other machine."
-            )
+            return _respond(401, compose("remote.token_wrong", token_variable=auth.TOKEN_VARIABLE))
         if page is not None:
             return _respond(200, page())
         if request.path != _PATH or "Origin" in request.headers:  # browsers send the origin of a page
-            return _respond(404, f"there is nothing at {request.path} for you.")
+            return _respond(404, compose("remote.path_unknown", path=request.path))
         try:
             hello = json.loads(unquote(request.headers[_HELLO]))
             problem = self._welcome(hello, address)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            return _respond(409, f"its handshake cannot be read ({type(error).__name__}).")
+            return _respond(409, compose("remote.handshake_unreadable", error_type=type(error).__name__))
         if problem is not None:
             return _respond(409, problem)
         self._strangers.discard(request.protocol)

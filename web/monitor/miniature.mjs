@@ -5,7 +5,7 @@ import { app } from "../../../scripts/app.js";
 import { text } from "./format.mjs";
 import { BYPASSED, isLinked, widgetOf } from "./graph.mjs";
 import { notify } from "./notice.mjs";
-import { say, understood } from "./i18n.mjs";
+import { remember, say, understood } from "./i18n.mjs";
 
 /** The node that a prompt calls so, and of which graph; "7:2" is node 2 of the subgraph that node 7 is. */
 function placeOf(id) {
@@ -45,6 +45,7 @@ export async function useMiniatures() {
     const { output } = await app.graphToPrompt();
     const response = await api.fetchApi("/tpu/miniature", { method: "POST", body: JSON.stringify(output) });
     found = await response.json();
+    remember(found.messages);
     if (!response.ok) return notify([say`The workflow was not changed: ${understood(text(found.error))}`]);
   } catch (error) {
     return notify([say`The workflow was not changed: the server is not reachable (${error}).`]);

@@ -7,7 +7,7 @@ import { make, makeBar, Rows, section, setAttribute, setText } from "./dom.mjs";
 import { Chips } from "./chips.mjs";
 import { draw, History } from "./history.mjs";
 import { isStage, stageOf } from "./stages.mjs";
-import { say, understood } from "./i18n.mjs";
+import { remember, say, term, understood } from "./i18n.mjs";
 
 const CACHES = {
   programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,
@@ -64,6 +64,7 @@ export class Panel {
 
   show(answer) {
     const stats = answer !== null && typeof answer === "object" ? answer : {};
+    remember(stats.messages);
     this.#history.add(stats);
     if (!this.#alert.hidden) {
       this.element.classList.remove("tpu-stale");
@@ -265,7 +266,7 @@ class Residents {
     const head = make("div", "tpu-between", {}, component, size);
     const element = make("li", "tpu-resident", {}, make("div", "tpu-stack", {}, head, detail), button);
     const update = (now) => {
-      const name = heard(text(now.component).replaceAll("_", " "));
+      const name = term(`component.${text(now.component)}`, text(now.component).replaceAll("_", " "));
       setText(component, name);
       setText(size, say`${bytes(now.bytes_per_chip)} a chip`);
       setText(detail, `${ago(now.last_used)} · ${shortName(now.model)}`);

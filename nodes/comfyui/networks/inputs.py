@@ -9,7 +9,7 @@ import torch
 from comfy.ldm.common_dit import pad_to_patch_size
 
 from ....tpu_runtime import api
-from ....tpu_runtime.api import ModelRef, ModelSpec
+from ....tpu_runtime.api import ModelRef, ModelSpec, compose
 from . import rows as batch
 from .rows import LENGTHS
 
@@ -50,10 +50,7 @@ def check_known(base: "BaseModel") -> None:
     """Raise ValueError if core detects a model that does not run with its samplers."""
     name = type(base).__name__
     if name not in ("WAN21", "WAN22", "Flux2", "Lumina2", "QwenImage", "HunyuanVideo15", "CogVideoX"):
-        raise ValueError(
-            f"This file is a {name} to ComfyUI, which does not run on the TPU with ComfyUI's samplers. Use this "
-            "pack's own nodes for it, or ComfyUI's loader."
-        )
+        raise ValueError(compose("comfyui.model_class_unsupported", name=name))
 
 
 def split_call(network: CoreNetwork, given: Arguments) -> list[tuple[list[int], DenoiserCall]]:
@@ -134,14 +131,9 @@ def _check_method(network: CoreNetwork, method: str | None, own: str) -> None:
         return
     if method == _OF_2511 and network.spec.family == "QwenImage":
         raise ValueError(
-            f"{network.spec.title}: reference_latents_method is {method}, and the file is not known to be 2511; its "
-            f"network on the TPU takes {own}. Set that, or where it is 2511, put 2511 into the file's name, or add "
-            "+ qwen-image-edit-2511 to the model_id of TPUModelLoader."
+            compose("comfyui.reference_method_needs_2511", title=network.spec.title, method=method, own=own)
         )
-    raise ValueError(
-        f"{network.spec.title}: reference_latents_method is {method}; its network on the TPU takes {own}. Set that, or "
-        "remove the node."
-    )
+    raise ValueError(compose("comfyui.reference_method_unsupported", title=network.spec.title, method=method, own=own))
 
 
 def _z_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
@@ -204,10 +196,7 @@ def _cogvideox(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     inputs = {"text": _whole_text(network, context)}
     if takes_picture:
         if x[:, channels:, 1:].any() or (ofs is not None and not torch.all(ofs == 2.0)):
-            raise ValueError(
-                f"{network.spec.title}: the conditioning has more than a first frame, or ofs is not 2; its network on "
-                "the TPU takes a first frame. Connect one picture."
-            )
+            raise ValueError(compose("comfyui.more_than_first_frame", title=network.spec.title))
         inputs["image"] = _array(x[:, channels:, :1])
     return DenoiserCall(sample=x[:, :channels], timestep=_one_timestep(network, timestep), inputs=inputs)
 
@@ -291,7 +280,7 @@ def _array(x: torch.Tensor) -> np.ndarray:
 
 def _whole_text(network: CoreNetwork, context: torch.Tensor) -> np.ndarray:
     """Return a text whose tokens are all valid."""
-    check_width(network, 0, "the prompt's states", context)
+    check_width(network, 0, compose("comfyui.prompt_states"), context)
     return _array(context)
 
 
@@ -302,7 +291,12 @@ def _pad_text(
     text = network.spec.text_encoders[encoder]
     counted = {f"{text.name}_length": np.array(lengths, np.int32)}
     if context is not None:
-        check_width(network, encoder, "the prompt's states" if encoder == 0 else "the glyphs' states", context)
+        check_width(
+            network,
+            encoder,
+            compose("comfyui.prompt_states") if encoder == 0 else compose("comfyui.glyphs_states"),
+            context,
+        )
         if context.shape[1] >= text.max_length:
             return {text.name: _array(context), **counted}
     padded = np.zeros((len(lengths), text.max_length, int(network.config[text.width_key])), np.float32)
@@ -318,10 +312,7 @@ def _lengths(network: CoreNetwork, given: Arguments, context: torch.Tensor, mask
         return lengths or [context.shape[1]] * len(context)
     lengths = batch.valid_lengths(mask)
     if lengths is None:
-        raise ValueError(
-            f"{network.spec.title}: the prompt's attention_mask leaves out tokens before its end, which its network on "
-            "the TPU does not. Encode the prompt with the model's text encoder."
-        )
+        raise ValueError(compose("comfyui.attention_mask_unsupported", title=network.spec.title))
     return lengths
 
 
@@ -342,16 +333,13 @@ def _one_timestep(network: CoreNetwork, values: torch.Tensor) -> float:
     first = values.flatten()[0]
     if not torch.all(values == first):
         shown = ", ".join(f"{value:.4g}" for value in values.flatten().unique().tolist()[:3])
-        raise ValueError(
-            f"{network.spec.title}: frames have different timesteps ({shown}), and its compiled program takes one for "
-            "all but a first frame that is given. Use a mask that keeps the first frame, or none."
-        )
+        raise ValueError(compose("comfyui.timesteps_differ", title=network.spec.title, shown=shown))
     return float(first)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
-_OTHER_VAE = "It comes from the VAE, or a node, of another model. Encode the picture with this model's VAE."
+_OTHER_VAE = compose("comfyui.encode_with_own_vae")
 
 
 def check_sample(network: CoreNetwork, shape: Sequence[int]) -> None:
@@ -359,25 +347,21 @@ def check_sample(network: CoreNetwork, shape: Sequence[int]) -> None:
     geometry, title = network.spec.geometry, network.spec.title
     names = ["rows", str(geometry.channels), *(["frames"] if geometry.stride_t else []), "height", "width"]
     if len(shape) != len(names) or shape[1] != geometry.channels:
-        raise ValueError(
-            f"{title}: latent_image has {shape[1] if len(shape) > 1 else 0} channels, shape {tuple(shape)}, and its "
-            f"network takes {geometry.channels}, shape ({', '.join(names)}). It comes from another model's VAE or "
-            "node for empty latents. Make it with this model's."
-        )
+        raise ValueError(compose(
+            "comfyui.latent_channels_wrong", title=title, shape=shape[1] if len(shape) > 1 else 0,
+            shape_2=tuple(shape), channels=geometry.channels, names=", ".join(names),
+        ))  # fmt: skip
     if geometry.stride_t and "num_frames" not in network.spec.inputs and shape[2] != 1:
-        raise ValueError(
-            f"{title}: latent_image has {shape[2]} frames, and its network takes 1: it makes pictures. Set the length "
-            "of the empty latent to 1."
-        )
+        raise ValueError(compose("comfyui.latent_of_several_frames", title=title, shape=shape[2]))
 
 
 def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
     """Raise ValueError for entries of a conditioning that do not fit, before core cuts them to the sample's size."""
     spec, config, noise = network.spec, network.config, given.get("noise")
     if given.get("cross_attn") is not None:
-        check_width(network, 0, "the prompt's states", given["cross_attn"])
+        check_width(network, 0, compose("comfyui.prompt_states"), given["cross_attn"])
     if spec.family == "HunyuanVideo15" and given.get("conditioning_byt5small") is not None:
-        check_width(network, 1, "the glyphs' states", given["conditioning_byt5small"])
+        check_width(network, 1, compose("comfyui.glyphs_states"), given["conditioning_byt5small"])
     _check_concat(network, given, noise)
     if spec.family in ("Flux2", "QwenImage"):
         for number, latents in enumerate(given.get("reference_latents") or ()):
@@ -387,16 +371,12 @@ def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
     if vision is not None and width:
         states = vision.last_hidden_state if spec.family == "HunyuanVideo15" else vision.penultimate_hidden_states
         if states.shape[-1] != int(width):
-            raise ValueError(
-                f"{spec.title}: clip_vision_output is {states.shape[-1]} wide, and its network takes {width}. It "
-                "comes from another model's image encoder. Load the one of this model."
-            )
+            raise ValueError(compose(
+                "comfyui.clip_vision_width_wrong", title=spec.title, size=states.shape[-1], width=width,
+            ))  # fmt: skip
         most = config.get("pos_embed_seq_len")
         if most and states.shape[1] > int(most):
-            raise ValueError(
-                f"{spec.title}: clip_vision_output has {states.shape[1]} tokens, and its network takes at most {most}: "
-                "a first and a last picture. Connect no more than two."
-            )
+            raise ValueError(compose("comfyui.clip_vision_too_long", title=spec.title, size=states.shape[1], most=most))
 
 
 def check_width(network: CoreNetwork, encoder: int, what: str, states: torch.Tensor) -> None:
@@ -407,8 +387,9 @@ def check_width(network: CoreNetwork, encoder: int, what: str, states: torch.Ten
     width = int(network.config[network.spec.text_encoders[encoder].width_key])
     if states.ndim != 3 or states.shape[2] != width:
         raise ValueError(
-            f"{network.spec.title}: {what} are {states.shape[-1]} wide, and its network takes {width}. Load "
-            "the text encoder of this model, with its type."
+            compose(
+                "comfyui.states_width_wrong", title=network.spec.title, what=what, size=states.shape[-1], width=width
+            )
         )
 
 
@@ -423,20 +404,18 @@ def _check_concat(network: CoreNetwork, given: Mapping[str, Any], noise: torch.T
         return  # core ignores them, too
     allowed = {channels, int(conditions["condition"][1])} if spec.family.startswith("Wan") else {channels}
     if latents.ndim != 5 or latents.shape[1] not in allowed:
-        raise ValueError(
-            f"{spec.title}: concat_latent_image has {latents.shape[1]} channels, shape {tuple(latents.shape)}, and "
-            f"its network takes {channels}. {_OTHER_VAE}"
-        )
+        raise ValueError(compose(
+            "comfyui.concat_latent_channels_wrong", title=spec.title, size=latents.shape[1],
+            shape=tuple(latents.shape), channels=channels, other_vae=_OTHER_VAE,
+        ))  # fmt: skip
     if spec.family != "CogVideoX" and latents.shape[2] != noise.shape[2]:
-        raise ValueError(
-            f"{spec.title}: concat_latent_image has {latents.shape[2]} latent frames, and the sample has "
-            f"{noise.shape[2]}. Give the node that prepares the picture the length of the video."
-        )
+        raise ValueError(compose(
+            "comfyui.concat_latent_frames_wrong", title=spec.title, size=latents.shape[2], size_2=noise.shape[2],
+        ))  # fmt: skip
     mask = given.get("concat_mask")
     if mask is not None and spec.family != "CogVideoX" and mask.ndim == 5 and mask.shape[2] > noise.shape[2]:
         raise ValueError(
-            f"{spec.title}: concat_mask has {mask.shape[2]} latent frames, and the sample has {noise.shape[2]}. Give "
-            "the node that prepares the picture the length of the video."
+            compose("comfyui.concat_mask_frames_wrong", title=spec.title, size=mask.shape[2], size_2=noise.shape[2])
         )
 
 
@@ -446,26 +425,22 @@ def _check_reference(network: CoreNetwork, what: str, latents: torch.Tensor) -> 
     shape = tuple(latents.shape)
     is_plain = len(shape) == len(names) and (not geometry.stride_t or shape[2] == 1)
     if not is_plain or shape[1] != geometry.channels:
-        raise ValueError(
-            f"{network.spec.title}: {what} has {shape[1]} channels, shape {shape}, and its network takes "
-            f"{geometry.channels}, shape ({', '.join(names)}). {_OTHER_VAE}"
-        )
+        raise ValueError(compose(
+            "comfyui.channels_wrong", title=network.spec.title, what=what, shape=shape[1],
+            shape_2=shape, channels=geometry.channels, names=", ".join(names), other_vae=_OTHER_VAE,
+        ))  # fmt: skip
 
 
 def _check_channels(network: CoreNetwork, x: torch.Tensor, further: int | str = 0) -> None:
     """Raise ValueError unless `x` has the sample's channels and `further` ones."""
     channels = network.spec.geometry.channels + int(further)
     if x.shape[1] != channels:
-        raise ValueError(
-            f"{network.spec.title}: the sample and its conditioning have {x.shape[1]} channels, and its network takes "
-            f"{channels}. Make both with this model's VAE."
-        )
+        raise ValueError(compose(
+            "comfyui.sample_channels_wrong", title=network.spec.title, size=x.shape[1], channels=channels,
+        ))  # fmt: skip
 
 
 def _refuse_rest(network: CoreNetwork, given: Arguments, harmless: set[str]) -> None:
     for name, value in given.items():
         if value is not None and name not in harmless | {"options"}:
-            raise ValueError(
-                f"{network.spec.title}: a node adds {name} to the conditioning, which the compiled network has no "
-                "input for. Remove that node, or load the model with ComfyUI's own loader."
-            )
+            raise ValueError(compose("comfyui.conditioning_entry_unsupported", title=network.spec.title, name=name))

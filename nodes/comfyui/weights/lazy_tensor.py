@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch.utils import _pytree as pytree
 
-from ....tpu_runtime.api import TensorFile, read_tensor
+from ....tpu_runtime.api import TensorFile, compose, read_tensor
 
 CPU = torch.device("cpu")
 # Formats that a saved file keeps; quantized ones are saved dequantized.
@@ -43,10 +43,7 @@ class LazyTensor(torch.Tensor):
         if func in _SAME:
             return args[0] if func is torch.Tensor.contiguous else True
         if func in _PLACES:
-            raise ValueError(
-                f"A weight of shape {tuple(args[0].shape)} is asked for its place in memory, and it is in its file. A "
-                "model of the TPU loaders can be saved by ComfyUI's own saving nodes, such as ModelSave."
-            )
+            raise ValueError(compose("comfyui.weight_not_in_memory", shape=tuple(args[0].shape)))
         if func in _SHAPES or getattr(func, "__name__", "") == "__get__" and func.__self__ is not torch.Tensor.data:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -9,7 +9,7 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ....tpu_runtime.api import TensorFile
+from ....tpu_runtime.api import TensorFile, compose
 from . import writer
 from .lazy_tensor import LazyTensor, from_file
 
@@ -133,11 +133,9 @@ def check_merge(name: str, patches: list[Patch], weight: torch.Tensor) -> None:
     for _, value, *_ in patches:
         other = value[0][0] if isinstance(value, list) else None
         if other is not None and other.shape != weight.shape:
-            raise ValueError(
-                f"A node merges two models whose {name} differ: {tuple(weight.shape)} and {tuple(other.shape)}. "
-                "Weights of one shape can be merged. Connect two of the same model to the merging node, such as "
-                "ModelMergeSimple or CLIPMergeSimple."
-            )
+            raise ValueError(compose(
+                "comfyui.merged_shapes_differ", name=name, shape=tuple(weight.shape), shape_2=tuple(other.shape),
+            ))  # fmt: skip
 
 
 def match_names(core: Iterable[str], own: Iterable[str]) -> dict[str, str]:

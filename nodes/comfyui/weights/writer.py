@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ....tpu_runtime.api import open_atomic
+from ....tpu_runtime.api import compose, open_atomic
 from .lazy_tensor import LazyTensor
 
 # Names of formats in safetensors.
@@ -37,8 +37,7 @@ def save(
     for name, tensor in tensors.items():
         if not isinstance(tensor, LazyTensor) and tensor.device.type == "meta":
             raise ValueError(
-                f"{target.name} is not written: {name} has a shape, {tuple(tensor.shape)}, and no values here. A file "
-                "holds the weights of all its networks. Load this network with a loader of its own file, and save that."
+                compose("comfyui.not_written_without_values", name=target.name, name_2=name, shape=tuple(tensor.shape))
             )
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
@@ -46,10 +45,10 @@ def save(
         }  # fmt: skip
     free = shutil.disk_usage(target.parent).free
     if end > free:
-        raise ValueError(
-            f"{target.name} is not written: it takes {end / 1e9:.1f} GB, and {target.parent} has {free / 1e9:.1f} GB "
-            "left. Free as much, or choose another output folder."
-        )
+        raise ValueError(compose(
+            "comfyui.not_written_disk_full", name=target.name, size=f"{end / 1e9:.1f}", parent=target.parent,
+            free=f"{free / 1e9:.1f}",
+        ))  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open_atomic(target) as scratch, scratch.open("wb") as file:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...messages import compose
 from ...model_spec import Call, Report
 
 if TYPE_CHECKING:
@@ -64,10 +65,7 @@ def encode_still(
     import torch
 
     if pixels.shape[2] != 1:
-        raise ValueError(
-            f"There are {pixels.shape[2]} frames to encode, and on the TPU this VAE encodes one image. Encode one, "
-            "or load the VAE with ComfyUI's own loader."
-        )
+        raise ValueError(compose("model.vae_encodes_one_image", size=pixels.shape[2]))
     cells = torch.nn.functional.pixel_unshuffle(pixels[:, :, 0], stride)
     latents, _ = call("vae_encoder", encode, cells, partition="spatial")
     return torch.from_numpy(np.array(latents))

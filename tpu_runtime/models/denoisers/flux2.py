@@ -1,6 +1,7 @@
 """The denoiser of FLUX.2 as data: sizes, sharding rules, splits of fused weights, key names of other formats."""
 
 from ....sharding.rules import REPLICATED, Rule
+from ...messages import compose
 from ...model_spec import Component, ConfigRequirement, RowSlice, split_rows, swap_halves
 from ...model_spec.upstream import Net
 
@@ -128,7 +129,7 @@ TRANSFORMER = Component(
     needs={
         "in_channels": ConfigRequirement((128,)),
         # The single blocks' fused projections are cut into groups as wide as the heads together.
-        "mlp_ratio": ConfigRequirement(fits=is_integral, wording="a whole number"),
+        "mlp_ratio": ConfigRequirement(fits=is_integral, wording=compose("settings.a_whole_number")),
         "out_channels": ConfigRequirement((None, 128)),
         "patch_size": ConfigRequirement((1,)),
     },

@@ -2,6 +2,7 @@
 
 from ...files import CheckpointError
 from ...formats.file_signature import Config, FileLayout, TensorShapes
+from ...messages import compose
 from ...model_spec.upstream import UpstreamConfig
 
 # Networks with further input channels, by the number of input channels.
@@ -14,18 +15,15 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     shapes: of the file's tensors. base: the published config.
     """
     if len(shapes["patch_embed.proj.weight"]) != 2:
-        raise CheckpointError(
-            "The file is of CogVideoX 1.0, whose patches are of single frames; only CogVideoX 1.5 runs here. Use one "
-            "of CogVideoX1.5-5B."
-        )
+        raise CheckpointError(compose("file.cogvideox_1_0_unsupported"))
     dim, patch = shapes.require("patch_embed.proj.weight", 2)
     (head_dim,) = shapes.require("transformer_blocks.0.attn1.norm_q.weight", 1)
     size = base["patch_size"] ** 2 * base["patch_size_t"]
     if (channels := patch // size) in _OF_CHANNELS:
-        raise CheckpointError(
-            f"{shapes.path} is {_OF_CHANNELS[channels]} ({channels} channels in), which is not supported here. Use a "
-            "file of CogVideoX1.5-5B, or of CogVideoX1.5-5B-I2V."
-        )
+        raise CheckpointError(compose(
+            "file.cogvideox_variant_unsupported", path=shapes.path, of_channels=_OF_CHANNELS[channels],
+            channels=channels,
+        ))  # fmt: skip
     config: Config = {
         "attention_head_dim": head_dim,
         "in_channels": channels,

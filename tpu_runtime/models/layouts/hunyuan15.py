@@ -5,6 +5,7 @@ from typing import Any
 
 from ...files import CheckpointError
 from ...formats.file_signature import Config, FileLayout, TensorShapes, prefix_keys
+from ...messages import compose
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 from .cogvideox import vae_config
@@ -21,10 +22,7 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     dim, in_channels, *_ = shapes.require("x_embedder.proj.weight", 5)
     (head_dim,) = shapes.require("transformer_blocks.0.attn.norm_q.weight", 1)
     if in_channels == _UPSCALER:
-        raise CheckpointError(
-            f"{shapes.path} is HunyuanVideo 1.5's upscaler (SR; {in_channels} channels in), which is not supported "
-            "here. Use a file for text or an image to video, such as hunyuanvideo1.5_720p_t2v_fp16.safetensors."
-        )
+        raise CheckpointError(compose("file.upscaler_unsupported", path=shapes.path, in_channels=in_channels))
     return {
         "attention_head_dim": head_dim,
         "image_embed_dim": shapes.require("image_embedder.norm_in.weight", 1)[0],

@@ -12,6 +12,7 @@ from typing import Any
 from ...files import CheckpointError
 from ...formats import gguf_file
 from ...formats.single_file import NetworkFile
+from ...messages import compose
 from ...model_spec import Component, ModelSpec
 from ...model_spec.upstream import UpstreamConfig
 from . import published
@@ -75,13 +76,13 @@ def read_flag(held: NetworkFile, component: Component, key: str, said: DeclaredF
     value = by_name if by_user is None else by_user
     if said.asks and None not in (by_user, by_name) and by_user != by_name:
         raise AmbiguousModelError(
-            f"{held.path} is another model by its name than {' and '.join(said.names)}: one of them is "
-            f"{declared.meaning}. Name the model that the file is, or rename the file."
+            compose(
+                "file.name_of_another_model", path=held.path, names=" and ".join(said.names), meaning=declared.meaning
+            )
         )
     if value is None and said.asks:
         raise AmbiguousModelError(
-            f"{held.path}: neither its tensors nor its name tell whether it is {declared.meaning}. Put one of the two "
-            f"numbers into the file's name, or add {declared.answers} to model_id."
+            compose("file.variant_ambiguous", path=held.path, meaning=declared.meaning, answers=declared.answers)
         )
     return bool(value)
 
@@ -103,11 +104,9 @@ def find_relative(held: NetworkFile, spec: ModelSpec) -> str | None:
     for title in _plain(held.contents.titles):
         for pattern, what in held.layout.relatives.items():
             if re.search(pattern, title):
-                return (
-                    f"{held.path} is by its name {what}; its tensors are like those of {spec.title}, which computes "
-                    f"something else. Use ComfyUI's own loader for it, or where it is {spec.title}, add + {spec.name} "
-                    "to model_id."
-                )
+                return compose(
+                    "file.name_contradicts_tensors", path=held.path, what=what, title=spec.title, name=spec.name,
+                )  # fmt: skip
     return None
 
 
@@ -116,10 +115,7 @@ def read_expert(held: NetworkFile, spec: ModelSpec) -> str | None:
     level = noise(held)
     if not level or len(spec.denoiser.experts) > 1:
         return None
-    return (
-        f"{held.path} is by its name the denoiser for {level} noise, one of two, and {spec.title} has one. Name both, "
-        f"the one for high noise first, or to run it alone as {spec.title}, add + {spec.name} to model_id."
-    )
+    return compose("file.expert_of_another_model", path=held.path, level=level, title=spec.title, name=spec.name)
 
 
 def noise(held: NetworkFile, *, is_of_two: bool = False) -> str:
@@ -185,10 +181,7 @@ def explain_ambiguity(model_id: str, specs: Sequence[ModelSpec]) -> str:
     """Return the question which of several models some files are."""
     names = " or ".join(f"+ {spec.name}" for spec in specs)
     titles = " and of ".join(spec.title for spec in specs)
-    return (
-        f"model_id is {model_id}: its tensors are those of {titles}, which run differently, and the files' names do "
-        f"not tell which they are. Add {names} to model_id."
-    )
+    return compose("file.model_ambiguous", model_id=model_id, titles=titles, names=names)
 
 
 def warn_assumed(rivals: Sequence[ModelSpec]) -> str:

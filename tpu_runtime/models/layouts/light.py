@@ -2,6 +2,7 @@
 
 from ...files import CheckpointError
 from ...formats.file_signature import Config, FileLayout, TensorShapes
+from ...messages import compose
 from ...model_spec.upstream import UpstreamConfig
 
 # Models that are not supported here and have as many channels as Wan's, by the prefix of the published files.
@@ -16,10 +17,7 @@ def config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """
     name = shapes.path.name.lower()
     if other := next((model for start, model in _OTHERS.items() if name.startswith(start)), None):
-        raise CheckpointError(
-            f"{shapes.path} decodes the latents of {other}, by its name, for which no light decoder is supported here. "
-            "Use taew2_1 or lighttaew2_1 for Wan 2.1 and 2.2, or the model's own VAE."
-        )
+        raise CheckpointError(compose("file.light_decoder_unsupported", path=shapes.path, other=other))
     is_named = "tae" in name
     return {
         "latent_channels": shapes.require("decoder.1.weight", 4)[1],

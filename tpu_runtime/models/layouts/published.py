@@ -4,6 +4,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...messages import compose
+
 _WAN21, _WAN22 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"
 _HUNYUAN, _FLUX, _KLEIN = "Comfy-Org/HunyuanVideo_1.5_repackaged", "Comfy-Org/flux2-dev", "Comfy-Org/flux2-klein"
 _ZIMAGE, _QWEN = "Comfy-Org/z_image_turbo", "Comfy-Org/Qwen-Image_ComfyUI"
@@ -179,9 +181,9 @@ def describe_sizes(model: str) -> str:
 def list_files(model: str, kind: str) -> _Files:
     """Return the files of a model in a format. Raises ValueError that lists the formats."""
     if model not in SETS:
-        raise ValueError(f"{model} is not known as single files; known are {', '.join(SETS)}.")
+        raise ValueError(compose("file.published_model_unknown", model=model, sets=", ".join(SETS)))
     if kind not in SETS[model]:
-        raise ValueError(f"{model} is not known as files in {kind}; known is {' or '.join(SETS[model])}.")
+        raise ValueError(compose("file.published_kind_unknown", model=model, kind=kind, sets=" or ".join(SETS[model])))
     return SETS[model][kind]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ...files import CheckpointError
 from ...formats.file_signature import Config, FileLayout, TensorShapes, count_layers, prefix_keys
+from ...messages import compose
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 
@@ -31,10 +32,10 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     out_channels = shapes.require("proj_out.weight", 2)[0] // math.prod(patch)
     kind = "a Wan of causal blocks" if base.get("causal_ar") else base.get("model_type", "t2v")
     if other := _OF_CHANNELS.get((in_channels, out_channels)) or (kind not in _TYPES and kind):
-        raise CheckpointError(
-            f"{shapes.path} is {other} ({in_channels} channels in, {out_channels} out), which is not supported here. "
-            "Use a file of one of the Wans in docs/files.md."
-        )
+        raise CheckpointError(compose(
+            "file.wan_variant_unsupported", path=shapes.path, other=other, in_channels=in_channels,
+            out_channels=out_channels,
+        ))  # fmt: skip
     embedder = "condition_embedder"
     config: Config = {
         "ffn_dim": shapes.require("blocks.0.ffn.net.0.proj.weight", 2)[0],

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...messages import compose
 from ...model_spec import ConfigRequirement, TextEncoding
 from ...model_spec.upstream import Net
 from . import qwen25, t5
@@ -53,8 +54,7 @@ def tokenize(
     )
     if not mask[:, : PREFIX + 1].all():
         raise ValueError(
-            f"{tokenizer.name_or_path} makes fewer than {PREFIX + 1} tokens before a prompt, as the chat template of "
-            "another model does. Use the tokenizer that the model was published with."
+            compose("model.chat_template_too_short", name_or_path=tokenizer.name_or_path, prefix=PREFIX + 1)
         )
     return ids, mask[:, PREFIX:]
 

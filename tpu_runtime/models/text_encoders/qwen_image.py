@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...messages import compose
 from ...model_spec import TextEncoding
 from . import qwen25
 
@@ -81,8 +82,7 @@ def tokenize_with_images(
     if longest > MAX_TOKENS:
         number = f"{len(grids)} images" if len(grids) > 1 else "an image"
         raise ValueError(
-            f"Qwen-Image Edit: the prompt and {number} have {longest} tokens or more, and the text encoder takes "
-            f"{MAX_TOKENS}. Shorten the prompt, or use fewer images."
+            compose("model.prompt_and_images_too_long", number=number, longest=longest, max_tokens=MAX_TOKENS)
         )
     ids, mask = _tokenize(tokenizer, texts, EDIT_PREFIX, MAX_TOKENS)
     return ids, mask, *place_image_tokens(ids == tokenizer.convert_tokens_to_ids(IMAGE_PAD), seen)

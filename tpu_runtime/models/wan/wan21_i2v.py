@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ....sharding.rules import GATHERED, REPLICATED, Rule
 from ... import media
+from ...messages import compose
 from ...model_spec import (
     Call,
     Component,
@@ -144,7 +145,9 @@ TRANSFORMER = wan.IMAGE_TRANSFORMER.derive(
     config={"added_kv_proj_dim": 5120, "image_dim": 1280},
     tiny={"added_kv_proj_dim": 6 * 24, "image_dim": 28},
     needs={
-        "added_kv_proj_dim": ConfigRequirement(fits=lambda dim: dim is not None, wording="a number", required=True),
+        "added_kv_proj_dim": ConfigRequirement(
+            fits=lambda dim: dim is not None, wording=compose("settings.a_number"), required=True
+        ),
         "image_dim": EqualsConfig("image_encoder", "hidden_size"),
     },
     rules=(
