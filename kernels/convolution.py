@@ -1,10 +1,9 @@
 """Convolution of a video or image, whose rows and columns are split over the chips of a TPU, by a Pallas kernel.
 
 Channels are a register's lanes and columns its sublanes. For some rows of a frame at once, the pixels under the
-window's
-frames and rows are side by side as lanes, without being moved. One product computes the addend of each of the window's
-columns, in separate lanes; their sum, each shifted by a column, is the result. The norm and activation before an
-autoencoder's convolution, and the residual sum after it, are applied to the same rows, in one pass over memory.
+window's frames and rows are side by side as lanes, without being moved. One product computes the addend of each of the
+window's columns, in separate lanes; their sum, each shifted by a column, is the result. The norm and activation before
+an autoencoder's convolution, and the residual sum after it, are applied to the same rows, in one pass over memory.
 """
 
 import functools
@@ -50,6 +49,7 @@ class ConvolutionConfig:
     halved: bool  # whether every second row and column of the result is returned
     past_at: int  # frame before which the past frames are inserted
     columns_each: int  # columns that a pixel is repeated to in the kernel; the rest of `factor` is repeated before
+    limit_mib: int  # VMEM that the kernel may use
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +82,8 @@ def _weight_reasons(weight: Shaped) -> tuple[str, ...]:
     reasons, shape = [], " x ".join(map(str, weight.shape))
     if max(weight.shape[3:]) > 3:
         reasons.append(f"a kernel of {weight.shape[3]} rows and {weight.shape[4]} columns has more than 3")
-    if _apart(weight) is None:
-        reasons.append(f"weights of {shape} leave no space for rows in {_limit_mib()} MiB of on-chip memory (VMEM)")
+    if _apart(weight, limit_mib := _limit_mib()) is None:
+        reasons.append(f"weights of {shape} leave no space for rows in {limit_mib} MiB of on-chip memory (VMEM)")
     return tuple(reasons)
 
 
@@ -186,15 +186,25 @@ def convolution(
     KernelUnsupported(kernel=registry.CONVOLUTION, reasons=_weight_reasons(weight)).check()
     if bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
-    image = P(None, None, None, ROWS, COLUMNS)
     form = ConvolutionConfig(
         window=weight.shape[2:], repeats=repeats, factor=1 + doubled, halved=halved, past_at=past_at,
-        columns_each=1 + doubled if x.dtype.itemsize == 2 else 1,
+        columns_each=1 + doubled if x.dtype.itemsize == 2 else 1, limit_mib=_limit_mib(),
     )  # fmt: skip
+    around = FusedOps(gain=gain, shift=shift, onto=onto)
+    return _convolve_on_mesh((x, *past), around, weight, bias, form=form, interpret=interpret)
+
+
+# Inlined, so that programs stay the same, but traced once for equal shapes, which decoders repeat.
+@functools.partial(jax.jit, static_argnames=("form", "interpret"), inline=True)
+def _convolve_on_mesh(
+    videos: tuple[Array, ...], around: FusedOps, weight: Array, bias: Array, *, form: ConvolutionConfig,
+    interpret: Interpret,
+) -> Array:  # fmt: skip
+    """Return the result of `convolution` for the `videos`: frames and past."""
+    image = P(None, None, None, ROWS, COLUMNS)
     local = functools.partial(_convolve, form=form, interpret=interpret)
     specs = image, FusedOps(gain=P(), shift=P(), onto=image), P(), P()
-    mapped = jax.shard_map(local, in_specs=specs, out_specs=image, check_vma=False)
-    return mapped((x, *past), FusedOps(gain=gain, shift=shift, onto=onto), weight, bias)
+    return jax.shard_map(local, in_specs=specs, out_specs=image, check_vma=False)(videos, around, weight, bias)
 
 
 def _convolve(
@@ -237,7 +247,7 @@ def _convolve(
     if around.shift is not None and not repeats:
         inside = _inside(ROWS, (0, 1), 2), _inside(COLUMNS, (room - 1, width - full), room)
     around = replace(around, onto=onto, inside=inside)
-    kernel, offset = _arrange(weight, bias)
+    kernel, offset = _arrange(weight, bias, form.limit_mib)
     result = _call(videos, ends, last, kernel, offset, around, outs=outs, form=form, interpret=interpret)
     result = jnp.moveaxis(result, 2, 0) if outs <= MAX_SUBLANE_CHANNELS else jnp.moveaxis(result[..., :outs], -1, 0)
     return (result[:, :, 1::2, 1::2] if form.halved else result)[None]
@@ -264,21 +274,25 @@ def _inside(name: str, places: tuple[int, int], count: int) -> Array:
     return jnp.where(outside[0] | outside[1], 0.0, 1.0)
 
 
-def _apart(weight: Shaped) -> int | None:
-    """Return the lanes between a window's columns in a product; None if two buffers of weights exceed 2/5 of VMEM."""
+def _apart(weight: Shaped, limit_mib: int) -> int | None:
+    """Return the lanes between a window's columns in a product.
+
+    None if two buffers of weights exceed 2/5 of the `limit_mib` of VMEM.
+    """
     outs, ins, time, rows, columns = weight.shape
     if outs * columns <= LANES:
         return LANES // columns  # an image's three channels: one register holds all
     lane_bytes = 2 * time * rows * round_up(ins, LANES) * columns * weight.dtype.itemsize
-    limit = 2 * _limit_mib() * MIB // 5 // lane_bytes
+    limit = 2 * limit_mib * MIB // 5 // lane_bytes
     return next((size for size in (256, 384, LANES) if round_up(outs, LANES) % size == 0 and size <= limit), None)
 
 
 def _limit_mib() -> int:
+    """Return the MiB of VMEM that the kernel may use on a chip of the mesh in context, by this machine's fallbacks."""
     return ((vmem_mib() or MIN_VMEM_MIB) - RESERVED_MIB) // (1 + uses_small_tiles(registry.CONVOLUTION))
 
 
-def _arrange(weight: Array, bias: Array) -> tuple[Array, Array]:
+def _arrange(weight: Array, bias: Array, limit_mib: int) -> tuple[Array, Array]:
     """Return the weights as `[frames, rows, columns, out, in]` and the bias as `[blocks, 1, block]` float32.
 
     If all columns of all outputs fit into one register, the weights have one column, with the outputs `_apart` lanes
@@ -287,7 +301,7 @@ def _arrange(weight: Array, bias: Array) -> tuple[Array, Array]:
     2026-11-27).
     """
     outs, ins, time, rows, columns = weight.shape
-    block = _apart(weight)
+    block = _apart(weight, limit_mib)
     assert block is not None  # `convolution` has checked it
     wide = round_up(outs, block)
     kernel = jnp.pad(weight, ((0, wide - outs), (0, -ins % LANES), (0, 0), (0, 0), (0, 0))).transpose(2, 3, 4, 0, 1)
@@ -315,7 +329,7 @@ def _call(
     depth, across = time * rows * lanes, kernel.shape[2] * kernel.shape[3] // blocks
     frames, block_lanes, above = num_frames - time + 1, offset.shape[2], rows // 2
     wide = width // PACKED_ROWS * PACKED_ROWS + last.shape[2]
-    limit = _limit_mib()
+    limit = form.limit_mib
     # Half of VMEM for two buffers of inputs and outputs and the joined rows; weights, sums and spills use the rest.
     results = 1 if around.onto is None else 2
     row_bytes = form.factor * wide * dtype.itemsize * (3 * num_frames * lanes + 2 * results * frames * block_lanes)

@@ -2,17 +2,19 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comfyui_tpu.kernels import convolution, dispatch, hardware
+from comfyui_tpu.kernels import convolution, dispatch, hardware, registry
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tests.support.patience import mostly
+from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.models.autoencoders import layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -152,8 +154,46 @@ def test_a_blocks_weights_leave_room_for_rows(
 ):
     monkeypatch.setattr(convolution, "vmem_mib", lambda: mib)
     weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((channels, channels, 3, 3, 3), (channels,)))
-    assert (convolution._apart(weight) is None) == bool(convolution._weight_reasons(weight)) == (lanes is None)
+    limit = convolution._limit_mib()
+    assert (convolution._apart(weight, limit) is None) == bool(convolution._weight_reasons(weight)) == (lanes is None)
     if lanes:
-        kernel, _ = jax.eval_shape(lambda *arrays: convolution._arrange(*arrays), weight, bias)
+        kernel, _ = jax.eval_shape(lambda *arrays: convolution._arrange(*arrays, limit), weight, bias)
         assert kernel.shape == (3, 3, 3, channels, channels)
         assert 2 * 2 * kernel.size * lanes / channels < mib * hardware.MIB / 2
+
+
+def test_equal_convolutions_are_traced_once_and_others_on_their_own(monkeypatch: pytest.MonkeyPatch):
+    """A decoder repeats its convolutions. Another shape, form or machine's fallback has its own tiles."""
+    traced = list[int]()
+
+    def body(*refs: Any, form: convolution.ConvolutionConfig, **how: Any) -> None:
+        traced.append(form.limit_mib)
+        kernel_body(*refs, form=form, **how)
+
+    kernel_body = convolution._body
+    monkeypatch.setattr(convolution, "_body", body)
+    mesh = make_mesh(chips.compile_devices(chips.topology("v6e:2x4")), EIGHT)
+    spec = NamedSharding(mesh, P(None, None, None, "dp", "sp"))
+    x = jax.ShapeDtypeStruct((1, 24, 3, 32, 64), jnp.bfloat16, sharding=spec)
+    weight = jax.ShapeDtypeStruct((24, 24, 3, 3, 3), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+
+    def texts(times: int, given: jax.ShapeDtypeStruct = x, **how: Any) -> str:
+        def repeat(x: jax.Array, weight: jax.Array) -> list[jax.Array]:
+            return [convolution.convolution(x + turn, weight, None, repeats=False, **how) for turn in range(times)]
+
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.jit(repeat).lower(given, weight).as_text()
+
+    assert texts(3).count("tpu_custom_call") == 3
+    whole = convolution.MIN_VMEM_MIB * 2 - hardware.RESERVED_MIB  # of a v6e's VMEM
+    assert traced == [whole]
+    texts(1, halved=True)
+    texts(1, jax.ShapeDtypeStruct((1, 24, 3, 32, 128), jnp.bfloat16, sharding=spec))
+    assert traced == [whole] * 3
+    small = dispatch.KernelFallbacks(small=(registry.CONVOLUTION,))
+    with dispatch.use_fallbacks(small):
+        assert texts(2) != texts(1)
+    assert traced == [whole] * 3 + [whole // 2]
+    texts(2)
+    assert len(traced) == 4
+    convolution._convolve_on_mesh.clear_cache()

@@ -199,6 +199,7 @@ HEIGHT = 8
 def in_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a picture in so many blocks, whatever room there is."""
     answers, most = iter([HEIGHT // count]), convolution._most
+    monkeypatch.setattr(convolution, "_convolve_on_mesh", convolution._convolve_on_mesh.__wrapped__)  # keeps no trace
     monkeypatch.setattr(convolution, "_most", lambda total, limit: next(answers, None) or most(total, limit))
 
 
