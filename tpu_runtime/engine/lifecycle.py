@@ -6,6 +6,7 @@ exit, such a check kills its thread within C++ and so aborts the process (up to 
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import stat
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from ..machine.device_access import open_devices
@@ -50,13 +52,34 @@ def get_engine(progress: Progress) -> "Engine":
         if _engine is None:
             leader = listen_for_hosts()
             with leader.join(progress) if leader else contextlib.nullcontext():
+                import jax  # noqa: F401 - before two threads need it
+
+                importing = _import_in_background()
+                chips = open_devices(progress.text, progress.check_cancelled)
+                wait([importing])  # libraries import lazily, and threads may get half-imported modules
+
                 from .engine import Engine
 
-                chips = open_devices(progress.text, progress.check_cancelled)
                 _engine = Engine(chips, hosts=leader, when_halted=_schedule_restart)
             if leader is not None and _ends_at_exit:
                 atexit.register(exit_process)  # again: runs before JAX's own handlers, which wait for the other hosts
         return _engine
+
+
+@functools.cache
+def _import_in_background() -> Future:
+    """Start to import what stages need, which takes seconds, while the chips are opened, which takes more.
+
+    An error is raised again where the modules are used.
+    """
+    return run_in_daemon_thread(_import_libraries, "comfyui-tpu-import")
+
+
+def _import_libraries() -> None:
+    from ..programs import upstream_network
+    from . import engine  # noqa: F401 - torch, torchax
+
+    upstream_network.import_libraries()
 
 
 def listen_for_hosts() -> "Leader | None":

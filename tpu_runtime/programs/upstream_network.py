@@ -275,6 +275,17 @@ def _construct_unchecked(upstream: Any, component: Component, config: Config) ->
     return module.eval()
 
 
+def import_libraries() -> None:
+    """Import the parts of the upstream libraries that all components use; this takes seconds."""
+    import accelerate  # noqa: F401
+    import diffusers
+    import transformers
+
+    # Attributes, because the libraries import lazily.
+    assert diffusers.ModelMixin
+    assert transformers.PreTrainedModel
+
+
 def import_upstream(components: Iterable[Component]) -> None:
     """Import the components' classes now: libraries import lazily, and threads may get half-imported modules."""
     import accelerate  # noqa: F401

@@ -1,0 +1,43 @@
+"""A new process imports its libraries while the chips are being opened."""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, time
+import comfyui_tpu.tpu_runtime.api as api
+from comfyui_tpu.tpu_runtime.engine import lifecycle
+
+assert not {"jax", "torch", "diffusers", "transformers"} & set(sys.modules)
+real, attempts = lifecycle.open_devices, []
+
+def open_devices(report, check_cancelled):
+    # As slow as a driver that waits until the libraries are there; cancelled the first time.
+    attempts.append(time.monotonic())
+    while "transformers.modeling_utils" not in sys.modules:
+        assert time.monotonic() < attempts[0] + 100, "nothing is imported while the chips are opened"
+        time.sleep(0.05)
+    if len(attempts) == 1:
+        raise InterruptedError
+    return real(report, check_cancelled)
+
+lifecycle.open_devices = open_devices
+try:
+    api.get_engine(api.SilentProgress())
+except InterruptedError:
+    assert lifecycle.current_engine() is None
+engine = api.get_engine(api.SilentProgress())
+assert engine is api.get_engine(api.SilentProgress()) and len(engine.devices) == 2 == len(attempts)
+import diffusers, transformers
+assert issubclass(diffusers.WanTransformer3DModel, diffusers.ModelMixin)
+assert issubclass(transformers.UMT5EncoderModel, transformers.PreTrainedModel)
+"""
+
+
+def test_libraries_are_imported_while_the_chips_are_opened():
+    chips = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, **chips}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
