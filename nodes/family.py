@@ -16,6 +16,7 @@ from ..tpu_runtime.api import (
     ModelSpec,
     choose_model,
     compose,
+    compose_term,
     media,
     stage_values,
 )
@@ -39,7 +40,7 @@ def _check_takes_image(spec: ModelSpec, chosen: ModelSpec, name: str) -> None:
     """Raise ValueError if the model `chosen` takes no image although input `name` is connected."""
     if chosen.pictures.encode is None:
         raise ValueError(compose(
-            "node.image_unused", title=spec.title, name=named("input", name), title_2=chosen.title,
+            "node.image_unused", title=spec.title, name=compose_term("input", name), title_2=chosen.title,
             hub_id=spec.published.hub_id,
         ))  # fmt: skip
 
@@ -56,10 +57,10 @@ def _check_model(spec: ModelSpec, folders: Folders, *, model_id: str, model: boo
             alternatives = (other for other in SPECS if other.family == spec.family and not other.needs_condition)
             ids = (compose("node.or_use_model", hub_id=other.published.hub_id) for other in alternatives)
             raise ValueError(compose(
-                "node.image_missing", title=chosen.title, name=named("input", name), ids=next(ids, ""),
+                "node.image_missing", title=chosen.title, name=compose_term("input", name), ids=next(ids, ""),
             ))  # fmt: skip
         if has_last and not is_linked:
-            raise ValueError(compose("node.last_image_alone", title=chosen.title, name=named("input", name)))
+            raise ValueError(compose("node.last_image_alone", title=chosen.title, name=compose_term("input", name)))
 
 
 def _encode(
@@ -148,8 +149,8 @@ def _with_encoded_size(spec: ModelSpec, condition: Values | None, numbers: Value
     for name, value in size.items():
         if (numbers.get(name) or value) != value:
             raise ValueError(compose(
-                "node.size_contradicts_image", title=spec.title, name=named("input", name), numbers=numbers[name],
-                value=value,
+                "node.size_contradicts_image", title=spec.title, name=compose_term("input", name),
+                numbers=numbers[name], value=value,
             ))  # fmt: skip
     return {**numbers, **{name: size.get(name) or numbers.get(name) or None for name in SIZE_INPUTS}}
 

@@ -131,6 +131,7 @@ def judge(name: str, uses: int, prompt: Workflow, classes: Mapping[str, Any]) ->
     """Return when all calls of a prompt are known."""
     finished: dict[str, Outputs] = {}
     kinds = {str(node["class_type"]) for node in prompt.values()}
+    prediction = core_calls.predict(prompt, ByName(), finished)
     for _ in prompt:
         prediction = core_calls.predict(prompt, ByName(), finished)
         called = {call.node_id for call in prediction.calls}

@@ -35,7 +35,7 @@ def give_advice(request: PlanRequest, programs: Sequence[ProgramPlan]) -> tuple[
         return (compose(
             "plan.fits_by_evicting", needed=format_gib(needed), available=format_gib(available),
             name=largest.name, peak=format_gib(largest.memory.peak),
-        ))  # fmt: skip
+        ),)  # fmt: skip
     culprit = max(refused, key=lambda program: program.memory.peak)
     sentence = compose(
         "plan.component_does_not_fit", name=culprit.name, peak=format_gib(culprit.memory.peak),

@@ -191,7 +191,7 @@ def _findings(
 
 
 def _notes(module: hlo.Module, timing: step_time.Timing, costs: Mapping[str, Cost]) -> list[str]:
-    notes = [compose("plan.no_estimate", name=name) for name in dict.fromkeys(timing.uncounted)]
+    notes: list[str] = [compose("plan.no_estimate", name=name) for name in dict.fromkeys(timing.uncounted)]
     if timing.reruns:
         notes.append(
             f"kernels repeat their work in an exact, slower form where their flag says so: {timing.reruns / 1e6:.1f} "

@@ -278,12 +278,8 @@ def _construct_unchecked(upstream: Any, component: Component, config: Config) ->
 def import_libraries() -> None:
     """Import the parts of the upstream libraries that all components use; this takes seconds."""
     import accelerate  # noqa: F401
-    import diffusers
-    import transformers
-
-    # Attributes, because the libraries import lazily.
-    assert diffusers.ModelMixin
-    assert transformers.PreTrainedModel
+    from diffusers.models.modeling_utils import ModelMixin  # noqa: F401
+    from transformers.modeling_utils import PreTrainedModel  # noqa: F401
 
 
 def import_upstream(components: Iterable[Component]) -> None:

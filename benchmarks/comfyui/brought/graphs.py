@@ -97,7 +97,8 @@ def changed_clips(bench: Bench) -> Iterator[Row]:
         "CLIPSetLastLayer": {"stop_at_clip_layer": -2},
         "CLIPMergeSimple": {},
     }.items():
-        row = bench.compared(4, change, *(graph(ours=ours, change=change, **inputs) for ours in (True, False)))
+        ours, theirs = (graph(ours=is_ours, change=change, **inputs) for is_ours in (True, False))
+        row = bench.compared(4, change, ours, theirs)
         assert (row.images[0] - plain).norm() / plain.norm() > 1e-4, f"{change} changes nothing"
         yield row
 
