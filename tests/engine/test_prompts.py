@@ -147,9 +147,9 @@ def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
 
     assert not said(example) and not said(example.title())
     assert said("a purple dragon, a purple sea") == [
-        f'The miniature does not know: purple, dragon, sea. It knows "{example}".'
+        f'The tiny model does not know: purple, dragon, sea. It knows "{example}".'
     ]
-    assert said(" ") == [f'The prompt is empty. The miniature knows "{example}".']
+    assert said(" ") == [f'The prompt is empty. The tiny model knows "{example}".']
     (long,) = said(" ".join(f"{letter * 70}" for letter in "bcdfghijkl"))
     assert "bbb" in long and "kkk" not in long.partition(" and others")[0] and " and others. It knows" in long
 
