@@ -90,7 +90,7 @@ class Precompiler:
 
     def __call__(self, prompt: graph.Workflow | None, host: api.Progress) -> None:
         """Announce a prompt, unless it is the announced one."""
-        if prompt is None or (state := self._of(prompt)).is_announced:
+        if prompt is None or (state := self._find_state(prompt)).is_announced:
             return
         state.is_announced = state.is_predicting = True
         api.announce_generations(graph.plan_generations(prompt, comfyui_folders(), DECLARATIONS), progress=host)
@@ -101,7 +101,7 @@ class Precompiler:
 
         A node of ours that did not run, because ComfyUI has kept its outputs, announces the prompt as well.
         """
-        state = self._of(prompt)
+        state = self._find_state(prompt)
         if not state.is_announced and node_id in prompt and prompt[node_id]["class_type"] in _OURS:
             self(prompt, api.SilentProgress())
         actual = tuple(read_output(values) for values in results) if node_id in prompt else ()
@@ -116,7 +116,7 @@ class Precompiler:
             state.is_predicting = True
         api.precompile_calls(state.calls(), progress=api.SilentProgress())
 
-    def _of(self, prompt: graph.Workflow) -> _PromptState:
+    def _find_state(self, prompt: graph.Workflow) -> _PromptState:
         """Return the state of a prompt, which replaces that of another one."""
         state = self._state
         if state is None or state.prompt is not prompt:
@@ -149,7 +149,7 @@ def observe_nodes() -> None:
 
 def _observe(execution_list: Any, node_id: str, cached: Callable[[], Any]) -> None:
     """Pass on a node's outputs, if it has any yet."""
-    with contextlib.suppress(Exception):  # of other versions; compiling ahead is no reason to fail
+    with contextlib.suppress(Exception):  # of other versions; nothing fails because it cannot be compiled ahead
         if (value := cached()) is not None:
             precompile.finish(execution_list.dynprompt.get_original_prompt(), node_id, value.outputs)
 

@@ -53,7 +53,7 @@ def predict(
     """
     nodes = {node_id: node for node_id, node in workflow.items() if isinstance(node, dict)}
     interpreter = Interpreter(nodes, RULES, facts or NoFacts(), finished or {})
-    needed = [node_id for node_id in _needed(interpreter) if str(nodes[node_id].get("class_type")) in CALLERS]
+    needed = [node_id for node_id in _find_needed(interpreter) if str(nodes[node_id].get("class_type")) in CALLERS]
     for node_id in needed:
         interpreter.evaluate(node_id)
     return Prediction(
@@ -64,7 +64,7 @@ def predict(
     )
 
 
-def _needed(interpreter: Interpreter) -> list[str]:
+def _find_needed(interpreter: Interpreter) -> list[str]:
     """Return the nodes that run: those that no other node uses, and what they need, in the workflow's order.
 
     Of a switch's branches only the chosen one; none while the choice is not known.

@@ -80,7 +80,7 @@ def _resolution(node: RunningNode) -> Steps[Outputs]:
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
-def sized(image: ImageSize, width: float, height: float, batch: int | None = None) -> ImageSize:
+def resize(image: ImageSize, width: float, height: float, batch: int | None = None) -> ImageSize:
     """Return an image of another size and the same batch, or another one."""
     return ImageSize(height=check_side(height), width=check_side(width), batch=check_side(batch or image.batch))
 
@@ -125,21 +125,21 @@ def _to_dimensions(image: ImageSize, width: int, height: int) -> ImageSize:
         width = max(1, round(image.width * height / image.height))
     elif height == 0:
         height = max(1, round(image.height * width / image.width))
-    return sized(image, width, height)
+    return resize(image, width, height)
 
 
-def _by(image: ImageSize, factor: float) -> ImageSize:
-    return sized(image, round(image.width * factor), round(image.height * factor))
+def _multiply(image: ImageSize, factor: float) -> ImageSize:
+    return resize(image, round(image.width * factor), round(image.height * factor))
 
 
-def _scale_by(node: RunningNode) -> Steps[Outputs]:
-    return (_by((yield from node.get("image", ImageSize)), (yield from node.number("scale_by"))),)
+def _scale_by_factor(node: RunningNode) -> Steps[Outputs]:
+    return (_multiply((yield from node.get("image", ImageSize)), (yield from node.number("scale_by"))),)
 
 
 def to_pixels(image: ImageSize, total: float, step: float = 1) -> ImageSize:
     """Return the image scaled to a total number of pixels, with sides that are multiples of `step`."""
     scale = math.sqrt(total / (image.width * image.height))
-    return sized(image, round(image.width * scale / step) * step, round(image.height * scale / step) * step)
+    return resize(image, round(image.width * scale / step) * step, round(image.height * scale / step) * step)
 
 
 def _scale_to_pixels(node: RunningNode) -> Steps[Outputs]:
@@ -150,10 +150,10 @@ def _scale_to_pixels(node: RunningNode) -> Steps[Outputs]:
 def _to_side(image: ImageSize, size: int, is_longer: bool) -> ImageSize:
     """Return the image with its longer or shorter side of `size`."""
     if image.width == image.height:
-        return sized(image, size, size)
+        return resize(image, size, size)
     if (image.height > image.width) is is_longer:
-        return sized(image, round((image.width / image.height) * size), size)
-    return sized(image, size, round((image.height / image.width) * size))
+        return resize(image, round((image.width / image.height) * size), size)
+    return resize(image, size, round((image.height / image.width) * size))
 
 
 def _scale_to_side(node: RunningNode) -> Steps[Outputs]:
@@ -172,7 +172,7 @@ def _scale_for_kontext(node: RunningNode) -> Steps[Outputs]:
     image = yield from node.get("image", ImageSize)
     ratio = image.width / image.height
     _, width, height = min((abs(ratio - width / height), width, height) for width, height in _KONTEXT_SIZES)
-    return (sized(image, width, height),)
+    return (resize(image, width, height),)
 
 
 def _resize(node: RunningNode) -> Steps[Outputs]:
@@ -183,7 +183,7 @@ def _resize(node: RunningNode) -> Steps[Outputs]:
 
     match kind:
         case "scale by multiplier":
-            return (_by(image, (yield from number("multiplier"))),)
+            return (_multiply(image, (yield from number("multiplier"))),)
         case "scale dimensions":
             return (_to_dimensions(image, int((yield from number("width"))), int((yield from number("height")))),)
         case "scale longer dimension":
@@ -198,11 +198,11 @@ def _resize(node: RunningNode) -> Steps[Outputs]:
             return (to_pixels(image, int((yield from number("megapixels")) * 1024 * 1024)),)
         case "match size":
             match = yield from node.get("resize_type.match", ImageSize)
-            return (sized(image, match.width, match.height),)
+            return (resize(image, match.width, match.height),)
         case "scale to multiple":
             multiple = max(1, int((yield from number("multiple"))))
             width, height = image.width // multiple * multiple, image.height // multiple * multiple
-            return (sized(image, width, height) if width and height else image,)
+            return (resize(image, width, height) if width and height else image,)
     raise NotKnown
 
 
@@ -210,7 +210,7 @@ def _pad(node: RunningNode) -> Steps[Outputs]:
     image, more = (yield from node.get("image", ImageSize)), []
     for name in ("left", "right", "top", "bottom"):
         more.append((yield from node.integer(name)))
-    return (sized(image, image.width + more[0] + more[1], image.height + more[2] + more[3]),)
+    return (resize(image, image.width + more[0] + more[1], image.height + more[2] + more[3]),)
 
 
 def _crop(node: RunningNode) -> Steps[Outputs]:
@@ -219,24 +219,24 @@ def _crop(node: RunningNode) -> Steps[Outputs]:
         corner.append(min((yield from node.integer(name)), side - 1))
     for name, start, side in (("width", corner[0], image.width), ("height", corner[1], image.height)):
         size.append(min((yield from node.side(name)), side - start))
-    return (sized(image, *size),)
+    return (resize(image, *size),)
 
 
 def _rotate(node: RunningNode) -> Steps[Outputs]:
     image, rotation = (yield from node.get("image", ImageSize)), (yield from node.get("rotation", str))
     is_turned = rotation.startswith(("90", "270"))
-    return (sized(image, image.height, image.width) if is_turned else image,)
+    return (resize(image, image.height, image.width) if is_turned else image,)
 
 
 def _repeat(node: RunningNode) -> Steps[Outputs]:
     image = yield from node.get("image", ImageSize)
-    return (sized(image, image.width, image.height, image.batch * (yield from node.side("amount"))),)
+    return (resize(image, image.width, image.height, image.batch * (yield from node.side("amount"))),)
 
 
 def _from_batch(node: RunningNode) -> Steps[Outputs]:
     image, first = (yield from node.get("image", ImageSize)), (yield from node.integer("batch_index"))
     first = max(0, min(image.batch - 1, first + image.batch if first < 0 else first))
-    return (sized(image, image.width, image.height, min(image.batch - first, (yield from node.side("length")))),)
+    return (resize(image, image.width, image.height, min(image.batch - first, (yield from node.side("length")))),)
 
 
 def _batch(node: RunningNode) -> Steps[Outputs]:
@@ -245,7 +245,7 @@ def _batch(node: RunningNode) -> Steps[Outputs]:
     for name in node.inputs:
         if name in ("image1", "image2") or name.startswith("images."):
             images.append((yield from node.get(name, ImageSize)))
-    return (sized(images[0], images[0].width, images[0].height, sum(image.batch for image in images)),)
+    return (resize(images[0], images[0].width, images[0].height, sum(image.batch for image in images)),)
 
 
 # --- latents ----------------------------------------------------------------------------------------------------------
@@ -267,13 +267,13 @@ def _empty(stride: int, is_rescaled: bool) -> Rule:
     return rule
 
 
-def encoded(images: ImageSize, stride: int) -> LatentSize:
+def encode_size(images: ImageSize, stride: int) -> LatentSize:
     """Return the latent of images, which loses the rest of a side; all pixels of one count if the VAE is unknown."""
     height, width = (side // (stride or 1) * (stride or 1) for side in (images.height, images.width))
     return LatentSize(height=check_side(height), width=check_side(width), images=images.batch, stride=stride)
 
 
-def decoded(latent: LatentSize, stride: int | None) -> ImageSize:
+def decode_size(latent: LatentSize, stride: int | None) -> ImageSize:
     """Return the frames of a latent; NotKnown if their size or number depends on an unknown model."""
     if latent.images > 1 or (stride is None and (latent.stride == 1 or latent.height % 16 or latent.width % 16)):
         raise NotKnown
@@ -293,7 +293,7 @@ def _repeat_latent(node: RunningNode) -> Steps[Outputs]:
     latent, amount = (yield from node.get("samples", LatentSize)), (yield from node.side("amount"))
     if latent.images > 1:
         raise NotKnown  # whether these are frames or a batch depends on the model
-    return (_changed(latent, latent.width, latent.height, check_side(latent.batch * amount)),)
+    return (_resize_latent(latent, latent.width, latent.height, check_side(latent.batch * amount)),)
 
 
 def _scale_latent(node: RunningNode) -> Steps[Outputs]:
@@ -304,18 +304,18 @@ def _scale_latent(node: RunningNode) -> Steps[Outputs]:
     stride = latent.stride
     if not stride or 0 in (width, height):
         raise NotKnown
-    return (_changed(latent, max(64, width) // 8 * stride, max(64, height) // 8 * stride),)
+    return (_resize_latent(latent, max(64, width) // 8 * stride, max(64, height) // 8 * stride),)
 
 
-def _scale_latent_by(node: RunningNode) -> Steps[Outputs]:
+def _scale_latent_by_factor(node: RunningNode) -> Steps[Outputs]:
     latent, factor = (yield from node.get("samples", LatentSize)), (yield from node.number("scale_by"))
     if not (stride := latent.stride):
         raise NotKnown
     width, height = (round(side // stride * factor) * stride for side in (latent.width, latent.height))
-    return (_changed(latent, width, height),)
+    return (_resize_latent(latent, width, height),)
 
 
-def _changed(latent: LatentSize, width: int, height: int, batch: int | None = None) -> LatentSize:
+def _resize_latent(latent: LatentSize, width: int, height: int, batch: int | None = None) -> LatentSize:
     return LatentSize(
         height=check_side(height), width=check_side(width), num_frames=latent.num_frames, batch=batch or latent.batch,
         images=latent.images, stride=latent.stride, is_rescaled=latent.is_rescaled,
@@ -345,7 +345,7 @@ RULES: Mapping[str, Rule] = {
     "ImageCompositeMasked": _same("destination"),
     "GetImageSize": _image_size,
     "ImageScale": _scale,
-    "ImageScaleBy": _scale_by,
+    "ImageScaleBy": _scale_by_factor,
     "ImageScaleToTotalPixels": _scale_to_pixels,
     "ImageScaleToMaxDimension": _scale_to_side,
     "FluxKontextImageScale": _scale_for_kontext,
@@ -362,5 +362,5 @@ RULES: Mapping[str, Rule] = {
     "SetLatentNoiseMask": _same_latent,
     "RepeatLatentBatch": _repeat_latent,
     "LatentUpscale": _scale_latent,
-    "LatentUpscaleBy": _scale_latent_by,
+    "LatentUpscaleBy": _scale_latent_by_factor,
 }

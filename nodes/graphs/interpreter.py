@@ -129,7 +129,7 @@ class Interpreter:
 
     def _begin(self, node_id: str) -> _Frame:
         node = RunningNode(node_id, self.workflow[node_id], self.facts, self.notes.append)
-        return _Frame(node, self.rules.get(node.kind, _unknown)(node))
+        return _Frame(node, self.rules.get(node.kind, _give_up)(node))
 
     def _send(self, frame: _Frame, outputs: Outputs, index: int) -> None:
         frame.sent = _output(outputs, index)
@@ -149,12 +149,12 @@ def _output(outputs: Outputs, index: int) -> Known:
     return outputs[index] if 0 <= index < len(outputs) else UNKNOWN
 
 
-def _unknown(node: RunningNode) -> Steps[Outputs]:
+def _give_up(node: RunningNode) -> Steps[Outputs]:
     """Evaluate a node of a type without a rule."""
     raise NotKnown
     yield ""
 
 
-def loaded(node: RunningNode, name: str) -> Steps[LoaderOutput]:
+def get_loaded(node: RunningNode, name: str) -> Steps[LoaderOutput]:
     """Return a MODEL, CLIP or VAE."""
     return node.get(name, LoaderOutput)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .image_rules import decoded, encoded, to_pixels, video_latent
-from .interpreter import Rule, RunningNode, Steps, check_side, loaded
+from .image_rules import decode_size, encode_size, to_pixels, video_latent
+from .interpreter import Rule, RunningNode, Steps, check_side, get_loaded
 from .known import UNKNOWN, Conditioning, Guider, ImageSize, Known, LatentSize, LoaderOutput, NotKnown, Outputs
 from .upgrade import LOADERS
 
@@ -64,7 +64,7 @@ def _load(node: RunningNode) -> Steps[Outputs]:
     return tuple(replace(source, output=index) for index in range(5))
 
 
-def _passed(*names: str) -> Rule:
+def _pass_on(*names: str) -> Rule:
     """Return the rule of a node that passes on these inputs, each as an output, without changing shapes."""
 
     def rule(node: RunningNode) -> Steps[Outputs]:
@@ -77,7 +77,7 @@ def _passed(*names: str) -> Rule:
 
 
 def _windows(node: RunningNode) -> Steps[Outputs]:
-    model, length = (yield from loaded(node, "model")), (yield from node.side("context_length"))
+    model, length = (yield from get_loaded(node, "model")), (yield from node.side("context_length"))
     return (replace(model, window=min(length, model.window or length)),)
 
 
@@ -92,13 +92,13 @@ def _text(node: RunningNode) -> Steps[Outputs]:
 
 
 def _encode(node: RunningNode) -> Steps[Outputs]:
-    images, vae = (yield from node.get("pixels", ImageSize)), (yield from loaded(node, "vae"))
-    return (_encoded(node, vae, images),)
+    images, vae = (yield from node.get("pixels", ImageSize)), (yield from get_loaded(node, "vae"))
+    return (_note_encoding(node, vae, images),)
 
 
-def _encoded(node: RunningNode, vae: LoaderOutput, images: ImageSize) -> LatentSize:
+def _note_encoding(node: RunningNode, vae: LoaderOutput, images: ImageSize) -> LatentSize:
     """Note the encoding of images, and return their latent."""
-    latent = encoded(images, node.facts.stride(vae) or 0)
+    latent = encode_size(images, node.facts.stride(vae) or 0)
     pixels = ImageSize(height=latent.height, width=latent.width, batch=images.batch)
     node.note(ImageCall(node_id=node.node_id, vae=vae, images=pixels))
     return latent
@@ -111,10 +111,10 @@ def _text_of_edit(node: RunningNode) -> Steps[Outputs]:
         return (yield from _text(node))
     references = []
     if node.inputs.get("vae") is not None:
-        vae = yield from loaded(node, "vae")
+        vae = yield from get_loaded(node, "vae")
         for name in names:
             image = to_pixels((yield from node.get(name, ImageSize)), 1024 * 1024, 8.0)
-            references.append(_encoded(node, vae, image))
+            references.append(_note_encoding(node, vae, image))
     return (Conditioning(references=tuple(references)),)
 
 
@@ -167,7 +167,7 @@ def _first_frames(node: RunningNode, latent: LatentSize, number: int) -> Steps[N
     vae, image = (yield "vae"), (yield "start_image")
     number = number or (min(image.batch, latent.num_frames) if isinstance(image, ImageSize) else 0)
     if number and isinstance(vae, LoaderOutput):
-        _encoded(node, vae, ImageSize(height=latent.height, width=latent.width, batch=number))
+        _note_encoding(node, vae, ImageSize(height=latent.height, width=latent.width, batch=number))
 
 
 def _video_of_first_frame(node: RunningNode) -> Steps[Outputs]:
@@ -192,19 +192,19 @@ def _conditionings(node: RunningNode, *names: str) -> Steps[tuple[Conditioning, 
     return tuple(values)
 
 
-def _guided(node: RunningNode) -> Steps[Guider]:
+def _read_guidance(node: RunningNode) -> Steps[Guider]:
     """Return the guidance by two prompts. At scale 1 only the first is evaluated."""
-    model, scale = (yield from loaded(node, "model")), (yield from node.number("cfg"))
+    model, scale = (yield from get_loaded(node, "model")), (yield from node.number("cfg"))
     names = ("positive",) if scale == 1.0 else ("positive", "negative")
     return Guider(model=model, conditionings=(yield from _conditionings(node, *names)))
 
 
 def _guider(node: RunningNode) -> Steps[Outputs]:
-    return ((yield from _guided(node)),)
+    return ((yield from _read_guidance(node)),)
 
 
 def _basic_guider(node: RunningNode) -> Steps[Outputs]:
-    model = yield from loaded(node, "model")
+    model = yield from get_loaded(node, "model")
     return (Guider(model=model, conditionings=(yield from _conditionings(node, "conditioning"))),)
 
 
@@ -212,7 +212,7 @@ def _dual_guider(node: RunningNode) -> Steps[Outputs]:
     for name in ("cfg_conds", "cfg_cond2_negative"):
         if (yield from node.number(name)) == 1.0:
             raise NotKnown  # the guider's style decides which of three are left out
-    model = yield from loaded(node, "model")
+    model = yield from get_loaded(node, "model")
     return (Guider(model=model, conditionings=(yield from _conditionings(node, "cond1", "cond2", "negative"))),)
 
 
@@ -220,15 +220,15 @@ def _sample(node: RunningNode) -> Steps[Outputs]:
     is_guided = node.kind == "SamplerCustomAdvanced"
     latent = yield from node.get("latent_image", LatentSize)
     try:
-        guider = (yield from node.get("guider", Guider)) if is_guided else (yield from _guided(node))
+        guider = (yield from node.get("guider", Guider)) if is_guided else (yield from _read_guidance(node))
     except NotKnown:
         return (latent, latent)
     node.note(SamplerCall(node_id=node.node_id, model=guider.model, latent=latent, conditionings=guider.conditionings))
-    sampled = _sampled(latent, node.facts.stride(guider.model))
+    sampled = _resize_sampled(latent, node.facts.stride(guider.model))
     return (sampled, sampled)
 
 
-def _sampled(latent: LatentSize, stride: int | None) -> LatentSize:
+def _resize_sampled(latent: LatentSize, stride: int | None) -> LatentSize:
     """Return a sampler's result: it is not empty, so that a further sampler does not scale it.
 
     stride: pixels of a side per latent of the model; None if it is not known.
@@ -243,9 +243,9 @@ def _sampled(latent: LatentSize, stride: int | None) -> LatentSize:
 
 def _decode(node: RunningNode) -> Steps[Outputs]:
     latent = yield from node.get("samples", LatentSize)
-    vae = yield from loaded(node, "vae")
+    vae = yield from get_loaded(node, "vae")
     node.note(DecoderCall(node_id=node.node_id, vae=vae, latent=latent))
-    return (decoded(latent, node.facts.stride(vae)),)
+    return (decode_size(latent, node.facts.stride(vae)),)
 
 
 _GUIDED = "RescaleCFG CFGZeroStar CFGNorm APG TCFG EasyCache LazyCache DifferentialDiffusion"
@@ -254,8 +254,8 @@ _SAMPLERS = "KSampler KSamplerAdvanced SamplerCustom SamplerCustomAdvanced"
 _LOADERS = (*LOADERS, *(ours for ours, _ in LOADERS.values()), "TPUModelLoader")
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_LOADERS, _load),
-    **dict.fromkeys(f"{_GUIDED} {_SAMPLING} LoraLoaderModelOnly".split(), _passed("model")),
-    "LoraLoader": _passed("model", "clip"),
+    **dict.fromkeys(f"{_GUIDED} {_SAMPLING} LoraLoaderModelOnly".split(), _pass_on("model")),
+    "LoraLoader": _pass_on("model", "clip"),
     "WanContextWindowsManual": _windows,
     **dict.fromkeys(("VAEEncode", "VAEEncodeTiled", "VAEEncodeForInpaint"), _encode),
     "CLIPTextEncode": _text,

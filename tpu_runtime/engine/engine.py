@@ -168,7 +168,8 @@ class Engine:
     def run(self, stage: str, model: ModelRef, progress: Progress, **arguments: Any) -> Any:
         """Run one stage on all hosts and return its result.
 
-        model, progress: what runs, and where to report.
+        model: its networks run.
+        progress: of the stage; is also asked for Cancel.
         stage: a key of `stage_functions.STAGE_FUNCTIONS`.
         arguments: of that function (see `api`).
         Runs one stage at a time and without gradients. ComfyUI calls nodes in inference mode, which torchax cannot use.

@@ -38,7 +38,7 @@ def _numbers(device: Device) -> Measurement:
     used_more = _used_bytes(device) - before.in_use_bytes
     if not size <= used_more <= size * (1 + SLACK_SHARE) + MIB:
         raise CheckFailed(
-            f"With {format_size(size)} written the chip says that {format_size(used_more)} more are in use."
+            f"With {format_size(size)} written, the chip reports {format_size(used_more)} more in use."
         )
     # Sorting needs the same amount again while it runs.
     sort = jax.jit(lambda x: jnp.sort(x, axis=0)[:1]).lower(array).compile()
@@ -49,7 +49,7 @@ def _numbers(device: Device) -> Measurement:
     # A runtime may count the code of loaded programs as in use: 8.4 MiB for the sort on v6e.
     if left > MIB + _code_bytes(sort) + _code_bytes(_maker(device, size // 512).lower().compile()):
         raise CheckFailed(
-            f"With all of {format_size(size)} freed the chip says that {format_size(left)} of it are in use."
+            f"With all of {format_size(size)} freed, the chip reports {format_size(left)} of it in use."
         )
     values = {f"{name.removesuffix('_bytes')}_gib": round(value / GIB, 4) for name, value in after.known.items()}
     return Measurement(values=values | {"array_gib": round(size / GIB, 4)})
