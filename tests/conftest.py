@@ -28,6 +28,9 @@ import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from comfyui_tpu.tests.support import closeness, comfyui_server  # noqa: E402
+from comfyui_tpu.tests.support.durations import Durations  # noqa: E402
+
+pytest_plugins = ["pytester"]
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {comfyui_server.FLAGS}".strip()
@@ -101,6 +104,11 @@ def start_comfyui(
     yield start
     for server in started:
         server.stop()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of xdist's workers
+        config.pluginmanager.register(Durations(config))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
