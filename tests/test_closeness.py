@@ -88,7 +88,7 @@ def test_no_bound_is_absolute():
         f"{path.relative_to(TESTS)}:{number}: {line.strip()}"
         for path in sorted(TESTS.rglob("*.py"))
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
-        if absolute.search(line) and path != Path(__file__)
+        if absolute.search(line) and "* largest" not in line and path != Path(__file__)
     ]
     assert found == []
 

@@ -29,7 +29,7 @@ media.save_video(folder / "x.mp4", media.Video(frames=Endless(), frame_rate=Frac
     "an image": """
 from comfyui_tpu.tpu_runtime import media
 class Slow:
-    def getbuffer(self):
+    def getvalue(self):
         print("begun", flush=True)
         time.sleep(600)
 media._write(folder / "x.png", Slow())

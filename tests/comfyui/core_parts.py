@@ -247,7 +247,9 @@ def encoded_ahead(path: Path, frames: Sequence[int]) -> list[str]:
     calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
     api.precompile_calls(calls, progress=api.SilentProgress())
     engine = api.current_engine()
-    while any(thread.name == COMPILE_THREAD for thread in threading.enumerate()) or engine.program_cache.behind():
+    while (
+        any(thread.name == COMPILE_THREAD for thread in threading.enumerate()) or engine.program_cache.list_background()
+    ):
         time.sleep(0.05)
     assert OBTAINED
     return [program.name for program in OBTAINED]

@@ -316,7 +316,7 @@ MACHINE = {
     "kernels_off": TEXTS, "kernels_small": TEXTS, "options_off": TEXTS, "sentences": TEXTS,
     "reserve_share": (*NUMBER, type(None)), "compilers_behind": (int, type(None)), "keeps_programs": (bool,),
     "rates": {str: NUMBER}, "transfer_start_s": (*NUMBER, type(None)),
-    "overlap": {str: (bool,)},
+    "overlap": {str: (bool,)}, "messages": (dict,),
 }  # fmt: skip
 ROW = {
     "family": TEXT, "stage": TEXT, "precision": TEXT, "error": (*NUMBER, type(None)), "slope": (*NUMBER, type(None)),

@@ -37,9 +37,7 @@ def _numbers(device: Device) -> Measurement:
     array = _allocate(device, size)
     used_more = _used_bytes(device) - before.in_use_bytes
     if not size <= used_more <= size * (1 + SLACK_SHARE) + MIB:
-        raise CheckFailed(
-            f"With {format_size(size)} written, the chip reports {format_size(used_more)} more in use."
-        )
+        raise CheckFailed(f"With {format_size(size)} written, the chip reports {format_size(used_more)} more in use.")
     # Sorting needs the same amount again while it runs.
     sort = jax.jit(lambda x: jnp.sort(x, axis=0)[:1]).lower(array).compile()
     jax.block_until_ready(sort(array))
@@ -48,9 +46,7 @@ def _numbers(device: Device) -> Measurement:
     left = _used_bytes(device) - before.in_use_bytes
     # A runtime may count the code of loaded programs as in use: 8.4 MiB for the sort on v6e.
     if left > MIB + _code_bytes(sort) + _code_bytes(_maker(device, size // 512).lower().compile()):
-        raise CheckFailed(
-            f"With all of {format_size(size)} freed, the chip reports {format_size(left)} of it in use."
-        )
+        raise CheckFailed(f"With all of {format_size(size)} freed, the chip reports {format_size(left)} of it in use.")
     values = {f"{name.removesuffix('_bytes')}_gib": round(value / GIB, 4) for name, value in after.known.items()}
     return Measurement(values=values | {"array_gib": round(size / GIB, 4)})
 

@@ -235,7 +235,7 @@ def variants(bench: Bench) -> Iterator[Row]:
         "transformer": WanTransformer3DModel, "text_encoder": transformers.UMT5EncoderModel,
         "vae": AutoencoderKLWan,
     }.items():  # fmt: skip
-        network = kind.from_pretrained(home / part)
+        network = kind.from_pretrained(home / part, trust_remote_code=False)
         for path in (folder / part).glob("*.safetensors*"):
             path.unlink()
         network.save_pretrained(folder / part, variant="fp16", max_shard_size="60KB")
