@@ -230,7 +230,7 @@ def test_chips_that_do_not_start_end_it(runs: Runs, monkeypatch: pytest.MonkeyPa
         (Layer(limit_bytes=128 * MIB), "", "", 0.04),
         (Layer(limit_bytes=128 * MIB, room_bytes=112 * MIB), "room", "only 84 % can be filled", 0.16),
         (Layer(limit_bytes=128 * MIB, room_bytes=25 * MIB), "room", "not even 60 % can be filled", 0.4),
-        (Layer(limit_bytes=128 * MIB, drift_bytes=8 * MIB), "numbers", "24.0 MiB more are in use", 0.04),
+        (Layer(limit_bytes=128 * MIB, drift_bytes=8 * MIB), "numbers", "24.0 MiB more in use", 0.04),
         (Layer(), "", "", None),
     ],
     ids=["true", "less room", "hardly any", "wrong numbers", "says nothing"],
