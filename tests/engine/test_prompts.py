@@ -143,7 +143,7 @@ def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
     def said(prompt: str) -> list[str]:
         host = Host()
         runner().encode(model, prompt, "", host)
-        return [re.sub(r"^Took .*?\. (?=The)", "", line) for line in host.said if "miniature" in line]
+        return [re.sub(r"^Took .*?\. (?=The)", "", line) for line in host.said if "tiny model" in line]
 
     assert not said(example) and not said(example.title())
     assert said("a purple dragon, a purple sea") == [
