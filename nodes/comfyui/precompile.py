@@ -1,6 +1,6 @@
-"""Announces to the runtime what a prompt will run, at its first node: sizes are in the sampler, which runs later.
+"""Announces the calls of a prompt to the runtime at its first node, because sizes are in the sampler, which runs later.
 
-What is known only once a node has run is announced when it has run, ahead of the sampler.
+Calls that depend on a node's result are announced when that node has run, ahead of the sampler.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from .host import comfyui_folders, resolve_path
 from .networks import inputs
 from .node_outputs import differ, read_output
 
-# A model, and the keywords of `pipeline.prepare` for one call.
+# A model, and the keywords of `stage_functions.precompile_call` for one call.
 Call = tuple[ModelRef, dict[str, Value]]
 _LOADER = "TPUModelLoader"
 _OURS = frozenset((*DECLARATIONS, *LOADERS))
@@ -155,7 +155,7 @@ def _observe(execution_list: Any, node_id: str, cached: Callable[[], Any]) -> No
 
 
 def _key(call: core_calls.Call) -> object:
-    """Return what tells a call from others that need other programs."""
+    """Return a key that differs between calls that need different programs."""
     if isinstance(call, SamplerCall):
         return call.model.key, call.model.window, call.latent, call.conditionings
     if isinstance(call, core_calls.DecoderCall):

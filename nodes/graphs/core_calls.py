@@ -19,7 +19,7 @@ _SWITCHES = frozenset(("ComfySwitchNode", "ComfySoftSwitchNode"))
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is known of a workflow."""
+    """The known calls and outputs of a workflow."""
 
     calls: tuple[Call, ...]  # in the order in which they will run
     callers: frozenset[str]  # nodes that will call models, known or not, by id

@@ -1,6 +1,6 @@
 """Reads the size of an image from the first bytes of its file, for PNG, JPEG and WebP.
 
-Only of a still image that ComfyUI's LoadImage gives as it is stored: one that moves or may be turned has none here.
+Only a still image that LoadImage returns as stored has a size here: an animated or rotated one has none.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""What is known of a node's outputs before it runs: numbers, texts, sizes of images, latents and conditionings."""
+"""Known values of a node's outputs before it runs: numbers, texts, sizes of images, latents and conditionings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class ImageSize:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSize:
-    """A LATENT, in the pixels that it stands for."""
+    """A LATENT, in pixels of the decoded images."""
 
     height: int  # pixels
     width: int  # pixels
@@ -74,7 +74,7 @@ class LoaderOutput:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return what tells it from outputs of other loaders."""
+        """Return a key that differs between outputs of loaders."""
         return self.node_id, self.output
 
 
