@@ -17,10 +17,7 @@ MAX_LINES, MAX_SHARED_RUN = 500, 8
 # What each room may import beside itself.
 LEAVES = {"leaves", "messages", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
-MODELS = {"models", *PROGRAMS}
-NETWORKS = {"models.text_encoders", "models.autoencoders", "models.denoisers", *PROGRAMS}
-FORMATS = {"formats", "models.layouts"}
-CHECKPOINTS = {"checkpoints", *FORMATS, *MODELS}
+CHECKPOINTS = {"checkpoints", "models", "formats", *PROGRAMS}
 NODES = {"nodes", "nodes.graphs", "api"}
 ENGINE = {"engine", "multihost", "rpc", "loras", *CHECKPOINTS}
 MAY_IMPORT = {
@@ -34,13 +31,10 @@ MAY_IMPORT = {
     "machine": LEAVES,
     "programs": {"machine", *LEAVES},
     "formats": LEAVES,
-    "models.text_encoders": PROGRAMS,
-    "models.autoencoders": PROGRAMS,
-    "models.denoisers": PROGRAMS,
-    "models.layouts": {"formats", "models.text_encoders", *LEAVES},
-    "models.wan": NETWORKS,
-    "models": {"models.wan", *NETWORKS},
-    "checkpoints": {*FORMATS, *MODELS},
+    "models.common": {"formats", *PROGRAMS},
+    "models.<family>": {"models.common", "formats", *PROGRAMS},
+    "models": {"models.<family>", "models.common", "formats", *PROGRAMS},
+    "checkpoints": {"models", "formats", *PROGRAMS},
     "loras": CHECKPOINTS,
     "rpc": CHECKPOINTS,
     "multihost": {"rpc", *CHECKPOINTS},
@@ -85,6 +79,8 @@ def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     if parts == ("__init__.py",):
         return "entry"
+    if parts[:2] == ("tpu_runtime", "models") and len(parts) > 3:
+        return "models.common" if parts[2] == "common" else "models.<family>"
     if parts[0] == "tpu_runtime":
         return ".".join(parts[1:-1]) or {"api.py": "api", "messages.py": "messages"}.get(parts[1], "leaves")
     return ".".join(parts[:-1]) if parts[0] == "nodes" else parts[0]

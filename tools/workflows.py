@@ -18,7 +18,7 @@ from typing import Any
 import pages
 from comfyui_tpu.nodes.declare import with_display_names
 from comfyui_tpu.tools.locales import TRANSLATIONS, Table, Translate
-from comfyui_tpu.tpu_runtime.models.layouts import published
+from comfyui_tpu.tpu_runtime.models import published
 from graphs import Example, LoraFile, api, pipeline, stages
 
 ROOT = Path(__file__).parents[1]

@@ -20,9 +20,7 @@ from ..model_spec import (
     TinyModel,
     VaeSpec,
 )
-from .autoencoders import kl
-from .denoisers import layers
-from .text_encoders import t5
+from .common import kl, layers, t5
 
 if TYPE_CHECKING:
     # ComfyUI imports this file at its start: what is slow to import is imported where it is used.

@@ -10,7 +10,7 @@ import pytest
 from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
 from comfyui_tpu.nodes.model import build_catalogue
 from comfyui_tpu.tests.checkpoints.template_files import FAMILY, NOT_OURS, OURS
-from comfyui_tpu.tpu_runtime.models.layouts import published
+from comfyui_tpu.tpu_runtime.models import published
 
 STRANGERS = {name: why for why, names in NOT_OURS.items() for name in names}
 

@@ -11,7 +11,8 @@ from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_json
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.models.text_encoders import t5, wan
+from comfyui_tpu.tpu_runtime.models.common import t5
+from comfyui_tpu.tpu_runtime.models.text_encoders import wan
 from tokenizers import Tokenizer
 
 PROMPTS = ("a cat, a dog", "猫 and a dög 🐈", "", "a\n\ncat  in </s> the <unk> kitchen", "a cat and a dog " * 200)

@@ -17,7 +17,7 @@ from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.models.autoencoders.taehv import TAEHV
+from comfyui_tpu.tpu_runtime.models.common.taehv import TAEHV
 from safetensors.torch import save_file
 
 pytestmark = [needs_comfyui, pytest.mark.slow]

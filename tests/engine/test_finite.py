@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.models.autoencoders import frames
+from comfyui_tpu.tpu_runtime.models.common import frames
 from comfyui_tpu.tpu_runtime.programs import finite_check, solver_table
 from comfyui_tpu.tpu_runtime.progress import Preview, SilentProgress
 from safetensors.torch import load_file, save_file

@@ -22,8 +22,7 @@ from comfyui_tpu.tests.support.fake_hub import FakeHub
 from comfyui_tpu.tpu_runtime.checkpoints import content_hash, file_resolution, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec
-from comfyui_tpu.tpu_runtime.models.layouts import published
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, published
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 WAN = lookup_spec("wan2.1-t2v-14b")

@@ -15,7 +15,7 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tests.support.patience import mostly
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.models.autoencoders import layers
+from comfyui_tpu.tpu_runtime.models.common import conv_layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +38,7 @@ def by_kernel(conv: torch.nn.Conv3d, x: torch.Tensor, shape: MeshShape, dtype: j
         return np.asarray(run(video, weight, bias, past), np.float32)
 
 
-def wanted(conv: torch.nn.Conv3d, x: torch.Tensor, edges: layers.Edges) -> np.ndarray:
+def wanted(conv: torch.nn.Conv3d, x: torch.Tensor, edges: conv_layers.Edges) -> np.ndarray:
     _, rows, columns = conv.kernel_size
     mode = "constant" if edges == "zero" else "replicate"
     with torch.no_grad():
@@ -58,7 +58,7 @@ def drawn(kernel: tuple[int, int, int], outs: int, width: int) -> tuple[torch.nn
 @pytest.mark.parametrize("edges", ["zero", "replicate"])
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
 def test_the_kernel_is_torchs_convolution(
-    kernel: tuple[int, int, int], outs: int, width: int, edges: layers.Edges, shape: MeshShape, compare: Callable
+    kernel: tuple[int, int, int], outs: int, width: int, edges: conv_layers.Edges, shape: MeshShape, compare: Callable
 ):
     conv, x = drawn(kernel, outs, width)
     found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate")
@@ -85,7 +85,7 @@ def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape
     ids=str,
 )  # fmt: skip
 def test_pixels_are_normed_before_and_added_to_others_behind(
-    is_shifted: bool, shape: MeshShape, edges: layers.Edges, outs: int, compare: Callable
+    is_shifted: bool, shape: MeshShape, edges: conv_layers.Edges, outs: int, compare: Callable
 ):
     """By a norm of each pixel, or by a factor and a shift, which would make something of zeros beyond edges."""
     conv, x = drawn((3, 3, 3), outs, 40)
@@ -104,7 +104,7 @@ def test_pixels_are_normed_before_and_added_to_others_behind(
     weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))
     compare(
         "XLA's",
-        layers.convolution(jnp.asarray(x.numpy()), weight, bias, edges=edges, **arrays),
+        conv_layers.convolution(jnp.asarray(x.numpy()), weight, bias, edges=edges, **arrays),
         expected,
         error=OPERATION,
     )
@@ -138,7 +138,9 @@ def test_every_second_row_and_column_is_torchs_stride(shape: MeshShape, compare:
     strided = torch.nn.functional.conv3d(padded, conv.weight, conv.bias, stride=(1, 2, 2)).detach().numpy()
     compare("kernel", by_kernel(conv, x, shape, jnp.float32, repeats=False, halved=True), strided, error=OPERATION)
     weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))
-    compare("XLA's", layers.convolution(jnp.asarray(x.numpy()), weight, bias, halved=True), strided, error=OPERATION)
+    compare(
+        "XLA's", conv_layers.convolution(jnp.asarray(x.numpy()), weight, bias, halved=True), strided, error=OPERATION
+    )
 
 
 def test_a_program_for_no_tpu_keeps_xlas_convolution():

@@ -23,7 +23,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
-from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
+from comfyui_tpu.tpu_runtime.models.common import qwen3
 from comfyui_tpu.tpu_runtime.programs import network_call, upstream_network
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
 from comfyui_tpu.tpu_runtime.progress import SilentProgress

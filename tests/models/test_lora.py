@@ -16,7 +16,7 @@ from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.models.common import wan_vae
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file
 

@@ -144,7 +144,7 @@ def test_a_template_by_the_name_of_ours_is_not_run(tmp_path: Path):
     """transformers looks a template up by name first, in a folder that has several."""
     spec = spec_for_family("HunyuanVideo15")
     folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
-    from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25
+    from comfyui_tpu.tpu_runtime.models.common import qwen25
 
     (folder / "chat_template.jinja").unlink()
     named = [{"name": qwen25.CHAT_TEMPLATE, "template": TEMPLATES[0]}, {"name": "default", "template": "<|im_start|>"}]

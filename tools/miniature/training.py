@@ -10,7 +10,7 @@ import diffusers
 import numpy as np
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
-from comfyui_tpu.tpu_runtime.models.text_encoders import causal
+from comfyui_tpu.tpu_runtime.models.common import causal
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from PIL import Image
 from tokenizers import Tokenizer, normalizers

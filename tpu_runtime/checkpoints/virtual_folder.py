@@ -24,8 +24,8 @@ from ..formats.single_file import NetworkFile
 from ..formats.tokenizer_files import TokenizerFile
 from ..messages import compose
 from ..model_spec import Component, Json, ModelSpec
-from ..models.layouts import LAYOUTS, identification
-from . import tiny
+from ..models.layouts import LAYOUTS
+from . import identification, tiny
 
 SOURCE_FILE = "source.json"
 # Part of the digest. Increase it when the written files change.

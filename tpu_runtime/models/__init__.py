@@ -1,4 +1,4 @@
-"""The supported models, one per line; a model is one file. May import `programs` and the leaves.
+"""The supported models. May import the families and `models/common`.
 
 ComfyUI imports these files when it starts, so slow imports (JAX, PyTorch) are inside the functions that use them.
 """

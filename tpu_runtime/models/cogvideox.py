@@ -27,16 +27,15 @@ from ..model_spec import (
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders.cogvideox import VAE_DECODER, decode
-from .denoisers import layers
+from .common import layers, t5
+from .common.layers import Modulation
 from .denoisers.cogvideox import MAX_TOKENS, TRANSFORMER
-from .denoisers.layers import Modulation
-from .text_encoders import t5
 
 if TYPE_CHECKING:
     import torch
 
     from ..programs.sharded_ops import ShardedOps
-    from .denoisers.layers import Pair
+    from .common.layers import Pair
 
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
 

@@ -15,9 +15,8 @@ from ..messages import compose
 from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, Report, Settings
 from ..model_spec.upstream import Net, UpstreamConfig
 from . import cogvideox
-from .autoencoders import frames
 from .autoencoders.cogvideox import VAE_DECODER, encode_to_latents
-from .text_encoders import IMAGE_PROMPT
+from .common import IMAGE_PROMPT, frames
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,9 +28,9 @@ from ..model_spec import (
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from .autoencoders.flux2 import VAE, decode, denormalize_latents, encode_image, encode_pixels
-from .denoisers import layers
+from .common import layers
+from .common.layers import Modulation, OverlappedHalves
 from .denoisers.flux2 import GUIDANCE_KEYS, TRANSFORMER
-from .denoisers.layers import Modulation, OverlappedHalves
 from .text_encoders import mistral3
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ...attention.api import Placement
     from ..programs.sharded_ops import ShardedOps
-    from .denoisers.layers import Pair, ResidualNorm
+    from .common.layers import Pair, ResidualNorm
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from ..model_spec import (
     make_distilled_advice,
 )
 from . import flux2
+from .common import qwen3
 from .denoisers import flux2 as denoiser
-from .text_encoders import qwen3
 
 # The number of steps that the models were distilled for.
 STEPS = 4

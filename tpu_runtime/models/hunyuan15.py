@@ -23,9 +23,8 @@ from ..model_spec import (
     VaeSpec,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
-from .autoencoders import light
-from .autoencoders.hunyuan15 import VAE_DECODER, decode, denormalize_latents
-from .denoisers import layers
+from .autoencoders.hunyuan15 import LIGHT_VAE, VAE_DECODER, decode, denormalize_latents
+from .common import layers
 from .denoisers.hunyuan15 import TRANSFORMER
 from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..programs.sharded_ops import ShardedOps
-    from .denoisers.layers import Modulation, Pair
+    from .common.layers import Modulation, Pair
 
 # Rows of `cond_type_embed`, which marks the source of a conditioning token.
 TEXT, GLYPHS, IMAGE = 0, 1, 2
@@ -355,5 +354,5 @@ SPEC = ModelSpec(
             ),
         ),
     ),
-    vae=VaeSpec(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=light.HUNYUAN15),
+    vae=VaeSpec(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=LIGHT_VAE),
 )

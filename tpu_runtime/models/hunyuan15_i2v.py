@@ -21,10 +21,8 @@ from ..model_spec import (
 )
 from ..model_spec.upstream import Net, UpstreamConfig
 from . import hunyuan15
-from .autoencoders import frames
 from .autoencoders.hunyuan15 import VAE_DECODER, encode_to_latents
-from .denoisers import layers
-from .text_encoders import IMAGE_PROMPT
+from .common import IMAGE_PROMPT, frames, layers
 
 if TYPE_CHECKING:
     import numpy as np

@@ -25,10 +25,9 @@ from ..model_spec import (
     classifier_free_guidance,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
-from .autoencoders import light
-from .autoencoders.wan import VAE_DECODER, decode, denormalize_latents
-from .autoencoders.wan_encoder import VAE_ENCODER, encode_video
-from .denoisers import layers
+from .common import layers, light
+from .common.wan_vae import VAE_DECODER, decode, denormalize_latents
+from .common.wan_vae_encoder import VAE_ENCODER, encode_video
 from .denoisers.qwen_image import TRANSFORMER
 from .text_encoders.qwen_image import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from ...attention.api import Placement
     from ..programs.sharded_ops import ShardedOps
-    from .denoisers.layers import Modulation, ResidualNorm
+    from .common.layers import Modulation, ResidualNorm
 
 PATCH = (1, 2, 2)
 EPS = 1e-6

@@ -13,8 +13,7 @@ from ..messages import compose
 from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, IntInput, Settings
 from ..model_spec.upstream import UpstreamConfig
 from . import qwen_image
-from .autoencoders import wan, wan_encoder
-from .text_encoders import qwen25_vision
+from .common import qwen25_vision, wan_vae, wan_vae_encoder
 from .text_encoders.qwen_image import EDIT_PROMPT, EDIT_TEXT, TEXT_ENCODER
 
 if TYPE_CHECKING:
@@ -38,15 +37,15 @@ def encode_images(
     import torch
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 
-    mean, std = wan.latent_stats(vae_config)
+    mean, std = wan_vae.latent_stats(vae_config)
     arrays: dict[str, np.ndarray] = {}
     for number, pixels in enumerate(image):
         picture = media.to_pillow(pixels)
         large, small = (
             resize_image(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE)
         )
-        cells = wan_encoder.to_cells(to_pixels(large), wan_encoder.STRIDE_HW)
-        latents, _ = call("vae_encoder", wan_encoder.encode_first, cells, partition="spatial")
+        cells = wan_vae_encoder.to_cells(to_pixels(large), wan_vae_encoder.STRIDE_HW)
+        latents, _ = call("vae_encoder", wan_vae_encoder.encode_first, cells, partition="spatial")
         arrays[f"reference_{number}"] = ((torch.from_numpy(latents.copy()) - mean) * (1.0 / std)).numpy()
         arrays[f"seen_{number}"] = look(call, *qwen25_vision.cut_patches(small))
     return arrays
@@ -104,7 +103,13 @@ SPEC = replace(
         texts={"prompt": "the circle becomes yellow", "negative_prompt": ""},
         picture="wan_i2v_shapes.png",
     ),
-    components=(TEXT_ENCODER, qwen25_vision.IMAGE_ENCODER, _TRANSFORMER, wan_encoder.VAE_ENCODER, wan.VAE_DECODER),
+    components=(
+        TEXT_ENCODER,
+        qwen25_vision.IMAGE_ENCODER,
+        _TRANSFORMER,
+        wan_vae_encoder.VAE_ENCODER,
+        wan_vae.VAE_DECODER,
+    ),
     text_encoders=(EDIT_TEXT,),
     inputs={
         **qwen_image.SPEC.inputs,

@@ -24,10 +24,8 @@ from ..model_spec import (
     make_distilled_advice,
 )
 from ..model_spec.upstream import Net, UpstreamConfig
-from .autoencoders import kl
-from .denoisers import layers
+from .common import kl, layers, qwen3
 from .denoisers.z_image import STACKS, TRANSFORMER
-from .text_encoders import qwen3
 
 if TYPE_CHECKING:
     import jax
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..programs.sharded_ops import ShardedOps
-    from .denoisers.layers import Pair
+    from .common.layers import Pair
 
 # Sequences are padded to a multiple of this with learnt tokens, which are attended to like any other.
 SEQ_MULTIPLE = 32

@@ -9,7 +9,7 @@ import torch
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import OPERATION
-from comfyui_tpu.tpu_runtime.models.autoencoders import layers
+from comfyui_tpu.tpu_runtime.models.common import conv_layers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +22,7 @@ def split(x: torch.Tensor, chips: int) -> jax.Array:
 @pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("edges", ["zero", "replicate"])
 @pytest.mark.parametrize("chips", [1, 8])
-def test_a_convolution_is_torchs(kernel: tuple[int, int, int], edges: layers.Edges, chips: int, compare: Callable):
+def test_a_convolution_is_torchs(kernel: tuple[int, int, int], edges: conv_layers.Edges, chips: int, compare: Callable):
     torch.manual_seed(0)
     _, rows, columns = kernel
     mode = "constant" if edges == "zero" else "replicate"
@@ -30,7 +30,7 @@ def test_a_convolution_is_torchs(kernel: tuple[int, int, int], edges: layers.Edg
         conv, x = torch.nn.Conv3d(5, 7, kernel), torch.randn(1, 5, 4, 6, 24)
         wanted = conv(torch.nn.functional.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2, 0, 0), mode))
         weight, bias = (jnp.asarray(value.numpy()) for value in (conv.weight, conv.bias))
-    found = jax.jit(layers.convolution, static_argnames="edges")(split(x, chips), weight, bias, edges=edges)
+    found = jax.jit(conv_layers.convolution, static_argnames="edges")(split(x, chips), weight, bias, edges=edges)
     compare("convolution", found, wanted.numpy(), error=OPERATION)
 
 
@@ -42,7 +42,9 @@ def test_a_group_norm_is_torchs(shape: tuple[int, ...], chips: int, compare: Cal
     weight, bias = torch.randn(2, 6)
     wanted = torch.nn.functional.group_norm(x, 3, weight, bias, eps=1e-6)
     values = (jnp.asarray(value.numpy()) for value in (weight, bias))
-    found = jax.jit(layers.group_norm, static_argnames=("groups", "eps"))(split(x, chips), *values, groups=3, eps=1e-6)
+    found = jax.jit(conv_layers.group_norm, static_argnames=("groups", "eps"))(
+        split(x, chips), *values, groups=3, eps=1e-6
+    )
     compare("group norm", found, wanted.numpy(), error=OPERATION)
 
 
@@ -52,7 +54,7 @@ def test_one_pixel_far_from_all_others_takes_no_digits_from_a_norm(at: tuple[int
     x = torch.randn(1, 6, 96, 128)
     x[..., *at] = 1000.0
     wanted = torch.nn.functional.group_norm(x, 3, eps=1e-6)
-    found = layers.group_norm(jnp.asarray(x.numpy()), jnp.ones(6), jnp.zeros(6), groups=3, eps=1e-6)
+    found = conv_layers.group_norm(jnp.asarray(x.numpy()), jnp.ones(6), jnp.zeros(6), groups=3, eps=1e-6)
     compare("group norm", found, wanted.numpy(), error=OPERATION)
 
 
@@ -61,8 +63,8 @@ def test_one_pixel_far_from_all_others_takes_no_digits_from_a_norm(at: tuple[int
 def test_what_frames_hold_that_are_not_counted_is_no_matter(poison: float, counted: list[bool], compare: Callable):
     torch.manual_seed(0)
     x, which = torch.randn(1, 6, 3, 4, 16), torch.tensor(counted)
-    wanted = layers.group_moments(jnp.asarray(x[:, :, which].numpy()), groups=3, eps=1e-6)
+    wanted = conv_layers.group_moments(jnp.asarray(x[:, :, which].numpy()), groups=3, eps=1e-6)
     x[:, :, ~which] = poison
-    found = layers.group_moments(jnp.asarray(x.numpy()), jnp.asarray(counted), groups=3, eps=1e-6)
+    found = conv_layers.group_moments(jnp.asarray(x.numpy()), jnp.asarray(counted), groups=3, eps=1e-6)
     for one, other in zip(found, wanted, strict=True):
         compare("moments", one, other, error=OPERATION)

@@ -27,7 +27,7 @@ from comfyui_tpu.tpu_runtime.engine import conditioning
 from comfyui_tpu.tpu_runtime.engine.memory_advice import HBM_VARIABLE
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.models.common import wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from comfyui_tpu.tpu_runtime.progress import SilentProgress

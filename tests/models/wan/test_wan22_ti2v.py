@@ -19,7 +19,7 @@ from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.models.autoencoders import wan as wan_vae
+from comfyui_tpu.tpu_runtime.models.common import wan_vae
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 

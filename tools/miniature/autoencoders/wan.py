@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from comfyui_tpu.tpu_runtime.models.autoencoders.wan import LATENTS_MEAN, LATENTS_STD
+from comfyui_tpu.tpu_runtime.models.common.wan_vae import LATENTS_MEAN, LATENTS_STD
 from torch import Tensor
 from tqdm import tqdm
 

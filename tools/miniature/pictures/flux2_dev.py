@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from comfyui_tpu.tpu_runtime.models import flux2
-from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3, qwen3
+from comfyui_tpu.tpu_runtime.models.common import qwen3
+from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from tokenizers import AddedToken, Tokenizer

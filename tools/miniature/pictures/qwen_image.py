@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from comfyui_tpu.tpu_runtime.models.common import qwen25
 from comfyui_tpu.tpu_runtime.models.qwen_image import SCHEDULER, SPEC
-from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25
 from comfyui_tpu.tpu_runtime.models.text_encoders import qwen_image as texts
 from torch import Tensor, nn
 from tqdm import tqdm

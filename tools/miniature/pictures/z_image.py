@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
+from comfyui_tpu.tpu_runtime.models.common import qwen3
 from comfyui_tpu.tpu_runtime.models.z_image import BASE, SEQ_MULTIPLE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM

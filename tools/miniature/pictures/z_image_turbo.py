@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from comfyui_tpu.tpu_runtime.models.text_encoders import qwen3
+from comfyui_tpu.tpu_runtime.models.common import qwen3
 from comfyui_tpu.tpu_runtime.models.z_image import SEQ_MULTIPLE, SPEC
 from comfyui_tpu.tpu_runtime.models.z_image import TURBO_STEPS as STEPS_OF_A_PICTURE
 from torch import Tensor

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.cogvideox import GEOMETRY, SCHEDULER, SPEC
 from comfyui_tpu.tpu_runtime.models.cogvideox_i2v import OFS
+from comfyui_tpu.tpu_runtime.models.common.t5 import write_t5_tokenizer
 from comfyui_tpu.tpu_runtime.models.denoisers.cogvideox import MAX_TOKENS
-from comfyui_tpu.tpu_runtime.models.text_encoders.t5 import write_t5_tokenizer
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models import hunyuan15, hunyuan15_i2v
+from comfyui_tpu.tpu_runtime.models.common import qwen25
 from comfyui_tpu.tpu_runtime.models.text_encoders import hunyuan15 as texts
-from comfyui_tpu.tpu_runtime.models.text_encoders import qwen25
 from torch import Tensor, nn
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from comfyui_tpu.tpu_runtime.models.text_encoders.t5 import write_umt5_tokenizer
+from comfyui_tpu.tpu_runtime.models.common.t5 import write_umt5_tokenizer
 from comfyui_tpu.tpu_runtime.models.text_encoders.wan import MAX_TOKENS
 from comfyui_tpu.tpu_runtime.models.wan.wan import SCHEDULER
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer

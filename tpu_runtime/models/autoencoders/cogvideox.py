@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net
-from .frames import to_pixels
-from .layers import apply_convolution, apply_group_norm, group_moments, order_computation, repeat_to_size
+from ..common.conv_layers import apply_convolution, apply_group_norm, group_moments, order_computation, repeat_to_size
+from ..common.frames import to_pixels
 
 if TYPE_CHECKING:
     import jax

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from ...model_spec import Call, ConfigRequirement, Report, Settings
 from ...model_spec.upstream import Net, UpstreamConfig
-from .frames import decode_still, encode_still, to_pixels
-from .kl import make_vae, run_decoder, run_encoder
+from ..common.frames import decode_still, encode_still, to_pixels
+from ..common.kl import make_vae, run_decoder, run_encoder
 
 if TYPE_CHECKING:
     import numpy as np

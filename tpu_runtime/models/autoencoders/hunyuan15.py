@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
-from .frames import decode_by_frame, to_pixels
-from .layers import apply_convolution, image_attention, order_computation
+from ..common.conv_layers import apply_convolution, image_attention, order_computation
+from ..common.frames import decode_by_frame, to_pixels
+from ..common.light import make_light
 
 if TYPE_CHECKING:
     import jax
@@ -244,3 +245,5 @@ VAE_DECODER = Component(
         Rule("decoder.**.weight", REPLICATED),
     ),
 )
+
+LIGHT_VAE = make_light(VAE_DECODER, 2, "latent_channels", "scaling_factor")

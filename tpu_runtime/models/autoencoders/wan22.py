@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, ConfigRequirement, Report, Settings, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
-from . import wan, wan_encoder
-from .wan_encoder import to_frames
+from ..common import wan_vae, wan_vae_encoder
+from ..common.light import make_light
+from ..common.wan_vae_encoder import to_frames
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +33,7 @@ def encode_image(
     # Pixels are passed in cells of 16 x 16, one per latent, so that they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     latent, _ = call("vae_encoder", encode_first, cells.unsqueeze(2), partition="spatial")
-    mean, std = wan.latent_stats(vae_config)
+    mean, std = wan_vae.latent_stats(vae_config)
     first_frame = (torch.from_numpy(np.array(latent)) - mean) * (1.0 / std)
     return {"first_frame": first_frame.numpy(), "is_given": np.ones(1, np.float32)}
 
@@ -51,7 +52,7 @@ def encode_frames(
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
-    return wan.encode_next(vae, patchify(to_frames(cells, STRIDE_HW), vae.config.patch_size), memory)
+    return wan_vae.encode_next(vae, patchify(to_frames(cells, STRIDE_HW), vae.config.patch_size), memory)
 
 
 def encode_video(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
@@ -59,7 +60,9 @@ def encode_video(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.T
 
     call: runs a component. report: progress in latent frames.
     """
-    return wan_encoder.encode_video(call, pixels, report, stride=STRIDE_HW, first=encode_frames, later=encode_frames)
+    return wan_vae_encoder.encode_video(
+        call, pixels, report, stride=STRIDE_HW, first=encode_frames, later=encode_frames
+    )
 
 
 # Those of `vae22_diffusers_config` in diffusers' `scripts/convert_wan_to_diffusers.py`.
@@ -82,7 +85,7 @@ LATENTS_STD = (
 )  # fmt: skip
 
 VAE_DECODER = replace(
-    wan.VAE_DECODER,
+    wan_vae.VAE_DECODER,
     config={
         "base_dim": 160,
         "decoder_base_dim": 256,
@@ -112,6 +115,8 @@ VAE_DECODER = replace(
     },
     # 1.0 GiB in bfloat16: replicated.
 )
+
+LIGHT_VAE = make_light(VAE_DECODER, 2, "z_dim", "latents_mean", "latents_std")
 
 VAE_ENCODER = replace(
     VAE_DECODER, name="vae_encoder", only=("encoder.", "quant_conv."), rules=(Rule("encoder.**.weight", REPLICATED),)

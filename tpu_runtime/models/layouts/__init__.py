@@ -4,7 +4,8 @@ Key names are here only where no component has them. May import `formats` and th
 """
 
 from ...formats.file_signature import FileLayout
-from . import cogvideox, encoders, flux2, hunyuan15, kl, light, qwen_image, wan, z_image
+from ..common import encoder_single_files, kl_single_file, light_single_file
+from . import cogvideox, flux2, hunyuan15, qwen_image, wan, z_image
 
 LAYOUTS: tuple[FileLayout, ...] = (
     *wan.LAYOUTS,
@@ -13,7 +14,7 @@ LAYOUTS: tuple[FileLayout, ...] = (
     *cogvideox.LAYOUTS,
     *z_image.LAYOUTS,
     *qwen_image.LAYOUTS,
-    *kl.LAYOUTS,
-    *light.LAYOUTS,
-    *encoders.LAYOUTS,
+    *kl_single_file.LAYOUTS,
+    *light_single_file.LAYOUTS,
+    *encoder_single_files.LAYOUTS,
 )

@@ -1,7 +1,11 @@
 """FLUX.2's single files: the denoiser with Black Forest Labs' keys. Its VAE is in `kl`."""
 
+from functools import partial
+
 from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
+from ..common.encoder_single_files import BIAS, QK_NORM, QUERY, causal_config, language_model_table, list_signatures
+from ..text_encoders import mistral3
 
 
 def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
@@ -22,6 +26,12 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     }
 
 
+def mistral_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
+    """Return the config of a Mistral 3 from its tensors' shapes; `base` is the published config."""
+    text = base["text_config"]
+    return {"text_config": {**text, **causal_config(shapes, text, "model.language_model.")}}
+
+
 LAYOUTS = (
     FileLayout(
         class_name="Flux2Transformer2DModel",
@@ -31,5 +41,16 @@ LAYOUTS = (
         ),
         relatives={r"\bkv\b": "FLUX.2 klein KV, whose reference images look at themselves alone"},
         config=denoiser_config,
+    ),
+    FileLayout(
+        class_name="Mistral3ForConditionalGeneration",
+        marks=(
+            *list_signatures(QUERY, f"!{QK_NORM}", f"!{BIAS}"),
+            ("blk.0.attn_q.weight", "!blk.0.attn_q_norm.weight", "!blk.0.attn_k.bias"),
+        ),
+        table=partial(language_model_table, "model.language_model."),
+        config=mistral_config,
+        chat_template=mistral3.CHAT_TEMPLATE,
+        ignored=("tekken_model", "model.vision_tower.", "vision_tower.", "lm_head.", "output."),
     ),
 )

@@ -8,6 +8,7 @@ from ...formats.file_signature import Config, FileLayout, TensorShapes, prefix_k
 from ...messages import compose
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
+from ..common.encoder_single_files import VISION_QUERY, vision_config, vision_table
 from .cogvideox import vae_config
 
 # The upscaler's number of input channels.
@@ -77,5 +78,15 @@ LAYOUTS = (
             ("decoder.conv_in.conv.weight", "decoder.mid_block.attentions.0.to_q.weight", "decoder.norm_out.gamma"),
         ),
         config=vae_config,
+    ),
+    FileLayout(
+        class_name="SiglipVisionModel",
+        marks=(
+            (f"vision_model.{VISION_QUERY}", "!vision_model.embeddings.class_embedding"),
+            ("embeddings.patch_embedding.bias", VISION_QUERY),
+        ),
+        table=vision_table,
+        config=vision_config,
+        ignored=("head.", "vision_model.head.", "text_model.", "logit_"),
     ),
 )

@@ -9,6 +9,14 @@ from ...formats.file_signature import Config, FileLayout, TensorShapes, count_la
 from ...messages import compose
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
+from ..common.encoder_single_files import (
+    T5_ATTENTION,
+    VISION_QUERY,
+    t5_config,
+    t5_llama_table,
+    vision_config,
+    vision_table,
+)
 
 # Networks with further input channels, by the numbers of input and output channels.
 _OF_CHANNELS = {
@@ -205,4 +213,27 @@ LAYOUTS = (
         config=vae_config,
     ),
     FileLayout(class_name="AutoencoderKLWan", marks=((_SMALL, "encoder.conv_in.weight"),), config=vae_config),
+    FileLayout(
+        class_name="UMT5EncoderModel",
+        # UMT5 has a table of relative positions in every block; T5 has one.
+        marks=(
+            (f"{T5_ATTENTION}.q.weight", f"{T5_ATTENTION.replace('.0.', '.1.', 1)}.relative_attention_bias.weight"),
+        ),
+        config=t5_config,
+        ignored=("spiece_model", "decoder.", "lm_head.", "logit_scale"),
+    ),
+    FileLayout(
+        class_name="UMT5EncoderModel",
+        marks=(("enc.blk.0.attn_q.weight", "enc.blk.1.attn_rel_b.weight"),),
+        table=t5_llama_table,
+        config=t5_config,
+        ignored=("dec.", "output."),
+    ),
+    FileLayout(
+        class_name="CLIPVisionModel",
+        marks=(("vision_model.embeddings.class_embedding",), ("embeddings.class_embedding", VISION_QUERY)),
+        table=vision_table,
+        config=vision_config,
+        ignored=("visual_projection", "text_model.", "text_projection", "logit_scale"),
+    ),
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...messages import compose
 from ...model_spec import ConfigRequirement, TextEncoding
 from ...model_spec.upstream import Net
-from . import qwen25, t5
+from ..common import qwen25, t5
 
 if TYPE_CHECKING:
     import numpy as np

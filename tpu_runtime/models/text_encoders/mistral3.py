@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...files import read_json
 from ...model_spec import Component, TextEncoding
-from . import causal
+from ..common import causal
 
 MAX_TOKENS = 512
 # The prompt embedding is the concatenated states after these numbers of layers; later layers are not needed.

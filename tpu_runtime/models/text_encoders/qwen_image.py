@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...messages import compose
 from ...model_spec import TextEncoding
-from . import qwen25
+from ..common import qwen25
 
 if TYPE_CHECKING:
     import numpy as np

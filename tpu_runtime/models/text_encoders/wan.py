@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...model_spec import TextEncoding
 from ...model_spec.upstream import Net
-from . import t5
+from ..common import t5
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,9 +23,8 @@ from ...model_spec import (
     VaeSpec,
 )
 from ...model_spec.upstream import Net
-from ..autoencoders import light
-from ..autoencoders.wan import decode, denormalize_latents
-from ..denoisers import layers
+from ..common import layers, light
+from ..common.wan_vae import decode, denormalize_latents
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan2.1-T2V-1.3B-Diffusers and Wan2.2-T2V-A14B-D
 from dataclasses import replace
 
 from ...model_spec import FloatInput, HubCheckpoint, IntInput, ModelSpec
-from ..autoencoders.wan import VAE_DECODER
+from ..common.wan_vae import VAE_DECODER
 from ..text_encoders.wan import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 from . import wan
 

@@ -25,10 +25,8 @@ from ...model_spec import (
     Settings,
 )
 from ...model_spec.upstream import Net, UpstreamConfig
-from ..autoencoders import wan_encoder
-from ..autoencoders.wan import VAE_DECODER
-from ..denoisers import layers
-from ..text_encoders import IMAGE_PROMPT
+from ..common import IMAGE_PROMPT, layers, wan_vae_encoder
+from ..common.wan_vae import VAE_DECODER
 from ..text_encoders import wan as wan_text
 from ..text_encoders.wan import TEXT, TEXT_ENCODER
 from . import wan
@@ -49,7 +47,7 @@ def condition_shapes(latent_shape: tuple[int, ...], pictures: int = 1) -> dict[s
     latent_shape: `(rows, channels, frames, height, width)`. pictures: number of images.
     """
     tokens = (1, pictures * VISION_TOKENS, "image_dim")
-    return {**wan_encoder.condition_shapes(latent_shape), "image_embeds": tokens}
+    return {**wan_vae_encoder.condition_shapes(latent_shape), "image_embeds": tokens}
 
 
 def encode_image(
@@ -61,7 +59,7 @@ def encode_image(
     settings: of the generation. vae_config: the VAE's config.
     """
     tokens = look(call, preprocess_images(image))
-    condition = wan_encoder.encode_image(call, image, settings, vae_config)
+    condition = wan_vae_encoder.encode_image(call, image, settings, vae_config)
     return {**condition, "image_embeds": tokens.reshape(1, -1, tokens.shape[-1])}
 
 
@@ -166,7 +164,7 @@ TRANSFORMER = wan.IMAGE_TRANSFORMER.derive(
     },
 )
 
-_COMPONENTS = (TEXT_ENCODER, IMAGE_ENCODER, TRANSFORMER, wan_encoder.VAE_ENCODER, VAE_DECODER)
+_COMPONENTS = (TEXT_ENCODER, IMAGE_ENCODER, TRANSFORMER, wan_vae_encoder.VAE_ENCODER, VAE_DECODER)
 _INPUTS = {
     **wan.INPUTS,
     "num_inference_steps": IntInput(default=40, low=1, high=100),
@@ -206,7 +204,7 @@ I2V_720P = ModelSpec(
     texts={"prompt": IMAGE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
     recipe=wan.RECIPE,
     denoiser=wan.DENOISER,
-    vae=replace(wan.VAE, encode=wan_encoder.encode_video),
+    vae=replace(wan.VAE, encode=wan_vae_encoder.encode_video),
     pictures=ImageConditioning(encode=encode_image, look=look, condition_shapes=condition_shapes),
 )
 

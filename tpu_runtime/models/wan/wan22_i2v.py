@@ -6,9 +6,9 @@ Two experts of the network in `wan`, each for its part of the timesteps, and a V
 from dataclasses import replace
 
 from ...model_spec import FloatInput, HubCheckpoint, ImageConditioning, IntInput, ModelSpec
-from ..autoencoders.wan import VAE_DECODER
-from ..autoencoders.wan_encoder import VAE_ENCODER, condition_shapes, encode_image, encode_video
-from ..text_encoders import IMAGE_PROMPT
+from ..common import IMAGE_PROMPT
+from ..common.wan_vae import VAE_DECODER
+from ..common.wan_vae_encoder import VAE_ENCODER, condition_shapes, encode_image, encode_video
 from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 from . import wan
 

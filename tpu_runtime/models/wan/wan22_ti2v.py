@@ -18,7 +18,6 @@ from ...model_spec import (
     ModelSpec,
 )
 from ...model_spec.upstream import Net
-from ..autoencoders import light
 from ..autoencoders import wan22 as wan22_vae
 from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 from . import wan
@@ -111,7 +110,7 @@ SPEC = ModelSpec(
     recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
     # The first frame's tokens have a timestep of their own and must come first, so tokens are not tiled.
     denoiser=replace(wan.DENOISER, forward=forward, tile=None),
-    vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video, light=light.WAN22),
+    vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video, light=wan22_vae.LIGHT_VAE),
     pictures=ImageConditioning(
         encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=apply_known_latents
     ),

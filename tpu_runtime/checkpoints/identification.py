@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...files import CheckpointError
-from ...formats import gguf_file
-from ...formats.single_file import NetworkFile
-from ...messages import compose
-from ...model_spec import Component, ModelSpec
-from ...model_spec.upstream import UpstreamConfig
-from . import published
+from ..files import CheckpointError
+from ..formats import gguf_file
+from ..formats.single_file import NetworkFile
+from ..messages import compose
+from ..model_spec import Component, ModelSpec
+from ..model_spec.upstream import UpstreamConfig
+from ..models import published
 
 # Words of a file's name that describe its format, not its model.
 _OF_FORMAT = re.compile(

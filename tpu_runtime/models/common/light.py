@@ -5,7 +5,7 @@ lighttaehy1_5). The tensors of a file do not tell them apart. Ollin's take laten
 in the VAE's; LightX2V's for HunyuanVideo has another activation, and pixels in -1..1.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, ConfigRequirement, LightVae, Report
 from ...model_spec.upstream import Net
-from . import hunyuan15, wan, wan22
+from . import wan_vae
+from .conv_layers import apply_convolution
 from .frames import decode_by_frame, to_pixels
-from .layers import apply_convolution
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
     import torch
 
-HUNYUAN_CHANNELS = hunyuan15.VAE_DECODER.config["latent_channels"]
 # Index of the first of each level's three blocks in the decoder's layers.
 _LEVELS = (3, 9, 15)
 _FRAMES = 4
@@ -60,7 +59,8 @@ def decode_light(
     from ...programs import torch_bridge
 
     config, layers = vae.config, vae.decoder
-    is_hunyuans = config.is_lightx2v and config.latent_channels == HUNYUAN_CHANNELS
+    # LightX2V's for HunyuanVideo, whose VAE scales latents by a factor.
+    is_hunyuans = config.is_lightx2v and not config.latents_mean
     activated = partial(leaky_relu, negative_slope=0.2 if is_hunyuans else 0.0)
     caches, new_caches = iter(memory), []
 
@@ -120,8 +120,12 @@ def _taehv() -> type:
     return TAEHV
 
 
-def _light(channels: int, patch_size: int, scale: Mapping[str, Any]) -> LightVae:
-    """Return the small decoder for latents of `channels` channels; `scale` are the entries of a VAE's config for it."""
+def make_light(vae: Component, patch_size: int, channels_key: str, *scale_keys: str) -> LightVae:
+    """Return the small decoder for the latents of `vae`.
+
+    channels_key, scale_keys: keys of the config of `vae` with the number of channels, and with the scale.
+    """
+    channels, scale = vae.config[channels_key], {key: vae.config[key] for key in scale_keys}
     config = {"latent_channels": channels, "patch_size": patch_size, "is_lightx2v": False, **scale}
     component = Component(
         name="vae_decoder",
@@ -144,10 +148,4 @@ def _light(channels: int, patch_size: int, scale: Mapping[str, Any]) -> LightVae
     return LightVae(component=component, decode=decode)
 
 
-def _select_config(vae: Component, *names: str) -> dict[str, Any]:
-    return {name: vae.config[name] for name in names}
-
-
-WAN = _light(16, 1, _select_config(wan.VAE_DECODER, "latents_mean", "latents_std"))
-WAN22 = _light(48, 2, _select_config(wan22.VAE_DECODER, "latents_mean", "latents_std"))
-HUNYUAN15 = _light(HUNYUAN_CHANNELS, 2, _select_config(hunyuan15.VAE_DECODER, "scaling_factor"))
+WAN = make_light(wan_vae.VAE_DECODER, 1, "z_dim", "latents_mean", "latents_std")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
+from .conv_layers import apply_convolution, apply_group_norm, image_attention
 from .frames import decode_still, encode_still, to_pixels
-from .layers import apply_convolution, apply_group_norm, image_attention
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Component, ConfigRequirement, Report, require_length
 from ...model_spec.upstream import Net, UpstreamConfig
+from .conv_layers import apply_convolution, image_attention, order_computation, repeat_to_size
 from .frames import decode_by_frame, decode_still, to_pixels
-from .layers import apply_convolution, image_attention, order_computation, repeat_to_size
 
 if TYPE_CHECKING:
     import numpy as np

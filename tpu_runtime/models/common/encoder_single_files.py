@@ -9,19 +9,19 @@ from functools import partial
 from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
-from ..text_encoders import mistral3, qwen3, qwen25
+from . import qwen3, qwen25
 
-_ATTENTION = "encoder.block.0.layer.0.SelfAttention"
+T5_ATTENTION = "encoder.block.0.layer.0.SelfAttention"
 
 
 def t5_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a T5 from its tensors' shapes. `base`, the published config, is not needed."""
     embedding = "shared.weight" if "shared.weight" in shapes else "encoder.embed_tokens.weight"
     vocabulary, dim = shapes.require(embedding, 2)
-    heads = shapes.require(f"{_ATTENTION}.relative_attention_bias.weight", 2)[1]
+    heads = shapes.require(f"{T5_ATTENTION}.relative_attention_bias.weight", 2)[1]
     return {
         "d_ff": shapes.require("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 2)[0],
-        "d_kv": shapes.require(f"{_ATTENTION}.q.weight", 2)[0] // heads,
+        "d_kv": shapes.require(f"{T5_ATTENTION}.q.weight", 2)[0] // heads,
         "d_model": dim,
         "num_heads": heads,
         "num_layers": shapes.count("encoder.block"),
@@ -29,7 +29,7 @@ def t5_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     }
 
 
-def _causal(shapes: TensorShapes, base: UpstreamConfig, prefix: str = "") -> Config:
+def causal_config(shapes: TensorShapes, base: UpstreamConfig, prefix: str = "") -> Config:
     """Return the config entries that causal language models share.
 
     shapes: of the file's tensors. base: the published config, from which the head size is taken unless queries are
@@ -53,14 +53,8 @@ def _causal(shapes: TensorShapes, base: UpstreamConfig, prefix: str = "") -> Con
 
 def qwen3_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     """Return the config of a Qwen3 from its tensors' shapes; `base` is the published config."""
-    config = _causal(shapes, base, "model.")
+    config = causal_config(shapes, base, "model.")
     return {**config, "max_window_layers": config["num_hidden_layers"]}
-
-
-def mistral_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
-    """Return the config of a Mistral 3 from its tensors' shapes; `base` is the published config."""
-    text = base["text_config"]
-    return {"text_config": {**text, **_causal(shapes, text, "model.language_model.")}}
 
 
 _OF_LAYERS = (
@@ -76,7 +70,7 @@ _LLAMA = (
 )
 
 
-def _in_model(own: str, names: Iterable[str]) -> KeyTable:
+def language_model_table(own: str, names: Iterable[str]) -> KeyTable:
     """Return the key table of a language model to keys that start with `own`.
 
     In the file it is called `model` or nothing, or is named as in llama.cpp.
@@ -136,10 +130,10 @@ def vision_table(names: Iterable[str]) -> KeyTable:
     return {f"vision_model.{name}": name for name in modules}
 
 
-_VISION = "encoder.layers.0.self_attn.q_proj.weight"
+VISION_QUERY = "encoder.layers.0.self_attn.q_proj.weight"
 
 
-def _signatures(*names: str) -> tuple[tuple[str, ...], ...]:
+def list_signatures(*names: str) -> tuple[tuple[str, ...], ...]:
     """Return the signature keys of a language model's first layer, with every known prefix."""
     befores = ("model.", "model.language_model.", "language_model.model.", "")
     return tuple(
@@ -148,25 +142,11 @@ def _signatures(*names: str) -> tuple[tuple[str, ...], ...]:
     )
 
 
-_Q, _QK_NORM, _BIAS = "self_attn.q_proj.weight", "self_attn.q_norm.weight", "self_attn.k_proj.bias"
+QUERY, QK_NORM, BIAS = "self_attn.q_proj.weight", "self_attn.q_norm.weight", "self_attn.k_proj.bias"
 LAYOUTS = (
     FileLayout(
-        class_name="UMT5EncoderModel",
-        # UMT5 has a table of relative positions in every block; T5 has one.
-        marks=((f"{_ATTENTION}.q.weight", f"{_ATTENTION.replace('.0.', '.1.', 1)}.relative_attention_bias.weight"),),
-        config=t5_config,
-        ignored=("spiece_model", "decoder.", "lm_head.", "logit_scale"),
-    ),
-    FileLayout(
-        class_name="UMT5EncoderModel",
-        marks=(("enc.blk.0.attn_q.weight", "enc.blk.1.attn_rel_b.weight"),),
-        table=t5_llama_table,
-        config=t5_config,
-        ignored=("dec.", "output."),
-    ),
-    FileLayout(
         class_name="T5EncoderModel",
-        marks=((f"{_ATTENTION}.q.weight",),),
+        marks=((f"{T5_ATTENTION}.q.weight",),),
         config=t5_config,
         ignored=("spiece_model", "decoder.", "lm_head.", "logit_scale"),
     ),
@@ -179,44 +159,19 @@ LAYOUTS = (
     ),
     FileLayout(
         class_name="Qwen3ForCausalLM",
-        marks=(*_signatures(_Q, _QK_NORM), ("blk.0.attn_q.weight", "blk.0.attn_q_norm.weight")),
-        table=partial(_in_model, "model."),
+        marks=(*list_signatures(QUERY, QK_NORM), ("blk.0.attn_q.weight", "blk.0.attn_q_norm.weight")),
+        table=partial(language_model_table, "model."),
         config=qwen3_config,
         chat_template=qwen3.CHAT_TEMPLATE,
         ignored=("visual.", "model.visual.", "lm_head.", "output."),
     ),
     FileLayout(
         class_name="Qwen2_5_VLTextModel",
-        marks=(*_signatures(_Q, _BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
-        table=partial(_in_model, ""),
-        config=_causal,
+        marks=(*list_signatures(QUERY, BIAS), ("blk.0.attn_q.weight", "blk.0.attn_k.bias")),
+        table=partial(language_model_table, ""),
+        config=causal_config,
         chat_template=qwen25.CHAT_TEMPLATE,
         # The vision tower, `visual.`, is kept: it is Qwen-Image Edit's image encoder.
         ignored=("lm_head.", "output."),
-    ),
-    FileLayout(
-        class_name="Mistral3ForConditionalGeneration",
-        marks=(*_signatures(_Q), ("blk.0.attn_q.weight",)),
-        table=partial(_in_model, "model.language_model."),
-        config=mistral_config,
-        chat_template=mistral3.CHAT_TEMPLATE,
-        ignored=("tekken_model", "model.vision_tower.", "vision_tower.", "lm_head.", "output."),
-    ),
-    FileLayout(
-        class_name="CLIPVisionModel",
-        marks=(("vision_model.embeddings.class_embedding",), ("embeddings.class_embedding", _VISION)),
-        table=vision_table,
-        config=vision_config,
-        ignored=("visual_projection", "text_model.", "text_projection", "logit_scale"),
-    ),
-    FileLayout(
-        class_name="SiglipVisionModel",
-        marks=(
-            (f"vision_model.{_VISION}", "!vision_model.embeddings.class_embedding"),
-            ("embeddings.patch_embedding.bias", _VISION),
-        ),
-        table=vision_table,
-        config=vision_config,
-        ignored=("head.", "vision_model.head.", "text_model.", "logit_"),
     ),
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Call, Report, Settings
 from ...model_spec.upstream import Net, UpstreamConfig
-from . import wan
+from . import wan_vae
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +50,7 @@ def encode_image(
         latent, _ = call("vae_encoder", encode_last, end, memory, partition="spatial", carries=True)
         latents.append(latent)
     video = torch.from_numpy(np.concatenate(latents, axis=2))
-    mean, std = wan.latent_stats(vae_config)
+    mean, std = wan_vae.latent_stats(vae_config)
     mask = torch.zeros(1, STRIDE_T, *video.shape[2:])
     mask[:, :, 0] = 1.0
     if last:
@@ -111,7 +111,7 @@ def encode_frames(
 
     vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`.
     """
-    return wan.encode_next(vae, to_frames(cells, STRIDE_HW), memory)
+    return wan_vae.encode_next(vae, to_frames(cells, STRIDE_HW), memory)
 
 
 def encode_grey(vae: Net, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, list[torch.Tensor]]":
@@ -119,7 +119,7 @@ def encode_grey(vae: Net, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, 
 
     memory: see `wan.encode_next`.
     """
-    return wan.encode_next(vae, make_grey_cells(STRIDE_T, memory), memory)
+    return wan_vae.encode_next(vae, make_grey_cells(STRIDE_T, memory), memory)
 
 
 def encode_last(
@@ -132,7 +132,7 @@ def encode_last(
     import torch
 
     image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW).unsqueeze(2)
-    return wan.encode_next(vae, torch.cat([make_grey_cells(STRIDE_T - 1, memory), image], dim=2), memory)
+    return wan_vae.encode_next(vae, torch.cat([make_grey_cells(STRIDE_T - 1, memory), image], dim=2), memory)
 
 
 def make_grey_cells(number: int, memory: "list[torch.Tensor]") -> "torch.Tensor":
@@ -149,11 +149,11 @@ def encode_first(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, list[t
     import torch
 
     image = torch.nn.functional.pixel_shuffle(cells[:, :, 0], STRIDE_HW)
-    return wan.encode_next(vae, image.unsqueeze(2))
+    return wan_vae.encode_next(vae, image.unsqueeze(2))
 
 
 VAE_ENCODER = replace(
-    wan.VAE_DECODER,
+    wan_vae.VAE_DECODER,
     name="vae_encoder",
     only=("encoder.", "quant_conv."),
     # 0.1 GiB in all: replicated.
