@@ -17,9 +17,9 @@ from . import (
     hunyuan15_i2v,
     qwen_image,
     qwen_image_edit,
-    z_image,
 )
 from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
+from .z_image import spec as z_image
 
 # One model of each kind: the README's table. Examples and predictions exist for these.
 FLAGSHIPS: tuple[ModelSpec, ...] = (

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 from comfyui_tpu.tpu_runtime.models.common import qwen3
-from comfyui_tpu.tpu_runtime.models.z_image import BASE, SEQ_MULTIPLE
+from comfyui_tpu.tpu_runtime.models.z_image.spec import BASE
+from comfyui_tpu.tpu_runtime.models.z_image.text_encoder import STATE
+from comfyui_tpu.tpu_runtime.models.z_image.transformer import SEQ_MULTIPLE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -59,7 +61,7 @@ TEXT_ENCODER = {
     "intermediate_size": 64,
     "max_position_embeddings": 1024,
     "num_attention_heads": 2,
-    "num_hidden_layers": qwen3.LATE_STATE + 1,
+    "num_hidden_layers": STATE + 1,
     "num_key_value_heads": 1,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.common import qwen3
-from comfyui_tpu.tpu_runtime.models.z_image import SEQ_MULTIPLE, SPEC
-from comfyui_tpu.tpu_runtime.models.z_image import TURBO_STEPS as STEPS_OF_A_PICTURE
+from comfyui_tpu.tpu_runtime.models.z_image.spec import SPEC
+from comfyui_tpu.tpu_runtime.models.z_image.spec import TURBO_STEPS as STEPS_OF_A_PICTURE
+from comfyui_tpu.tpu_runtime.models.z_image.transformer import SEQ_MULTIPLE
 from torch import Tensor
 
 from .. import denoisers, still

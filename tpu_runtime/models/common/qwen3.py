@@ -1,7 +1,6 @@
-"""Qwen3 as a text encoder: conversation, tokens, and the states of three layers (FLUX.2 klein) or of one (Z-Image)."""
+"""Qwen3 as a text encoder: conversation, tokens, and the states of three layers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512
 # The prompt embedding is the concatenated states after these numbers of layers; later layers are not needed.
 STATES = (9, 18, 27)
-# Z-Image's prompt embedding is the states after this many of 36 layers: upstream's `hidden_states[-2]`.
-LATE_STATE = 35
 
 # Qwen3's template for a prompt, with and without thinking.
 CHAT_TEMPLATE = (
@@ -57,14 +54,6 @@ def encode_text(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tup
     encoder: transformers' `Qwen3ForCausalLM`. mask: `[rows, 512]`, 0 for padding.
     """
     return causal.hidden_states(encoder.model, ids, mask, STATES), None
-
-
-def encode_late(encoder: Net, ids: "torch.Tensor", mask: "torch.Tensor") -> "tuple[torch.Tensor, None]":
-    """Return the states `[rows, 512, dim]` before the last layer for `ids` `[rows, 512]`.
-
-    encoder: transformers' `Qwen3ForCausalLM`. mask: `[rows, 512]`, 0 for padding.
-    """
-    return causal.hidden_states(encoder.model, ids, mask, (LATE_STATE,)), None
 
 
 TEXT_ENCODER = Component(
@@ -109,12 +98,6 @@ TEXT_ENCODER = Component(
     aliases={"embed_tokens.": "model.embed_tokens.", "layers.": "model.layers."},
     rules=causal.make_rules("model."),
 )
-LATE_TEXT_ENCODER = replace(
-    TEXT_ENCODER,
-    tiny={**TEXT_ENCODER.tiny, "num_hidden_layers": LATE_STATE + 1, "max_window_layers": LATE_STATE + 1},
-    needs={**TEXT_ENCODER.needs, "num_hidden_layers": ConfigRequirement((LATE_STATE + 1,), required=True)},
-    layers=slice(LATE_STATE),
-)
 # Qwen3-8B, as published.
 LARGER = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 
@@ -132,4 +115,3 @@ TEXT = TextEncoding(
         chat_template=CHAT_TEMPLATE,
     ),
 )
-LATE_TEXT = replace(TEXT, width_key="cap_feat_dim", tokenize=partial(tokenize, thinks=True), encode=encode_late)

@@ -1,45 +1,26 @@
-"""Z-Image, text to image: Tongyi-MAI/Z-Image-Turbo, distilled to 8 steps, and Tongyi-MAI/Z-Image, which is not.
+"""The denoiser of Z-Image (https://arxiv.org/abs/2511.22699, section 4): forward pass, sizes, sharding, original keys.
 
-The oracle is `diffusers.ZImagePipeline`.
-
-The denoiser is that of Z-Image (https://arxiv.org/abs/2511.22699, section 4); its modules have the names of diffusers'
-`ZImageTransformer2DModel`.
+Its modules have the names of diffusers' `ZImageTransformer2DModel`.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..model_spec import (
-    DenoiserSpec,
-    FloatInput,
-    HeadNorms,
-    HubCheckpoint,
-    IntInput,
-    LatentGeometry,
-    ModelSpec,
-    Parallelism,
-    SamplingConfig,
-    TinyModel,
-    VaeSpec,
-    make_distilled_advice,
-)
-from ..model_spec.upstream import Net, UpstreamConfig
-from .common import kl, layers, qwen3
-from .denoisers.z_image import STACKS, TRANSFORMER
+from ....sharding.rules import REPLICATED, Rule
+from ...model_spec import Component, ConfigRequirement, EqualsConfig, split_rows
+from ...model_spec.upstream import Net
+from ..common import layers
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
     import torch
 
-    from ..programs.sharded_ops import ShardedOps
-    from .common.layers import Pair
+    from ...programs.sharded_ops import ShardedOps
+    from ..common.layers import Pair
 
 # Sequences are padded to a multiple of this with learnt tokens, which are attended to like any other.
 SEQ_MULTIPLE = 32
 PATCH = 2
-# The number of steps that Turbo was distilled for.
-TURBO_STEPS = 8
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +174,7 @@ def rotary_tables(
     import jax.numpy as jnp
     import numpy as np
 
-    from ..programs import torch_bridge
+    from ...programs import torch_bridge
 
     image = np.indices((1, *grid)).reshape(3, -1)
     is_image = np.arange(image_size) < image.shape[1]
@@ -229,97 +210,68 @@ def gather_axis_tables(
     return tuple(jnp.concatenate(table, axis=-1) for table in tables)
 
 
-# --- recipe and spec --------------------------------------------------------------------------------------------------
+# --- the component ---------------------------------------------------------------------------------------------------
 
+STACKS = ("noise_refiner", "context_refiner", "layers")
 
-def solver_arguments(
-    config: UpstreamConfig, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
-) -> dict[str, Any]:
-    """Return upstream's arguments of `set_timesteps`, besides the number of steps.
-
-    config: the scheduler's. latent_shape: `(..., height, width)`. num_steps: of the schedule.
-    shift: unused here; it is a key of the scheduler's config.
-    """
-    import numpy as np
-    from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift
-
-    height, width = latent_shape[-2:]
-    defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
-    numbers = (config.get(name, default) for name, default in defaults.items())
-    mu = calculate_shift(height // 2 * (width // 2), *numbers)
-    return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
-
-
-SCHEDULER = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "num_train_timesteps": 1000,
-    "shift": 3.0,
-    "use_dynamic_shifting": False,
-}
-
-RECIPE = SamplingConfig(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments)
-PROMPT = "A small steam train on a snowy mountain at sunrise, its smoke spells the word JAX"
-
-SPEC = ModelSpec(
-    name="z-image-turbo",
-    family="ZImage",
-    title="Z-Image Turbo",
-    category="Z-Image",
-    published=HubCheckpoint(hub_id="Tongyi-MAI/Z-Image-Turbo", pipeline_classes=("ZImagePipeline",)),
-    miniature=TinyModel(
-        id="tiny/zimage",
-        inputs={"height": 80, "width": 112},
-        texts={"prompt": "a large red circle left on blue", "negative_prompt": ""},
-    ),
-    components=(
-        qwen3.LATE_TEXT_ENCODER,
-        TRANSFORMER,
-        *kl.make_vae(
-            {
-                "latent_channels": 16,
-                "scaling_factor": 0.3611,
-                "shift_factor": 0.1159,
-                "use_post_quant_conv": False,
-                "use_quant_conv": False,
-            }
-        ),
-    ),
-    geometry=LatentGeometry(channels=16, stride_t=0, stride_hw=8, patch_thw=(1, PATCH, PATCH)),
-    text_encoders=(qwen3.LATE_TEXT,),
-    inputs={
-        "height": IntInput(default=1024, low=64, high=2048, multiple_of=16),
-        "width": IntInput(default=1024, low=64, high=2048, multiple_of=16),
-        "num_inference_steps": IntInput(default=TURBO_STEPS, low=1, high=100),
-        # 1 disables guidance, as in ComfyUI; upstream's scale is one less.
-        "guidance_scale": FloatInput(default=1.0, low=1.0, high=20.0),
-        "seed": IntInput(default=42, low=0, high=2**64 - 1),
-        # 0: the checkpoint's own shift.
-        "flow_shift": FloatInput(default=0.0, low=0.0, high=20.0, step=0.5),
-    },
-    texts={"prompt": PROMPT, "negative_prompt": ""},
-    recipe=replace(RECIPE, advice=make_distilled_advice(TURBO_STEPS, "needs none (1.0)")),
-    denoiser=DenoiserSpec(
-        forward=forward,
-        head_norms=tuple(
-            HeadNorms(queries=(f"{stack}.*.attention.norm_q",), keys=(f"{stack}.*.attention.norm_k",))
-            for stack in STACKS
-        ),
-    ),
-    parallelism=Parallelism(heads_key="n_heads"),
-    vae=VaeSpec(latent_format="Flux", denormalize=kl.denormalize_latents, decode=kl.decode, encode=kl.encode_pixels),
+# All weights are replicated where they fit: 12.3 GB in bfloat16. In a step each of eight chips has 576 tokens, 15 ms of
+# work; gathering the blocks' weights would take four times that.
+_RULES = (
+    Rule("*.*.attention.to_*.weight", REPLICATED, over=(2,)),
+    Rule("*.*.attention.to_out.0.weight", REPLICATED, over=(2,)),
+    Rule("*.*.feed_forward.*.weight", REPLICATED, over=(2,)),
+    Rule("**", REPLICATED),
 )
 
-BASE = replace(
-    SPEC,
-    name="z-image",
-    title="Z-Image",
-    published=replace(SPEC.published, hub_id="Tongyi-MAI/Z-Image"),
-    miniature=replace(SPEC.miniature, id="tiny/zimagebase"),
-    inputs={
-        **SPEC.inputs,
-        "num_inference_steps": IntInput(default=50, low=1, high=100),
-        # The model card's 4, to which upstream adds 1.
-        "guidance_scale": FloatInput(default=5.0, low=1.0, high=20.0),
+# Tongyi-MAI's keys; see `diffusers.loaders.single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers`.
+ORIGINAL_KEYS = {
+    "x_embedder": "all_x_embedder.2-1",
+    "final_layer.linear": "all_final_layer.2-1.linear",
+    "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+} | {
+    f"{stack}.*.attention.{theirs}": keys
+    for stack in STACKS
+    for theirs, keys in {
+        "qkv": split_rows(*(f"{stack}.*.attention.to_{name}" for name in "qkv")),
+        "out": f"{stack}.*.attention.to_out.0",
+        "q_norm": f"{stack}.*.attention.norm_q",
+        "k_norm": f"{stack}.*.attention.norm_k",
+    }.items()
+}
+
+TRANSFORMER = Component(
+    name="transformer",
+    library="diffusers",
+    class_name="ZImageTransformer2DModel",
+    config={
+        "all_f_patch_size": (1,),
+        "all_patch_size": (2,),
+        "axes_dims": (32, 48, 48),
+        "axes_lens": (1536, 512, 512),
+        "cap_feat_dim": 2560,
+        "dim": 3840,
+        "in_channels": 16,
+        "n_heads": 30,
+        "n_kv_heads": 30,
+        "n_layers": 30,
+        "n_refiner_layers": 2,
+        "norm_eps": 1e-5,
+        "qk_norm": True,
+        "rope_theta": 256.0,
+        "t_scale": 1000.0,
     },
-    recipe=replace(RECIPE, scheduler={**SCHEDULER, "shift": 6.0}),
+    tiny={"axes_dims": (8, 6, 6), "cap_feat_dim": 40, "dim": 60, "n_heads": 3, "n_kv_heads": 3, "n_layers": 3},
+    needs={
+        "all_f_patch_size": ConfigRequirement(((1,),)),
+        "all_patch_size": ConfigRequirement(((2,),)),
+        "cap_feat_dim": EqualsConfig("text_encoder", "hidden_size"),
+        "in_channels": ConfigRequirement((16,)),
+        "qk_norm": ConfigRequirement((True,)),
+        # Set in Z-Image Omni, which takes images.
+        "siglip_feat_dim": ConfigRequirement((None,)),
+    },
+    blocks=STACKS,
+    rules=_RULES,
+    original_keys=ORIGINAL_KEYS,
+    lora_prefixes=("diffusion_model.", "transformer.", "lycoris_", ""),
 )
