@@ -240,15 +240,16 @@ def test_the_rules_see_a_turned_arrow(tmp_path: Path, monkeypatch: pytest.Monkey
         "sharding/rules.py",
         "nodes/family.py",
         "tpu_runtime/engine/stage_functions.py",
-        "tpu_runtime/models/flux2.py",
+        "tpu_runtime/models/__init__.py",
+        "tpu_runtime/models/flux2/spec.py",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "sharding/rules.py").write_text("def f():\n    from ..nodes import family\n")
-    (tmp_path / "tpu_runtime/models/flux2.py").write_text("from ..engine.run import Run\n")
-    (tmp_path / "tpu_runtime/engine/stage_functions.py").write_text("from ..models.flux2 import SPEC\n")
+    (tmp_path / "tpu_runtime/models/flux2/spec.py").write_text("from ...engine.run import Run\n")
+    (tmp_path / "tpu_runtime/engine/stage_functions.py").write_text("from ..models import SPECS\n")
     assert wrong_arrows(tmp_path / "sharding/rules.py") == [
         "sharding/rules.py:2 (sharding) imports nodes/family.py (nodes)"
     ]
-    assert wrong_arrows(tmp_path / "tpu_runtime/models/flux2.py")
+    assert wrong_arrows(tmp_path / "tpu_runtime/models/flux2/spec.py")
     assert not wrong_arrows(tmp_path / "tpu_runtime/engine/stage_functions.py")

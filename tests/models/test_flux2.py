@@ -24,7 +24,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
+from comfyui_tpu.tpu_runtime.models.flux2 import text_encoder
 from comfyui_tpu.tpu_runtime.programs import network_call, upstream_network
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
@@ -101,7 +101,7 @@ def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
     assert config["tokenizer_class"] == "LlamaTokenizerFast" and "padding_side" not in config  # as published
     tokenizer = tokenization.load_tokenizer(tiny.ensure_random(SPEC) / "tokenizer")
     assert tokenizer.padding_side == "right"  # transformers 5, of any class
-    ids, mask = mistral3.tokenize(tokenizer, [SHORT, LONG])
+    ids, mask = text_encoder.tokenize(tokenizer, [SHORT, LONG])
     empty = int((mask[0] == 0).sum())
     assert 0 < empty < 512 and mask[0].tolist() == [0] * empty + [1] * (512 - empty) and mask[1].all()
     assert ids[0, empty] == tokenizer.bos_token_id and (ids[0, :empty] == tokenizer.pad_token_id).all()
@@ -109,13 +109,13 @@ def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
 
 def test_padding_after_the_text_is_masked_too(compare: Callable):
     pipe = pipeline()
-    ids, mask = mistral3.tokenize(pipe.tokenizer, [SHORT])
+    ids, mask = text_encoder.tokenize(pipe.tokenizer, [SHORT])
     ids, mask = (np.roll(x, -int((mask == 0).sum())) for x in (ids, mask))
     network = upstream_network.build_network(SPEC.component("text_encoder"), SPEC.component("text_encoder").tiny)
     assert mask[0, 0] == 1 and not any("vision" in name or "lm_head" in name for name in network.weights)
     run = network_call.build_call_program(
         SPEC, "text_encoder", SPEC.component("text_encoder").tiny,
-        CompileTarget(devices=tuple(jax.devices()[:1]), precision="float32"), mistral3.encode_text, (ids, mask),
+        CompileTarget(devices=tuple(jax.devices()[:1]), precision="float32"), text_encoder.encode_text, (ids, mask),
         partition="replicated", carries=False,
     )  # fmt: skip
     ours, *_ = run.compile()(parity.tiny_weights(SPEC, "text_encoder", run), ids, mask)

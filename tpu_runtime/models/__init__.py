@@ -7,17 +7,9 @@ import difflib
 import re
 
 from ..model_spec import ModelSpec
-from . import (
-    cogvideox,
-    cogvideox_i2v,
-    flux2,
-    flux2_klein,
-    hunyuan15,
-    hunyuan15_distilled,
-    hunyuan15_i2v,
-    qwen_image,
-    qwen_image_edit,
-)
+from . import cogvideox, cogvideox_i2v, hunyuan15, hunyuan15_distilled, hunyuan15_i2v, qwen_image, qwen_image_edit
+from .flux2 import klein
+from .flux2 import spec as flux2
 from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
 from .z_image import spec as z_image
 
@@ -39,7 +31,7 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     wan22_ti2v.SPEC,
     *hunyuan15_distilled.SIBLINGS,
     cogvideox_i2v.SPEC,
-    *flux2_klein.SIBLINGS,
+    *klein.SIBLINGS,
     z_image.BASE,
     qwen_image_edit.SPEC,
 )

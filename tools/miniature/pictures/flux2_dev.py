@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from comfyui_tpu.tpu_runtime.models import flux2
 from comfyui_tpu.tpu_runtime.models.common import qwen3
-from comfyui_tpu.tpu_runtime.models.text_encoders import mistral3
+from comfyui_tpu.tpu_runtime.models.flux2 import spec, text_encoder
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from tokenizers import AddedToken, Tokenizer
@@ -46,20 +45,20 @@ TEXT_CONFIG = {
     "model_type": "mistral",
     "num_attention_heads": 2,
     # The last layer is none of those whose states are used: a norm follows it.
-    "num_hidden_layers": max(mistral3.STATES) + 1,
+    "num_hidden_layers": max(text_encoder.STATES) + 1,
     "num_key_value_heads": 1,
     "rms_norm_eps": 1e-05,
     "rope_theta": 10000.0,
     "sliding_window": None,
 }
-VISION_CONFIG = mistral3.TEXT_ENCODER.tiny["vision_config"]
-LAYERS = (0, *mistral3.STATES[:-1])  # that learn, one before each state that is used; all others add nothing
+VISION_CONFIG = text_encoder.TEXT_ENCODER.tiny["vision_config"]
+LAYERS = (0, *text_encoder.STATES[:-1])  # that learn, one before each state that is used; all others add nothing
 
 
 def tokenizer_in(folder: Path) -> Any:
     """The class's own, to which each word is a token, and so is the system message, which is always the same."""
     if not folder.is_dir():
-        mistral3.write_tokenizer(folder)
+        text_encoder.write_tokenizer(folder)
         file = str(folder / "tokenizer.json")
         tokenizer = Tokenizer.from_file(file)
         tokenizer.add_special_tokens([SYSTEM_MESSAGE])
@@ -108,7 +107,7 @@ def train(out: Path, seed: int) -> Any:
     denoisers.quicken(denoiser.blocks)
     batches = (
         batches_of(data, partial(qwen3.tokenize, klein.tokenizer)),
-        batches_of(data, partial(mistral3.tokenize, tokenizer), before=True),
+        batches_of(data, partial(text_encoder.tokenize, tokenizer), before=True),
     )
 
     def batch(step: int, random: np.random.Generator) -> Batch:
@@ -136,17 +135,17 @@ def assemble(denoiser: Any, vae: Any, encoder: Any, tokenizer: Any) -> Any:
     for parameter in transformer.time_guidance_embed.guidance_embedder.parameters():
         nn.init.zeros_(parameter)
     transformer.load_state_dict({**transformer.state_dict(), **denoiser.transformer.state_dict()})
-    pipeline = upstream.Flux2Pipeline(scheduler(flux2.SCHEDULER), vae, encoder, tokenizer, transformer)
+    pipeline = upstream.Flux2Pipeline(scheduler(spec.SCHEDULER), vae, encoder, tokenizer, transformer)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def sample(pipeline: Any, prompt: str, seed: int, *, steps: int = 12) -> np.ndarray:
     """A picture `[HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline, which itself would fill up behind a prompt."""
-    ids, mask = map(torch.from_numpy, mistral3.tokenize(pipeline.tokenizer, [prompt]))
+    ids, mask = map(torch.from_numpy, text_encoder.tokenize(pipeline.tokenizer, [prompt]))
     language: Any = pipeline.text_encoder.model.language_model
     found = language(input_ids=ids.long(), attention_mask=mask, output_hidden_states=True).hidden_states
-    embeds = torch.cat([found[number] for number in mistral3.STATES], -1)
+    embeds = torch.cat([found[number] for number in text_encoder.STATES], -1)
     (picture,) = pipeline(
         prompt_embeds=embeds,
         height=HEIGHT,

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.common import causal, qwen3
 from comfyui_tpu.tpu_runtime.models.common.qwen3 import MAX_TOKENS
-from comfyui_tpu.tpu_runtime.models.flux2 import SCHEDULER
-from comfyui_tpu.tpu_runtime.models.flux2_klein import STEPS as STEPS_OF_A_PICTURE
+from comfyui_tpu.tpu_runtime.models.flux2.klein import STEPS as STEPS_OF_A_PICTURE
+from comfyui_tpu.tpu_runtime.models.flux2.spec import SCHEDULER
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from PIL import Image

@@ -48,7 +48,7 @@ def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     return config | ({} if decoder == widths else {"decoder_block_out_channels": tuple(decoder)})
 
 
-def _layouts(class_name: str, *more: str) -> tuple[FileLayout, ...]:
+def list_layouts(class_name: str, *more: str) -> tuple[FileLayout, ...]:
     """Return the layouts of a class, whose files also have (or, with `!`, do not have) the tensors `more`."""
     return (
         FileLayout(
@@ -65,4 +65,4 @@ def _layouts(class_name: str, *more: str) -> tuple[FileLayout, ...]:
     )
 
 
-LAYOUTS = (*_layouts("AutoencoderKLFlux2", "bn.running_mean"), *_layouts("AutoencoderKL", "!bn.running_mean"))
+LAYOUTS = list_layouts("AutoencoderKL", "!bn.running_mean")

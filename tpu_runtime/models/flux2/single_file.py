@@ -1,11 +1,12 @@
-"""FLUX.2's single files: the denoiser with Black Forest Labs' keys. Its VAE is in `kl`."""
+"""FLUX.2's single files: the denoiser with Black Forest Labs' keys, the VAE with those of `AutoencoderKL`, Mistral."""
 
 from functools import partial
 
 from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig
+from ..common import kl_single_file
 from ..common.encoder_single_files import BIAS, QK_NORM, QUERY, causal_config, language_model_table, list_signatures
-from ..text_encoders import mistral3
+from . import text_encoder
 
 
 def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
@@ -50,7 +51,8 @@ LAYOUTS = (
         ),
         table=partial(language_model_table, "model.language_model."),
         config=mistral_config,
-        chat_template=mistral3.CHAT_TEMPLATE,
+        chat_template=text_encoder.CHAT_TEMPLATE,
         ignored=("tekken_model", "model.vision_tower.", "vision_tower.", "lm_head.", "output."),
     ),
+    *kl_single_file.list_layouts("AutoencoderKLFlux2", "bn.running_mean"),
 )

@@ -1,44 +1,26 @@
-"""FLUX.2 text to image: black-forest-labs/FLUX.2-dev, and the shared parts of its family.
+"""The denoiser of FLUX.2: forward pass, sizes, sharding rules, splits of fused weights, key names of other formats.
 
-The oracle is `diffusers.Flux2Pipeline`.
-
-The denoiser is that of https://github.com/black-forest-labs/flux2, `src/flux2/model.py`; its modules have the names of
-diffusers' `Flux2Transformer2DModel`.
+It is that of https://github.com/black-forest-labs/flux2, `src/flux2/model.py`; its modules have the names of diffusers'
+`Flux2Transformer2DModel`.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.shape import MeshShape
-from ..model_spec import (
-    DenoiserSpec,
-    EqualsConfig,
-    FloatInput,
-    HeadNorms,
-    HubCheckpoint,
-    ImageConditioning,
-    IntInput,
-    LatentGeometry,
-    ModelSpec,
-    Parallelism,
-    SamplingConfig,
-    TinyModel,
-    VaeSpec,
-)
-from ..model_spec.upstream import Net, UpstreamConfig
-from .autoencoders.flux2 import VAE, decode, denormalize_latents, encode_image, encode_pixels
-from .common import layers
-from .common.layers import Modulation, OverlappedHalves
-from .denoisers.flux2 import GUIDANCE_KEYS, TRANSFORMER
-from .text_encoders import mistral3
+from ....sharding.rules import REPLICATED, Rule
+from ...messages import compose
+from ...model_spec import Component, ConfigRequirement, RowSlice, split_rows, swap_halves
+from ...model_spec.upstream import Net
+from ..common import layers
+from ..common.layers import Modulation, OverlappedHalves
 
 if TYPE_CHECKING:
     import torch
 
-    from ...attention.api import Placement
-    from ..programs.sharded_ops import ShardedOps
-    from .common.layers import Pair, ResidualNorm
+    from ....attention.api import Placement
+    from ...programs.sharded_ops import ShardedOps
+    from ..common.layers import Pair, ResidualNorm
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
@@ -238,94 +220,139 @@ def rotary_tables(pos_embed: Net, sizes: "Sequence[tuple[int, int, int]]") -> "P
     return layers.rotary_tables(pos_embed.theta, pos_embed.axes_dim, places)
 
 
-# --- recipe and spec --------------------------------------------------------------------------------------------------
+# --- the component ----------------------------------------------------------------------------------------------------
 
-HEAD_NORMS = (
-    HeadNorms(
-        queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),
-        keys=("transformer_blocks.*.attn.norm_k", "transformer_blocks.*.attn.norm_added_k"),
-    ),
-    HeadNorms(queries=("single_transformer_blocks.*.attn.norm_q",), keys=("single_transformer_blocks.*.attn.norm_k",)),
+
+def split_fused_projections(module: Net) -> None:
+    """Split the fused projections into one weight per product, so that each is sharded over chips by heads.
+
+    The feed-forward of single blocks is in groups as wide as all heads, and its output projection is stored as `[in,
+    out]`. So a chip's rows of it are contiguous: those of its heads, then its share of each group.
+    """
+    from ...programs.upstream_network import slice_weight
+
+    for block in module.transformer_blocks:
+        for ff in (block.ff, block.ff_context):
+            for group, name in enumerate(("gate", "value")):
+                setattr(ff, name, slice_weight(ff.linear_in.weight, "linear_in.weight", 0, 2, group))
+            del ff.linear_in
+    for block in module.single_transformer_blocks:
+        attn = block.attn
+        wide = attn.mlp_hidden_dim // attn.inner_dim
+        taken = {"query": 0, "key": 1, "value": 2, "gate": slice(3, 3 + wide), "fed": slice(3 + wide, None)}
+        for name, groups in taken.items():
+            projection = slice_weight(attn.to_qkv_mlp_proj.weight, "to_qkv_mlp_proj.weight", 0, 3 + 2 * wide, groups)
+            setattr(attn, f"in_{name}", projection)
+        attn.out = slice_weight(attn.to_out.weight, "to_out.weight", 1, 1 + wide, slice(None), order=(1, 2, 0))
+        del attn.to_qkv_mlp_proj, attn.to_out
+
+
+def is_integral(ratio: object) -> bool:
+    """Return whether `ratio` is a whole number of at least 1."""
+    return isinstance(ratio, int | float) and ratio >= 1 and float(ratio).is_integer()
+
+
+TRANSFORMER_RULES = (
+    Rule("transformer_blocks.*.attn.to_out.0.weight", (None, "fsdp_beside_tp", "heads"), over=(2,)),
+    Rule("transformer_blocks.*.attn.to_add_out.weight", (None, "fsdp_beside_tp", "heads"), over=(2,)),
+    Rule("transformer_blocks.*.attn.*_proj.weight", (None, "heads", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.attn.to_*.weight", (None, "heads", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.*.gate", (None, "mlp", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.*.value", (None, "mlp", "fsdp_beside_tp"), over=(2,)),
+    Rule("transformer_blocks.*.*.linear_out.weight", (None, "fsdp_beside_tp", "mlp"), over=(2,)),
+    Rule("single_transformer_blocks.*.attn.in_gate", (None, None, "heads", "fsdp_beside_tp"), over=(3,)),
+    Rule("single_transformer_blocks.*.attn.in_fed", (None, None, "heads", "fsdp_beside_tp"), over=(3,)),
+    Rule("single_transformer_blocks.*.attn.in_*", (None, "heads", "fsdp_beside_tp"), over=(2,)),
+    Rule("single_transformer_blocks.*.attn.out", (None, None, "heads", "fsdp_beside_tp"), over=(1, 2)),
+    # Used once per step, on one vector or on the text: outputs are gathered instead of weights.
+    Rule("*_modulation_*.linear.weight", ("all_mlp", None)),
+    Rule("single_stream_modulation.linear.weight", ("all_mlp", None)),
+    Rule("time_guidance_embed.*.linear_1.weight", REPLICATED),
+    Rule("time_guidance_embed.*.linear_2.weight", ("all_mlp", None)),
+    Rule("context_embedder.weight", ("all_mlp", None)),
+    Rule("norm_out.linear.weight", ("all_mlp", None)),
+    Rule("x_embedder.weight", REPLICATED),
+    Rule("proj_out.weight", REPLICATED),
 )
 
-SCHEDULER = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 4096,
-    "max_shift": 1.15,
-    "num_train_timesteps": 1000,
-    "shift": 3.0,
-    "time_shift_type": "exponential",
-    "use_dynamic_shifting": True,
+_QKV = split_rows("transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v")
+_ADDED_QKV = split_rows(*(f"transformer_blocks.*.attn.add_{name}_proj" for name in "qkv"))
+# Black Forest Labs' keys; see `diffusers.loaders.single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers`.
+# They call the norms' weights `scale`; ComfyUI calls them `weight`.
+_NORMS = {
+    "double_blocks.*.img_attn.norm.query_norm": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn.norm.key_norm": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.txt_attn.norm.query_norm": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn.norm.key_norm": "transformer_blocks.*.attn.norm_added_k",
+    "single_blocks.*.norm.query_norm": "single_transformer_blocks.*.attn.norm_q",
+    "single_blocks.*.norm.key_norm": "single_transformer_blocks.*.attn.norm_k",
+}
+ORIGINAL_KEYS = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    # Diffusers' fused projections, as LyCORIS trains them.
+    "transformer_blocks.*.attn.to_qkv": _QKV,
+    "transformer_blocks.*.attn.to_added_qkv": _ADDED_QKV,
+    "double_blocks.*.img_attn.qkv": _QKV,
+    "double_blocks.*.txt_attn.qkv": _ADDED_QKV,
+    "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
+    "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+    "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.linear_in",
+    "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.linear_out",
+    "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.linear_in",
+    "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.linear_out",
+    # x-flux' and ComfyUI's name for the rows of `linear1` that make query, key and value.
+    "single_blocks.*.linear1_qkv": (RowSlice("single_transformer_blocks.*.attn.to_qkv_mlp_proj", squares=3),),
+    "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
+    "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
+    **{f"{theirs}{ending}": key for theirs, key in _NORMS.items() for ending in (".scale", ".weight", "")},
+    "final_layer.adaLN_modulation.1": swap_halves("norm_out.linear"),
+    "final_layer.linear": "proj_out",
 }
 
-INPUTS = {
-    "height": IntInput(default=1024, low=64, high=2048, multiple_of=16),
-    "width": IntInput(default=1024, low=64, high=2048, multiple_of=16),
-    "num_inference_steps": IntInput(default=50, low=1, high=100),
-    "guidance_scale": FloatInput(default=4.0, low=0.0, high=20.0),
-    "seed": IntInput(default=42, low=0, high=2**64 - 1),
+# Of models with a guidance input.
+GUIDANCE_KEYS = {
+    "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
 }
 
-
-def shard_heads(num_devices: int, branches: int) -> MeshShape:
-    """Return the mesh: heads split over all chips. The sequence is short and the weights are 60 GiB.
-
-    num_devices: chips. branches: unused; there is one. Weights stay split; activations are summed instead.
-    """
-    return MeshShape(tp=num_devices)
-
-
-def solver_arguments(
-    config: UpstreamConfig, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
-) -> dict[str, Any]:
-    """Return upstream's arguments of `set_timesteps`, besides the number of steps.
-
-    config: the scheduler's. latent_shape: `(..., height, width)`. num_steps: of the schedule. shift: unused; upstream
-    computes `mu` from the image's size and the number of steps.
-    """
-    import numpy as np
-    from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
-
-    sigmas = None if config.get("use_flow_sigmas") else np.linspace(1.0, 1 / num_steps, num_steps)
-    return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], num_steps)}
-
-
-GEOMETRY = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1))
-MINIATURE = TinyModel(
-    id="tiny/flux2", inputs={"height": 80, "width": 112}, texts={"prompt": "a red circle and a green square on blue"}
-)
-RECIPE = SamplingConfig(scheduler=SCHEDULER, guidance="embedded", solver_arguments=solver_arguments)
-
-_DEV = TRANSFORMER.derive(
+TRANSFORMER = Component(
+    name="transformer",
+    library="diffusers",
+    class_name="Flux2Transformer2DModel",
     config={
-        "guidance_embeds": True,
-        "joint_attention_dim": 15360,
-        "num_attention_heads": 48,
-        "num_layers": 8,
-        "num_single_layers": 48,
+        "attention_head_dim": 128,
+        "axes_dims_rope": (32, 32, 32, 32),
+        "eps": 1e-6,
+        "in_channels": 128,
+        "mlp_ratio": 3.0,
+        "patch_size": 1,
+        "rope_theta": 2000,
+        "timestep_guidance_channels": 256,
     },
-    tiny={"num_attention_heads": 6},
-    needs={"joint_attention_dim": EqualsConfig("text_encoder", "text_config.hidden_size", times=len(mistral3.STATES))},
-    original_keys=GUIDANCE_KEYS,
-)
-
-SPEC = ModelSpec(
-    name="flux2-dev",
-    family="Flux2",
-    title="FLUX.2 dev",
-    category="FLUX.2",
-    published=HubCheckpoint(hub_id="black-forest-labs/FLUX.2-dev", pipeline_classes=("Flux2Pipeline",)),
-    miniature=MINIATURE,
-    components=(mistral3.TEXT_ENCODER, _DEV, *VAE),
-    geometry=GEOMETRY,
-    text_encoders=(mistral3.TEXT,),
-    inputs=INPUTS,
-    texts={"prompt": "A beautiful sunset over the ocean"},
-    recipe=RECIPE,
-    denoiser=DenoiserSpec(forward=forward, head_norms=HEAD_NORMS),
-    parallelism=Parallelism(mesh=shard_heads),
-    vae=VaeSpec(latent_format="Flux2", denormalize=denormalize_latents, decode=decode, encode=encode_pixels),
-    pictures=ImageConditioning(encode=encode_image, are_references=True),
+    tiny={
+        "attention_head_dim": 24,
+        "axes_dims_rope": (4, 8, 6, 6),
+        "joint_attention_dim": 120,
+        "num_layers": 2,
+        "num_single_layers": 3,
+        "timestep_guidance_channels": 32,
+    },
+    needs={
+        "in_channels": ConfigRequirement((128,)),
+        # The single blocks' fused projections are cut into groups as wide as the heads together.
+        "mlp_ratio": ConfigRequirement(fits=is_integral, wording=compose("settings.a_whole_number")),
+        "out_channels": ConfigRequirement((None, 128)),
+        "patch_size": ConfigRequirement((1,)),
+    },
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    trim=split_fused_projections,
+    rules=TRANSFORMER_RULES,
+    original_keys=ORIGINAL_KEYS,
+    lora_prefixes=("transformer.", "lycoris_", "lora_transformer_", ""),
 )

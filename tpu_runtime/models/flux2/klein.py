@@ -1,14 +1,14 @@
 """FLUX.2 klein: black-forest-labs/FLUX.2-klein-4B and -9B, distilled, and the -base- checkpoints, which are not.
 
-The oracle is `diffusers.Flux2KleinPipeline`. The network is that of `flux2`, smaller and without a guidance input; the
-text encoder is Qwen3. The published 9B configs are gated; the sizes here are those of `Klein9BParams` in Black Forest
-Labs' repository.
+The oracle is `diffusers.Flux2KleinPipeline`. The network is that of dev, smaller and without a guidance input; the text
+encoder is Qwen3. The published 9B configs are gated; the sizes here are those of `Klein9BParams` in Black Forest Labs'
+repository.
 """
 
 from dataclasses import replace
 
-from ...sharding.shape import MeshShape
-from ..model_spec import (
+from ....sharding.shape import MeshShape
+from ...model_spec import (
     ConfigRequirement,
     EqualsConfig,
     FloatInput,
@@ -18,9 +18,10 @@ from ..model_spec import (
     Parallelism,
     make_distilled_advice,
 )
-from . import flux2
-from .common import qwen3
-from .denoisers import flux2 as denoiser
+from ..common import qwen3
+from . import spec as dev
+from . import transformer
+from .vae import VAE
 
 # The number of steps that the models were distilled for.
 STEPS = 4
@@ -35,7 +36,7 @@ def shard_guidance_and_heads(num_devices: int, branches: int) -> MeshShape:
     return MeshShape(dp=dp, tp=num_devices // dp)
 
 
-TRANSFORMER = denoiser.TRANSFORMER.derive(
+TRANSFORMER = transformer.TRANSFORMER.derive(
     config={
         "guidance_embeds": False,
         "joint_attention_dim": 7680,
@@ -51,20 +52,20 @@ TRANSFORMER = denoiser.TRANSFORMER.derive(
 )
 
 
-COMPONENTS = (qwen3.TEXT_ENCODER, TRANSFORMER, *flux2.VAE)
+COMPONENTS = (qwen3.TEXT_ENCODER, TRANSFORMER, *VAE)
 LARGER_COMPONENTS = (
     qwen3.TEXT_ENCODER.derive(config=qwen3.LARGER),
     TRANSFORMER.derive(
         config={"joint_attention_dim": 12288, "num_attention_heads": 32, "num_layers": 8, "num_single_layers": 24}
     ),
-    *flux2.VAE,
+    *VAE,
 )
 
-MINIATURE = replace(flux2.MINIATURE, id="tiny/flux2klein")
+MINIATURE = replace(dev.MINIATURE, id="tiny/flux2klein")
 
 # One branch and no negative prompt: upstream ignores guidance for checkpoints marked as distilled.
 DISTILLED = replace(
-    flux2.SPEC,
+    dev.SPEC,
     name="flux2-klein-4b",
     title="FLUX.2 klein 4B",
     published=HubCheckpoint(
@@ -76,15 +77,15 @@ DISTILLED = replace(
     components=COMPONENTS,
     text_encoders=(qwen3.TEXT,),
     inputs={
-        **flux2.INPUTS,
+        **dev.INPUTS,
         "num_inference_steps": IntInput(default=STEPS, low=1, high=100),
         "guidance_scale": FloatInput(default=1.0, low=0.0, high=20.0),
     },
     texts={"prompt": qwen3.PROMPT},
-    recipe=replace(flux2.RECIPE, advice=make_distilled_advice(STEPS, "runs without")),
+    recipe=replace(dev.RECIPE, advice=make_distilled_advice(STEPS, "runs without")),
 )
 BASE = replace(
-    flux2.SPEC,
+    dev.SPEC,
     name="flux2-klein-base-4b",
     title="FLUX.2 klein base 4B",
     published=HubCheckpoint(hub_id="black-forest-labs/FLUX.2-klein-base-4B", pipeline_classes=("Flux2KleinPipeline",)),
@@ -92,7 +93,7 @@ BASE = replace(
     components=COMPONENTS,
     text_encoders=(qwen3.TEXT,),
     texts={"prompt": qwen3.PROMPT, "negative_prompt": ""},
-    recipe=replace(flux2.RECIPE, guidance="cfg"),
+    recipe=replace(dev.RECIPE, guidance="cfg"),
     parallelism=Parallelism(mesh=shard_guidance_and_heads),
 )
 
