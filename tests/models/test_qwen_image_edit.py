@@ -25,7 +25,7 @@ from comfyui_tpu.tpu_runtime.engine.stage_values import ImageCondition
 from comfyui_tpu.tpu_runtime.files import read_header
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.models.text_encoders.qwen_image import IMAGE_PAD
+from comfyui_tpu.tpu_runtime.models.qwen_image.text_encoder import IMAGE_PAD
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as upstream
 from PIL import Image

@@ -7,9 +7,11 @@ import difflib
 import re
 
 from ..model_spec import ModelSpec
-from . import cogvideox, cogvideox_i2v, hunyuan15, hunyuan15_distilled, hunyuan15_i2v, qwen_image, qwen_image_edit
+from . import cogvideox, cogvideox_i2v, hunyuan15, hunyuan15_distilled, hunyuan15_i2v
 from .flux2 import klein
 from .flux2 import spec as flux2
+from .qwen_image import edit
+from .qwen_image import spec as qwen_image
 from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
 from .z_image import spec as z_image
 
@@ -33,7 +35,7 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     cogvideox_i2v.SPEC,
     *klein.SIBLINGS,
     z_image.BASE,
-    qwen_image_edit.SPEC,
+    edit.SPEC,
 )
 SPECS = FLAGSHIPS + SIBLINGS
 # Help text of every command with a model argument.

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.common import qwen25
-from comfyui_tpu.tpu_runtime.models.qwen_image import SCHEDULER, SPEC
-from comfyui_tpu.tpu_runtime.models.text_encoders import qwen_image as texts
+from comfyui_tpu.tpu_runtime.models.qwen_image import text_encoder as texts
+from comfyui_tpu.tpu_runtime.models.qwen_image.spec import SCHEDULER, SPEC
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.common import qwen25_vision
 from comfyui_tpu.tpu_runtime.models.common.wan_vae import LATENTS_MEAN, LATENTS_STD
-from comfyui_tpu.tpu_runtime.models.qwen_image import SCHEDULER, SPEC, apply_guidance, solver_arguments
-from comfyui_tpu.tpu_runtime.models.qwen_image_edit import resize_image, to_pixels
-from comfyui_tpu.tpu_runtime.models.text_encoders import qwen_image as texts
+from comfyui_tpu.tpu_runtime.models.qwen_image import text_encoder as texts
+from comfyui_tpu.tpu_runtime.models.qwen_image.edit import resize_image, to_pixels
+from comfyui_tpu.tpu_runtime.models.qwen_image.spec import SCHEDULER, SPEC, apply_guidance, solver_arguments
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as pipelines
 from PIL import Image
 from torch import Tensor

@@ -8,13 +8,14 @@ Images enter twice: through the text encoder, as few tokens, and through the den
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .. import media
-from ..messages import compose
-from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, IntInput, Settings
-from ..model_spec.upstream import UpstreamConfig
-from . import qwen_image
-from .common import qwen25_vision, wan_vae, wan_vae_encoder
-from .text_encoders.qwen_image import EDIT_PROMPT, EDIT_TEXT, TEXT_ENCODER
+from ... import media
+from ...messages import compose
+from ...model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, IntInput, Settings
+from ...model_spec.upstream import UpstreamConfig
+from ..common import qwen25_vision, wan_vae, wan_vae_encoder
+from . import spec
+from .text_encoder import EDIT_PROMPT, EDIT_TEXT, TEXT_ENCODER
+from .transformer import TRANSFORMER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,7 +86,7 @@ def to_pixels(picture: "Image.Image") -> "torch.Tensor":
     return torch.from_numpy(np.asarray(picture, np.float32) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None, :, None]
 
 
-_TRANSFORMER = qwen_image.TRANSFORMER.derive(
+_TRANSFORMER = TRANSFORMER.derive(
     config={"zero_cond_t": True},
     tiny={"zero_cond_t": True},
     # 2509 embeds reference latents at the sample's timestep.
@@ -93,12 +94,12 @@ _TRANSFORMER = qwen_image.TRANSFORMER.derive(
 )
 
 SPEC = replace(
-    qwen_image.SPEC,
+    spec.SPEC,
     name="qwen-image-edit-2511",
     title="Qwen-Image Edit 2511",
     published=HubCheckpoint(hub_id="Qwen/Qwen-Image-Edit-2511", pipeline_classes=("QwenImageEditPlusPipeline",)),
     miniature=replace(
-        qwen_image.SPEC.miniature,
+        spec.SPEC.miniature,
         id="tiny/qwenimageedit",
         texts={"prompt": "the circle becomes yellow", "negative_prompt": ""},
         picture="wan_i2v_shapes.png",
@@ -112,7 +113,7 @@ SPEC = replace(
     ),
     text_encoders=(EDIT_TEXT,),
     inputs={
-        **qwen_image.SPEC.inputs,
+        **spec.SPEC.inputs,
         "height": IntInput(default=1024, low=64, high=2048, multiple_of=16),
         "width": IntInput(default=1024, low=64, high=2048, multiple_of=16),
         "num_inference_steps": IntInput(default=40, low=1, high=100),
