@@ -24,7 +24,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import guider, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
-from comfyui_tpu.tpu_runtime.models.text_encoders import hunyuan15 as hunyuan15_text
+from comfyui_tpu.tpu_runtime.models.hunyuan15 import text_encoder as hunyuan15_text
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 

@@ -16,14 +16,15 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.engine import conditioning
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
-from comfyui_tpu.tpu_runtime.models import SPECS, hunyuan15_distilled, lookup_spec, spec_for_family
+from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
+from comfyui_tpu.tpu_runtime.models.hunyuan15 import distilled
 from comfyui_tpu.tpu_runtime.programs.denoising_plan import DenoisingPlan
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow
 
 SPEC = spec_for_family("HunyuanVideo15")
-MEAN_FLOW, DISTILLED = hunyuan15_distilled.I2V_480P_STEP_DISTILLED, hunyuan15_distilled.T2V_480P_DISTILLED
+MEAN_FLOW, DISTILLED = distilled.I2V_480P_STEP_DISTILLED, distilled.T2V_480P_DISTILLED
 # 105 tokens on 8 and on 3 chips: only 3 divides them. The checkpoint's own shift.
 PICTURE = replace(flagship.PICTURE, guidance_scale=1.0)
 FLAT = replace(flagship.FLAT, num_inference_steps=2, shift=0.0)

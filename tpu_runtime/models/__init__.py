@@ -7,9 +7,12 @@ import difflib
 import re
 
 from ..model_spec import ModelSpec
-from . import cogvideox, cogvideox_i2v, hunyuan15, hunyuan15_distilled, hunyuan15_i2v
+from . import cogvideox, cogvideox_i2v
 from .flux2 import klein
 from .flux2 import spec as flux2
+from .hunyuan15 import distilled
+from .hunyuan15 import i2v as hunyuan15_i2v
+from .hunyuan15 import spec as hunyuan15
 from .qwen_image import edit
 from .qwen_image import spec as qwen_image
 from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
@@ -31,7 +34,7 @@ SIBLINGS: tuple[ModelSpec, ...] = (
     *wan21.SIBLINGS,
     *wan21_i2v.SIBLINGS,
     wan22_ti2v.SPEC,
-    *hunyuan15_distilled.SIBLINGS,
+    *distilled.SIBLINGS,
     cogvideox_i2v.SPEC,
     *klein.SIBLINGS,
     z_image.BASE,

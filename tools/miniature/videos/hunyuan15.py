@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from comfyui_tpu.tpu_runtime.models import hunyuan15, hunyuan15_i2v
 from comfyui_tpu.tpu_runtime.models.common import qwen25
-from comfyui_tpu.tpu_runtime.models.text_encoders import hunyuan15 as texts
+from comfyui_tpu.tpu_runtime.models.hunyuan15 import i2v, spec, transformer
+from comfyui_tpu.tpu_runtime.models.hunyuan15 import text_encoder as texts
 from torch import Tensor, nn
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
 
@@ -143,12 +143,12 @@ class Denoiser(nn.Module):
         more = torch.zeros_like(noisy[:, :1]).expand(-1, CHANNELS + 1, -1, -1, -1) if given is None else given
         x = dit.x_embedder(torch.cat([noisy, more], 1))
         temb = F.silu(dit.time_embed(sigma * 1000))
-        text = dit.context_embedder.proj_in(self.states(ids)) + dit.cond_type_embed.weight[hunyuan15.TEXT]
+        text = dit.context_embedder.proj_in(self.states(ids)) + dit.cond_type_embed.weight[transformer.TEXT]
         bias = torch.where(mask.bool(), 0.0, -torch.inf)
         if given is not None:
-            image = dit.cond_type_embed.weight[hunyuan15.IMAGE].expand(len(x), 1, -1)
+            image = dit.cond_type_embed.weight[transformer.IMAGE].expand(len(x), 1, -1)
             text = torch.cat([image, text], 1)
-            bias = F.pad(bias, (1, 0), value=math.log(hunyuan15_i2v.VISION_TOKENS))
+            bias = F.pad(bias, (1, 0), value=math.log(i2v.VISION_TOKENS))
         bias = F.pad(bias, (x.shape[1], 0))[:, None, None]
         text = F.layer_norm(text, text.shape[-1:], eps=1e-6)
         rotary = [one[None, :, None] for one in dit.rope(noisy)]
@@ -222,7 +222,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
     transformer = upstream.HunyuanVideo15Transformer3DModel(**TRANSFORMER)
     transformer.load_state_dict(denoiser.transformer.state_dict())
     guider: Any = upstream.ClassifierFreeGuidance(guidance_scale=6.0)
-    config = {**hunyuan15.SCHEDULER, "shift": 3.0}  # so small a picture is made with less noise
+    config = {**spec.SCHEDULER, "shift": 3.0}  # so small a picture is made with less noise
     pipeline = upstream.HunyuanVideo15Pipeline(
         denoiser.text, tokenizer, transformer, vae, scheduler(config), glyphs, ByT5Tokenizer(), guider
     )
@@ -235,7 +235,7 @@ def sample(pipeline: Any, scene: Scene, seed: int, *, steps: int, **more: Any) -
     (video,) = pipeline(
         prompt=str(scene),
         negative_prompt="",
-        **hunyuan15.SPEC.miniature.inputs,
+        **spec.SPEC.miniature.inputs,
         num_inference_steps=steps,
         generator=torch.Generator().manual_seed(seed),
         output_type="np",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_tpu.tpu_runtime.models.hunyuan15_i2v import SPEC
+from comfyui_tpu.tpu_runtime.models.hunyuan15.i2v import SPEC
 from transformers import SiglipVisionConfig, SiglipVisionModel
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 

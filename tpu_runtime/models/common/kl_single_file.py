@@ -48,6 +48,17 @@ def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     return config | ({} if decoder == widths else {"decoder_block_out_channels": tuple(decoder)})
 
 
+def causal_vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
+    """Return the config of a VAE with causal convolutions from its shapes, for CogVideoX and HunyuanVideo 1.5."""
+    levels = shapes.count("encoder.down_blocks")
+    widths = (shapes.require(f"encoder.down_blocks.{n}.resnets.0.conv1.conv.weight", 5)[0] for n in range(levels))
+    return {
+        "block_out_channels": tuple(widths),
+        "latent_channels": shapes.require("decoder.conv_in.conv.weight", 5)[1],
+        "layers_per_block": shapes.count("encoder.down_blocks.0.resnets"),
+    }
+
+
 def list_layouts(class_name: str, *more: str) -> tuple[FileLayout, ...]:
     """Return the layouts of a class, whose files also have (or, with `!`, do not have) the tensors `more`."""
     return (

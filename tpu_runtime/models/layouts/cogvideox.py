@@ -4,6 +4,7 @@ from ...files import CheckpointError
 from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...messages import compose
 from ...model_spec.upstream import UpstreamConfig
+from ..common.kl_single_file import causal_vae_config
 
 # Networks with further input channels, by the number of input channels.
 _OF_CHANNELS = {33: "CogVideoX Fun", 48: "a CogVideoX that inpaints, such as VOID"}
@@ -38,17 +39,6 @@ def denoiser_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
     return config
 
 
-def vae_config(shapes: TensorShapes, base: UpstreamConfig) -> Config:
-    """Return the VAE's config from its tensors' shapes, for CogVideoX and HunyuanVideo 1.5."""
-    levels = shapes.count("encoder.down_blocks")
-    widths = (shapes.require(f"encoder.down_blocks.{n}.resnets.0.conv1.conv.weight", 5)[0] for n in range(levels))
-    return {
-        "block_out_channels": tuple(widths),
-        "latent_channels": shapes.require("decoder.conv_in.conv.weight", 5)[1],
-        "layers_per_block": shapes.count("encoder.down_blocks.0.resnets"),
-    }
-
-
 LAYOUTS = (
     FileLayout(
         class_name="CogVideoXTransformer3DModel",
@@ -62,6 +52,6 @@ LAYOUTS = (
     FileLayout(
         class_name="AutoencoderKLCogVideoX",
         marks=(("decoder.conv_in.conv.weight", "decoder.mid_block.resnets.0.norm1.norm_layer.weight"),),
-        config=vae_config,
+        config=causal_vae_config,
     ),
 )

@@ -1,1 +1,1 @@
-"""Qwen-Image, text to image, and Edit, images to image. May import `models/common`, `formats`, `programs` and the leaves."""
+"""Qwen-Image and Edit, text and images to image. May import `models/common`, `formats`, `programs` and the leaves."""

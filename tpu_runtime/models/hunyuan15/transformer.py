@@ -1,38 +1,22 @@
-"""HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v.
+"""The denoiser of HunyuanVideo 1.5 (https://arxiv.org/abs/2511.18870): forward pass, sizes, sharding, original keys.
 
-Paper: https://arxiv.org/abs/2511.18870. The oracle is `diffusers.HunyuanVideo15Pipeline`; the denoiser's modules have
-the names of diffusers' `HunyuanVideo15Transformer3DModel`.
+Its modules have the names of diffusers' `HunyuanVideo15Transformer3DModel`.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..model_spec import (
-    BoolInput,
-    DenoiserSpec,
-    FeatureReuse,
-    FloatInput,
-    HeadNorms,
-    HubCheckpoint,
-    IntInput,
-    LatentGeometry,
-    ModelSpec,
-    SamplingConfig,
-    TinyModel,
-    VaeSpec,
-)
-from ..model_spec.upstream import Net, UpstreamConfig
-from .autoencoders.hunyuan15 import LIGHT_VAE, VAE_DECODER, decode, denormalize_latents
-from .common import layers
-from .denoisers.hunyuan15 import TRANSFORMER
-from .text_encoders.hunyuan15 import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
+from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
+from ...model_spec import Component, ConfigRequirement, EqualsConfig, KeyTable, split_rows, swap_halves
+from ...model_spec.upstream import Net
+from ..common import layers
 
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.sharded_ops import ShardedOps
-    from .common.layers import Modulation, Pair
+    from ...programs.sharded_ops import ShardedOps
+    from ..common.layers import Modulation, Pair
 
 # Rows of `cond_type_embed`, which marks the source of a conditioning token.
 TEXT, GLYPHS, IMAGE = 0, 1, 2
@@ -87,7 +71,7 @@ def join_texts(
     """
     import torch
 
-    from ..programs import torch_bridge
+    from ...programs import torch_bridge
 
     kind = dit.cond_type_embed.weight
     lengths = [inputs["text_2_length"], inputs["text_length"]]
@@ -283,76 +267,166 @@ def reuse_features(
     return predict_flow(dit, run, x, temb, sample)
 
 
-def solver_arguments(
-    config: UpstreamConfig, latent_shape: tuple[int, ...], num_steps: int, shift: float | None
-) -> dict[str, Any]:
-    """Return upstream's arguments of `set_timesteps`, besides the number of steps: evenly spaced sigmas.
+# --- the component ----------------------------------------------------------------------------------------------------
 
-    config, latent_shape, shift: unused here; the shift is a key of the scheduler's config. num_steps: of the schedule.
-    """
-    import numpy as np
-
-    return {"sigmas": np.linspace(1.0, 0.0, num_steps + 1)[:-1]}
-
-
-# The published 720p checkpoint's config; for 480p the shift is 5.
-SCHEDULER = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "num_train_timesteps": 1000,
-    "shift": 9.0,
-    "use_dynamic_shifting": False,
+# The path of a block of the token refiner.
+_REFINER = "context_embedder.token_refiner.refiner_blocks.*"
+# Tencent's keys, and those that only ComfyUI has.
+ORIGINAL_KEYS: KeyTable = {
+    "img_in.proj": "x_embedder.proj",
+    "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
+    "time_in.in_layer": "time_embed.timestep_embedder.linear_1",
+    "time_in.mlp.2": "time_embed.timestep_embedder.linear_2",
+    "time_in.out_layer": "time_embed.timestep_embedder.linear_2",
+    "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+    "txt_in.t_embedder.in_layer": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+    "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+    "txt_in.t_embedder.out_layer": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+    "txt_in.c_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
+    "txt_in.c_embedder.in_layer": "context_embedder.time_text_embed.text_embedder.linear_1",
+    "txt_in.c_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
+    "txt_in.c_embedder.out_layer": "context_embedder.time_text_embed.text_embedder.linear_2",
+    "txt_in.input_embedder": "context_embedder.proj_in",
+    "txt_in.individual_token_refiner.blocks.*.norm1": f"{_REFINER}.norm1",
+    "txt_in.individual_token_refiner.blocks.*.norm2": f"{_REFINER}.norm2",
+    "txt_in.individual_token_refiner.blocks.*.self_attn_qkv": split_rows(
+        f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
+    ),
+    "txt_in.individual_token_refiner.blocks.*.self_attn.qkv": split_rows(
+        f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
+    ),
+    "txt_in.individual_token_refiner.blocks.*.self_attn_proj": f"{_REFINER}.attn.to_out.0",
+    "txt_in.individual_token_refiner.blocks.*.self_attn.proj": f"{_REFINER}.attn.to_out.0",
+    "txt_in.individual_token_refiner.blocks.*.mlp.fc1": f"{_REFINER}.ff.net.0.proj",
+    "txt_in.individual_token_refiner.blocks.*.mlp.0": f"{_REFINER}.ff.net.0.proj",
+    "txt_in.individual_token_refiner.blocks.*.mlp.fc2": f"{_REFINER}.ff.net.2",
+    "txt_in.individual_token_refiner.blocks.*.mlp.2": f"{_REFINER}.ff.net.2",
+    "txt_in.individual_token_refiner.blocks.*.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
+    "byt5_in.layernorm": "context_embedder_2.norm",
+    "byt5_in.fc1": "context_embedder_2.linear_1",
+    "byt5_in.fc2": "context_embedder_2.linear_2",
+    "byt5_in.fc3": "context_embedder_2.linear_3",
+    "vision_in.proj.0": "image_embedder.norm_in",
+    "vision_in.proj.1": "image_embedder.linear_1",
+    "vision_in.proj.3": "image_embedder.linear_2",
+    "vision_in.proj.4": "image_embedder.norm_out",
+    "cond_type_embedding": "cond_type_embed",
+    "double_blocks.*.img_mod.linear": "transformer_blocks.*.norm1.linear",
+    "double_blocks.*.img_mod.lin": "transformer_blocks.*.norm1.linear",
+    "double_blocks.*.img_attn_q": "transformer_blocks.*.attn.to_q",
+    "double_blocks.*.img_attn_k": "transformer_blocks.*.attn.to_k",
+    "double_blocks.*.img_attn_v": "transformer_blocks.*.attn.to_v",
+    "double_blocks.*.img_attn_qkv": split_rows(
+        "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
+    ),
+    "double_blocks.*.img_attn.qkv": split_rows(
+        "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
+    ),
+    "double_blocks.*.img_attn_q_norm": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn_k_norm": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.img_attn.norm.query_norm": "transformer_blocks.*.attn.norm_q",
+    "double_blocks.*.img_attn.norm.key_norm": "transformer_blocks.*.attn.norm_k",
+    "double_blocks.*.img_attn_proj": "transformer_blocks.*.attn.to_out.0",
+    "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
+    "double_blocks.*.img_mlp.fc1": "transformer_blocks.*.ff.net.0.proj",
+    "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.net.0.proj",
+    "double_blocks.*.img_mlp.fc2": "transformer_blocks.*.ff.net.2",
+    "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.net.2",
+    "double_blocks.*.txt_mod.linear": "transformer_blocks.*.norm1_context.linear",
+    "double_blocks.*.txt_mod.lin": "transformer_blocks.*.norm1_context.linear",
+    "double_blocks.*.txt_attn_q": "transformer_blocks.*.attn.add_q_proj",
+    "double_blocks.*.txt_attn_k": "transformer_blocks.*.attn.add_k_proj",
+    "double_blocks.*.txt_attn_v": "transformer_blocks.*.attn.add_v_proj",
+    "double_blocks.*.txt_attn_qkv": split_rows(
+        "transformer_blocks.*.attn.add_q_proj",
+        "transformer_blocks.*.attn.add_k_proj",
+        "transformer_blocks.*.attn.add_v_proj",
+    ),
+    "double_blocks.*.txt_attn.qkv": split_rows(
+        "transformer_blocks.*.attn.add_q_proj",
+        "transformer_blocks.*.attn.add_k_proj",
+        "transformer_blocks.*.attn.add_v_proj",
+    ),
+    "double_blocks.*.txt_attn_q_norm": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn_k_norm": "transformer_blocks.*.attn.norm_added_k",
+    "double_blocks.*.txt_attn.norm.query_norm": "transformer_blocks.*.attn.norm_added_q",
+    "double_blocks.*.txt_attn.norm.key_norm": "transformer_blocks.*.attn.norm_added_k",
+    "double_blocks.*.txt_attn_proj": "transformer_blocks.*.attn.to_add_out",
+    "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
+    "double_blocks.*.txt_mlp.fc1": "transformer_blocks.*.ff_context.net.0.proj",
+    "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.net.0.proj",
+    "double_blocks.*.txt_mlp.fc2": "transformer_blocks.*.ff_context.net.2",
+    "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.net.2",
+    "final_layer.adaLN_modulation.1": swap_halves("norm_out.linear"),
+    "final_layer.linear": "proj_out",
 }
 
-SPEC = ModelSpec(
-    name="hunyuanvideo1.5-t2v-720p",
-    family="HunyuanVideo15",
-    title="HunyuanVideo 1.5 T2V",
-    category="HunyuanVideo1.5",
-    published=HubCheckpoint(
-        hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
-        pipeline_classes=("HunyuanVideo15Pipeline",),
-        index={"guider": ("diffusers", "ClassifierFreeGuidance")},
-        files={"guider/guider_config.json": {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}},
-    ),
-    miniature=TinyModel(
-        id="tiny/hunyuan15",
-        inputs={"height": 80, "width": 112, "num_frames": 9},
-        texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
-    ),
-    components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
-    geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
-    text_encoders=TEXT_ENCODERS,
-    inputs={
-        "height": IntInput(default=720, low=64, high=1920, multiple_of=16),
-        "width": IntInput(default=1280, low=64, high=1920, multiple_of=16),
-        "num_frames": IntInput(default=121, low=1, high=241, multiple_of=4, plus=1),
-        "num_inference_steps": IntInput(default=50, low=1, high=100),
-        "guidance_scale": FloatInput(default=6.0, low=1.0, high=20.0),  # below 1 upstream still guides
-        "seed": IntInput(default=42, low=0, high=2**64 - 1),
-        # 0: the checkpoint's own shift, which differs between 480p, 720p and image to video.
-        "flow_shift": FloatInput(default=0.0, low=0.0, high=20.0, step=0.5),
-        "fps": IntInput(default=24, low=1, high=120),
-        "step_cache": BoolInput(default=False),
-        # Reuse suits the middle of 50 steps: the first steps compose the video, the last add its details.
-        "cache_start": IntInput(default=11, low=0, high=100),
-        "cache_end": IntInput(default=45, low=0, high=100),
-        "cache_interval": IntInput(default=4, low=1, high=100),
-        "cache_threshold": FloatInput(default=0.0, low=0.0, high=1.0, step=0.01),  # 0: DeepCache
+TRANSFORMER = Component(
+    name="transformer",
+    library="diffusers",
+    class_name="HunyuanVideo15Transformer3DModel",
+    config={
+        "attention_head_dim": 128,
+        "image_embed_dim": 1152,
+        "in_channels": 65,
+        "mlp_ratio": 4.0,
+        "num_attention_heads": 16,
+        "num_layers": 54,
+        "num_refiner_layers": 2,
+        "out_channels": 32,
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "qk_norm": "rms_norm",
+        "rope_axes_dim": (16, 56, 56),
+        "rope_theta": 256.0,
+        "target_size": 960,
+        "task_type": "t2v",
+        "text_embed_2_dim": 1472,
+        "text_embed_dim": 3584,
+        "use_meanflow": False,
     },
-    texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    recipe=SamplingConfig(scheduler=SCHEDULER, shift_key="shift", solver_arguments=solver_arguments),
-    denoiser=DenoiserSpec(
-        forward=forward,
-        tile=(8, 8, 16),
-        step_reuse=FeatureReuse(
-            keep=keep_features, reuse=reuse_features, tokens=("hidden",), whole=("text", "text_length")
-        ),
-        head_norms=(
-            HeadNorms(
-                queries=("transformer_blocks.*.attn.norm_q", "transformer_blocks.*.attn.norm_added_q"),
-                keys=("transformer_blocks.*.attn.norm_k", "transformer_blocks.*.attn.norm_added_k"),
-            ),
-        ),
+    tiny={
+        "attention_head_dim": 20,
+        "image_embed_dim": 28,
+        "mlp_ratio": 3.0,
+        "num_attention_heads": 6,
+        "num_layers": 3,
+        "rope_axes_dim": (4, 8, 8),
+        "target_size": 96,
+        "text_embed_2_dim": 44,
+        "text_embed_dim": 60,
+    },
+    needs={
+        # Noisy latents, the image's latents and the mask of given frames.
+        "in_channels": ConfigRequirement((2 * 32 + 1,)),
+        "out_channels": ConfigRequirement((32,)),
+        "patch_size": ConfigRequirement((1,)),
+        "patch_size_t": ConfigRequirement((1,)),
+        "qk_norm": ConfigRequirement(("rms_norm",)),
+        "text_embed_2_dim": EqualsConfig("text_encoder_2", "d_model"),
+        "text_embed_dim": EqualsConfig("text_encoder", "hidden_size"),
+        # True in step-distilled checkpoints, which also embed the next timestep.
+        "use_meanflow": ConfigRequirement((False,)),
+    },
+    blocks=("transformer_blocks",),
+    original_keys=ORIGINAL_KEYS,
+    rules=(
+        Rule("transformer_blocks.**.bias", REPLICATED),
+        Rule("transformer_blocks.*.attn.norm_*.weight", REPLICATED),
+        # Modulation applies to one vector: it is computed on the chips that hold its weights, then gathered.
+        Rule("transformer_blocks.*.norm1.linear.weight", (None, "all_embed", None)),
+        Rule("transformer_blocks.*.norm1_context.linear.weight", (None, "all_embed", None)),
+        Rule("transformer_blocks.*.attn.to_out.0.weight", *BLOCK_PRODUCT),
+        Rule("transformer_blocks.*.attn.*.weight", *BLOCK_PRODUCT),
+        Rule("transformer_blocks.*.*.net.0.proj.weight", *BLOCK_PRODUCT),
+        Rule("transformer_blocks.*.*.net.2.weight", *BLOCK_PRODUCT),
+        Rule("context_embedder.token_refiner.refiner_blocks.*.norm*.weight", REPLICATED),
+        Rule("context_embedder.token_refiner.refiner_blocks.**.weight", *GATHERED),
+        Rule("context_embedder.proj_in.weight", *GATHERED),
+        Rule("context_embedder.time_text_embed.*.*.weight", *GATHERED),
+        Rule("context_embedder_2.linear_*.weight", *GATHERED),
+        Rule("image_embedder.linear_*.weight", *GATHERED),
+        Rule("time_embed.timestep_embedder.*.weight", *GATHERED),
+        Rule("norm_out.linear.weight", *GATHERED),
     ),
-    vae=VaeSpec(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=LIGHT_VAE),
 )

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...sharding.rules import GATHERED, Rule
-from ..model_spec import Component, ConfigRequirement, ModelSpec
-from . import hunyuan15, hunyuan15_i2v
+from ....sharding.rules import GATHERED, Rule
+from ...model_spec import Component, ConfigRequirement, ModelSpec
+from . import i2v
+from .spec import SPEC
 
-_BY_TASK = {"t2v": hunyuan15.SPEC, "i2v": hunyuan15_i2v.SPEC}
+_BY_TASK = {"t2v": SPEC, "i2v": i2v.SPEC}
 # Upstream's size for 16:9 with a `target_size` of 640.
 _DEFAULTS_480P = {"height": 480, "width": 848}
 
@@ -80,7 +81,7 @@ T2V_480P = _sibling("480p_t2v", shift=5.0, guidance_scale=6.0, transformer=_T2V,
 I2V_480P = _sibling("480p_i2v", shift=5.0, guidance_scale=6.0, transformer=_I2V, defaults=_DEFAULTS_480P)
 T2V_480P_DISTILLED = _sibling("480p_t2v_distilled", shift=5.0, transformer=_T2V, defaults=_DEFAULTS_480P)
 I2V_480P_DISTILLED = _sibling("480p_i2v_distilled", shift=5.0, transformer=_I2V, defaults=_DEFAULTS_480P)
-I2V_720P_DISTILLED = _sibling("720p_i2v_distilled", shift=7.0, transformer=hunyuan15_i2v.SPEC.component("transformer"))
+I2V_720P_DISTILLED = _sibling("720p_i2v_distilled", shift=7.0, transformer=i2v.SPEC.component("transformer"))
 I2V_480P_STEP_DISTILLED = _sibling(
     "480p_i2v_step_distilled",
     shift=7.0,

@@ -9,7 +9,7 @@ from ...messages import compose
 from ...model_spec import KeyTable
 from ...model_spec.upstream import UpstreamConfig
 from ..common.encoder_single_files import VISION_QUERY, vision_config, vision_table
-from .cogvideox import vae_config
+from ..common.kl_single_file import causal_vae_config
 
 # The upscaler's number of input channels.
 _UPSCALER = 98
@@ -70,14 +70,14 @@ LAYOUTS = (
         class_name="AutoencoderKLHunyuanVideo15",
         marks=(("decoder.conv_in.conv.weight", "decoder.mid.attn_1.q.weight", "decoder.norm_out.gamma"),),
         table=vae_table,
-        config=vae_config,
+        config=causal_vae_config,
     ),
     FileLayout(
         class_name="AutoencoderKLHunyuanVideo15",
         marks=(
             ("decoder.conv_in.conv.weight", "decoder.mid_block.attentions.0.to_q.weight", "decoder.norm_out.gamma"),
         ),
-        config=vae_config,
+        config=causal_vae_config,
     ),
     FileLayout(
         class_name="SiglipVisionModel",

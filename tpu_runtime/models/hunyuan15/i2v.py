@@ -7,9 +7,9 @@ frame, and SigLIP's image tokens next to the text. Everything else is as in text
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...sharding.rules import REPLICATED, Rule
-from .. import media
-from ..model_spec import (
+from ....sharding.rules import REPLICATED, Rule
+from ... import media
+from ...model_spec import (
     Call,
     Component,
     ConfigRequirement,
@@ -19,10 +19,12 @@ from ..model_spec import (
     Report,
     Settings,
 )
-from ..model_spec.upstream import Net, UpstreamConfig
-from . import hunyuan15
-from .autoencoders.hunyuan15 import VAE_DECODER, encode_to_latents
-from .common import IMAGE_PROMPT, frames, layers
+from ...model_spec.upstream import Net, UpstreamConfig
+from ..common import IMAGE_PROMPT, frames, layers
+from . import spec as t2v
+from .text_encoder import GLYPH_ENCODER, NEGATIVE_PROMPT, TEXT_ENCODER
+from .transformer import TRANSFORMER
+from .vae import VAE_DECODER, encode_to_latents
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,7 +87,7 @@ def look(call: Call, pixels: "torch.Tensor") -> "np.ndarray":
 
 def tokens_of(encoder: Net, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Return SigLIP's last hidden state `[images, 729, dim]` of `pixels` `[images, 3, 384, 384]`."""
-    from ..programs.upstream_network import scan_states
+    from ...programs.upstream_network import scan_states
 
     states = scan_states(encoder.encoder.layers, encoder.embeddings(pixels), attention_mask=None)
     return encoder.post_layernorm(states), None
@@ -143,22 +145,22 @@ VAE_ENCODER = replace(
     VAE_DECODER, name="vae_encoder", only=("encoder.",), rules=(Rule("encoder.**.weight", REPLICATED),)
 )
 
-_TRANSFORMER = hunyuan15.TRANSFORMER.derive(
+_TRANSFORMER = TRANSFORMER.derive(
     config={"task_type": "i2v"},
     tiny={"task_type": "i2v"},
     needs={"image_embed_dim": EqualsConfig("image_encoder", "hidden_size")},
 )
 
 SPEC = replace(
-    hunyuan15.SPEC,
+    t2v.SPEC,
     name="hunyuanvideo1.5-i2v-720p",
     title="HunyuanVideo 1.5 I2V",
     published=HubCheckpoint(
         hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
         pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
-        index={**hunyuan15.SPEC.published.index, "feature_extractor": ("transformers", "SiglipImageProcessor")},
+        index={**t2v.SPEC.published.index, "feature_extractor": ("transformers", "SiglipImageProcessor")},
         files={
-            **hunyuan15.SPEC.published.files,
+            **t2v.SPEC.published.files,
             "feature_extractor/preprocessor_config.json": {
                 "image_processor_type": "SiglipImageProcessor",
                 "image_mean": [0.5, 0.5, 0.5],
@@ -168,10 +170,10 @@ SPEC = replace(
             },
         },
     ),
-    miniature=replace(hunyuan15.SPEC.miniature, id="tiny/hunyuan15i2v", picture="wan_i2v_shapes.png"),
-    components=(hunyuan15.TEXT_ENCODER, hunyuan15.GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
-    texts={"prompt": IMAGE_PROMPT, "negative_prompt": hunyuan15.NEGATIVE_PROMPT},
-    vae=replace(hunyuan15.SPEC.vae, encode=encode_pixels),
-    recipe=replace(hunyuan15.SPEC.recipe, scheduler={**hunyuan15.SCHEDULER, "shift": 7.0}),
+    miniature=replace(t2v.SPEC.miniature, id="tiny/hunyuan15i2v", picture="wan_i2v_shapes.png"),
+    components=(TEXT_ENCODER, GLYPH_ENCODER, IMAGE_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
+    texts={"prompt": IMAGE_PROMPT, "negative_prompt": NEGATIVE_PROMPT},
+    vae=replace(t2v.SPEC.vae, encode=encode_pixels),
+    recipe=replace(t2v.SPEC.recipe, scheduler={**t2v.SCHEDULER, "shift": 7.0}),
     pictures=ImageConditioning(encode=encode_image, look=look, condition_shapes=condition_shapes),
 )
