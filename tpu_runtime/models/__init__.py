@@ -7,7 +7,8 @@ import difflib
 import re
 
 from ..model_spec import ModelSpec
-from . import cogvideox, cogvideox_i2v
+from .cogvideox import i2v as cogvideox_i2v
+from .cogvideox import spec as cogvideox
 from .flux2 import klein
 from .flux2 import spec as flux2
 from .hunyuan15 import distilled

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from comfyui_tpu.tpu_runtime.models.cogvideox import GEOMETRY, SCHEDULER, SPEC
-from comfyui_tpu.tpu_runtime.models.cogvideox_i2v import OFS
+from comfyui_tpu.tpu_runtime.models.cogvideox.i2v import OFS
+from comfyui_tpu.tpu_runtime.models.cogvideox.spec import SCHEDULER, SPEC
+from comfyui_tpu.tpu_runtime.models.cogvideox.text_encoder import MAX_TOKENS
+from comfyui_tpu.tpu_runtime.models.cogvideox.transformer import GEOMETRY
 from comfyui_tpu.tpu_runtime.models.common.t5 import write_t5_tokenizer
-from comfyui_tpu.tpu_runtime.models.denoisers.cogvideox import MAX_TOKENS
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from comfyui_tpu.tpu_runtime.models.cogvideox import SCHEDULER
+from comfyui_tpu.tpu_runtime.models.cogvideox.spec import SCHEDULER
 from PIL import Image
 from torch import Tensor
 

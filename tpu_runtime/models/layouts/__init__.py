@@ -4,12 +4,13 @@ Key names are here only where no component has them. May import `formats` and th
 """
 
 from ...formats.file_signature import FileLayout
+from ..cogvideox import single_file as cogvideox
 from ..common import encoder_single_files, kl_single_file, light_single_file
 from ..flux2 import single_file as flux2
 from ..hunyuan15 import single_file as hunyuan15
 from ..qwen_image import single_file as qwen_image
 from ..z_image import single_file as z_image
-from . import cogvideox, wan
+from . import wan
 
 LAYOUTS: tuple[FileLayout, ...] = (
     *wan.LAYOUTS,

@@ -10,19 +10,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...sharding.rules import GATHERED, REPLICATED, Rule
-from ..messages import compose
-from ..model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, Report, Settings
-from ..model_spec.upstream import Net, UpstreamConfig
-from . import cogvideox
-from .autoencoders.cogvideox import VAE_DECODER, encode_to_latents
-from .common import IMAGE_PROMPT, frames
+from ....sharding.rules import GATHERED, REPLICATED, Rule
+from ...messages import compose
+from ...model_spec import Call, ConfigRequirement, HubCheckpoint, ImageConditioning, Report, Settings
+from ...model_spec.upstream import Net, UpstreamConfig
+from ..common import IMAGE_PROMPT, frames
+from . import spec as t2v
+from .text_encoder import TEXT_ENCODER
+from .transformer import TRANSFORMER, embed_time, predict_velocity
+from .vae import VAE_DECODER, encode_to_latents
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..programs.sharded_ops import ShardedOps
+    from ...programs.sharded_ops import ShardedOps
 
 STRIDE_HW = 8
 # The constant input of upstream's `ofs_embedding`, which only this model has.
@@ -100,24 +102,24 @@ def forward(
     import torch
 
     ofs = torch.full((1,), OFS, dtype=sample.dtype, device=sample.device)
-    temb = cogvideox.embed_time(transformer, sample, timestep)
+    temb = embed_time(transformer, sample, timestep)
     temb = temb + transformer.ofs_embedding(transformer.ofs_proj(ofs).to(sample.dtype))
     picture = torch.cat([inputs["image"], torch.zeros_like(sample[:, :, 1:])], dim=2)
-    return cogvideox.predict_velocity(transformer, run, torch.cat([sample, picture], dim=1), temb, inputs["text"])
+    return predict_velocity(transformer, run, torch.cat([sample, picture], dim=1), temb, inputs["text"])
 
 
 def advise(settings: Settings) -> str | None:
     """Return a sentence if the size or the number of frames is not one of the published ones, else None."""
     shorter, longer = sorted((settings.height, settings.width))
-    if shorter == cogvideox.HEIGHT and longer <= cogvideox.WIDTH and settings.num_frames % 16 == 1:
+    if shorter == t2v.HEIGHT and longer <= t2v.WIDTH and settings.num_frames % 16 == 1:
         return None
     return compose(
         "model.size_outside_published", width=settings.width, height=settings.height,
-        num_frames=settings.num_frames, height_2=cogvideox.HEIGHT, width_2=cogvideox.WIDTH,
+        num_frames=settings.num_frames, height_2=t2v.HEIGHT, width_2=t2v.WIDTH,
     )  # fmt: skip
 
 
-TRANSFORMER = cogvideox.TRANSFORMER.derive(
+_TRANSFORMER = TRANSFORMER.derive(
     config={"in_channels": 32, "ofs_embed_dim": 512},
     tiny={"in_channels": 32, "ofs_embed_dim": 36},
     needs={
@@ -136,20 +138,20 @@ VAE_ENCODER = replace(
 )
 
 SPEC = replace(
-    cogvideox.SPEC,
+    t2v.SPEC,
     name="cogvideox1.5-5b-i2v",
     title="CogVideoX 1.5 5B I2V",
     published=HubCheckpoint(hub_id="zai-org/CogVideoX1.5-5B-I2V", pipeline_classes=("CogVideoXImageToVideoPipeline",)),
     miniature=replace(
-        cogvideox.SPEC.miniature,
+        t2v.SPEC.miniature,
         id="tiny/cogvideox15i2v",
         texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
         picture="wan_i2v_shapes.png",
     ),
-    components=(cogvideox.TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
+    components=(TEXT_ENCODER, _TRANSFORMER, VAE_ENCODER, VAE_DECODER),
     texts={"prompt": IMAGE_PROMPT, "negative_prompt": ""},
-    vae=replace(cogvideox.SPEC.vae, encode=encode_pixels),
-    recipe=replace(cogvideox.SPEC.recipe, draw_inputs=draw_inputs, advice=advise),
-    denoiser=replace(cogvideox.SPEC.denoiser, forward=forward),
+    vae=replace(t2v.SPEC.vae, encode=encode_pixels),
+    recipe=replace(t2v.SPEC.recipe, draw_inputs=draw_inputs, advice=advise),
+    denoiser=replace(t2v.SPEC.denoiser, forward=forward),
     pictures=ImageConditioning(encode=encode_image, condition_shapes=condition_shapes),
 )
