@@ -16,7 +16,8 @@ from comfyui_tpu.sharding.mesh import Device
 from comfyui_tpu.sharding.rules import REPLICATED, Rule
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tpu_runtime.cost_model import chips
-from comfyui_tpu.tpu_runtime.models.wan import wan, wan21
+from comfyui_tpu.tpu_runtime.models.wan.spec import SPEC
+from comfyui_tpu.tpu_runtime.models.wan.transformer import TRANSFORMER
 from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs import torch_bridge, upstream_network, weights
@@ -59,7 +60,7 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
 
     target = CompileTarget(devices=devices, precision="bfloat16")
     mesh = target.mesh(MeshShape(dp=2, tp=4))
-    network = upstream_network.build_network(replace(wan.TRANSFORMER, rules=RULES), wan.TRANSFORMER.config)
+    network = upstream_network.build_network(replace(TRANSFORMER, rules=RULES), TRANSFORMER.config)
 
     def dispatch(query: Any, key: Any, value: Any, **_: Any) -> Any:
         return torch_bridge.call_jax(lambda q, k, v: attend(mesh, q, k, v), query, key, value)
@@ -71,8 +72,8 @@ def plain_port(devices: tuple[Device, ...]) -> Program:
         transformer_wan.dispatch_attention_fn = dispatch  # pyright: ignore[reportPrivateImportUsage]
         return torch_bridge.call_functional(network.module, weights, forward, sample, timestep, text)
 
-    settings = wan21.SPEC.settings()
-    latent = wan21.SPEC.geometry.latent_shape(settings)
+    settings = SPEC.settings()
+    latent = SPEC.geometry.latent_shape(settings)
     return Program(
         name="plain_port",
         fn=call,
@@ -94,9 +95,7 @@ class PlainPort(PlanRequest):
 
 
 def main() -> None:
-    request = PlainPort(
-        spec=wan21.SPEC, settings=wan21.SPEC.settings(), topology=chips.topology("v6e:2x4"), stages=("denoise",)
-    )
+    request = PlainPort(spec=SPEC, settings=SPEC.settings(), topology=chips.topology("v6e:2x4"), stages=("denoise",))
     (found,) = plan.make_plan(request, print).programs
     timing, clock = found.timing, request.topology.chip.clock_hz
     assert found.predicted_s is not None and timing is not None  # it fits

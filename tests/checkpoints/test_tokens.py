@@ -12,7 +12,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_json
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.models.common import t5
-from comfyui_tpu.tpu_runtime.models.text_encoders import wan
+from comfyui_tpu.tpu_runtime.models.wan import text_encoder
 from tokenizers import Tokenizer
 
 PROMPTS = ("a cat, a dog", "猫 and a dög 🐈", "", "a\n\ncat  in </s> the <unk> kitchen", "a cat and a dog " * 200)
@@ -21,17 +21,17 @@ PAD, END, UNKNOWN = 0, 1, 3
 
 @pytest.fixture
 def umt5(tmp_path: Path) -> Path:
-    t5.write_umt5_tokenizer(tmp_path / "tokenizer", (wan.PROMPT,))
+    t5.write_umt5_tokenizer(tmp_path / "tokenizer", (text_encoder.PROMPT,))
     return tmp_path / "tokenizer"
 
 
 def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
     """A T5Tokenizer, which its config names, is made anew by transformers 5, with the unknown token at 2."""
-    ids, mask = wan.tokenize(tokenization.load_tokenizer(umt5), PROMPTS)
+    ids, mask = text_encoder.tokenize(tokenization.load_tokenizer(umt5), PROMPTS)
     file = Tokenizer.from_file(str(umt5 / "tokenizer.json"))
-    file.enable_truncation(wan.MAX_TOKENS)
-    file.enable_padding(length=wan.MAX_TOKENS, pad_id=PAD, pad_token="<pad>")
-    expected = file.encode_batch([wan.clean_prompt(prompt) for prompt in PROMPTS])
+    file.enable_truncation(text_encoder.MAX_TOKENS)
+    file.enable_padding(length=text_encoder.MAX_TOKENS, pad_id=PAD, pad_token="<pad>")
+    expected = file.encode_batch([text_encoder.clean_prompt(prompt) for prompt in PROMPTS])
     np.testing.assert_array_equal(ids, [encoding.ids for encoding in expected])
     np.testing.assert_array_equal(mask, [encoding.attention_mask for encoding in expected])
     assert [UNKNOWN in row for row in ids] == [False, True, False, True, False]
@@ -40,7 +40,8 @@ def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
 
 def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
     ours, theirs = (
-        wan.tokenize(each, PROMPTS) for each in (tokenization.load_tokenizer(umt5), umt5_tokenizer(umt5.parent))
+        text_encoder.tokenize(each, PROMPTS)
+        for each in (tokenization.load_tokenizer(umt5), umt5_tokenizer(umt5.parent))
     )
     np.testing.assert_array_equal(ours, theirs)
 

@@ -16,13 +16,15 @@ from .hunyuan15 import i2v as hunyuan15_i2v
 from .hunyuan15 import spec as hunyuan15
 from .qwen_image import edit
 from .qwen_image import spec as qwen_image
-from .wan import wan21, wan21_i2v, wan22_i2v, wan22_ti2v
+from .wan import i2v as wan_i2v
+from .wan import spec as wan
+from .wan import ti2v as wan_ti2v
 from .z_image import spec as z_image
 
 # One model of each kind: the README's table. Examples and predictions exist for these.
 FLAGSHIPS: tuple[ModelSpec, ...] = (
-    wan21.SPEC,
-    wan22_i2v.SPEC,
+    wan.SPEC,
+    wan_i2v.SPEC,
     hunyuan15.SPEC,
     hunyuan15_i2v.SPEC,
     flux2.SPEC,
@@ -32,9 +34,9 @@ FLAGSHIPS: tuple[ModelSpec, ...] = (
 )
 # Models of another size or recipe, or with more inputs. The nodes of their family's flagship run them.
 SIBLINGS: tuple[ModelSpec, ...] = (
-    *wan21.SIBLINGS,
-    *wan21_i2v.SIBLINGS,
-    wan22_ti2v.SPEC,
+    *wan.SIBLINGS,
+    *wan_i2v.SIBLINGS,
+    wan_ti2v.SPEC,
     *distilled.SIBLINGS,
     cogvideox_i2v.SPEC,
     *klein.SIBLINGS,

@@ -15,8 +15,8 @@ from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
-from comfyui_tpu.tpu_runtime.models import wan21
 from comfyui_tpu.tpu_runtime.models.common import t5, wan_vae
+from comfyui_tpu.tpu_runtime.models.wan import spec as wan21
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from comfyui_tpu.tpu_runtime.selftest.families import NoPromptCache

@@ -24,7 +24,7 @@ from comfyui_tpu.tpu_runtime.checkpoints.model_ref import resolve_variant
 from comfyui_tpu.tpu_runtime.engine.stage_values import ImageCondition
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.models.wan import wan21_i2v
+from comfyui_tpu.tpu_runtime.models.wan import image_encoder
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from PIL import Image
@@ -149,7 +149,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 def test_clip_sees_what_upstreams_processor_shows_it(height: int, width: int, compare: Callable):
     image = np.random.default_rng(5).integers(0, 256, (height, width, 3), np.uint8)
     expected = pipeline(FIRST.name).image_processor(images=Image.fromarray(image), return_tensors="pt")
-    ours = wan21_i2v.preprocess_images(torch.from_numpy(image.astype(np.float32))[None] / 255.0)
+    ours = image_encoder.preprocess_images(torch.from_numpy(image.astype(np.float32))[None] / 255.0)
     compare(f"{height} x {width}", ours, expected["pixel_values"], error=OPERATION)
 
 

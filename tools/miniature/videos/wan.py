@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfyui_tpu.tpu_runtime.models.common.t5 import write_umt5_tokenizer
-from comfyui_tpu.tpu_runtime.models.text_encoders.wan import MAX_TOKENS
-from comfyui_tpu.tpu_runtime.models.wan.wan import SCHEDULER
+from comfyui_tpu.tpu_runtime.models.wan.spec import SCHEDULER
+from comfyui_tpu.tpu_runtime.models.wan.text_encoder import MAX_TOKENS
 from comfyui_tpu.tpu_runtime.tokenization import load_tokenizer
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel

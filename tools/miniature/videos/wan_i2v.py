@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from comfyui_tpu.tpu_runtime.models.wan.wan import SCHEDULER
-from comfyui_tpu.tpu_runtime.models.wan.wan22_i2v import SPEC
+from comfyui_tpu.tpu_runtime.models.wan.i2v import SPEC
+from comfyui_tpu.tpu_runtime.models.wan.spec import SCHEDULER
 from PIL import Image
 from torch import Tensor
 

@@ -9,11 +9,11 @@ from ..common import encoder_single_files, kl_single_file, light_single_file
 from ..flux2 import single_file as flux2
 from ..hunyuan15 import single_file as hunyuan15
 from ..qwen_image import single_file as qwen_image
+from ..wan import single_file
 from ..z_image import single_file as z_image
-from . import wan
 
 LAYOUTS: tuple[FileLayout, ...] = (
-    *wan.LAYOUTS,
+    *single_file.LAYOUTS,
     *flux2.LAYOUTS,
     *hunyuan15.LAYOUTS,
     *cogvideox.LAYOUTS,

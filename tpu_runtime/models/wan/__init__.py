@@ -1,1 +1,1 @@
-"""The Wan family: shared parts in `wan`, then one file per model. May import `programs` and the leaves."""
+"""Wan 2.1 and 2.2, text and image to video. May import `models/common`, `formats`, `programs` and the leaves."""

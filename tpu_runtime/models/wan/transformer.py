@@ -1,7 +1,6 @@
-"""Shared parts of the Wan models: the denoiser's forward pass, components, inputs and scheduler.
+"""The denoiser of Wan (https://arxiv.org/abs/2503.20314, section 4.2): forward pass, sizes, sharding, original keys.
 
-The denoiser is that of Wan (https://arxiv.org/abs/2503.20314, section 4.2); its modules have the names of diffusers'
-`WanTransformer3DModel`.
+Its modules have the names of diffusers' `WanTransformer3DModel`.
 """
 
 from dataclasses import replace
@@ -9,22 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
-from ...model_spec import (
-    MAG_CACHE_INPUTS,
-    Component,
-    ConfigRequirement,
-    DenoiserSpec,
-    EqualsConfig,
-    FloatInput,
-    IntInput,
-    LatentGeometry,
-    SamplingConfig,
-    TinyModel,
-    VaeSpec,
-)
+from ...model_spec import Component, ConfigRequirement, EqualsConfig
 from ...model_spec.upstream import Net
-from ..common import layers, light
-from ..common.wan_vae import decode, denormalize_latents
+from ..common import layers
 
 if TYPE_CHECKING:
     import torch
@@ -282,44 +268,3 @@ IMAGE_TRANSFORMER = TRANSFORMER.derive(
 def make_experts(first: Component) -> tuple[Component, Component]:
     """Return two experts, the transformers for high and for low noise, with the configuration of `first`."""
     return first, replace(first, name="transformer_2", folder="transformer_2")
-
-
-# The published checkpoint's config. The sampler's widget overrides `flow_shift`.
-SCHEDULER = {
-    "_class_name": "UniPCMultistepScheduler",
-    "final_sigmas_type": "zero",
-    "flow_shift": 3.0,
-    "lower_order_final": True,
-    "num_train_timesteps": 1000,
-    "predict_x0": True,
-    "prediction_type": "flow_prediction",
-    "solver_order": 2,
-    "solver_type": "bh2",
-    "timestep_spacing": "linspace",
-    "use_flow_sigmas": True,
-}
-
-INPUTS = {
-    "height": IntInput(default=720, low=64, high=1920, multiple_of=16),
-    "width": IntInput(default=1280, low=64, high=1920, multiple_of=16),
-    "num_frames": IntInput(default=81, low=1, high=241, multiple_of=4, plus=1),
-    "num_inference_steps": IntInput(default=50, low=1, high=100),
-    "guidance_scale": FloatInput(default=5.0, low=0.0, high=20.0),
-    "seed": IntInput(default=2025, low=0, high=2**64 - 1),
-    "fps": IntInput(default=16, low=1, high=120),
-    # For the second of two experts. 0: guidance as for the first; switch at the checkpoint's `boundary_ratio`.
-    "guidance_scale_2": FloatInput(default=0.0, low=0.0, high=20.0),
-    "high_noise_steps": IntInput(default=0, low=0, high=100),
-    **MAG_CACHE_INPUTS,
-}
-
-
-GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2))
-RECIPE = SamplingConfig(scheduler=SCHEDULER, shift_key="flow_shift")
-DENOISER = DenoiserSpec(forward=forward, tile=(7, 9, 16))
-VAE = VaeSpec(latent_format="Wan21", denormalize=denormalize_latents, decode=decode, light=light.WAN)
-MINIATURE = TinyModel(
-    id="tiny/wan21",
-    inputs={"height": 80, "width": 112, "num_frames": 17},
-    texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
-)

@@ -1,4 +1,4 @@
-"""The VAE of Wan 2.2's 5B model, of 48 channels: encoding. `wan` decodes for both VAEs."""
+"""The VAE of Wan 2.2's 5B model, of 48 channels: encoding. `wan_vae` decodes for both VAEs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def encode_frames(
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Encode the next frames of a video, as cells `[1, 3 * 16 * 16, frames, h, w]`, to a latent `[1, 48, 1, h, w]`.
 
-    vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`; it is returned too.
+    vae: diffusers' `AutoencoderKLWan`. memory: see `wan_vae.encode_next`; it is returned too.
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 

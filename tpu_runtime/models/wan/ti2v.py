@@ -18,9 +18,9 @@ from ...model_spec import (
     ModelSpec,
 )
 from ...model_spec.upstream import Net
-from ..autoencoders import wan22 as wan22_vae
-from ..text_encoders.wan import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
-from . import wan
+from . import spec, vae
+from .text_encoder import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
+from .transformer import TRANSFORMER, predict_flow
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +69,10 @@ def forward(
 
     others = timestep.float().expand(len(sample))
     firsts = others * (1.0 - inputs["is_given"].float())
-    return wan.predict_flow(transformer, run, sample, torch.stack([firsts, others], dim=1), inputs["text"])
+    return predict_flow(transformer, run, sample, torch.stack([firsts, others], dim=1), inputs["text"])
 
 
-TRANSFORMER = wan.TRANSFORMER.derive(
+_TRANSFORMER = TRANSFORMER.derive(
     config={"ffn_dim": 14336, "in_channels": 48, "num_attention_heads": 24, "num_layers": 30, "out_channels": 48},
     tiny={"in_channels": 48, "num_layers": 2, "out_channels": 48},
     needs={
@@ -91,9 +91,9 @@ SPEC = ModelSpec(
         pipeline_classes=("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline"),
         index={"expand_timesteps": True},
     ),
-    miniature=replace(wan.MINIATURE, id="tiny/wan22ti2v", inputs={"height": 160, "width": 224}),
-    components=(TEXT_ENCODER, TRANSFORMER, wan22_vae.VAE_ENCODER, wan22_vae.VAE_DECODER),
-    geometry=LatentGeometry(channels=48, stride_t=4, stride_hw=wan22_vae.STRIDE_HW, patch_thw=(1, 2, 2)),
+    miniature=replace(spec.MINIATURE, id="tiny/wan22ti2v", inputs={"height": 160, "width": 224}),
+    components=(TEXT_ENCODER, _TRANSFORMER, vae.VAE_ENCODER, vae.VAE_DECODER),
+    geometry=LatentGeometry(channels=48, stride_t=4, stride_hw=vae.STRIDE_HW, patch_thw=(1, 2, 2)),
     text_encoders=(TEXT,),
     inputs={
         "height": IntInput(default=704, low=64, high=1920, multiple_of=32),
@@ -101,17 +101,17 @@ SPEC = ModelSpec(
         "num_frames": IntInput(default=121, low=1, high=241, multiple_of=4, plus=1),
         "num_inference_steps": IntInput(default=50, low=1, high=100),
         "guidance_scale": FloatInput(default=5.0, low=0.0, high=20.0),
-        "seed": replace(wan.INPUTS["seed"], default=0),
+        "seed": replace(spec.INPUTS["seed"], default=0),
         "shift": FloatInput(default=5.0, low=0.1, high=20.0, step=0.5),
         "fps": IntInput(default=24, low=1, high=120),
         **MAG_CACHE_INPUTS,
     },
     texts={"prompt": PROMPT, "negative_prompt": NEGATIVE_PROMPT},
-    recipe=replace(wan.RECIPE, scheduler={**wan.SCHEDULER, "flow_shift": 5.0}),
+    recipe=replace(spec.RECIPE, scheduler={**spec.SCHEDULER, "flow_shift": 5.0}),
     # The first frame's tokens have a timestep of their own and must come first, so tokens are not tiled.
-    denoiser=replace(wan.DENOISER, forward=forward, tile=None),
-    vae=replace(wan.VAE, latent_format="Wan22", encode=wan22_vae.encode_video, light=wan22_vae.LIGHT_VAE),
+    denoiser=replace(spec.DENOISER, forward=forward, tile=None),
+    vae=replace(spec.VAE, latent_format="Wan22", encode=vae.encode_video, light=vae.LIGHT_VAE),
     pictures=ImageConditioning(
-        encode=wan22_vae.encode_image, condition_shapes=condition_shapes, put_given=apply_known_latents
+        encode=vae.encode_image, condition_shapes=condition_shapes, put_given=apply_known_latents
     ),
 )

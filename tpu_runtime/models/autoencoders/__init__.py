@@ -1,1 +1,0 @@
-"""Autoencoders of the families, split over chips: latents to frames and images to latents. May import `programs`."""
