@@ -12,7 +12,7 @@ from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.files.test_codes import mark
 from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
 from comfyui_tpu.tpu_runtime.formats import single_file
-from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.models import LAYOUTS
 from safetensors.torch import load_file
 
 FP8 = torch.float8_e4m3fn

@@ -18,8 +18,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, tiny, virtual_f
 from comfyui_tpu.tpu_runtime.files import CheckpointError, read_header
 from comfyui_tpu.tpu_runtime.formats import single_file, tokenizer_files
 from comfyui_tpu.tpu_runtime.formats.file_signature import TensorShapes
-from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.models import LAYOUTS, lookup_spec
 from comfyui_tpu.tpu_runtime.programs import upstream_network
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import load_file, save_file

@@ -20,8 +20,7 @@ from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import tokenizer_files
-from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.models import LAYOUTS, lookup_spec
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from sentencepiece import sentencepiece_model_pb2
 

@@ -27,8 +27,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, virtual_folder
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import gguf_file, single_file
-from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.models import LAYOUTS, lookup_spec
 from comfyui_tpu.tpu_runtime.programs import upstream_network, weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from hypothesis import given, settings

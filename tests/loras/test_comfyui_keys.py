@@ -20,8 +20,7 @@ from comfyui_tpu.tpu_runtime.formats import single_file
 from comfyui_tpu.tpu_runtime.formats.key_map import KeyMap, lookup
 from comfyui_tpu.tpu_runtime.formats.single_file import NetworkFile
 from comfyui_tpu.tpu_runtime.model_spec import KeyTable, RowSlice
-from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.models import LAYOUTS, spec_for_family
 
 pytestmark = [needs_comfyui, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ import pytest
 from comfyui_tpu.tests.properties.hostile import ends_well, spoiled
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import gguf_file, gguf_header, single_file, tokenizer_files
-from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.models import LAYOUTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

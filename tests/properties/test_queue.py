@@ -14,8 +14,7 @@ from comfyui_tpu.tests.properties.test_checkpoints import file_of
 from comfyui_tpu.tpu_runtime.checkpoints import model_ref
 from comfyui_tpu.tpu_runtime.files import MAX_HEADER_BYTES, CheckpointError
 from comfyui_tpu.tpu_runtime.formats import quantization, single_file
-from comfyui_tpu.tpu_runtime.models import SPECS
-from comfyui_tpu.tpu_runtime.models.layouts import LAYOUTS
+from comfyui_tpu.tpu_runtime.models import LAYOUTS, SPECS
 
 SAMPLER, TEXT = "Wan21TPUSampler", "Wan21TextEncoder"
 

@@ -17,7 +17,7 @@ from ..formats.single_file import FileContents, NetworkFile
 from ..formats.tensor_views import CroppedView, ReshapedView, UnsqueezedView, view
 from ..messages import compose
 from ..model_spec import Component, Json, KeyTable, ModelSpec
-from ..models.layouts import LAYOUTS
+from ..models import LAYOUTS
 from ..progress import Progress, SilentProgress
 from . import compatibility, file_resolution, hub, tiny, virtual_folder
 from .weight_names import key_by_module_name, layer_index, list_weight_names

@@ -20,8 +20,7 @@ from ..formats import single_file
 from ..formats.single_file import NetworkFile
 from ..messages import compose, compose_list
 from ..model_spec import Component, Json, ModelSpec
-from ..models import published
-from ..models.layouts import LAYOUTS
+from ..models import LAYOUTS, published
 from . import compatibility, hub, identification, virtual_folder
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ..formats.single_file import NetworkFile
 from ..formats.tokenizer_files import TokenizerFile
 from ..messages import compose
 from ..model_spec import Component, Json, ModelSpec
-from ..models.layouts import LAYOUTS
+from ..models import LAYOUTS
 from . import identification, tiny
 
 SOURCE_FILE = "source.json"

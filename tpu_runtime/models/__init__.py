@@ -1,47 +1,28 @@
-"""The supported models. May import the families and `models/common`.
+"""The supported families, one per line; a family is one folder. May import the families and `models/common`.
 
 ComfyUI imports these files when it starts, so slow imports (JAX, PyTorch) are inside the functions that use them.
 """
 
 import difflib
+import importlib
 import re
 
+from ..formats.file_signature import FileLayout
 from ..model_spec import ModelSpec
-from .cogvideox import i2v as cogvideox_i2v
-from .cogvideox import spec as cogvideox
-from .flux2 import klein
-from .flux2 import spec as flux2
-from .hunyuan15 import distilled
-from .hunyuan15 import i2v as hunyuan15_i2v
-from .hunyuan15 import spec as hunyuan15
-from .qwen_image import edit
-from .qwen_image import spec as qwen_image
-from .wan import i2v as wan_i2v
-from .wan import spec as wan
-from .wan import ti2v as wan_ti2v
-from .z_image import spec as z_image
+from .common import encoder_single_files, kl_single_file, light_single_file
+from .common.family import Family
 
-# One model of each kind: the README's table. Examples and predictions exist for these.
-FLAGSHIPS: tuple[ModelSpec, ...] = (
-    wan.SPEC,
-    wan_i2v.SPEC,
-    hunyuan15.SPEC,
-    hunyuan15_i2v.SPEC,
-    flux2.SPEC,
-    z_image.SPEC,
-    qwen_image.SPEC,
-    cogvideox.SPEC,
-)
-# Models of another size or recipe, or with more inputs. The nodes of their family's flagship run them.
-SIBLINGS: tuple[ModelSpec, ...] = (
-    *wan.SIBLINGS,
-    *wan_i2v.SIBLINGS,
-    wan_ti2v.SPEC,
-    *distilled.SIBLINGS,
-    cogvideox_i2v.SPEC,
-    *klein.SIBLINGS,
-    z_image.BASE,
-    edit.SPEC,
+# The folders, in the order in which users see the models; `nodes` has a file of the same name for each.
+FAMILY_NAMES = ("wan", "hunyuan15", "flux2", "z_image", "qwen_image", "cogvideox")
+FAMILIES: tuple[Family, ...] = tuple(importlib.import_module(f".{name}", __name__).FAMILY for name in FAMILY_NAMES)
+FLAGSHIPS: tuple[ModelSpec, ...] = tuple(spec for family in FAMILIES for spec in family.flagships)
+SIBLINGS: tuple[ModelSpec, ...] = tuple(spec for family in FAMILIES for spec in family.siblings)
+# How a network's file is recognized. A family's come first: some of the shared ones match its files too.
+LAYOUTS: tuple[FileLayout, ...] = (
+    *(layout for family in FAMILIES for layout in family.layouts),
+    *kl_single_file.LAYOUTS,
+    *light_single_file.LAYOUTS,
+    *encoder_single_files.LAYOUTS,
 )
 SPECS = FLAGSHIPS + SIBLINGS
 # Help text of every command with a model argument.

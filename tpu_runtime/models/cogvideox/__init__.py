@@ -1,1 +1,6 @@
 """CogVideoX 1.5, text and image to video. May import `models/common`, `formats`, `programs` and the leaves."""
+
+from ..common.family import Family
+from . import i2v, published_files, single_file, spec
+
+FAMILY = Family(flagships=(spec.SPEC,), siblings=(i2v.SPEC,), layouts=single_file.LAYOUTS, files=published_files.FILES)

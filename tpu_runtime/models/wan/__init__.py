@@ -1,1 +1,11 @@
 """Wan 2.1 and 2.2, text and image to video. May import `models/common`, `formats`, `programs` and the leaves."""
+
+from ..common.family import Family
+from . import i2v, published_files, single_file, spec, ti2v
+
+FAMILY = Family(
+    flagships=(spec.SPEC, i2v.SPEC),
+    siblings=(*spec.SIBLINGS, *i2v.SIBLINGS, ti2v.SPEC),
+    layouts=single_file.LAYOUTS,
+    files=published_files.FILES,
+)
