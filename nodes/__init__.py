@@ -1,10 +1,13 @@
-"""The pack's nodes as declarations. A family adds its file and one line here.
+"""The pack's nodes as declarations. A family's file has the name of its folder in the runtime's models.
 
 May import `tpu_runtime/api.py`.
 """
 
-from . import cogvideox, flux2, hunyuan15, qwen_image, shared, wan21, wan22_i2v, z_image
+import importlib
+
+from ..tpu_runtime.api import FAMILY_NAMES
+from . import shared
 from .declare import by_id
 
-FAMILIES = (wan21, wan22_i2v, flux2, z_image, qwen_image, hunyuan15, cogvideox)
-DECLARATIONS = by_id((*(node for family in FAMILIES for node in family.NODES), *shared.NODES))
+_FAMILIES = [importlib.import_module(f".{name}", __name__) for name in FAMILY_NAMES]
+DECLARATIONS = by_id((*(node for family in _FAMILIES for node in family.NODES), *shared.NODES))

@@ -73,7 +73,7 @@ from .model_spec import (
     drop_zero_sizes,
     split_guidance_first,
 )
-from .models import FLAGSHIPS, NAME_HELP, SPECS, lookup_spec, published, spec_for_family
+from .models import FAMILY_NAMES, FLAGSHIPS, NAME_HELP, SPECS, lookup_spec, published, spec_for_family
 from .monitor import host_stats, metrics_service, snapshot
 from .monitor.host_stats import Sampler, Stats, run_in_daemon_thread
 from .monitor.stats_feed import StatsFeed
