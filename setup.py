@@ -9,6 +9,10 @@ import sys
 BACKEND_COMMANDS = frozenset({"egg_info", "dist_info", "editable_wheel", "bdist_wheel", "sdist", "build", "develop"})
 
 
+# Folders of the pack; all others are for the repository alone.
+FOLDERS = ("attention", "cli", "fleet", "kernels", "nodes", "sharding", "tpu_runtime")
+
+
 def is_for_backend(arguments):
     """Return whether a build back end is calling: the first word is a setuptools command.
 
@@ -27,6 +31,12 @@ from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
+
+
+def list_packages() -> list[str]:
+    """Return the packages of the wheel: this folder as `comfyui_tpu`, and every folder of Python files below it."""
+    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    return sorted({".".join(("comfyui_tpu", *file.parent.relative_to(ROOT).parts)) for file in files} | {"comfyui_tpu"})
 
 
 def verbs() -> dict[str, Callable[[Sequence[str]], int]]:
@@ -80,6 +90,6 @@ if __name__ == "__main__":
         from setuptools import setup
 
         # By its name setuptools leaves this file out of the wheel, which holds no installer.
-        setup(script_name="setup.py")
+        setup(script_name="setup.py", packages=list_packages())
     else:
         sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from comfyui_tpu.setup import list_packages
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from PIL import Image
@@ -70,7 +71,7 @@ def archive() -> set[str]:
 def test_the_archive_holds_all_that_comfyui_serves_and_loads():
     """By folder, so that a pattern for a folder at the top is seen where it also names one further down."""
     packed = archive()
-    packages = {name.removeprefix("comfyui_tpu").lstrip(".").replace(".", "/") for name in PACKAGES["packages"]}
+    packages = {name.removeprefix("comfyui_tpu").lstrip(".").replace(".", "/") for name in list_packages()}
     served = {"web", "locales", "examples", "miniatures"}
     needed = {
         name for name in tracked()
@@ -84,7 +85,7 @@ def test_the_archive_holds_all_that_comfyui_serves_and_loads():
 
 def test_the_archive_holds_nothing_that_only_the_repository_needs():
     tops = {name.split("/")[0] for name in archive()}
-    packages = {name.split(".")[1] for name in PACKAGES["packages"] if "." in name}
+    packages = {name.split(".")[1] for name in list_packages() if "." in name}
     texts = {"CHANGELOG.md", "LICENSE", "README.md", "README.zh-CN.md", "pyproject.toml", "__init__.py", "__main__.py"}
     data = {pattern.partition("/")[0] for pattern in DATA if "/" in pattern}
     data |= {path.name for pattern in DATA if "/" not in pattern for path in ROOT.glob(pattern)}
