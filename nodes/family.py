@@ -40,7 +40,7 @@ def _check_takes_image(spec: ModelSpec, chosen: ModelSpec, name: str) -> None:
     """Raise ValueError if the model `chosen` takes no image although input `name` is connected."""
     if chosen.pictures.encode is None:
         raise ValueError(compose(
-            "node.image_unused", title=spec.title, name=compose_term("input", name), title_2=chosen.title,
+            "node.image_unused", title=spec.title, name=compose_term("input", name), model_title=chosen.title,
             hub_id=spec.published.hub_id,
         ))  # fmt: skip
 

@@ -159,7 +159,7 @@ def _compare(host: NodeContext, *, layout: str, labels: str, pictures: int, colu
     linked = [results[name] for name in _RESULTS if results[name] is not None]
     names = [name.strip()[:MAX_LABEL_LENGTH] for name in labels.split(",")] if labels.strip() else []
     if len(names) > len(linked):
-        raise ValueError(compose("node.compare_too_many_labels", count=len(names), count_2=len(linked)))
+        raise ValueError(compose("node.compare_too_many_labels", label_count=len(names), result_count=len(linked)))
     names += [str(number + 1) if len(linked) > 1 else "" for number in range(len(names), len(linked))]
     shown = sum(map(len, linked)) if layout == _SHEET else len(linked) * max(map(len, linked))
     height, width = linked[0].shape[1:3] if linked[0].ndim == 4 else (0, 0)

@@ -185,7 +185,7 @@ class _Graph:
         values, left = _name_values(old, node.get("widgets_values"))
         today = {widget.name: widget for widget in declared.inputs if widget.is_widget}
         for name in [name for name in values if name and name not in today]:
-            yield compose("workflow.value_left_out", name=name, name_2=repr(values.pop(name)))
+            yield compose("workflow.value_left_out", input_name=name, value=repr(values.pop(name)))
         if left:
             yield compose("workflow.values_left_out", left=", ".join(map(repr, left)))
         values = {**old.added, **values}

@@ -300,7 +300,7 @@ def list_weight_files(folder: Path, component: Component) -> list[Path]:
     missing = [name for name in names if not os.path.isfile(folder / name)]  # `Path` raises for names too long
     if missing and len(names) > 1:
         raise CheckpointError(compose(
-            "checkpoint.weight_files_missing", folder=folder, count=len(missing), count_2=len(names),
+            "checkpoint.weight_files_missing", folder=folder, missing_count=len(missing), file_count=len(names),
             missing=", ".join(missing),
         ))  # fmt: skip
     if missing:

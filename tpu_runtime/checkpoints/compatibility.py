@@ -102,7 +102,7 @@ def config_problem(spec: ModelSpec, component: Component, model_id: str, config:
     if class_name not in (component.class_name, *component.class_aliases):
         return compose(
             "compatibility.class_wrong", model_id=model_id, folder=component.folder, class_name=class_name,
-            title=spec.title, class_name_2=component.class_name,
+            title=spec.title, expected_class=component.class_name,
         )  # fmt: skip
     if (method := quantization_detect.detect_in_config(config)) and method not in quantization_detect.DECODED_METHODS:
         return compose(
@@ -196,13 +196,13 @@ def sizes_problem(
             if component.name in files:
                 return compose(
                     "compatibility.files_contradict", title=spec.title, key=key, value=json.dumps(value),
-                    files=files[component.name], times=times, key_2=need.key, files_2=files[need.component],
-                    other=json.dumps(other),
+                    file=files[component.name], times=times, other_key=need.key, other_file=files[need.component],
+                    other_value=json.dumps(other),
                 )  # fmt: skip
             return compose(
                 "compatibility.components_contradict", title=spec.title, key=key, value=json.dumps(value),
-                folder=component.folder, model_id=model_id, times=times, key_2=need.key,
-                folder_2=spec.component(need.component).folder, other=json.dumps(other),
+                folder=component.folder, model_id=model_id, times=times, other_key=need.key,
+                other_folder=spec.component(need.component).folder, other_value=json.dumps(other),
             )  # fmt: skip
     return _experts_problem(spec, model_id, configs)
 
@@ -215,8 +215,8 @@ def _experts_problem(spec: ModelSpec, model_id: str, configs: Mapping[str, Json]
         for key in sorted({*mine, *its}):
             if not key.startswith("_") and mine.get(key) != its.get(key):
                 return compose(
-                    "compatibility.configs_differ", title=spec.title, key=key, key_2=json.dumps(its.get(key)),
-                    name=name, model_id=model_id, key_3=json.dumps(mine.get(key)), first=first,
+                    "compatibility.configs_differ", title=spec.title, key=key, value=json.dumps(its.get(key)),
+                    name=name, model_id=model_id, first_value=json.dumps(mine.get(key)), first=first,
                 )  # fmt: skip
     return None
 

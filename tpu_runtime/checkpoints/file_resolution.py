@@ -461,7 +461,7 @@ def _missing_sentence(spec: ModelSpec, component: Component) -> str:
     )
     return compose(
         "checkpoint.component_not_found", title=spec.title, folder=component.folder,
-        class_name=component.class_name, looked_through=", ".join(_LOOKED_THROUGH), what=what, folder_2=folder,
+        class_name=component.class_name, looked_through=", ".join(_LOOKED_THROUGH), what=what, models_folder=folder,
         separator=SEPARATOR, hub_id=spec.published.hub_id,
     )  # fmt: skip
 

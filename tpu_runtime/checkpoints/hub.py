@@ -124,7 +124,7 @@ def _claim(folder: Path, model_id: str) -> None:
         raise HubError(compose("hub.folder_is_a_file", folder=folder, model_id=model_id))
     if folder.is_dir() and any(folder.iterdir()) and not (mark.is_file() and mark.read_text().strip() == model_id):
         name = model_id.partition("/")[2]
-        raise HubError(compose("hub.folder_not_empty", folder=folder, model_id=model_id, folder_2=folder / name))
+        raise HubError(compose("hub.folder_not_empty", folder=folder, model_id=model_id, suggestion=folder / name))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(model_id + "\n")
 
@@ -215,7 +215,7 @@ def check_free_space(files: Sequence[downloads.WeightFile], place: Path, what: s
     if free is not None and needed > free:
         raise HubError(compose(
             "hub.disk_too_full", what=what, needed=format_size(needed), place=place, free=format_size(free),
-            needed_2=format_size(needed - free), elsewhere=_ELSEWHERE,
+            shortfall=format_size(needed - free), elsewhere=_ELSEWHERE,
         ))  # fmt: skip
 
 

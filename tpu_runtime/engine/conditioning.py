@@ -116,15 +116,15 @@ def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dic
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
             actual_shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
             raise ValueError(compose(
-                "condition.embedding_shape_wrong", title=spec.title, name=compose_term("input", name), name_2=text.name,
-                actual_shape=actual_shape, shape=shape, family=spec.family,
+                "condition.embedding_shape_wrong", title=spec.title, name=compose_term("input", name),
+                encoder=text.name, actual_shape=actual_shape, shape=shape, family=spec.family,
             ))  # fmt: skip
         finite_check.check_finite(spec.title, name, tensor)
         row[text.name] = tensor.to(torch.float32).cpu().numpy()
         length = info.get(f"{text.name}_length", text.max_length)
         if not isinstance(length, int) or not 0 <= length <= text.max_length:
             raise ValueError(compose(
-                "condition.token_count_wrong", title=spec.title, name=compose_term("input", name), name_2=text.name,
+                "condition.token_count_wrong", title=spec.title, name=compose_term("input", name), encoder=text.name,
                 length=length, max_length=text.max_length, family=spec.family,
             ))  # fmt: skip
         row[f"{text.name}_length"] = np.array([length], np.int32)
@@ -203,8 +203,8 @@ def _reference_shape(plan: DenoisingPlan, name: str, reference: torch.Tensor) ->
     spec, shape, latent = plan.spec, tuple(reference.shape), plan.latent_shape
     if not re.fullmatch(r"reference_\d+", name) or len(shape) != len(latent) or shape[:2] != latent[:2] or 0 in shape:
         raise ValueError(compose(
-            "condition.references_shape_wrong", title=spec.title, name=name, shape=shape, latent=latent[0],
-            latent_2=latent[1], family=spec.family,
+            "condition.references_shape_wrong", title=spec.title, name=name, shape=shape, batch=latent[0],
+            channels=latent[1], family=spec.family,
         ))  # fmt: skip
     return shape
 

@@ -434,7 +434,8 @@ def _to_solver_scale(plan: DenoisingPlan, latents: Mapping[str, Any]) -> torch.T
         raise ValueError(compose("sampling.latents_batch", title=spec.title, count=len(samples)))
     if samples.shape != offset.shape:
         raise ValueError(compose(
-            "sampling.latents_shape_wrong", title=spec.title, shape=tuple(samples.shape), shape_2=tuple(offset.shape),
+            "sampling.latents_shape_wrong", title=spec.title, shape=tuple(samples.shape),
+            expected_shape=tuple(offset.shape),
         ))  # fmt: skip
     if latents.get("noise_mask") is not None:
         raise ValueError(compose("sampling.noise_mask_unsupported", title=spec.title))

@@ -87,8 +87,8 @@ def suggest_smaller(spec: ModelSpec, settings: Settings) -> list[str]:
         if height and width:
             share = _tokens(spec, height, width, settings.num_frames) / tokens
             suggestions.append(compose(
-                "memory.smaller_size", width=width, height=height, width_2=settings.width, height_2=settings.height,
-                share=_less(share),
+                "memory.smaller_size", width=width, height=height, current_width=settings.width,
+                current_height=settings.height, share=_less(share),
             ))  # fmt: skip
     return suggestions or [compose("memory.more_chips")]
 

@@ -81,7 +81,7 @@ def unpack_conditioning(spec: ModelSpec, name: str, given: Any) -> tuple[Any, Ma
     if family != spec.family:
         raise ValueError(compose(
             "condition.of_another_text_encoder", title=spec.title, name=compose_term("input", name),
-            family=family, family_2=spec.family,
+            source_family=family, family=spec.family,
         ))  # fmt: skip
     if unknown := [key for key, value in info.items() if value is not None and key not in _list_allowed_keys(spec)]:
         raise ValueError(compose(

@@ -135,8 +135,8 @@ def _format(path: Path, name: str, number: int) -> tuple[str, int, int]:
     known = {kind.value: kind for kind in GGML_QUANT_SIZES}.get(number)
     if known is None or known.name not in FORMATS:
         raise CheckpointError(compose(
-            "file.format_unsupported", path=path, name=name, name_2=known.name if known else f"in format {number}",
-            formats=", ".join(FORMATS),
+            "file.format_unsupported", path=path, tensor_name=name,
+            format=known.name if known else f"in format {number}", formats=", ".join(FORMATS),
         ))  # fmt: skip
     return (known.name, *GGML_QUANT_SIZES[known])
 

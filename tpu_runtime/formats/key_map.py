@@ -110,8 +110,8 @@ def to_diffusers(tensors: Mapping[str, TensorFile], table: KeyTable) -> dict[str
         for target in rows or lookup(name, table) or (RowSlice(name),):
             if target.name + ending in views:
                 raise CheckpointError(compose(
-                    "file.weight_twice", path=tensor.path, name=views[target.name + ending].name,
-                    name_2=tensor.name, name_3=target.name + ending,
+                    "file.weight_twice", path=tensor.path, first_name=views[target.name + ending].name,
+                    second_name=tensor.name, weight_name=target.name + ending,
                 ))  # fmt: skip
             if not tensor.shape or tensor.shape[0] % target.of:
                 if target.of > 1:

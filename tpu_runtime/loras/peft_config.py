@@ -61,7 +61,7 @@ class PeftConfig:
 
     def _refuse(self, name: str, allowed: str) -> None:
         raise LoraError(compose(
-            "lora.peft_option_unsupported", path=self._path, name=name, name_2=shorten_value(self._config.get(name)),
+            "lora.peft_option_unsupported", path=self._path, option=name, value=shorten_value(self._config.get(name)),
             allowed=allowed, way_on=_WAY_ON,
         ))  # fmt: skip
 

@@ -89,7 +89,9 @@ class Leader(HostGroup):
             if (message := self._next(member)) is None:
                 raise HostsError(compose("multihost.ended_early", title=member.title))
             if message.what != what:
-                raise HostsError(compose("multihost.programs_differ", member=member, what=message.what, what_2=what))
+                raise HostsError(compose(
+                    "multihost.programs_differ", member=member, member_state=message.what, leader_state=what,
+                ))  # fmt: skip
             states.append(message.state)
         is_same = all(other == states[0] for other in states)
         self._tell(Reply("go", is_same))
@@ -211,7 +213,7 @@ class Leader(HostGroup):
         if count != place.count or not 0 < process < place.count:
             problem = compose(
                 "multihost.host_count_differs", title=title, process=process, count=count,
-                count_2=place.count, count_3=place.count - 1,
+                leader_count=place.count, last_process=place.count - 1,
             )  # fmt: skip
         elif other := handshake.describe_difference(handshake.host_versions(), dict(hello["terms"])):
             problem = compose("multihost.versions_differ", title=title, other=f"{other:.1000}")

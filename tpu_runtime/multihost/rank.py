@@ -51,9 +51,9 @@ def parse_rank(text: str) -> HostRank:
         )
     process, count, port = (int(match[group]) for group in (1, 2, 4))
     if not process < count:
-        raise ValueError(
-            compose("multihost.process_outside", variable=VARIABLE, text=repr(text), count=count, count_2=count - 1)
-        )
+        raise ValueError(compose(
+            "multihost.process_outside", variable=VARIABLE, text=repr(text), count=count, last_process=count - 1,
+        ))  # fmt: skip
     if not 0 < port < 65535:
         raise ValueError(compose("multihost.port_outside", variable=VARIABLE, text=repr(text)))
     return HostRank(process=process, count=count, address=Address(host=match[3], port=port))

@@ -135,7 +135,7 @@ def _more_chips(request: PlanRequest) -> Iterator[_Alternative]:
     for topology in chips.larger(request.topology):
         # A requested mesh has the wrong size for another topology.
         now, more = request.topology.num_chips, topology.num_chips
-        words = compose("plan.more_chips", num_chips=more, name=topology.name, num_chips_2=now)
+        words = compose("plan.more_chips", num_chips=more, name=topology.name, current_chips=now)
         yield _Alternative(request=replace(request, topology=topology, mesh_shape=None), words=words)
 
 

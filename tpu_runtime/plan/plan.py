@@ -230,7 +230,7 @@ def parse_request(
     names = tuple(name.strip() for name in stages.split(",") if name.strip())
     unknown = [name for name in names if name not in STAGES]
     if unknown or not names:
-        raise ValueError(compose("plan.stages_unknown", stages=repr(stages), stages_2=", ".join(STAGES)))
+        raise ValueError(compose("plan.stages_unknown", stages=repr(stages), allowed=", ".join(STAGES)))
     return PlanRequest(
         spec=spec,
         settings=replace(

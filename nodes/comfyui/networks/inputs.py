@@ -348,11 +348,11 @@ def check_sample(network: CoreNetwork, shape: Sequence[int]) -> None:
     names = ["rows", str(geometry.channels), *(["frames"] if geometry.stride_t else []), "height", "width"]
     if len(shape) != len(names) or shape[1] != geometry.channels:
         raise ValueError(compose(
-            "comfyui.latent_channels_wrong", title=title, shape=shape[1] if len(shape) > 1 else 0,
-            shape_2=tuple(shape), channels=geometry.channels, names=", ".join(names),
+            "comfyui.latent_channels_wrong", title=title, channel_count=shape[1] if len(shape) > 1 else 0,
+            shape=tuple(shape), expected_channels=geometry.channels, expected_shape=", ".join(names),
         ))  # fmt: skip
     if geometry.stride_t and "num_frames" not in network.spec.inputs and shape[2] != 1:
-        raise ValueError(compose("comfyui.latent_of_several_frames", title=title, shape=shape[2]))
+        raise ValueError(compose("comfyui.latent_of_several_frames", title=title, frame_count=shape[2]))
 
 
 def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
@@ -372,11 +372,13 @@ def check_conditioning(network: CoreNetwork, given: Mapping[str, Any]) -> None:
         states = vision.last_hidden_state if spec.family == "HunyuanVideo15" else vision.penultimate_hidden_states
         if states.shape[-1] != int(width):
             raise ValueError(compose(
-                "comfyui.clip_vision_width_wrong", title=spec.title, size=states.shape[-1], width=width,
+                "comfyui.clip_vision_width_wrong", title=spec.title, actual_width=states.shape[-1], width=width,
             ))  # fmt: skip
         most = config.get("pos_embed_seq_len")
         if most and states.shape[1] > int(most):
-            raise ValueError(compose("comfyui.clip_vision_too_long", title=spec.title, size=states.shape[1], most=most))
+            raise ValueError(compose(
+                "comfyui.clip_vision_too_long", title=spec.title, token_count=states.shape[1], max_tokens=most,
+            ))  # fmt: skip
 
 
 def check_width(network: CoreNetwork, encoder: int, what: str, states: torch.Tensor) -> None:
@@ -386,11 +388,10 @@ def check_width(network: CoreNetwork, encoder: int, what: str, states: torch.Ten
     """
     width = int(network.config[network.spec.text_encoders[encoder].width_key])
     if states.ndim != 3 or states.shape[2] != width:
-        raise ValueError(
-            compose(
-                "comfyui.states_width_wrong", title=network.spec.title, what=what, size=states.shape[-1], width=width
-            )
-        )
+        raise ValueError(compose(
+            "comfyui.states_width_wrong", title=network.spec.title, what=what, actual_width=states.shape[-1],
+            width=width,
+        ))  # fmt: skip
 
 
 def _check_concat(network: CoreNetwork, given: Mapping[str, Any], noise: torch.Tensor | None) -> None:
@@ -405,18 +406,20 @@ def _check_concat(network: CoreNetwork, given: Mapping[str, Any], noise: torch.T
     allowed = {channels, int(conditions["condition"][1])} if spec.family.startswith("Wan") else {channels}
     if latents.ndim != 5 or latents.shape[1] not in allowed:
         raise ValueError(compose(
-            "comfyui.concat_latent_channels_wrong", title=spec.title, size=latents.shape[1],
-            shape=tuple(latents.shape), channels=channels, other_vae=_OTHER_VAE,
+            "comfyui.concat_latent_channels_wrong", title=spec.title, channel_count=latents.shape[1],
+            shape=tuple(latents.shape), expected_channels=channels, other_vae=_OTHER_VAE,
         ))  # fmt: skip
     if spec.family != "CogVideoX" and latents.shape[2] != noise.shape[2]:
         raise ValueError(compose(
-            "comfyui.concat_latent_frames_wrong", title=spec.title, size=latents.shape[2], size_2=noise.shape[2],
+            "comfyui.concat_latent_frames_wrong", title=spec.title, frame_count=latents.shape[2],
+            sample_frames=noise.shape[2],
         ))  # fmt: skip
     mask = given.get("concat_mask")
     if mask is not None and spec.family != "CogVideoX" and mask.ndim == 5 and mask.shape[2] > noise.shape[2]:
-        raise ValueError(
-            compose("comfyui.concat_mask_frames_wrong", title=spec.title, size=mask.shape[2], size_2=noise.shape[2])
-        )
+        raise ValueError(compose(
+            "comfyui.concat_mask_frames_wrong", title=spec.title, frame_count=mask.shape[2],
+            sample_frames=noise.shape[2],
+        ))  # fmt: skip
 
 
 def _check_reference(network: CoreNetwork, what: str, latents: torch.Tensor) -> None:
@@ -426,8 +429,8 @@ def _check_reference(network: CoreNetwork, what: str, latents: torch.Tensor) -> 
     is_plain = len(shape) == len(names) and (not geometry.stride_t or shape[2] == 1)
     if not is_plain or shape[1] != geometry.channels:
         raise ValueError(compose(
-            "comfyui.channels_wrong", title=network.spec.title, what=what, shape=shape[1],
-            shape_2=shape, channels=geometry.channels, names=", ".join(names), other_vae=_OTHER_VAE,
+            "comfyui.channels_wrong", title=network.spec.title, what=what, channel_count=shape[1],
+            shape=shape, expected_channels=geometry.channels, expected_shape=", ".join(names), other_vae=_OTHER_VAE,
         ))  # fmt: skip
 
 
@@ -436,7 +439,8 @@ def _check_channels(network: CoreNetwork, x: torch.Tensor, further: int | str = 
     channels = network.spec.geometry.channels + int(further)
     if x.shape[1] != channels:
         raise ValueError(compose(
-            "comfyui.sample_channels_wrong", title=network.spec.title, size=x.shape[1], channels=channels,
+            "comfyui.sample_channels_wrong", title=network.spec.title, channel_count=x.shape[1],
+            expected_channels=channels,
         ))  # fmt: skip
 
 

@@ -134,7 +134,8 @@ def check_merge(name: str, patches: list[Patch], weight: torch.Tensor) -> None:
         other = value[0][0] if isinstance(value, list) else None
         if other is not None and other.shape != weight.shape:
             raise ValueError(compose(
-                "comfyui.merged_shapes_differ", name=name, shape=tuple(weight.shape), shape_2=tuple(other.shape),
+                "comfyui.merged_shapes_differ", name=name, first_shape=tuple(weight.shape),
+                second_shape=tuple(other.shape),
             ))  # fmt: skip
 
 

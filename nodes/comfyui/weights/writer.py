@@ -36,9 +36,10 @@ def save(
     end = 0
     for name, tensor in tensors.items():
         if not isinstance(tensor, LazyTensor) and tensor.device.type == "meta":
-            raise ValueError(
-                compose("comfyui.not_written_without_values", name=target.name, name_2=name, shape=tuple(tensor.shape))
-            )
+            raise ValueError(compose(
+                "comfyui.not_written_without_values", file_name=target.name, tensor_name=name,
+                shape=tuple(tensor.shape),
+            ))  # fmt: skip
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],

@@ -115,7 +115,7 @@ def advise(settings: Settings) -> str | None:
         return None
     return compose(
         "model.size_outside_published", width=settings.width, height=settings.height,
-        num_frames=settings.num_frames, height_2=t2v.HEIGHT, width_2=t2v.WIDTH,
+        num_frames=settings.num_frames, published_height=t2v.HEIGHT, published_width=t2v.WIDTH,
     )  # fmt: skip
 
 

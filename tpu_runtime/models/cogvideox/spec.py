@@ -58,7 +58,7 @@ def advise(settings: Settings) -> str | None:
         return None
     return compose(
         "model.size_unpublished", width=settings.width, height=settings.height,
-        num_frames=settings.num_frames, width_2=WIDTH, height_2=HEIGHT,
+        num_frames=settings.num_frames, published_width=WIDTH, published_height=HEIGHT,
     )  # fmt: skip
 
 

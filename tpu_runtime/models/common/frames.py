@@ -65,7 +65,7 @@ def encode_still(
     import torch
 
     if pixels.shape[2] != 1:
-        raise ValueError(compose("model.vae_encodes_one_image", size=pixels.shape[2]))
+        raise ValueError(compose("model.vae_encodes_one_image", frame_count=pixels.shape[2]))
     cells = torch.nn.functional.pixel_unshuffle(pixels[:, :, 0], stride)
     latents, _ = call("vae_encoder", encode, cells, partition="spatial")
     return torch.from_numpy(np.array(latents))
