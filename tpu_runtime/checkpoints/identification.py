@@ -22,11 +22,11 @@ _OF_FORMAT = re.compile(
     r"[a-z]|bf|(mx|nv)?fp(\d\w*)?|fn|int|[emv]\d\w*|q\d\w*|xxs|xs|iq|nl|ud|scaled|mixed|convrot|comfy\w*|gguf"
     r"|safetensors|sft|kj|repackaged|transformer|diffusion|model|diffusers|pytorch|high|low|noise|cfg"
 )
-# How names say which of two denoisers a file is, in small letters with `-` between words: `high-noise`, or the word
-# alone, which elsewhere is said of memory, sizes and steps.
+# Names of one of two denoisers, in lower case with `-` between words: `high-noise`, or `high` alone unless it describes
+# memory, quality or steps.
 _NOISE = r"(high|low)-?noise"
 _ALONE = r"(?<![a-z])(high|low)(?![a-z]|-?(?:v?ram|mem|res|quality|cfg|step|poly))"
-# How names say that a file is one of two.
+# Names of models with two denoisers.
 _OF_TWO = re.compile(r"wan-?2-?2(?!\d)|a14b")
 
 # Words in the names of networks that were distilled to a few steps without guidance.

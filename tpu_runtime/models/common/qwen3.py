@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 512
-# The prompt embedding is the concatenated states after these numbers of layers; later layers are not needed.
+# The prompt embedding concatenates the states after layers 9, 18 and 27; later layers are not needed.
 STATES = (9, 18, 27)
 
 # Qwen3's template for a prompt, with and without thinking.
@@ -31,7 +31,7 @@ def tokenize(
 ) -> "tuple[np.ndarray, np.ndarray]":
     """Return ids and mask of a conversation with each prompt, `[rows, length]` int32 each, padded on the right.
 
-    tokenizer: Qwen2's. prompts: a conversation each. length: tokens that a conversation is padded or truncated to.
+    tokenizer: Qwen2's. prompts: one per conversation. length: tokens that a conversation is padded or truncated to.
     thinks: without it the template starts the answer with an empty thought.
     """
     from ... import tokenization

@@ -10,7 +10,7 @@ from ...model_spec import Component, TextEncoding
 from ..common import causal
 
 MAX_TOKENS = 512
-# The prompt embedding is the concatenated states after these numbers of layers; later layers are not needed.
+# The prompt embedding concatenates the states after these layers; later layers are not needed.
 STATES = (10, 20, 30)
 
 if TYPE_CHECKING:

@@ -170,8 +170,7 @@ def number_positions(
 # --- the component ----------------------------------------------------------------------------------------------------
 
 # Each group of `tp` holds all weights; eight chips are two groups (see `shard_heads_in_pairs`). A step would take 1.5
-# times as
-# long if weights were gathered from the other group.
+# times as long if weights were gathered from the other group.
 _RULES = (
     Rule("transformer_blocks.**.bias", REPLICATED),
     Rule("transformer_blocks.*.attn.to_out.0.weight", (None, None, "heads"), over=(2,)),
