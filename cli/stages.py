@@ -166,12 +166,12 @@ def _pictures(spec: ModelSpec, paths: Sequence[Path]) -> list[Value]:
     """Load the images as IMAGEs; ValueError if the model takes another number of them."""
     if paths and spec.pictures.encode is None:
         names = ", ".join(other.name for other in SPECS if other.pictures.encode is not None)
-        raise ValueError(f"{spec.title}: it takes no picture. Leave --image out, or choose a model by --name: {names}.")
+        raise ValueError(f"{spec.title} uses no image. Leave --image out, or choose a model by --name: {names}.")
     allowed = spec.pictures.numbers
     if (paths or spec.needs_condition) and not spec.pictures.are_references and len(paths) not in allowed:
         count = {0: "none was given", 1: "one was given"}.get(len(paths), f"{len(paths)} were given")
-        expected = {1: "starts from one picture", 2: "starts from one picture and ends with another"}[allowed[0]]
-        raise ValueError(f"{spec.title}: it {expected}, and {count}. Give each with --image FILE.")
+        expected = {1: "starts from one image", 2: "starts from one image and ends with another"}[allowed[0]]
+        raise ValueError(f"{spec.title} {expected}, but {count}. Give each with --image FILE.")
     return [media.load_image(path)[0] for path in paths]
 
 
@@ -196,7 +196,7 @@ def _denoise(options: argparse.Namespace) -> int:
     latents = stage_files.load_latents(options.folder, model) if goes_on else None
     if spec.needs_condition and condition is None:
         raise ValueError(
-            f"{spec.title}: {options.folder} holds no encoded picture; run `comfyui-tpu encode --folder "
+            f"{spec.title}: {options.folder} has no encoded image; run `comfyui-tpu encode --folder "
             f"{options.folder} --image FILE` first."
         )
     with _time_stage(f"{spec.title}: denoise") as host:

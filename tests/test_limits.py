@@ -59,12 +59,12 @@ def test_what_is_allowed_has_no_problem(limit: Any, allowed: tuple):
         (SCALE, False, "is False; it must be a number between 0.5 and 9.5."),
         (BoolInput(default=True), 1, "is 1; it must be true or false."),
         (EnumInput(options=("a", "b")), "c", "is 'c'; it must be one of a, b."),
-        (SIGMAS, 1, "is 1; it must be text: numbers with commas between them."),
-        (SIGMAS, "1;2", "is '1;2'; it must be numbers with commas between them, such as 1, 0.75, 0.5, 0.25, or empty."),
+        (SIGMAS, 1, "is 1; it must be text: numbers separated by commas."),
+        (SIGMAS, "1;2", "is '1;2'; it must be numbers separated by commas, such as 1, 0.75, 0.5, 0.25, or empty."),
         (SIGMAS, "1,0.8,0.5,0.2", "has 4 numbers; at most 3 are allowed."),
-        (SIGMAS, "1,0", "is '1,0'; each number must be above 0 and at most 1. The 0 at the end is added by itself."),
-        (SIGMAS, "1.5", "is '1.5'; each number must be above 0 and at most 1. The 0 at the end is added by itself."),
-        (SIGMAS, "nan", "is 'nan'; each number must be above 0 and at most 1. The 0 at the end is added by itself."),
+        (SIGMAS, "1,0", "is '1,0'; each number must be above 0 and at most 1. The final 0 is added automatically."),
+        (SIGMAS, "1.5", "is '1.5'; each number must be above 0 and at most 1. The final 0 is added automatically."),
+        (SIGMAS, "nan", "is 'nan'; each number must be above 0 and at most 1. The final 0 is added automatically."),
         (SIGMAS, (0.5, 0.5), "is (0.5, 0.5); each number must be smaller than the one before."),
     ],
 )
@@ -128,18 +128,18 @@ def test_the_steps_that_run(fields: dict, steps: range):
     [
         (
             {"high_noise_steps": 7},
-            "high_noise_steps is 7, but there are 6 steps. Use at most that many, or 0 for as many as the checkpoint "
-            "says.",
+            "high_noise_steps is 7, but there are 6 steps. Use at most that many, or 0 for the checkpoint's own "
+            "number.",
         ),
         (
             {"start_step": 3, "end_step": 3},
             "start_step is 3 and end_step 3, of 6 steps: no step is left to run. Steps count from 0; start_step must "
-            "be below end_step, where 0 stands for the end.",
+            "be below end_step, where 0 means the end.",
         ),
         (
             {"start_step": 6},
             "start_step is 6 and end_step 0, of 6 steps: no step is left to run. Steps count from 0; start_step must "
-            "be below end_step, where 0 stands for the end.",
+            "be below end_step, where 0 means the end.",
         ),
     ],
 )

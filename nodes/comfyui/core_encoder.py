@@ -1,6 +1,6 @@
-"""The text encoder that replaces core's within core's CLIP.
+"""The text encoder that replaces ComfyUI's own inside its CLIP.
 
-It has core's states, core's names of weights, and the changes that nodes make to them.
+It returns the same states, names its weights as ComfyUI does, and applies the changes that nodes make to them.
 """
 
 import functools
@@ -94,7 +94,7 @@ class Encoder(torch.nn.Module):
                     deltas |= model_patcher.lora_difference(
                         self.tensors[key.removeprefix(prefix)][0], key, patches, source
                     )
-            title, component = "what nodes change in the CLIP", self.model.spec.text_encoders[self.number].component
+            title, component = "changes of nodes to the CLIP", self.model.spec.text_encoders[self.number].component
             in_memory = InMemoryLora(title=title, digest=f"{patcher.patches_uuid}/{prefix}", tensors=deltas)
             lora = Lora(path=title, strength=1.0, held=in_memory, component=component)
             self._changed = patcher.patches_uuid, replace(self.model, loras=(lora,)) if deltas else self.model
@@ -202,8 +202,8 @@ def check_owner(patcher: "ModelPatcher", kind: str, network: str) -> None:
     kind: "CLIP" or "VAE". network: its name in the error.
     """
     hung = {
-        "injections": "modules in addition to its own, as LoraLoaderBypass does",
-        "object_patches": "another module instead of one of its own",
+        "injections": "more modules, as LoraLoaderBypass does,",
+        "object_patches": "a replacement for one of its modules",
         "weight_wrapper_patches": "functions around its weights",
     }
     for name, what in hung.items():
@@ -221,13 +221,13 @@ def check_tokens_before(process: Callable[..., object], model: ModelRef, can_see
 
     def process_tokens(tokens: list[list[Any]], device: object) -> object:
         other = [token for row in tokens for token in row if not isinstance(token, int | np.integer)]
-        pictures = [token for token in other if isinstance(token, dict) and token.get("type") == "image"]
-        if pictures and can_see and not model.spec.text_encoders[0].place_beside:
+        images = [token for token in other if isinstance(token, dict) and token.get("type") == "image"]
+        if images and can_see and not model.spec.text_encoders[0].place_beside:
             raise ValueError(
                 compose("comfyui.text_encoder_cannot_see", title=model.spec.title, model_id=model.model_id)
             )
-        if len(pictures) < len(other) or (pictures and not model.spec.text_encoders[0].place_beside):
-            what = "an embedding (textual inversion)" if len(pictures) < len(other) else "a picture"
+        if len(images) < len(other) or (images and not model.spec.text_encoders[0].place_beside):
+            what = "an embedding (textual inversion)" if len(images) < len(other) else "an image"
             raise ValueError(compose("comfyui.prompt_entry_unsupported", title=model.spec.title, what=what))
         return process(tokens, device)
 

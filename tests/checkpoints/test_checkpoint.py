@@ -89,7 +89,7 @@ def test_a_truncated_file_is_found_before_anything_is_loaded(copied: Path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError) as error:
         model(copied).check()
-    assert str(error.value).startswith(f"{path} is not a whole safetensors file (")
+    assert str(error.value).startswith(f"{path} is not a complete safetensors file (")
     assert str(error.value).endswith("it was probably cut off while downloading. Delete it and download it again.")
 
 

@@ -247,8 +247,8 @@ def test_what_a_pipeline_has_beside_is_refused_by_name(tmp_path: Path, name: str
     """Its first expert alone, or a picture half looked at, would be another model."""
     spec = lookup_spec(name)
     assert problem(name, tmp_path, index) == (
-        f"{spec.title}: the model_index.json of FOLDER has {found}, which this model does not know; without that the "
-        f"result would be wrong. Use one such as {spec.published.hub_id}."
+        f"{spec.title}: the model_index.json of FOLDER has {found}, which is not supported for this model; without it "
+        f"the result would be wrong. Use another, such as {spec.published.hub_id}."
     )
 
 
@@ -262,8 +262,8 @@ def test_what_a_pipeline_has_beside_is_refused_by_name(tmp_path: Path, name: str
 def test_what_a_pipeline_lacks_is_named(tmp_path: Path, name: str, index: dict, missing: str):
     spec = lookup_spec(name)
     assert problem(name, tmp_path, index) == (
-        f"{spec.title}: the model_index.json of FOLDER has no {missing}, which this model needs. Use one that has, "
-        f"such as {spec.published.hub_id}."
+        f"{spec.title}: the model_index.json of FOLDER has no {missing}, which this model needs. Use one that has "
+        f"it, such as {spec.published.hub_id}."
     )
 
 
@@ -346,7 +346,7 @@ def test_a_key_that_must_be_there_is_missed(tmp_path: Path):
 )
 def test_parts_that_do_not_belong_together_are_named(tmp_path: Path, name: str, changes: dict, sentence: str):
     title = lookup_spec(name).title
-    assert problem(name, tmp_path, **changes) == f"{title}: {sentence} Its parts do not belong together."
+    assert problem(name, tmp_path, **changes) == f"{title}: {sentence} Its components do not belong together."
 
 
 @pytest.mark.parametrize("name", [WAN21, "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"])
@@ -358,8 +358,8 @@ def test_a_model_of_another_size_is_known_by_its_configs(tmp_path: Path, name: s
 
 def test_experts_of_two_architectures_are_refused(tmp_path: Path):
     assert problem(WAN22, tmp_path, transformer_2={"num_layers": 30}) == (
-        "Wan 2.2 I2V A14B: num_layers is 30 in transformer_2 of FOLDER and 40 in transformer; the two must be equal. "
-        "Choose two of one model."
+        "Wan 2.2 I2V A14B: num_layers is 30 in transformer_2 of FOLDER and 40 in transformer; the two must be "
+        "equal. Choose two denoisers of one model."
     )
 
 

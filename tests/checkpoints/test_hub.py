@@ -107,9 +107,9 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     assert error_of(
         lambda: runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, SilentProgress())
     ) == (
-        "vae of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached "
-        "(HF_HUB_OFFLINE is set: unset it). With a network `comfyui-tpu download owner/model` goes on where it "
-        "stopped; or set model_id to a local folder."
+        "vae of owner/model is not on this machine, or is incomplete, and the Hugging Face Hub cannot be "
+        "reached (HF_HUB_OFFLINE is set: unset it). With a network connection, `comfyui-tpu download "
+        "owner/model` continues where it stopped. Or set model_id to a local folder."
     )
 
 
@@ -201,7 +201,7 @@ def test_the_command_takes_the_variant_too(fake: FakeHub, tmp_path: Path, capsys
     fake.repositories["owner/480p"] = tiny.ensure_random(HUNYUAN_I2V)
     arguments = ["encode", "--folder", str(tmp_path), "--family", HUNYUAN.family, "--model", "owner/480p"]
     assert cli.main(arguments) == 2
-    assert "HunyuanVideo 1.5 I2V: it starts from one picture, and none was given." in capsys.readouterr().err
+    assert "HunyuanVideo 1.5 I2V starts from one image, but none was given." in capsys.readouterr().err
 
 
 def test_a_workflow_is_checked_without_a_network(fake: FakeHub):
@@ -251,8 +251,8 @@ def test_a_repository_without_safetensors(fake: FakeHub, tmp_path: Path):
     fake.repositories[ID] = folder
     found = MODEL.locate()
     assert error_of(lambda: found.fetch_weights(SPEC.component("text_encoder"), SilentProgress())) == (
-        "owner/model has no text_encoder/model.safetensors on the Hugging Face Hub. Weights are read from safetensors "
-        "files alone. Choose another repository, or set model_id to a local folder."
+        "owner/model has no text_encoder/model.safetensors on the Hugging Face Hub. Only safetensors files of "
+        "weights are read. Choose another repository, or set model_id to a local folder."
     )
 
 
@@ -260,9 +260,9 @@ def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pyte
     model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "configuration of owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be "
-        "reached (HF_HUB_OFFLINE is set: unset it). With a network `comfyui-tpu download owner/model` goes on where it "
-        "stopped; or set model_id to a local folder."
+        "configuration of owner/model is not on this machine, or is incomplete, and the Hugging Face Hub "
+        "cannot be reached (HF_HUB_OFFLINE is set: unset it). With a network connection, `comfyui-tpu download "
+        "owner/model` continues where it stopped. Or set model_id to a local folder."
     )
 
 
@@ -271,17 +271,17 @@ def test_what_the_hub_answers_after_the_index(fake: FakeHub):
     model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     fake.answers["/api/"] = Answer(status=429, headers={"Retry-After": "42"})
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "The Hugging Face Hub takes no more requests for now (429): configuration of owner/model was not downloaded. "
-        "Try again in 42 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN)."
+        "The Hugging Face Hub refuses further requests for now (429): configuration of owner/model was not "
+        "downloaded. Try again in 42 seconds; a token allows more (hf auth login, or set HF_TOKEN)."
     )
 
 
 def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "owner/model is not on this machine, or not all of it, and the Hugging Face Hub cannot be reached "
-        f"([Errno {errno.ECONNREFUSED}] Connection refused). With a network `comfyui-tpu download owner/model` goes on "
-        "where it stopped; or set model_id to a local folder."
+        "owner/model is not on this machine, or is incomplete, and the Hugging Face Hub cannot be reached "
+        f"([Errno {errno.ECONNREFUSED}] Connection refused). With a network connection, "
+        "`comfyui-tpu download owner/model` continues where it stopped. Or set model_id to a local folder."
     )
 
 
@@ -290,24 +290,24 @@ def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     [
         (
             Answer(status=429, headers={"Retry-After": "42"}),
-            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
-            "downloaded. Try again in 42 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN).",
+            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
+            "not downloaded. Try again in 42 seconds; a token allows more (hf auth login, or set HF_TOKEN).",
         ),
         (
             Answer(status=429, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
-            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
-            "downloaded. Try again after 2026-10-21 07:28:00 UTC; with a token more are allowed (hf auth login, or set "
-            "HF_TOKEN).",
+            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
+            "not downloaded. Try again after 2026-10-21 07:28:00 UTC; a token allows more (hf auth login, or "
+            "set HF_TOKEN).",
         ),
         (
             Answer(status=429, headers={"RateLimit": '"api";r=0;t=55'}),
-            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
-            "downloaded. Try again in 55 seconds; with a token more are allowed (hf auth login, or set HF_TOKEN).",
+            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
+            "not downloaded. Try again in 55 seconds; a token allows more (hf auth login, or set HF_TOKEN).",
         ),
         (
             Answer(status=429),
-            "The Hugging Face Hub takes no more requests for now (429): model_index.json of owner/model was not "
-            "downloaded. Try again in a few minutes; with a token more are allowed (hf auth login, or set HF_TOKEN).",
+            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
+            "not downloaded. Try again in a few minutes; a token allows more (hf auth login, or set HF_TOKEN).",
         ),
         (
             Answer(status=403),
@@ -316,8 +316,8 @@ def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
         ),
         (
             Answer(status=503),
-            "The Hugging Face Hub answered 503 for model_index.json of owner/model. The trouble is the Hub's: try "
-            "again later, or set model_id to a local folder.",
+            "The Hugging Face Hub answered 503 for model_index.json of owner/model. The fault is on the Hub's "
+            "side: try again later, or set model_id to a local folder.",
         ),
     ],
     ids=lambda value: str(value.status) if isinstance(value, Answer) else "",
@@ -339,8 +339,8 @@ def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            r"The disk is full: text_encoder of owner/model does not fit into /.*/hf, which has \d+\.\d GiB left. Make "
-            "room there, or set HF_HOME to a folder on a larger disk.",
+            r"The disk is full: text_encoder of owner/model does not fit into /.*/hf, which has \d+\.\d GiB left. Free "
+            "space there, or set HF_HOME to a folder on a larger disk.",
         ),
         (
             OSError(errno.EDQUOT, "Disk quota exceeded"),
@@ -353,7 +353,7 @@ def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
         (
             PermissionError(errno.EACCES, "Permission denied", "/data/hf/blobs/x"),
             r"/data/hf/blobs/x cannot be written \(Permission denied\): text_encoder of owner/model was not "
-            "downloaded. Give this user the right to write there, or set HF_HOME to a folder of their own.",
+            "downloaded. Allow this user to write there, or set HF_HOME to another folder.",
         ),
         (
             OSError(errno.EROFS, "Read-only file system"),
@@ -361,8 +361,8 @@ def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
         ),
         (
             RuntimeError("Data processing error: CAS service error"),
-            "The download of text_encoder of owner/model broke off. Run it again: files that are complete are kept. If "
-            "it breaks off each time, set HF_HUB_DISABLE_XET=1.",
+            "The download of text_encoder of owner/model was interrupted. Run it again: complete files are "
+            "kept. If this happens each time, set HF_HUB_DISABLE_XET=1.",
         ),
     ],
     ids=["full", "quota", "full-by-xet", "no-permission", "read-only", "broken-off"],
@@ -383,7 +383,7 @@ def test_a_file_in_the_way_of_the_cache_is_named(fake: FakeHub, tmp_path: Path):
     (tmp_path / "hf").write_text("in the way")
     sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
     assert sentence.startswith(f"{tmp_path / 'hf'}")
-    assert "model_index.json of owner/model was not downloaded. Give this user the right to write there" in sentence
+    assert "model_index.json of owner/model was not downloaded. Allow this user to write there" in sentence
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_what_the_config_says_comes_before_what_the_files_hold(writer: str, tmp_
         choose_model(SPEC, str(folder))
     assert str(error.value) == (
         f"{SPEC.title}: transformer of {folder} is quantized with {config['quant_method']} (quantization_config in its "
-        "config.json). Such codes are not decoded here. Use a checkpoint whose weights are bfloat16, float16 or "
+        "config.json). This quantization is not supported. Use a checkpoint whose weights are bfloat16, float16 or "
         f"float32, such as {SPEC.published.hub_id}."
     )
 
@@ -112,7 +112,7 @@ def test_codes_are_seen_in_the_files_headers(writer: str, tmp_path: Path):
     """Repackaged files often come with the config of the original."""
     _, make, method = WRITERS[writer]
     folder = quantize(tmp_path / "model", make, None)
-    with pytest.raises(CheckpointError, match="Such codes are not decoded here") as error:
+    with pytest.raises(CheckpointError, match="This quantization is not supported") as error:
         choose_model(SPEC, str(folder))
     assert f"the weights are quantized with {method} ({LAYER}." in str(error.value)
     assert "download" not in str(error.value).lower()
@@ -188,7 +188,7 @@ def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
     folder = quantize(tmp_path / "model", lambda weight: {"weight": torch.zeros(weight.shape, dtype=torch.int8)}, None)
     component = SPEC.component("transformer")
     headers = checkpoint.read_headers(folder / "transformer", component)
-    with pytest.raises(CheckpointError, match=f"{LAYER}.weight holds I8, and weights are floating point numbers"):
+    with pytest.raises(CheckpointError, match=f"{LAYER}.weight holds I8; weights must be floating point numbers"):
         checkpoint.match_weights(upstream_network.build_network(component, component.tiny), headers, folder)
 
 

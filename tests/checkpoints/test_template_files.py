@@ -48,7 +48,7 @@ def test_the_page_knows_what_such_a_file_has_no_use_for():
 
 
 UNET, VAE = "UNETLoader", "VAELoader"
-LATE = "Only a part of this workflow can run on the TPU: ComfyUI runs {} on the CPU. It will not end in useful time."
+LATE = "Only part of this workflow can run on the TPU: ComfyUI runs {} on the CPU. That takes far too long."
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
         (["hunyuan-1.5"], "there is no model 'hunyuan-1.5'; there are:\n  hunyuanvideo1.5-"),
         (["flux2-klein-b9"], "there is no model 'flux2-klein-b9'; there are:\n  flux2-klein-9b\n"),
         ([MODEL, "--runs", "0"], "--runs is 0; it must be at least 1."),
-        ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must be some of encode"),
+        ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must name one or more of encode"),
         ([MODEL, "--height", "81"], "height is 81; it must be a multiple of"),
         ([MODEL, "--quality", "int8+sparse"], "but not TI2V, and HunyuanVideo have; it must be one of exact, int8."),
     ],

@@ -123,7 +123,7 @@ def test_a_contact_sheet_holds_frames_from_the_first_to_the_last():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"labels": "a, b"}, "labels name 2 results, and 1 are connected"),
+        ({"labels": "a, b"}, "there are 2 labels, but 1 results are connected"),
         ({"frames": torch.zeros(0, 8, 8, 3)}, "the image is torch.float32 .* not empty"),
         ({"frames_2": torch.full((1, 8, 8, 3), torch.nan)}, "the image is not finite"),
         ({"frames": torch.zeros(1).expand(300, 2000, 2000, 3)}, "300 frames of 2000x2000 are 1200 million pixels"),

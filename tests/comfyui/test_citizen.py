@@ -285,7 +285,7 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
     assert "OutOfMemory" in failure["exception_type"], failure["exception_type"]
     message = failure["exception_message"]
     assert "Wan 2.1 T2V 14B ran out of TPU memory in stage" in message and "allocating 123456789 bytes" in message
-    assert "Needs less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
+    assert "To use less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
     if where == "step":
         assert "num_frames 1 instead of 5 (50 % less next to the weights)" in message, message
     until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)

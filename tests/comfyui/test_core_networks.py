@@ -250,8 +250,8 @@ def check_refused(name: str, refused: Mapping[str, str]) -> None:
     """Where core takes another layer, ours does so of T5, and says so of others. Of FLUX.2 core takes no other."""
     for change, what in refused.items():
         print(f"{change}: {what}")
-    always = {"LoraLoaderBypass": "modules in addition to its own", "TextGenerate": "to write text"}
-    layers = {f"CLIPSetLastLayer {number}": "CLIPSetLastLayer asks for" for number in (-1, -2, -3, -24)}
+    always = {"LoraLoaderBypass": "more modules", "TextGenerate": "writes text"}
+    layers = {f"CLIPSetLastLayer {number}": "CLIPSetLastLayer chooses" for number in (-1, -2, -3, -24)}
     own = {"z-image": ("-2",), "qwen-image": ("-24",), "hunyuanvideo 1.5": ("-3", "-24")}.get(name)
     if own is not None:
         always |= {change: said for change, said in layers.items() if change.split()[1] not in own}
@@ -308,20 +308,20 @@ def test_nodes_that_patch_a_model_work_as_on_cores_or_are_refused_before_the_fir
         "ControlNet", "LoraLoaderBypass", "ModelAttentionBackend",
     }  # fmt: skip
     assert found["LoraLoaderBypass"] == (
-        "This MODEL runs compiled on the TPU, and a LoRA outside the weights cannot work there (LoraLoaderBypass, "
-        "LoraLoaderBypassModelOnly). Use LoraLoaderModelOnly with the same file and strength: it is merged into the "
-        "weights."
+        "This MODEL runs compiled on the TPU, where a LoRA outside the weights is not supported "
+        "(LoraLoaderBypass, LoraLoaderBypassModelOnly). Use LoraLoaderModelOnly with the same file and "
+        "strength: it is merged into the weights."
     )
 
 
 def test_a_text_encoder_that_cannot_see_is_named_where_a_prompt_holds_a_picture(tmp_path: Path):
     said = run_script("core_blind.py", {"qwen-image-2512": "blind.safetensors", "z-image": "qwen_3_4b.gguf"}, tmp_path)
     assert said == {
-        "qwen-image-2512": "Qwen-Image 2512: the prompt holds a picture, and the text encoder blind.safetensors cannot "
-        "see on the TPU (it has no visual.). Leave the picture out, or choose a file with it, such as "
-        "qwen_2.5_vl_7b.safetensors.",
-        "z-image": "Z-Image: the prompt holds a picture, which its text encoder on the TPU does not take. Leave it "
-        "out, or load the text encoder with ComfyUI's own loader.",
+        "qwen-image-2512": "Qwen-Image 2512: the prompt has an image, but the text encoder blind.safetensors "
+        "has no vision tower (visual.). Leave the image out, or choose a file that has one, "
+        "such as qwen_2.5_vl_7b.safetensors.",
+        "z-image": "Z-Image: the prompt has an image, which the text encoder does not support on the TPU. "
+        "Leave it out, or load the text encoder with ComfyUI's own loader.",
     }
 
 
@@ -334,7 +334,7 @@ def test_what_other_packs_hang_on_a_model_runs_in_cores_order_or_is_refused(tmp_
     check({name: what for name, what in found.items() if name not in refused})
     assert refused.keys() == {"replaced forward", "injections"}, refused
     assert "(forward_orig)" in refused["replaced forward"] and "ComfyUI's own loader" in refused["replaced forward"]
-    assert "cannot work there" in refused["injections"]
+    assert "is not supported" in refused["injections"]
 
 
 # With as many layers as the published ones, which core takes for granted; sizes that it does not read from a file it is

@@ -204,7 +204,7 @@ def test_what_the_loaders_do_not_run_is_said(server: Server):
     (error,) = [
         said for kind, said in server.finish(answer["prompt_id"])["status"]["messages"] if kind == "execution_error"
     ]
-    assert "type is sd3; on the TPU run text encoders of the types wan, flux2" in error["exception_message"]
+    assert "type is sd3; the TPU runs text encoders of the types wan, flux2" in error["exception_message"]
 
 
 def test_a_file_outside_cores_folders_is_not_read(server: Server):

@@ -39,13 +39,13 @@ def test_models_are_merged_and_saved_as_core_does_it(tmp_path: Path):
     check({name: what for name, what in found.items() if name not in refused})
     for name, sentence in {
         "another size": "A node merges two models whose diffusion_model.blocks.0.ffn.0",
-        "no values": "no.safetensors is not written: a has a shape, (2,), and no values here",
-        "a patched VAE": "of this VAE, and on the TPU its weights are those of its file",
-        "a saved patched VAE": "of this VAE, and on the TPU its weights are those of its file",
-        "training": "A node such as Train LoRA wants to train this network",
-        "another device": "wants this network on another device",
-        "its memory": "is asked for its place in memory",
-        "a part of the VAE": "a node asks the VAE's network for per_channel_statistics",
+        "no values": "no.safetensors was not written: a has the shape (2,), but no values here",
+        "a patched VAE": "of this VAE, which is not supported on the TPU",
+        "a saved patched VAE": "of this VAE, which is not supported on the TPU",
+        "training": "A node such as Train LoRA trains this network",
+        "another device": "puts this network on another device",
+        "its memory": "asks for the memory address",
+        "a part of the VAE": "a node uses per_channel_statistics of the VAE's network",
         "cancelled": "cancelled",
     }.items():
         assert sentence in refused[name], refused[name]

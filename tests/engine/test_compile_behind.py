@@ -172,7 +172,7 @@ def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compi
     compiler.allow("1280x720")
     assert waiting() == "1280x720"
     assert watched.host.said[-1] == (
-        "Compiling the denoiser for 1280x720 (once for this size, about 90 s as the last time)"
+        "Compiling the denoiser for 1280x720 (once for this size, about 90 s, as last time)"
     )
     assert Bar.steps[0] == (0, 90, "second")
     assert ACTIVITY.compiling_s > 0 and ACTIVITY.summary().startswith("Took ")

@@ -224,10 +224,10 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
 @pytest.mark.parametrize(
     ("change", "latents", "sentence"),
     [
-        ({"start_step": 2}, None, "start_step is 2, but no latents are connected to go on from. Connect latents, or"),
-        ({"add_noise": False}, None, "add_noise is off, but no latents are connected to go on from."),
+        ({"start_step": 2}, None, "start_step is 2, but no latents are connected. Connect latents, or"),
+        ({"add_noise": False}, None, "add_noise is off, but no latents are connected."),
         ({}, torch.zeros(1, 16, 2, 4, 4), r"the latents have shape \(1, 16, 2, 4, 4\); with the sampler's size it mu"),
-        ({}, torch.zeros(2, 16, 2, 8, 6), "the latents are a batch of 2, and a TPU sampler goes on from one at a time"),
+        ({}, torch.zeros(2, 16, 2, 8, 6), "the latents are a batch of 2, but a TPU sampler continues one at a time"),
         ({}, torch.zeros(2, 16, 2, 4, 4), r"the latents have shape \(2, 16, 2, 4, 4\); with the sampler's size it mu"),
         ({}, torch.zeros(1, 4, 8, 6), r"the LATENT has shape \(1, 4, 8, 6\); it must be \(batch, 16, frames, height /"),
         ({}, torch.full((1, 16, 2, 8, 6), torch.nan), "the LATENT holds values that are not finite"),

@@ -121,8 +121,8 @@ def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.Lo
         (record,) = caplog.records
         assert host.said[-1].endswith(record.message)
         assert record.message.startswith(
-            f"Wan 2.1 T2V 14B: the prompt has {size} tokens, and the text encoder takes 512: the last {size - 512} are "
-            "cut off, from '"
+            f"Wan 2.1 T2V 14B: the prompt has {size} tokens, but the text encoder takes at most 512: the last "
+            f"{size - 512} are cut off, from '"
         )
         assert record.message.endswith("...' on. Shorten it.")
         caplog.clear()

@@ -412,9 +412,9 @@ BAD: dict[str, tuple[Callable[[], Tensors], str]] = {
         },
         "has convrot_groupsize 1000000000",
     ),
-    "a mark that is no JSON": (
+    "a mark that is not JSON": (
         lambda: {"a.weight": weight().to(FP8), "a.comfy_quant": torch.zeros(3, dtype=torch.uint8)},
-        "is no JSON",
+        "is not valid JSON",
     ),
 }  # fmt: skip
 

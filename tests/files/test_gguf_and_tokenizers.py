@@ -135,7 +135,7 @@ def test_a_gguf_without_leading_dimensions_holds_the_folders_tensors(model: str,
 def test_a_gguf_without_its_patch_embedding_is_no_wan(tmp_path: Path):
     tensors = single_files.wan(single_files.load_folder(SOURCE / "transformer"))
     tensors.pop("patch_embedding.weight")
-    with pytest.raises(CheckpointError, match="holds no network that is known here"):
+    with pytest.raises(CheckpointError, match="has no network that is supported"):
         checkpoint.locate(WAN, rest(WAN, write_gguf(tmp_path / "wan.gguf", tensors, "wan")))
 
 
@@ -208,8 +208,8 @@ def test_a_missing_tokenizer_is_said_to_take_no_download_of_the_model(tmp_path: 
     found = checkpoint.locate(WAN, " + ".join(files))
     with pytest.raises(hub.HubError) as error:
         found.folder("tokenizer", SilentProgress())
-    assert "none of its files carries the tokenizer along" in str(error.value)
-    assert "fetches the tokenizer, a few MB and no weights" in str(error.value)
+    assert "none of its files has the tokenizer" in str(error.value)
+    assert "downloads the tokenizer: a few MB, no weights" in str(error.value)
     assert "comfyui-tpu download" not in str(error.value)
 
 

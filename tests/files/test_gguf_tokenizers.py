@@ -213,5 +213,5 @@ def test_a_tokenizer_with_more_tokens_than_the_encoder_is_another_models(tmp_pat
         ).items():
             writer.add_tensor(name, tensor.numpy())
         add_sentencepiece(writer, model.SerializeToString(), 201)
-    with pytest.raises(CheckpointError, match="carries a tokenizer of 201 tokens along, and has embeddings of 200"):
+    with pytest.raises(CheckpointError, match="has a tokenizer of 201 tokens, but embeddings for 200"):
         checkpoint.locate(WAN, rest(WAN, str(path)))

@@ -111,8 +111,8 @@ def test_llama_cpps_file_of_sight_is_named_as_one(home: Home):
     path = write_gguf(home.folder / "mmproj-Qwen2.5-VL-7B-Instruct-F16.gguf", tensors, "clip", {})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), path)
     assert said == (
-        f"{path} is a vision tower of llama.cpp alone (mmproj), and images are encoded by a text encoder file "
-        "that holds `visual.` too. Choose one such as qwen_2.5_vl_7b.safetensors instead."
+        f"{path} is only a vision tower of llama.cpp (mmproj), which is not supported on its own. Choose a "
+        "text encoder file that also has `visual.`, such as qwen_2.5_vl_7b.safetensors."
     )
 
 
@@ -134,7 +134,7 @@ def test_an_encoder_that_cannot_see_is_not_found_for_pictures(home: Home):
     save_file({name: x for name, x in tensors.items() if "visual." not in name}, folder / "blind.safetensors")
     entries = [str(home.file(EDIT, "transformer")), str(home.file(EDIT, "vae"))]
     spec = lookup_spec(EDIT)
-    with pytest.raises(CheckpointError, match="its text_encoder .* is in none of the files"):
+    with pytest.raises(CheckpointError, match="its text_encoder .* was not found in the files"):
         file_resolution.resolve(" + ".join(entries), [spec], (str(folder),))
     home.file(EDIT, "text_encoder", "text_encoders/sees.safetensors")
     found = file_resolution.resolve(" + ".join(entries), [spec], (str(folder),))
@@ -172,8 +172,8 @@ def test_codes_have_the_name_of_their_writer(writer: str, home: Home):
         (WAN, FIVE_B, "another model than Wan 2.1 T2V 14B: its is_residual is true; supported is false. Choose one "
          "of Wan 2.1 T2V 14B, such as wan_2.1_vae.safetensors."),
         (FIVE_B, WAN, "its in_channels is 3; supported is 12. Choose one of Wan 2.2 TI2V 5B, such as wan2.2_vae.safe"),
-        (Z_IMAGE, FLUX2, "is a AutoencoderKLFlux2, and Z-Image Turbo has none: it is made of Qwen3ForCausalLM, "
-         "ZImageTransformer2DModel, AutoencoderKL. Leave the file out, or choose one of these."),
+        (Z_IMAGE, FLUX2, "is a AutoencoderKLFlux2, which Z-Image Turbo does not use: its networks are "
+         "Qwen3ForCausalLM, ZImageTransformer2DModel, AutoencoderKL. Leave the file out, or choose one of these."),
     ],
 )  # fmt: skip
 def test_a_vae_of_another_model_is_named_without_a_config_that_is_not_there(
@@ -210,7 +210,7 @@ def test_half_a_vae_is_named_as_one(home: Home):
     tensors = load_file(home.file(FLUX2, "vae"))
     path = home.write("small_decoder.safetensors", {n: x for n, x in tensors.items() if not n.startswith("encoder.")})
     assert home.with_rest(FLUX2, home.file(FLUX2, "transformer"), path) == (
-        f"{path} holds the decoder of a VAE alone, and a VAE is an encoder and a decoder. Choose a file that has both, "
+        f"{path} has only the decoder of a VAE; the encoder is needed too. Choose a file that has both, "
         "such as full_encoder_small_decoder.safetensors for FLUX.2's small decoder."
     )
 
@@ -235,8 +235,8 @@ def test_one_denoiser_for_two_is_named_twice(make: Callable[[Home], Path], home:
     merged, others = make(home), [home.file(BOTH, part) for part in ("text_encoder", "vae")]
     entries = [merged] if "aio" in merged.name else [merged, *others]
     assert home.said(BOTH, *entries) == (
-        "Wan 2.2 I2V A14B has two denoisers, for high noise and for low noise, and there is one file. Name both, the "
-        "one for high noise first; a file in which the two are merged is named twice."
+        "Wan 2.2 I2V A14B has two denoisers, for high noise and for low noise, but only one file is given. "
+        "Name both, the one for high noise first. Name a file twice if it merges the two."
     )
     spec = lookup_spec(BOTH)
     found = file_resolution.resolve(" + ".join(map(str, [merged, *entries])), [spec])
@@ -279,5 +279,5 @@ def test_words_with_high_and_low_in_them_say_nothing(first: str, second: str, ho
 def test_a_network_too_many_is_refused_with_a_way_on(home: Home):
     vaes = [home.file(WAN, "vae", f"{name}.safetensors") for name in ("one", "two")]
     assert home.with_rest(WAN, home.file(WAN, "transformer"), *vaes) == (
-        f"{vaes[1]} is one AutoencoderKLWan more than Wan 2.1 T2V 14B has. Name each network once."
+        f"{vaes[1]} is one AutoencoderKLWan too many for Wan 2.1 T2V 14B. Name each network once."
     )

@@ -276,7 +276,7 @@ def test_what_runs_there_is_compiled_there_ahead_of_time(server: Server, monkeyp
     graph["8"] = {"class_type": "TPUWarmup", "inputs": {}}
     for count in (r"\d+ programs?", "0 programs"):
         ((report,),) = run_workflow(graph, Watching(Folders())).values()
-        assert re.fullmatch(rf"Wan 2.1 T2V 14B, .*, 5 frames: {count} compiled, the others were there.", report)
+        assert re.fullmatch(rf"Wan 2.1 T2V 14B, .*, 5 frames: {count} compiled, the others were cached.", report)
     assert asked == [("warmup", address(server), settings)] * 2
 
 

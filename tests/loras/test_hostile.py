@@ -90,8 +90,8 @@ def test_names_in_a_pattern_are_whole_or_begin_at_a_dot(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("[]", r"PEFT's config in it is \[\], and no object"),
-        ("3", "PEFT's config in it is 3, and no object"),
+        ("[]", r"PEFT's config in it is \[\]; it must be an object"),
+        ("3", "PEFT's config in it is 3; it must be an object"),
         ("{", "PEFT's config in it is not JSON"),
         ("[" * 100_000, "PEFT's config in it is not JSON"),
         ('{"lora_alpha": NaN}', "lora_alpha is nan; an alpha is a number between 0 and 1e"),
@@ -100,7 +100,7 @@ def test_names_in_a_pattern_are_whole_or_begin_at_a_dot(
         ('{"lora_alpha": [1, 2]}', r"lora_alpha is \[1, 2\];"),
         ('{"lora_alpha": true}', "lora_alpha is True;"),
         ('{"lora_alpha": "a lot"}', "lora_alpha is 'a lot';"),
-        ('{"alpha_pattern": [1]}', r"alpha_pattern is \[1\], and no object"),
+        ('{"alpha_pattern": [1]}', r"alpha_pattern is \[1\]; it must be an object"),
         ('{"alpha_pattern": {"to_q": {}}, "lora_alpha": 2}', "lora_alpha is {};"),
     ],
 )
@@ -130,7 +130,7 @@ def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Pat
         ({"alpha": torch.ones(2)}, "alpha has the shape 2, which is not one number"),
         ({"alpha": torch.ones(0)}, "alpha has the shape 0, which is not one number"),
         ({"rank": 0}, "has the shape 0x.*, which is not a rank of 1 or more. Choose another."),
-        ({"alpha": torch.tensor(True)}, "alpha holds BOOL, and changes are floating point numbers"),
+        ({"alpha": torch.tensor(True)}, "alpha holds BOOL; changes must be floating point numbers"),
         ({"diff_b": torch.zeros(3, dtype=torch.int8)}, "diff_b holds I8"),
     ],
 )

@@ -90,5 +90,5 @@ def test_an_expert_that_there_is_not(tmp_path: Path):
 
 def test_a_damaged_file(tmp_path: Path):
     (tmp_path / "my.safetensors").write_bytes(b"half")
-    with pytest.raises(ValueError, match=r"my.safetensors is not a whole safetensors file \(.+\). Download it again"):
+    with pytest.raises(ValueError, match=r"my.safetensors is not a complete safetensors file \(.+\). Download"):
         api.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=SilentProgress())

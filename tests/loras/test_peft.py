@@ -144,7 +144,7 @@ OTHER_METHODS = (
 )  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{
-        method: ({"peft_type": method}, f"PEFT's peft_type is '{method}'; taken is LORA, LOHA, LOKR. Merge the adapter")
+        method: ({"peft_type": method}, f"PEFT's peft_type is '{method}'; supported is LORA, LOHA, LOKR. Merge")
         for method in OTHER_METHODS
     },
     **{
@@ -156,24 +156,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     },
     "target_parameters": (
         {"target_parameters": ["proj.weight"]},
-        r"PEFT's target_parameters is \['proj.weight'\]; taken is false, null or nothing. Merge the adapter",
+        r"PEFT's target_parameters is \['proj.weight'\]; supported is false, null or nothing. Merge the adapter",
     ),
-    "layer_replication": ({"layer_replication": [[0, 4]]}, r"layer_replication is \[\[0, 4\]\]; taken is false"),
-    "tokens": ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices is \[1, 2\]; taken is"),
-    "alora": ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]; taken is"),
-    "qalora": ({"use_qalora": True}, "use_qalora is True; taken is false"),
-    "bdlora": ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}; taken is"),
-    "monteclora": ({"monteclora_config": {"a": 1}}, "monteclora_config is {'a': 1}; taken is"),
-    "arrow": ({"arrow_config": {"top_k": 1}}, "arrow_config is {'top_k': 1}; taken is"),
-    "kasa": ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}; taken is"),
-    "of another year": ({"use_quantum": True}, "use_quantum is True; taken is false, null or nothing"),
-    "of another year too": ({"warp_config": {"x": 1}}, "warp_config is {'x': 1}; taken is"),
+    "layer_replication": ({"layer_replication": [[0, 4]]}, r"layer_replication is \[\[0, 4\]\]; supported is false"),
+    "tokens": ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices is \[1, 2\]; supported is"),
+    "alora": ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]; supported is"),
+    "qalora": ({"use_qalora": True}, "use_qalora is True; supported is false"),
+    "bdlora": ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}; supported is"),
+    "monteclora": ({"monteclora_config": {"a": 1}}, "monteclora_config is {'a': 1}; supported is"),
+    "arrow": ({"arrow_config": {"top_k": 1}}, "arrow_config is {'top_k': 1}; supported is"),
+    "kasa": ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}; supported is"),
+    "of another year": ({"use_quantum": True}, "use_quantum is True; supported is false, null or nothing"),
+    "of another year too": ({"warp_config": {"x": 1}}, "warp_config is {'x': 1}; supported is"),
     "a DoRA without magnitudes": (
-        {"use_dora": True}, r"use_dora is True, but '.*to_q' has 0 magnitude vectors; taken is one of each module"
+        {"use_dora": True}, r"use_dora is True, but '.*to_q' has 0 magnitude vectors; each module must have one"
     ),
     "other layers": (
         {"layers_to_transform": [1, 2]},
-        r"layers_to_transform is \[1, 2\], but the file changes '.*blocks.0.attn1.to_q'; taken are changes of these",
+        r"layers_to_transform is \[1, 2\], but the file changes '.*blocks.0.attn1.to_q'; only changes of these",
     ),
     "another layer": ({"layers_to_transform": 1}, "layers_to_transform is 1, but the file changes"),
     "another list": ({"layers_to_transform": [0], "layers_pattern": "layers"}, r"layers_to_transform is \[0\], but"),
@@ -209,14 +209,14 @@ def test_what_is_not_computed_is_refused_by_name(name: str, tmp_path: Path):
 def test_whole_weights_beside_changes_are_refused(option: str, value: Any, tmp_path: Path):
     targets = [name for name in TARGETS if name != "ffn.net.2"]
     saved(tmp_path, LoraConfig(r=4, target_modules=targets, **{option: value}))
-    said = rf"PEFT's {option} is .*, and the file holds '.*' whole; taken are changes of weights. Merge the adapter"
+    said = rf"PEFT's {option} is .*, and the file has all of '.*'; only changes of weights are supported. Merge"
     with pytest.raises(LoraError, match=said):
         adapter.read_adapter(str(tmp_path / "adapter_model.safetensors"), network("Wan21"))
 
 
 def test_a_magnitude_that_peft_would_leave_out_is_refused(tmp_path: Path):
     tensors = {**PLAIN, f"{MODULE}.lora_magnitude_vector": torch.ones(144)}
-    said = "use_dora is False, but '.*to_q' has 1 magnitude vectors; taken is one of each module, or none"
+    said = "use_dora is False, but '.*to_q' has 1 magnitude vectors; each module must have one, or none of them"
     with pytest.raises(LoraError, match=said):
         adapter.read_adapter(write(tmp_path, tensors, {"use_dora": False}), network("Wan21"))
     assert adapter.read_adapter(write(tmp_path, tensors, {}), network("Wan21")).unused == ()

@@ -240,8 +240,8 @@ def test_different_changes_that_comfyui_knows_neither_of_are_refused(
         adapter.read_adapter(str(tmp_path / "lora.safetensors"), network("Wan21"))
     names = " and ".join(map(repr, sorted((first, second))))
     assert str(error.value) == (
-        f"The LoRA {tmp_path}/lora.safetensors: {names} are both {WAN_Q}, and hold different changes; taken is one "
-        "change of a weight. Choose one that has each change once, or take one of them out of the file."
+        f"The LoRA {tmp_path}/lora.safetensors: {names} are both {WAN_Q}, in different ways; one change of a "
+        "weight is supported. Choose a LoRA that has each change once, or remove one of them from the file."
     )
 
 

@@ -68,7 +68,7 @@ def test_chips_busy_for_20_s_are_opened_after_that(clock: FakeClock, monkeypatch
     lines: list[str] = []
     assert device_access.open_devices(lines.append) == ("chip",)
     assert 120 <= clock.now < 140 and len(lines) == 4  # after 2, 6, 14 and 30 s
-    assert lines[0].endswith("a process of another user or container; waiting since 0 s")
+    assert lines[0].endswith("a process of another user or container; waited 0 s so far")
 
 
 def test_chips_that_stay_busy_are_given_up_after_a_minute(clock: FakeClock):

@@ -283,7 +283,7 @@ def test_latents_and_embeddings_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"must be \(batch, 128, height / 16, width / 16\)"):
         engine(8).decode(MODEL, {"samples": torch.zeros(1, 16, 64, 64)}, SilentProgress())
     embeds = [[torch.zeros(1, 512, 100), {"length": 512}]]
-    with pytest.raises(ValueError, match=r"text of shape \(1, 512, 100\); this model takes \(1, 512, 120\)"):
+    with pytest.raises(ValueError, match=r"text of shape \(1, 512, 100\); this model expects \(1, 512, 120\)"):
         engine(8).denoise(MODEL, ODD, embeds, None, SilentProgress())
 
 

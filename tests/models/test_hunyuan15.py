@@ -289,7 +289,7 @@ def test_bad_inputs_are_refused_in_a_sentence():
         nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=MODEL.model_id, **size)
     with pytest.raises(ValueError, match="condition is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=condition, model_id=MODEL.model_id, **numbers)
-    with pytest.raises(ValueError, match="num_frames is 9, but the picture was encoded for 5."):
+    with pytest.raises(ValueError, match="num_frames is 9, but the image was encoded for 5."):
         nodes.SAMPLER.run(
             Host(),
             prompt_embeds=embeds,
@@ -325,7 +325,7 @@ def test_a_guider_that_does_nothing_leaves_guidance_out(tmp_path, config: dict):
     found, host = with_guider(tmp_path / "other", **config).locate(), Said()
     for settings in (TALL, LITTLE):
         assert guider.resolve_guidance_scale(found, settings.guidance_scale, host) == 1
-    assert host.said == ["The checkpoint is CFG-distilled: guidance_scale is taken as 1"] * 2
+    assert host.said == ["The checkpoint is CFG-distilled: guidance_scale 1 is used"] * 2
     assert guider.resolve_guidance_scale(found, FLAT.guidance_scale, host) == FLAT.guidance_scale
 
 

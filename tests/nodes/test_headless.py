@@ -144,7 +144,7 @@ def test_an_expansion_may_feed_an_expansion():
         ),
         (
             {"1": node("Number", a=10), "2": node("Show", a=["1", 0])},
-            "Number (node 1): a is 10; it must lie between 0 and 9.",
+            "Number (node 1): a is 10; it must be between 0 and 9.",
         ),
         (
             {"1": node("Number", a=1, c=2), "2": node("Show", a=["1", 0])},

@@ -36,9 +36,9 @@ def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named(
     assert found["nodes"][0]["widgets_values"] == PAGE["nodes"][0]["widgets_values"]
     assert found["nodes"][0]["properties"] == {"Node name for S&R": "TPUUNETLoader"}
     assert changes == [
-        "Only a part of this workflow can run on the TPU: ComfyUI runs CLIPLoader (t5.safetensors), VAELoader "
-        "(unknown.safetensors) on the CPU. It will not end in useful time. Open a template of which every loader can "
-        "be swapped.",
+        "Only part of this workflow can run on the TPU: ComfyUI runs CLIPLoader (t5.safetensors), VAELoader "
+        "(unknown.safetensors) on the CPU. That takes far too long. Open a template whose loaders can all be "
+        "swapped.",
         "UNETLoader (wan2.1_t2v_14B_fp16.safetensors) is now TPUUNETLoader.",
         "CLIPLoader (t5.safetensors) stays: its type is not one of wan, flux2, lumina2, qwen_image, cogvideox, "
         "hunyuan_video_15.",

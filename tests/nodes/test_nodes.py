@@ -275,7 +275,7 @@ def test_comfyuis_own_conditioning_is_taken(runtime: Recorder):
         ([["a tensor"]], "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
         (changed(mask="a mask", mask_strength=1.0), "prompt_embeds carries mask, mask_strength; areas, masks"),
         (changed(start_percent=0.0, end_percent=0.5), "prompt_embeds carries start_percent, end_percent; areas"),
-        (changed(area=(8, 8, 0, 0), strength=0.5), "prompt_embeds carries area, strength; areas"),
+        (changed(area=(8, 8, 0, 0), strength=0.5), "prompt_embeds has area, strength; areas"),
         (changed(strength=True), "prompt_embeds carries strength; areas"),
         (changed(guidance=3.5), "prompt_embeds carries guidance; areas"),
         (changed(reference_latents=["a tensor"]), "prompt_embeds carries reference_latents; areas"),

@@ -164,7 +164,7 @@ def test_the_stage_nodes_keep_an_encoded_picture(tmp_path: Path):
     condition = {"tpu_family": "Wan22I2V", **size, "tensors": {"condition": torch.rand(1, 20, 2, 8, 12)}}
     given = {"folder": "here", "model": model, "negative_prompt_embeds": None, "latents": None}
     save, load = HEADLESS_NODES["TPUSaveStage"], HEADLESS_NODES["TPULoadStage"]
-    with pytest.raises(ValueError, match="condition goes into the file of prompt_embeds; connect prompt_embeds too."):
+    with pytest.raises(ValueError, match="condition is stored in the file of prompt_embeds; connect prompt_embeds"):
         save.run(folders(tmp_path), **{**given, "latents": {}}, prompt_embeds=None, condition=condition)
     prompt = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 3}]]
     assert save.run(folders(tmp_path), **given, prompt_embeds=prompt, condition=condition)[3] is condition
@@ -180,15 +180,15 @@ def flags(values: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["encode", "--family", "Wan22I2V"], "Wan 2.2 I2V A14B: it starts from one picture, and none was given. Give"),
-        (["encode", "--image", "a.png"], "Wan 2.1 T2V 14B: it takes no picture. Leave --image out, or choose a model"),
+        (["encode", "--family", "Wan22I2V"], "Wan 2.2 I2V A14B starts from one image, but none was given. Give"),
+        (["encode", "--image", "a.png"], "Wan 2.1 T2V 14B uses no image. Leave --image out, or choose a model"),
         (
             ["encode", "--name", "wan2.1-flf2v-14b-720p", "--image", "a.png"],
-            "Wan 2.1 FLF2V 14B 720P: it starts from one picture and ends with another, and one was given. Give each",
+            "Wan 2.1 FLF2V 14B 720P starts from one image and ends with another, but one was given. Give each",
         ),
         (
             ["encode", "--name", "wan2.2-ti2v-5b", "--image", "a.png", "--image", "b.png"],
-            "Wan 2.2 TI2V 5B: it starts from one picture, and 2 were given. Give",
+            "Wan 2.2 TI2V 5B starts from one image, but 2 were given. Give",
         ),
         (["encode", "--family", "Wan22I2V", "--image", "nowhere.png"], "There is no image nowhere.png."),
         (

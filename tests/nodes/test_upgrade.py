@@ -86,11 +86,11 @@ def test_the_notice_says_what_was_changed():
     said = {pack: upgrade_workflow(make(), DECLARATIONS)[1][1:] for pack, make in separate_packs.ALL.items()}
     assert said == {
         "flux2": [
-            "Flux2TPUVAEDecoder (node 3): height 1024 is left out, the input has its own; width 1024 is left out, "
-            "the input has its own."
+            "Flux2TPUVAEDecoder (node 3): height 1024 is left out: the connected input has its own; width 1024 "
+            "is left out: the connected input has its own."
         ],
         "cogvideox": [
-            "CogVideoXTPUSampler (node 2): 8 is left out, no input takes it; embeddings is prompt_embeds and "
+            "CogVideoXTPUSampler (node 2): 8 is left out: no input takes it; embeddings is prompt_embeds and "
             "negative_prompt_embeds now."
         ],
         "wan21": [],

@@ -189,14 +189,14 @@ def test_weights_too_large_for_a_chip_need_more_chips():
     said, would = advice.give_advice(request, rows_of(request))
     assert "denoise_step does not fit: it needs at least 41" in said or "at least 40" in said
     assert "Evicting idle components does not help" in said
-    assert re.search(r"confirmed by a compile: 4 chips \(v5e:2x2\) instead of 1 .* needs 10\.\d\d GiB", would)
+    assert re.search(r"as a compile confirmed: 4 chips \(v5e:2x2\) instead of 1 .* needs 10\.\d\d GiB", would)
 
 
 def test_a_state_too_large_needs_fewer_frames():
     request = small("v5e-1", weights_gib=(1.0, 4.0), grows=True)
     said, would = advice.give_advice(request, rows_of(request)[1:])
     assert re.search(r"at least \d\d\.\d\d of 15.75 GiB per device, 4.00 of them weights", said)
-    found = re.search(r"confirmed by a compile: (\d+) frames instead of 81", would)
+    found = re.search(r"as a compile confirmed: (\d+) frames instead of 81", would)
     assert found and int(found.group(1)) % 4 == 1 and int(found.group(1)) <= 11, would
 
 
@@ -269,7 +269,7 @@ def test_options_become_a_request():
         (["--mesh", "2x4"], "--mesh is '2x4'; it must be three whole numbers"),
         (["--model", "z-image-turbo", "--step-cache"], "this model has no step_cache. Leave --step-cache out."),
         (["--model", "z-image-turbo", "--quality", "int8+sparse"], "which Wan, but not TI2V, and HunyuanVideo have"),
-        (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must be some of encode"),
+        (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must name one or more of encode"),
     ],
 )
 def test_wrong_options_are_answered_with_what_would_do(words: Sequence[str], sentence: str):

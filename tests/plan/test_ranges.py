@@ -45,7 +45,7 @@ def test_a_prediction_at_the_peak_is_called_a_floor(whole: float | None, kernels
     assert program.is_floor == is_floor == program.to_json()["is_floor"]
     assert any(cell.endswith(" floor") for cell in report._row(program)) == is_floor
     notes = plan._floor_notes(whole, kernels)
-    assert bool(notes) == is_floor and all("seconds on a chip will be more" in note for note in notes)
+    assert bool(notes) == is_floor and all("a chip will take longer" in note for note in notes)
 
 
 def test_the_share_of_kernels_is_their_products_over_the_peak():

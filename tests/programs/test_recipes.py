@@ -210,10 +210,10 @@ def test_every_family_runs_every_scheduler(spec: ModelSpec, scheduler: str):
 @pytest.mark.parametrize(
     ("sigmas", "problem"),
     [
-        ("1, x", "it must be numbers with commas between them, such as 1, 0.75, 0.5, 0.25, or empty."),
-        ("1, 0.5,", "it must be numbers with commas between them"),
+        ("1, x", "it must be numbers separated by commas, such as 1, 0.75, 0.5, 0.25, or empty."),
+        ("1, 0.5,", "it must be numbers separated by commas"),
         ("1, 0.5, 0.5", "each number must be smaller than the one before."),
-        ("1, 0.5, 0", "each number must be above 0 and at most 1. The 0 at the end is added by itself."),
+        ("1, 0.5, 0", "each number must be above 0 and at most 1. The final 0 is added automatically."),
         ("1000, 750", "each number must be above 0 and at most 1."),
         ("1, nan", "each number must be above 0 and at most 1."),
         (", ".join(str(1 - i / 200) for i in range(101)), "has 101 numbers; at most 100 are allowed."),

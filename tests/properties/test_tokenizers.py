@@ -56,7 +56,7 @@ def test_no_unknown_pattern_of_a_folder_is_run(copied: tuple[Any, Path], pattern
     ):
         path, saved = folder / "tokenizer.json", (folder / "tokenizer.json").read_bytes()
         change(path, lambda said, part=part, value=value: said.update({part: value}))
-        with pytest.raises(CheckpointError, match="cuts text by the regular expression"):
+        with pytest.raises(CheckpointError, match="splits text by the regular expression"):
             text.tokenize(tokenization.load_tokenizer(folder), ["a" * 60])
         path.write_bytes(saved)
     text.tokenize(tokenization.load_tokenizer(folder), ["a" * 60])
@@ -185,7 +185,7 @@ def test_any_count_of_a_tekken_model(tmp_path_factory: pytest.TempPathFactory, n
 @pytest.mark.parametrize("pattern", [*HOSTILE, None, 7])
 def test_a_tekken_model_cuts_words_as_a_published_one(tmp_path: Path, pattern: Any):
     carried = tokenizer_files.TokenizerFile(tekken_file(tmp_path / "x.safetensors", pattern=pattern), "tekken_model")
-    with pytest.raises(CheckpointError, match="cuts text by the regular expression"):
+    with pytest.raises(CheckpointError, match="splits text by the regular expression"):
         tokenizer_files.write_tokenizer(carried, tmp_path / "out")
     tekken_file(carried.path)
     assert tokenizer_files.write_tokenizer(carried, tmp_path / "out") == 276

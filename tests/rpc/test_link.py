@@ -197,7 +197,7 @@ def test_a_secret_is_made_once_and_said_as_the_command_for_the_other_side(owner:
     assert auth.ensure_token(said.append) == auth.read_token() == made and len(said) == 1
     assert stat.S_IMODE((owner / "token").stat().st_mode) == 0o600
     (owner / "token").chmod(0o644)
-    with pytest.raises(auth.AuthError, match="others may read it: chmod 600"):
+    with pytest.raises(auth.AuthError, match="other users can read it. Run: chmod 600"):
         auth.ensure_token(said.append)
 
 

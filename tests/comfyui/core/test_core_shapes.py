@@ -65,7 +65,7 @@ WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "references as 2511 takes them": (
             {"reference_latents": [(1, 16, 1, 8, 12)], "reference_latents_method": "index_timestep_zero"},
             (
-                "reference_latents_method is index_timestep_zero", "takes index", "put 2511 into the file's name",
+                "reference_latents_method is index_timestep_zero", "takes index", "put 2511 into its name",
                 "add + qwen-image-edit-2511 to the model_id of TPUModelLoader",
             ),
         ),

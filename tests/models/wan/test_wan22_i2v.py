@@ -307,9 +307,9 @@ def test_a_picture_of_the_right_size_is_left_alone():
         ),
         (
             {"tpu_family": "Wan22I2V", "height": ODD.height, "width": ODD.width, "num_frames": ODD.num_frames},
-            "Wan 2.2 I2V A14B: the condition holds condition of shape (1, 20, 2, 8, 8); this model takes "
-            f"(1, 20, 3, {ODD.height // 8}, {ODD.width // 8}). It was encoded for another model of the family. Give "
-            "Wan22I2VImageEncoder the model of the sampler.",
+            "Wan 2.2 I2V A14B: the condition holds condition of shape (1, 20, 2, 8, 8); this model expects "
+            f"(1, 20, 3, {ODD.height // 8}, {ODD.width // 8}). It was encoded for another model of the family. Choose "
+            "the sampler's model in Wan22I2VImageEncoder.",
         ),
         (
             {"tpu_family": "Wan22I2V", "height": 64, "width": 64, "num_frames": 5},

@@ -161,7 +161,7 @@ def test_a_sampler_has_the_pictures_size_its_own_or_the_models():
 def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name: str):
     declared, needs_one = DECLARATIONS[node], {"model_id": "tiny/wan22i2v"}
     message = (
-        f"Wan 2.2 I2V A14B: it starts from a picture, and {name} is not connected. Connect it, or set model_id to one "
+        f"Wan 2.2 I2V A14B starts from an image, but {name} is not connected. Connect it, or set model_id to one "
         "that can do without, such as Wan-AI/Wan2.2-TI2V-5B-Diffusers."
     )
     with pytest.raises(ValueError) as error:
@@ -174,5 +174,5 @@ def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name:
 
 def test_a_last_picture_alone_is_refused():
     declared = DECLARATIONS["Wan22I2VTPUPipeline"]
-    with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: last_image is connected, and image is not. Connect it, or"):
+    with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: last_image is connected, but image is not. Connect it, or"):
         declared.validate_constants(Folders(), {"model_id": SPEC.miniature.id}, {"last_image"})
