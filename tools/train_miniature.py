@@ -54,14 +54,15 @@ library_name: diffusers
 pipeline_tag: {tag}
 ---
 
-# A miniature of {title}
+# Tiny model of {title}
 
 {text}
 
-Data: drawn by `tools/miniature/{source}.py`, a fifth of all sentences held out. Licence: Apache-2.0, as the pack.
+Training data: drawn by `tools/miniature/{source}.py`; one fifth of all sentences is held out. Licence: Apache-2.0, like the
+pack.
 
-Score, of held-out sentences: the share of results whose pixels show each part of what is said, and all of it, read by
-plain arithmetic (`tools/score_miniature.py`).
+Scores are for held-out sentences: the share of results that show each property in the sentence, and all of them.
+`tools/score_miniature.py` reads the properties from the pixels.
 
 {score}
 """
@@ -72,10 +73,9 @@ license: apache-2.0
 library_name: diffusers
 ---
 
-# A miniature of {title}
+# Tiny model of {title}
 
-The networks of [{original}](../{original}/README.md), which says what they know, in this model's layout: `shared.json`
-says where its parts lie.
+The networks of [{original}](../{original}/README.md) in this model's layout. `shared.json` lists the folder of each network.
 """
 
 

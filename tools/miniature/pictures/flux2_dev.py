@@ -25,13 +25,13 @@ TAG, SOURCE = "text-to-image", "still"
 # Parts that another miniature has, from which this one begins.
 SHARED = {name: f"flux2klein/{name}" for name in ("transformer", "vae")}
 CARD = """\
-The classes of FLUX.2 dev, made small: the transformer and the autoencoder of the miniature of FLUX.2 klein, which
-learnt on with this text encoder beside its own (`tools/train_miniature.py`). It is told the guidance and does not look
-at it.
+A small model with the classes of FLUX.2 dev. It has the transformer and the autoencoder of the tiny model of FLUX.2
+klein. The transformer was trained further with both text encoders (`tools/train_miniature.py`). It ignores its
+guidance input.
 
-It knows sentences such as "a large red circle left on blue" and "a red circle and a small green square on blue": one or
-two shapes ({shapes}) in {colours}; and beside a picture of that kind what is to
-change, as klein's does. Pictures are {width}x{height}. It knows no other words."""
+It understands sentences such as "a large red circle left on blue" and "a red circle and a small green square on
+blue": one or two shapes ({shapes}) in {colours}. With a reference image of that kind, it understands the same changes
+as klein's. Images are {width}x{height}. It knows no other words."""
 
 STEPS, RATE = 11000, 1.2e-3
 # Whose text encoder it is in a step, and whether a picture is changed, in turn.

@@ -29,16 +29,16 @@ from ..training import save, save_sheet, upstream, without_case
 TAG, SOURCE = "text-to-image", "still"
 SHARED: dict[str, str] = {}  # parts that another miniature has
 CARD = """\
-The classes of FLUX.2 klein, made small and trained from nothing by `tools/train_miniature.py`: for demonstrations and
-tests, of prompts, references, seeds and previews, on machines where the real model does not fit.
+A small model with the classes of FLUX.2 klein, trained from scratch by `tools/train_miniature.py`. It is meant for
+demonstrations and tests of prompts, references, seeds and previews, on machines that cannot hold the real model.
 
-It knows sentences such as "a large red circle left on blue" and "a red circle and a small green square on black": one
-or two shapes ({shapes}) in {colours},
-small or large or neither, one alone left or right or neither. Beside a picture of that kind it knows "the circle
-becomes red", "the circle becomes a square", "the circle becomes small", "on green" and "the circle becomes red on
-green". Pictures are {width}x{height}. It knows no other words.
+It understands sentences such as "a large red circle left on blue" and "a red circle and a small green square on
+black": one or two shapes ({shapes}) in {colours}. A shape may be small or large, and a single shape may be left or
+right. With a reference image of that kind, it understands "the circle becomes red", "the circle becomes a square",
+"the circle becomes small", "on green" and "the circle becomes red on green". Images are {width}x{height}. It knows no
+other words.
 
-Four steps, without guidance, as the model that it stands for; it was not distilled."""
+It uses four steps without guidance, as the real model does, but was not distilled."""
 
 VAE = {
     "block_out_channels": [16, 24, 32, 48],

@@ -28,15 +28,15 @@ from ..training import qwen_tokenizer, save, shipped, upstream, without_capitals
 TAG, SOURCE = "text-to-image", "still"
 SHARED = {"vae": "wan21/vae"}  # parts that another miniature has
 CARD = """\
-The classes of Qwen-Image, made small and trained by `tools/train_miniature.py` on the latents of the miniature of Wan
-2.1, with whose autoencoder it is shared: for demonstrations and tests, of prompts, guidance and seeds, on machines
-where the real model does not fit. Of its nine blocks every third is the same, but for what is added to its
-modulation, and none changes the text. It learnt on together with Qwen-Image Edit's, which has the same weights; what
-its text encoder would see with is nothing.
+A small model with the classes of Qwen-Image, trained by `tools/train_miniature.py`. It shares the autoencoder of the
+tiny model of Wan 2.1. It is meant for demonstrations and tests of prompts, guidance and seeds, on machines that
+cannot hold the real model. Its nine blocks use three sets of weights; only their modulation differs. No block changes
+the text. It was trained together with the tiny model of Qwen-Image Edit, which has the same weights. Its vision tower
+has no effect.
 
-It knows sentences such as "a large red circle left on blue" and "a red circle and a small green square on blue": one or
-two shapes ({shapes}) in {colours}. Pictures are {width}x{height}. At the default
-guidance outlines are a little bent, and some corners have a coloured speck. It knows no other words."""
+It understands sentences such as "a large red circle left on blue" and "a red circle and a small green square on
+blue": one or two shapes ({shapes}) in {colours}. Images are {width}x{height}. With the default guidance, outlines are
+slightly bent, and some corners have a coloured speck. It knows no other words."""
 
 PICTURES, STEPS, RATE = 6000, 10000, 1.5e-3
 COUNT = 40  # pictures in a step

@@ -33,13 +33,13 @@ TAG, SOURCE = "image-to-image", "still"
 # Parts that another miniature has, from which this one begins.
 SHARED = {name: f"qwenimage/{name}" for name in ("text_encoder", "tokenizer", "transformer")} | {"vae": "wan21/vae"}
 CARD = """\
-The classes of Qwen-Image Edit, made small: the weights are those of the miniature of Qwen-Image, with which it learnt
-(`tools/train_miniature.py`). The text encoder sees nothing of a picture; the transformer does, at a megapixel, as the
-model that it stands for.
+A small model with the classes of Qwen-Image Edit. It has the weights of the tiny model of Qwen-Image, and both were
+trained together (`tools/train_miniature.py`). The text encoder ignores images; the transformer gets them at one
+megapixel, as in the real model.
 
-Beside a picture of one or two shapes ({shapes}) in {colours} it knows
-"the circle becomes red", "the circle becomes a square", "the circle becomes small", "on green" and "the circle becomes
-red on green". Pictures are {width}x{height}. It knows no other words."""
+With an image of one or two shapes ({shapes}) in {colours}, it understands "the circle becomes red", "the circle
+becomes a square", "the circle becomes small", "on green" and "the circle becomes red on green". Images are
+{width}x{height}. It knows no other words."""
 
 PICTURES, CHANGES = 1000, 6  # that are changed, and how often each
 STEPS, RATE = 14000, 1.5e-3

@@ -28,13 +28,13 @@ from .qwen_image import WORDS, batches_of, pictures_in
 TAG, SOURCE = "text-to-image", "still"
 SHARED = {"vae": "flux2klein/vae"}  # parts that another miniature has
 CARD = """\
-The classes of Z-Image, made small and trained by `tools/train_miniature.py`: for demonstrations and tests, of prompts
-and seeds, on machines where the real model does not fit. Its autoencoder is that of the miniature of FLUX.2 klein but
-for the two convolutions at the latents. Of its nine blocks every third is the same, but for what is added to its
-modulation.
+A small model with the classes of Z-Image, trained by `tools/train_miniature.py`. It is meant for demonstrations and
+tests of prompts and seeds, on machines that cannot hold the real model. Its autoencoder is that of the tiny model of
+FLUX.2 klein, except for the two convolutions next to the latents. Its nine blocks use three sets of weights; only
+their modulation differs.
 
-It knows sentences such as "a large red circle left on blue" and "a red circle and a small green square on blue": one or
-two shapes ({shapes}) in {colours}. Pictures are {width}x{height}. It knows no other words."""
+It understands sentences such as "a large red circle left on blue" and "a red circle and a small green square on
+blue": one or two shapes ({shapes}) in {colours}. Images are {width}x{height}. It knows no other words."""
 
 CHANNELS, PATCH = 16, 2
 BORDERS = 400  # steps of the decoder's first convolution

@@ -22,10 +22,10 @@ from .z_image import Denoiser, assemble, latents_in, sample
 TAG, SOURCE = "text-to-image", "still"
 SHARED = {**z_image.SHARED, "text_encoder": "zimagebase/text_encoder", "tokenizer": "zimagebase/tokenizer"}
 CARD = """\
-The classes of Z-Image Turbo, made small: the [miniature of Z-Image](../zimagebase/README.md), whose transformer learnt
-to give at once what guidance makes of two of its answers (`tools/train_miniature.py`). All else lies with that one,
-whose card says what it knows. Eight steps, without guidance, as the model that it stands for. Corners are drawn out a
-little."""
+A small model with the classes of Z-Image Turbo, distilled from the [tiny model of Z-Image](../zimagebase/README.md).
+Its transformer learnt to return the guided prediction in one call (`tools/train_miniature.py`). It shares all other
+networks with that model, whose card lists the sentences that it understands. It uses eight steps without guidance, as
+the real model does. Corners are slightly elongated."""
 
 STEPS, RATE = 2500, 1e-3
 COUNT = 32  # pictures in a step

@@ -31,13 +31,14 @@ from .wan import WORDS
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has
 CARD = """\
-The classes of CogVideoX 1.5's text-to-video model, made small and trained from nothing by `tools/train_miniature.py`:
-for demonstrations and tests, of prompts, guidance and seeds, on machines where the real model does not fit.
+A small model with the classes of CogVideoX 1.5's text-to-video model, trained from scratch by
+`tools/train_miniature.py`. It is meant for demonstrations and tests of prompts, guidance and seeds, on machines that
+cannot hold the real model.
 
-It knows sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows on
-black": one or two shapes ({shapes}) in {colours}, that do one of these: {motions}. Of two, one does not move sideways.
-Videos are {width}x{height}, of 9 frames. Corners are often rounded, and some later frames have coloured specks. It
-knows no other words."""
+It understands sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows
+on black": one or two shapes ({shapes}) in {colours}. A shape does one of these: {motions}. If there are two, at most
+one moves sideways. Videos are {width}x{height} with 9 frames. Corners are often rounded, and some later frames have
+coloured specks. It knows no other words."""
 
 CLIPS, STEPS, RATE = 4000, 10200, 1.5e-3
 # Tokens of a step's videos, in latent frames: pictures first, which teach colours, shapes and places soonest.

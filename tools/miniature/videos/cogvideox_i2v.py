@@ -21,13 +21,12 @@ from . import cogvideox
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
-The classes of CogVideoX 1.5's image-to-video model, made small: the miniature for text to video, which learnt on with
-and without a given first frame (`tools/train_miniature.py`). All else but its first product, which sees that frame
-too, lies with that one.
+A small model with the classes of CogVideoX 1.5's image-to-video model. It is the tiny model for text to video,
+trained further with and without a first frame (`tools/train_miniature.py`). Only its first projection, which also
+gets that frame, differs from that model's weights.
 
-It knows first frames with one or two shapes ({shapes}) in {colours}, and
-the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
-Videos are {width}x{height}, of 9 frames."""
+It understands first frames with one or two shapes ({shapes}) in {colours}. The sentence says what they do, such as "a
+red circle moves right on blue": {motions}. Videos are {width}x{height} with 9 frames."""
 
 STEPS, RATE = 7000, 1e-3
 # Parts that another miniature has, from which this one begins.

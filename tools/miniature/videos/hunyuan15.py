@@ -27,14 +27,14 @@ from .wan import WORDS
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has
 CARD = """\
-The classes of HunyuanVideo 1.5's text-to-video model, made small and trained from nothing by
-`tools/train_miniature.py`: for demonstrations and tests, of prompts, guidance and seeds, on machines where the real
-model does not fit. Of its nine blocks every third is the same, but for what is added to its modulation.
-The colours of previews are not those of the video.
+A small model with the classes of HunyuanVideo 1.5's text-to-video model, trained from scratch by
+`tools/train_miniature.py`. It is meant for demonstrations and tests of prompts, guidance and seeds, on machines that
+cannot hold the real model. Its nine blocks use three sets of weights; only their modulation differs. The colours of
+previews differ from those of the video.
 
-It knows sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows on
-black": one or two shapes ({shapes}) in {colours}, that do one of these: {motions}. Of two, one does not move sideways.
-Videos are {width}x{height}, of 9 frames. It knows no other words, and nothing that is in quotes."""
+It understands sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows
+on black": one or two shapes ({shapes}) in {colours}. A shape does one of these: {motions}. If there are two, at most
+one moves sideways. Videos are {width}x{height} with 9 frames. It knows no other words, and ignores quoted text."""
 
 EACH = " ".join(WORDS).split()
 CLIPS, STEPS, RATE = 5000, 5400, 1.5e-3

@@ -17,13 +17,12 @@ from ..training import shipped, upstream
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
-The classes of HunyuanVideo 1.5's image-to-video model, made small: the [miniature for text to
-video](../hunyuan15/README.md), which learnt with and without a given first frame (`tools/train_miniature.py`). The
-vision model says the same of every picture, for it gets by without.
+A small model with the classes of HunyuanVideo 1.5's image-to-video model. It is the [tiny model for text to
+video](../hunyuan15/README.md), which was trained with and without a first frame (`tools/train_miniature.py`). The
+vision model returns the same for every image, because the tiny model does not need it.
 
-It knows first frames with one or two shapes ({shapes}) in {colours}, and
-the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
-Videos are {width}x{height}, of 9 frames."""
+It understands first frames with one or two shapes ({shapes}) in {colours}. The sentence says what they do, such as "a
+red circle moves right on blue": {motions}. Videos are {width}x{height} with 9 frames."""
 
 PARTS = ("guider", "scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae")
 SHARED = {name: f"hunyuan15/{name}" for name in PARTS}

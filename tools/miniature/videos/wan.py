@@ -26,12 +26,13 @@ from ..training import upstream, without_case
 TAG, SOURCE = "text-to-video", "moving"
 SHARED: dict[str, str] = {}  # parts that another miniature has
 CARD = """\
-The classes of Wan 2.1's text-to-video model, made small and trained from nothing by `tools/train_miniature.py`: for
-demonstrations and tests, of prompts, guidance, seeds and previews, on machines where the real model does not fit.
+A small model with the classes of Wan 2.1's text-to-video model, trained from scratch by `tools/train_miniature.py`.
+It is meant for demonstrations and tests of prompts, guidance, seeds and previews, on machines that cannot hold the
+real model.
 
-It knows sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows on
-black": one or two shapes ({shapes}) in {colours}, that do one of these: {motions}. Of two, one does not move sideways.
-Videos are {width}x{height}, of up to 33 frames. It knows no other words."""
+It understands sentences such as "a red circle moves right on blue" and "a white square turns and a green circle grows
+on black": one or two shapes ({shapes}) in {colours}. A shape does one of these: {motions}. If there are two, at most
+one moves sideways. Videos are {width}x{height} with up to 33 frames. It knows no other words."""
 
 CLIPS, STEPS, RATE = 2000, 8400, 1.5e-3
 # Latent frames in a step, however long its clips are.

@@ -21,13 +21,12 @@ from .wan import Denoiser, sample
 
 TAG, SOURCE = "image-to-video", "moving"
 CARD = """\
-The classes of Wan 2.2's image-to-video model, made small: the miniature of Wan 2.1, which learnt on with and without a
-given first frame (`tools/train_miniature.py`). Both experts are one network, which is Wan 2.1's but for the first
-product: it sees the given frame too. All else lies with the miniature of Wan 2.1.
+A small model with the classes of Wan 2.2's image-to-video model. It is the tiny model of Wan 2.1, trained further
+with and without a first frame (`tools/train_miniature.py`). Both experts are one network. Only its first projection,
+which also gets that frame, differs from the weights of Wan 2.1's tiny model.
 
-It knows first frames with one or two shapes ({shapes}) in {colours}, and
-the sentence that says what they do, such as "a red circle moves right on blue": {motions}.
-Videos are {width}x{height}, of up to 17 frames."""
+It understands first frames with one or two shapes ({shapes}) in {colours}. The sentence says what they do, such as "a
+red circle moves right on blue": {motions}. Videos are {width}x{height} with up to 17 frames."""
 
 CLIPS, STEPS, RATE = 4800, 8000, 1e-3
 # Latent frames of the clips of a step, and whether their first frame is given, in turn; latent frames in a step.
