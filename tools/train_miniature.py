@@ -58,8 +58,8 @@ pipeline_tag: {tag}
 
 {text}
 
-Training data: drawn by `tools/miniature/{source}.py`; one fifth of all sentences is held out. Licence: Apache-2.0, like the
-pack.
+Training data: drawn by `tools/miniature/{source}.py`; one fifth of all sentences is held out. Licence: Apache-2.0, like
+the pack.
 
 Scores are for held-out sentences: the share of results that show each property in the sentence, and all of them.
 `tools/score_miniature.py` reads the properties from the pixels.
@@ -75,7 +75,8 @@ library_name: diffusers
 
 # Tiny model of {title}
 
-The networks of [{original}](../{original}/README.md) in this model's layout. `shared.json` lists the folder of each network.
+The networks of [{original}](../{original}/README.md) in this model's layout. `shared.json` lists the folder of each
+network.
 """
 
 

@@ -29,29 +29,29 @@ PREDICTED = ROOT / "benchmarks" / "predicted.json"
 
 
 FOUR_K = "`num_frames` is 4k + 1: {} frames are 5 seconds at {} fps."
-CHOOSE = "The picture is in ComfyUI's `input` folder; choose one of your own. One of another shape is cropped to the "
-CHOOSE += "video's size, or with `resize` fit shown whole with bars."
+CHOOSE = "The image is in ComfyUI's `input` folder; choose one of your own. An image of another shape is cropped to "
+CHOOSE += "the video's size. With `resize` fit it is shown in full, between bars."
 DISTILLED = (
-    "Two LoRAs distil the model, one for each expert. The page offers to download them; or get them from "
-    "`Comfy-Org/Wan_2.2_ComfyUI_Repackaged` on the Hub, `split_files/loras`, into ComfyUI's `models/loras`, and reload "
-    "the page.",
-    "`guidance_scale` 1 and `guidance_scale_2` 1: no negative prompt, half the work. Slow motion is the LoRAs' known "
-    "flaw: guidance 2 to 3.5 for the first expert, or a strength below 1 of its LoRA, helps.",
-    "Shift 5 and four steps are sigmas 1, 0.9375, 0.8333, 0.625: two steps for each expert.",
-    "Without the LoRAs four steps give a blur.",
+    "Two LoRAs distil the model, one for each expert. The page offers to download them. Or download them from "
+    "`split_files/loras` of `Comfy-Org/Wan_2.2_ComfyUI_Repackaged` on the Hub to ComfyUI's `models/loras`, and "
+    "reload the page.",
+    "`guidance_scale` 1 and `guidance_scale_2` 1 use no negative prompt, which halves the work. These LoRAs tend to "
+    "slow down motion. Guidance 2 to 3.5 for the first expert, or a strength below 1 for its LoRA, helps.",
+    "Shift 5 with four steps gives the sigmas 1, 0.9375, 0.8333, 0.625: two steps for each expert.",
+    "Without the LoRAs, four steps give a blurred video.",
 )
 FOUR_STEPS = {
     "num_inference_steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0, "seed": 0,
     "scheduler": "FlowMatchEulerDiscreteScheduler", "sigmas": "1, 0.75, 0.5, 0.25",
 }  # fmt: skip
 LIGHTNING = (
-    "With a Lightning LoRA of lightx2v: its number of steps, `guidance_scale` 1, `scheduler` "
-    "FlowMatchEulerDiscreteScheduler, `flow_shift` 3."
+    "With a Lightning LoRA by lightx2v, use its number of steps, `guidance_scale` 1, `scheduler` "
+    "FlowMatchEulerDiscreteScheduler and `flow_shift` 3."
 )
 WAN22 = "Wan_2.2_ComfyUI_Repackaged"
 MINIATURE = (
-    "The built-in tiny model of Wan 2.1, trained on coloured shapes. It runs on a TPU or, without one, on the CPU, "
-    "through the nodes and programs of the real model, and downloads nothing."
+    "The built-in tiny model of Wan 2.1, trained on coloured shapes. It uses the nodes and programs of the real "
+    "model. It needs no download and, without a TPU, runs on the CPU."
 )
 SUNSET = "A beautiful sunset over the ocean"
 
@@ -71,13 +71,12 @@ ALL = (
         widgets={"num_inference_steps": 20, "seed": 3},
         is_miniature=True,
         tips=(
-            "Press Run. The first run compiles, about a minute; the next ones take seconds.",
+            "Press Run. The first run compiles for about a minute; later runs take seconds.",
             "It knows one or two shapes, circle, square or triangle, in black, blue, green, red, white or yellow, that "
             "move right, left, up or down, grow, shrink or turn: \"a yellow triangle moves up on black\", "
-            "\"a yellow circle grows and a red triangle moves up on blue\". Other words mean nothing to it.",
+            "\"a yellow circle grows and a red triangle moves up on blue\". It does not know other words.",
             "The seed changes after each run, so that the next Run makes another video.",
-            "The other templates run real models. Each names its download, a TPU, and how long that is predicted to "
-            "take.",
+            "The other templates run real models. Each lists its download, a TPU and the predicted time.",
         ),
     ),
     Example(
@@ -88,7 +87,7 @@ ALL = (
         does="text to video",
         predicted=("wan2.1-t2v-14b",),
         widgets={"seed": 0},
-        tips=("720p wants `flow_shift` 5, 480p (832x480) wants 3.", FOUR_K.format(81, 16)),
+        tips=("Use `flow_shift` 5 for 720p and 3 for 480p (832x480).", FOUR_K.format(81, 16)),
     ),
     Example(
         name="wan21_1.3b",
@@ -97,8 +96,8 @@ ALL = (
         does="text to video on one chip",
         predicted=("Wan 2.1 T2V 1.3B, 50 steps, v5e:1x1", "Wan 2.1 T2V 1.3B, 50 steps, v6e:1x1"),
         tips=(
-            "1.3 billion parameters: for one chip, as free notebooks lend.",
-            "The makers' numbers: 832x480, 50 steps, guidance 6, shift 8.",
+            "1.3 billion parameters fit on one chip, such as those of free notebooks.",
+            "The authors recommend 832x480, 50 steps, guidance 6 and shift 8.",
             FOUR_K.format(81, 16),
         ),
     ),
@@ -146,7 +145,7 @@ ALL = (
         tips=(
             "Text in quotes in the prompt is drawn as letters.",
             "`flow_shift` 0 takes the checkpoint's own shift (720p: 9, 480p: 5).",
-            "CFG-distilled checkpoints run without guidance, whatever `guidance_scale` says.",
+            "CFG-distilled checkpoints run without guidance and ignore `guidance_scale`.",
             FOUR_K.format(121, 24),
         ),
     ),
@@ -159,7 +158,8 @@ ALL = (
         predicted=("hunyuanvideo1.5-i2v-720p",),
         tips=(
             CHOOSE,
-            "As stages, height, width and frames must be the same in the image encoder and the sampler.",
+            "With separate stages, height, width and number of frames must be the same in the image encoder and the "
+            "sampler.",
             "`flow_shift` 0 takes the checkpoint's own shift (720p: 7, 480p: 5).",
             FOUR_K.format(121, 24),
         ),
@@ -174,9 +174,9 @@ ALL = (
         tips=(
             "Made for 1360x768 with 16k + 1 frames: 81 are 5 seconds at 16 fps, 161 are 10. Other sizes run too: "
             "height and width are multiples of 16, `num_frames` is 8k + 1.",
-            "Its makers recommend `scheduler` CogVideoXDPMScheduler together with `use_dynamic_cfg`; what stands here "
-            "is the checkpoint's own.",
-            "The model likes long, detailed prompts, up to 226 tokens.",
+            "The authors recommend `scheduler` CogVideoXDPMScheduler together with `use_dynamic_cfg`; this workflow "
+            "uses the checkpoint's own.",
+            "Long, detailed prompts work best, up to 226 tokens.",
         ),
     ),
     Example(
@@ -187,8 +187,8 @@ ALL = (
         does="text to image",
         predicted=("flux2-dev",),
         tips=(
-            "Height and width are multiples of 16; 1024 x 1024 is what the model is best at.",
-            "FLUX.2 dev takes no negative prompt: guidance is an input of the network, and a step costs the same at "
+            "Height and width are multiples of 16; the model works best at 1024 x 1024.",
+            "FLUX.2 dev uses no negative prompt: guidance is an input of the network, and a step costs the same at "
             "any `guidance_scale`.",
             "The repository is gated: accept its licence on the Hub and set `HF_TOKEN`, or use a local folder.",
         ),
@@ -205,10 +205,11 @@ ALL = (
         },
         loras=(LoraFile(name="Flux2TurboComfyv2.safetensors", repo="flux2-dev"),),
         tips=(
-            "A LoRA by fal distils the model. The page offers to download it; or get it from `fal/FLUX.2-dev-Turbo` or "
-            "`Comfy-Org/flux2-dev` on the Hub, into ComfyUI's `models/loras`, and reload the page.",
-            "`sigmas` are the makers', shifted already; guidance 2.5.",
-            "Without the LoRA eight such steps give a poor picture.",
+            "A LoRA by fal distils the model. The page offers to download it. Or download it from "
+            "`fal/FLUX.2-dev-Turbo` or `Comfy-Org/flux2-dev` on the Hub to ComfyUI's `models/loras`, and reload the "
+            "page.",
+            "`sigmas` are the authors' and already include the shift; guidance is 2.5.",
+            "Without the LoRA, these eight steps give a poor image.",
         ),
     ),
     Example(
@@ -219,10 +220,10 @@ ALL = (
         predicted=tuple(f"FLUX.2 klein 4B, 4 steps, {topology}" for topology in ("v5e:1x1", "v6e:1x1", "v6e:2x4")),
         prompt=SUNSET,
         tips=(
-            "4 billion parameters and 4 steps: a picture in seconds on one chip.",
-            "The distilled model takes no guidance and no negative prompt. `black-forest-labs/FLUX.2-klein-base-4B` "
-            "takes both: 50 steps, guidance 4.",
-            "`black-forest-labs/FLUX.2-klein-9B` is larger and finer.",
+            "4 billion parameters and 4 steps: an image in seconds on one chip.",
+            "The distilled model uses no guidance and no negative prompt. `black-forest-labs/FLUX.2-klein-base-4B` "
+            "uses both: 50 steps, guidance 4.",
+            "`black-forest-labs/FLUX.2-klein-9B` is larger and more detailed.",
         ),
     ),
     Example(
@@ -232,9 +233,9 @@ ALL = (
         does="text to image in 8 steps, on one chip",
         predicted=("Z-Image Turbo, 8 steps, v5e:1x1", "Z-Image Turbo, 8 steps, v6e:1x1", "z-image-turbo"),
         tips=(
-            "Height and width are multiples of 16; about a megapixel is what the model is best at.",
-            "It likes long, detailed prompts, in English or Chinese, up to 512 tokens, and draws letters.",
-            "Turbo runs without guidance: `guidance_scale` 1. The base model, `Tongyi-MAI/Z-Image`, takes 28 to 50 "
+            "Height and width are multiples of 16; the model works best at about one megapixel.",
+            "Long, detailed prompts in English or Chinese work best, up to 512 tokens. The model can draw text.",
+            "Turbo runs without guidance: `guidance_scale` 1. The base model, `Tongyi-MAI/Z-Image`, uses 28 to 50 "
             "steps, `guidance_scale` 4 to 6 and a negative prompt.",
         ),
     ),
@@ -242,11 +243,11 @@ ALL = (
         name="qwen_image_2512",
         title="Qwen-Image 2512, text to image",
         model="qwen-image-2512",
-        does="text to image, with letters in it",
+        does="text to image, with text in the image",
         predicted=("qwen-image-2512",),
         tips=(
-            "The makers' sizes: 1328x1328, 1664x928, 928x1664, 1472x1104, 1104x1472, 1584x1056, 1056x1584.",
-            "It draws what a prompt has in quotes, in English and Chinese. Prompts may have 1024 tokens.",
+            "The authors' sizes: 1328x1328, 1664x928, 928x1664, 1472x1104, 1104x1472, 1584x1056, 1056x1584.",
+            "It draws quoted text in a prompt, in English and Chinese. Prompts may have up to 1024 tokens.",
             LIGHTNING,
         ),
     ),
@@ -254,14 +255,14 @@ ALL = (
         name="qwen_image_edit_2511",
         title="Qwen-Image Edit 2511",
         model="qwen-image-edit-2511",
-        does="a picture changed as the prompt says",
+        does="an image edited as the prompt says",
         predicted=("Qwen-Image Edit, 40 steps, v6e:2x4",),
         looks=True,
         tips=(
-            "The picture is in ComfyUI's `input` folder; choose one of your own. It may have any size and shape: the "
-            "model looks at it at about a megapixel. The result's size is the sampler's.",
-            "For more pictures connect one image encoder's output to the next one's `condition`; the prompt calls them "
-            "picture 1, picture 2 and so on. Three fit beside a prompt.",
+            "The image is in ComfyUI's `input` folder; choose one of your own. It may have any size and shape: the "
+            "model sees it at about one megapixel. The sampler sets the size of the result.",
+            "For more images, connect one image encoder's output to the next one's `condition`. The prompt refers "
+            "to them as picture 1, picture 2 and so on. Up to three fit together with a prompt.",
             LIGHTNING,
         ),
     ),
@@ -332,7 +333,7 @@ def weights(model: str) -> Iterator[str]:
     """The command that brings a model's weights as files, and their sizes, smallest first."""
     if sizes := published.describe_sizes(model):
         command = f"comfyui-tpu download {model} --files {sizes.split()[0]}"
-        yield f"`{command}` brings its weights as files ({sizes}), and says what to choose as `model_id` then."
+        yield f"`{command}` downloads its weights as files ({sizes}) and prints the `model_id` to choose."
 
 
 def note(example: Example, translate: Translate = str) -> str:
@@ -349,15 +350,15 @@ def about_model(example: Example) -> list[str]:
     spec, rows = example.spec, list(predictions(example))
     lines = [f"**{spec.title}: {example.does}**", "", f"{size(example)}:", ""]
     if rows:
-        lines += ["| TPU | chips | GiB a chip | predicted |", "|---|---|---|---|"]
+        lines += ["| TPU | chips | GiB per chip | predicted |", "|---|---|---|---|"]
         lines += [
             f"| {row['topology']} | {row['chips']} | {memory(row)} | {seconds(row['predicted_total_s'])} |"
             for row in rows
         ]
-        lines += ["", "Predicted by the compiler, not measured; the first run of a size compiles for minutes before."]
+        lines += ["", "Predicted by the compiler, not measured. The first run of a size also compiles for minutes."]
     tips = [
-        "**Without a TPU** open the template `TPU - try it now`; or press Alt+Shift+Y (it is in the menu TPU), which "
-        "replaces the model by a built-in tiny model, and needs no weights.",
+        "**Without a TPU**, open the template `TPU - try it now`, or press Alt+Shift+Y (also in the TPU menu). It "
+        "replaces the model with a built-in tiny model and needs no weights.",
         *example.tips,
         *weights(spec.name),
         "`model_id` may also be a local folder in diffusers layout.",
