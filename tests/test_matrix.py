@@ -161,4 +161,4 @@ def test_every_row_runs_the_demo_first_and_a_wrong_name_is_refused(capsys):
     assert all(next(iter(row.steps)) == "demo" for row in matrix.ROWS.values())
     with pytest.raises(SystemExit):
         matrix.main(["3.99"])
-    assert "there is no row '3.99': choose of 3.11, 3.12, 3.13" in capsys.readouterr().err
+    assert "there is no row '3.99': choose from 3.11, 3.12, 3.13" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""Draws the pack's icon and banner for the ComfyUI registry: `docs/images/icon.png` and `docs/images/banner.png`.
+"""Draw the pack's icon and banner for the ComfyUI registry: `docs/images/icon.png` and `docs/images/banner.png`.
 
-Two rows of four chips, as on a TPU v6e host, in a picture that gets clearer from chip to chip, joined as nodes are.
+The drawing has two rows of four chips, as on a TPU v6e host. Their colours go from noise to an image.
 
 Run: python tools/artwork.py
 """
@@ -13,10 +13,10 @@ from PIL import Image, ImageDraw, ImageFont
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 # The registry shows icons as squares of at most 400 pixels, banners at 21 to 9.
 ICON, BANNER = (400, 400), (1260, 540)
-# Drawn larger, then shrunk: that is what makes edges smooth.
+# The drawing is made larger by this factor and then shrunk, so that edges are smooth.
 SCALE = 4
 GROUND, LINE, INK, FAINT = (23, 26, 33), (86, 96, 116), (236, 240, 247), (150, 160, 178)
-# From noise to picture, along the chips.
+# Colours of the chips, from noise to image.
 COLOURS = (
     (92, 99, 112), (84, 110, 142), (66, 133, 190), (52, 168, 160), (74, 182, 110), (170, 190, 70), (244, 180, 60),
     (240, 130, 70),
@@ -24,7 +24,7 @@ COLOURS = (
 
 
 def draw_chips(draw: ImageDraw.ImageDraw, left: float, top: float, size: float, gap: float) -> None:
-    """Eight chips of `size`, the upper row from left to right and the lower one back, with the links between them."""
+    """Draw eight chips of `size` pixels with the links between them: the upper row, and the lower row backwards."""
     places = [(column, 0) for column in range(4)] + [(column, 1) for column in reversed(range(4))]
     centres = [(left + x * (size + gap) + size / 2, top + y * (size + gap) + size / 2) for x, y in places]
     for column in range(4):

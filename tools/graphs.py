@@ -1,4 +1,4 @@
-"""What an example is, and its graphs in API format: one of stages, and one of the family's pipeline node."""
+"""Example workflows as data, and their graphs in API format: with a node per stage, and with the pipeline node."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ HUB = "https://huggingface.co/Comfy-Org/{}/resolve/main/split_files/loras/{}"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFile:
-    """A file of `repo`, one of Comfy-Org's on the Hub, for one expert or both."""
+    """A LoRA file in `repo`, a repository of Comfy-Org on the Hub."""
 
     name: str
     repo: str
@@ -26,26 +26,20 @@ class LoraFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A workflow.
-
-    `widgets` are what is not the model's default; `predicted` are keys of the records in `predicted.json`: a model's
-    name, or a recipe of `benchmarks/recipes.py`. `tips` are for the note. What it makes is saved as `prefix`, else as
-    `name`. One that `looks` gets a picture as a reference. ComfyUI shows the `title` alone, the name of the page's
-    file. One that `is_miniature` runs the model's built-in one.
-    """
+    """An example workflow."""
 
     name: str
-    title: str
-    model: str
-    does: str
-    predicted: Sequence[str]
-    tips: Sequence[str]
-    widgets: Mapping[str, Any] = field(default_factory=dict)
+    title: str  # the name of the page's file, which ComfyUI shows
+    model: str  # name of its spec
+    does: str  # the task, for the note
+    predicted: Sequence[str]  # keys in `predicted.json`: names of models, or recipes of `benchmarks/recipes.py`
+    tips: Sequence[str]  # further lines of the note
+    widgets: Mapping[str, Any] = field(default_factory=dict)  # values that differ from the model's defaults
     loras: Sequence[LoraFile] = ()
-    prompt: str = ""
-    prefix: str = ""
-    looks: bool = False
-    is_miniature: bool = False
+    prompt: str = ""  # "": the model's default
+    prefix: str = ""  # of the saved file; "": `name`
+    looks: bool = False  # whether an image is given as a reference
+    is_miniature: bool = False  # whether it runs the built-in tiny model
 
     @property
     def spec(self) -> ModelSpec:
@@ -57,7 +51,7 @@ class Example:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every widget's value by name, of whatever node it is."""
+        """Return the values of all widgets by name, of all nodes."""
         spec = self.spec
         defaults = {name: limit.default for name, limit in spec.inputs.items()}
         texts = {**spec.texts, **({"prompt": self.prompt} if self.prompt else {})}
@@ -70,18 +64,16 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A workflow in API format, how it stands on the page, in `columns` from top to bottom, and the files its nodes
-    need, by node id. Those that are `raised` stand above their columns, one in each.
-    """
+    """A workflow in API format, with the position of its nodes on the page."""
 
     workflow: Workflow
-    columns: Sequence[Sequence[str]]
-    files: Mapping[str, Sequence[Mapping[str, str]]]
-    raised: Sequence[str] = ()
+    columns: Sequence[Sequence[str]]  # node ids of each column, from top to bottom
+    files: Mapping[str, Sequence[Mapping[str, str]]]  # files that a node needs, by node id
+    raised: Sequence[str] = ()  # ids of nodes above their columns, at most one in each
 
 
 class _Builder:
-    """Nodes are numbered as they are added: stages as they run, then what names the model."""
+    """A workflow under construction. Nodes are numbered as they are added: the stages in order, then the loaders."""
 
     def __init__(self, example: Example) -> None:
         self._example = example
@@ -94,20 +86,20 @@ class _Builder:
         return node_id
 
     def stage(self, suffix: str, title: str, **links: Any) -> str:
-        """A node of the family, with the example's values in its widgets."""
+        """Add a node of the family with the example's values, and return its id."""
         kind = self._example.spec.family + suffix
         declaration, values = DECLARATIONS[kind], self._example.values
         known = {declared.name for declared in declaration.inputs}
         inputs = {name: link for name, link in links.items() if name in known}
         for declared in declaration.inputs:
-            # A size of 0 is the encoded picture's.
+            # A size of 0 means the size of the encoded image.
             is_own = declared.default == 0 and declared.name in ("height", "width", "num_frames")
             if declared.is_widget and declared.name in values and not is_own:
                 inputs[declared.name] = values[declared.name]
         return self.add(kind, title, **inputs)
 
     def model(self) -> list[str]:
-        """The loader and, one after the other, what adds the LoRAs."""
+        """Add the loader and then a node for each LoRA. Returns their ids in order."""
         family, model_id = self._example.spec.family, self._example.values["model_id"]
         chain = [self.add("TPUModelLoader", "Model", model_id=model_id, family=family, precision="auto")]
         for lora in self._example.loras:
@@ -119,7 +111,7 @@ class _Builder:
         return chain
 
     def save(self, source: str, output: int) -> str:
-        """Of the stages' last node, or of the pipeline."""
+        """Add the node that saves the result of `source`, and return its id."""
         prefix = self._example.prefix or self._example.name
         if self._example.spec.is_image:
             return self.add("SaveImage", "Save Image", images=[source, output], filename_prefix=prefix)
@@ -128,10 +120,10 @@ class _Builder:
 
 
 def stages(example: Example) -> Graph:
-    """A node for every stage, and one that names the model for all of them."""
+    """Return the graph with a node for every stage, and one loader for all of them."""
     build = _Builder(example)
     picture = [build.add("LoadImage", "Picture", image=EXAMPLE_IMAGE)] if example.has_picture else []
-    # Where a picture is a reference, the prompt may be about it.
+    # The prompt may refer to a reference image.
     text = "" if example.looks else build.stage("TextEncoder", "Prompt")
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if picture else []
     text = text or build.stage("TextEncoder", "Prompt", condition=[image[0], 0])
@@ -156,7 +148,7 @@ def stages(example: Example) -> Graph:
 
 
 def pipeline(example: Example) -> Graph:
-    """One node for all stages. It names its model itself, unless LoRAs are added to it."""
+    """Return the graph with one node for all stages, and a loader only if it has LoRAs or reference images."""
     build = _Builder(example)
     picture = [build.add("LoadImage", "Picture", image=EXAMPLE_IMAGE)] if example.has_picture else []
     image = [build.stage("ImageEncoder", "Image Encoder", image=[picture[0], 0])] if example.looks else []
@@ -173,12 +165,12 @@ def pipeline(example: Example) -> Graph:
 
 
 def _raised(example: Example, picture: Sequence[str], image: Sequence[str]) -> list[str]:
-    """A picture that two stages look at is encoded above what the loader's links pass."""
+    """Return the nodes that go above the loader's links: those of an image that two stages use."""
     return [*picture, *image] if example.looks else []
 
 
 def api(workflow: Workflow) -> Workflow:
-    """What a person would write: without what is folded or at its default, and with `model_id` in one place."""
+    """Return a workflow without advanced inputs at their defaults, and with `model_id` in one place."""
     return {node_id: {**node, "inputs": _written(node)} for node_id, node in workflow.items()}
 
 

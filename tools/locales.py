@@ -1,8 +1,9 @@
-"""Writes `locales/`, from which ComfyUI's page takes words in the user's language: for each sentence of the nodes'
-declarations, which are the English, what `tools/translations/` has for it, and its own entries for what is declared in
-JavaScript or from ComfyUI's own loaders.
+"""Write `locales/`, the texts of nodes, settings and commands in the languages of ComfyUI's page.
 
     python tools/locales.py
+
+The English texts are those of the nodes' declarations. `tools/translations/` has the translation of each sentence, and
+further entries for texts that JavaScript or ComfyUI's own loaders declare.
 """
 
 import json
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "locales"
 TRANSLATIONS = ROOT / "tools" / "translations"
 Translate = Callable[[str], str]
-# Stands for what is not translated, such as the list of miniatures.
+# A part of a sentence that is not translated, such as the list of tiny models.
 HOLE = "{}"
 LIST = "; "
 
@@ -26,7 +27,7 @@ LIST = "; "
 class Table:
     """Translations by English sentence.
 
-    One with holes is for every sentence that differs in these alone. What a list there has may have its own.
+    A sentence with holes matches all sentences that differ only there. Items of a list in a hole are looked up too.
     """
 
     def __init__(self, sentences: Mapping[str, str]) -> None:
@@ -38,7 +39,7 @@ class Table:
         }
 
     def __call__(self, sentence: str) -> str:
-        """Raises KeyError for what has no translation."""
+        """Return the translation of `sentence`. Raises KeyError without one."""
         if sentence in self._sentences:
             return self._sentences[sentence]
         for pattern, translated in self._patterns.items():
@@ -60,8 +61,8 @@ def main() -> None:
 
 
 def files() -> dict[Path, str]:
-    """What each file below `locales/` holds, as ComfyUI reads it. KeyError names a sentence without translation."""
-    # In English too: the page has the words for sockets from here alone.
+    """Return the content of each file below `locales/`. Raises KeyError with a sentence that has no translation."""
+    # English too: the page reads the names of sockets only from here.
     found = {FOLDER / "en" / "nodeDefs.json": _text(nodes(str))}
     for source in sorted(TRANSLATIONS.glob("*.json")):
         own = json.loads(source.read_text())

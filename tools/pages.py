@@ -1,8 +1,7 @@
-"""An API-format workflow as ComfyUI's page saves one: sockets, widgets by position, and a layout.
+"""Convert a workflow from API format to the format that ComfyUI's page saves: sockets, widgets by position, a layout.
 
-Nodes stand in columns from left to right, as the work goes. A link to the next column stays in the gap between the two;
-one that goes further runs over the tops of the columns on its way, which stand lower to let it pass. `behind` checks
-that by geometry.
+Nodes are in columns from left to right, in the order of the stages. A link to the next column stays in the gap between
+them. A longer link passes above the columns in between, which are placed lower. `behind` checks this geometrically.
 """
 
 import itertools
@@ -19,31 +18,32 @@ from comfyui_tpu.nodes.model import build_catalogue
 from graphs import Graph
 
 Document = dict[str, Any]
-Box = tuple[float, float, float, float]  # left, top, right, bottom; the title stands above the top
+Box = tuple[float, float, float, float]  # left, top, right, bottom; the title is above the top
 Point = tuple[float, float]
 
-# LiteGraph's, in pixels.
+# Sizes of LiteGraph, in pixels.
 TITLE, SLOT, WIDGET, MARGIN = 30, 20, 24, 16
 GAP, LANE, TEXT = 60, 40, 130
-# From a node's end to the next one below: a Vue node has a row more, and a button for advanced inputs.
+# Distance to the next node below: a Vue node has one more row, and a button for advanced inputs.
 BELOW = 100
 WIDTHS = {"Encoder": 320, "Pipeline": 380, "CreateVideo": 212, "SaveVideo": 280, "SaveImage": 320}
 WIDTH = 310
-# A picture below the widgets.
+# Height of an image below the widgets.
 SHOWN = {"LoadImage": 220}
-# Of the screen that a page opens on.
+# Assumed width of the screen.
 VIEW = 1500
-# Where a note has room below a column, and where it would be too far down.
+# Bottom of a column below which a note fits, and the top from which on a note would be too low.
 LOW, HIGH = 150, 600
-# What a user chooses has a colour: the model, the words, the picture.
+# Nodes with the user's choices are coloured: model, prompt and image.
 COLOURS = {"Loader": ("#323", "#535"), "TextEncoder": ("#232", "#353"), "LoadImage": ("#223", "#335")}
 NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#321"}
 
 
 def page(name: str, graph: Graph, note: str) -> Document:
-    """The document of a graph.
+    """Return the document of a graph.
 
-    `note` is Markdown and stands below the first column. The page offers to download what is missing of the files.
+    note: Markdown; it is placed below the first columns.
+    The page offers to download missing files.
     """
     workflow, columns, models = graph.workflow, graph.columns, graph.files
     boxes = _places(workflow, columns, graph.raised)
@@ -115,7 +115,7 @@ def _node(node_id: int, node: Mapping[str, Any], box: Box, links: Sequence[Seque
 
 
 def _widget_values(declaration: Declaration, inputs: Mapping[str, Any]) -> list[Any]:
-    """By position. After a seed comes what happens to it after a run, after a picture its upload button."""
+    """Return values by position. A seed is followed by its action after a run, an image by its upload button."""
     values = []
     for declared in declaration.inputs:
         if declared.is_widget:
@@ -126,13 +126,13 @@ def _widget_values(declaration: Declaration, inputs: Mapping[str, Any]) -> list[
 
 
 def _slots(node: Mapping[str, Any]) -> list[str]:
-    """The names of a node's input sockets from the top: the declared ones, then widgets that are linked."""
+    """Return the names of a node's input sockets from the top: the declared ones, then linked widgets."""
     named = [declared.name for declared in HEADLESS_NODES[node["class_type"]].page_order() if not declared.is_widget]
     return named + [name for name, value in node["inputs"].items() if is_link(value) and name not in named]
 
 
 def _links(workflow: Workflow) -> Iterator[tuple[list, str, str]]:
-    """Source, target node and its socket of every link."""
+    """Yield the source, the target node and its socket of every link."""
     for node_id, node in workflow.items():
         yield from ((node["inputs"][name], node_id, name) for name in _slots(node) if is_link(node["inputs"].get(name)))
 
@@ -141,10 +141,10 @@ def _links(workflow: Workflow) -> Iterator[tuple[list, str, str]]:
 
 
 def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collection[str]) -> dict[str, Box]:
-    """Where every node stands.
+    """Return the box of every node.
 
-    The last column is placed first: what passes over the others is known then. Those that are `raised` stand above all
-    that passes.
+    The last column is placed first, because links to it determine how low the others are. Nodes in `raised` are above
+    all links.
     """
     sizes = {node_id: _size(node["class_type"], _hidden(node, workflow)) for node_id, node in workflow.items()}
     column_of = {node_id: index for index, column in enumerate(columns) for node_id in column}
@@ -164,8 +164,9 @@ def _places(workflow: Workflow, columns: Sequence[Sequence[str]], raised: Collec
 
 
 def _hidden(node: Mapping[str, Any], workflow: Workflow) -> Collection[str]:
-    """Widgets that the page hides: advanced ones that stand at their defaults, what a connected model replaces, and
-    what that one has no use for.
+    """Return the widgets that the page hides.
+
+    These are advanced ones at their defaults, those that a connected model replaces, and those that it does not use.
     """
     given = node["inputs"]
     advanced = (one for one in HEADLESS_NODES[node["class_type"]].inputs if one.advanced)
@@ -179,7 +180,7 @@ def _hidden(node: Mapping[str, Any], workflow: Workflow) -> Collection[str]:
 
 
 def _size(kind: str, hidden: Collection[str]) -> tuple[int, int]:
-    """Width and height, as LiteGraph computes them or a little more, without the widgets that are `hidden`."""
+    """Return width and height without `hidden` widgets, at least as large as LiteGraph computes them."""
     declaration = HEADLESS_NODES[kind]
     widgets = [declared for declared in declaration.inputs if declared.is_widget and declared.name not in hidden]
     rows = sum(1 + bool(declared.companion) for declared in widgets if not declared.multiline)
@@ -191,7 +192,7 @@ def _size(kind: str, hidden: Collection[str]) -> tuple[int, int]:
 
 
 def _note(node_id: int, text: str, boxes: Mapping[str, Box], columns: Sequence[Sequence[str]]) -> Document:
-    """Below the first columns, as far as these are low; left of a graph that is high from the start."""
+    """Return the note's node: below the first columns if they are short, else to the left of the graph."""
     low = list(itertools.takewhile(lambda column: boxes[column[-1]][3] < LOW, columns[:3])) or columns[:1]
     left, right = 0.0, boxes[low[-1][0]][2]
     top = max(boxes[column[-1]][3] for column in low) + BELOW
@@ -217,7 +218,7 @@ def _note(node_id: int, text: str, boxes: Mapping[str, Box], columns: Sequence[S
 
 
 def behind(document: Document) -> list[str]:
-    """Links that run behind a node, and nodes that lie on each other, as LiteGraph draws them."""
+    """Return the links that pass behind a node, and the nodes that overlap, as LiteGraph draws them."""
     nodes = {node["id"]: node for node in document["nodes"]}
     outer = {key: _outer(node) for key, node in nodes.items()}
     problems = [f"{a} on {b}" for a, b in itertools.combinations(outer, 2) if _overlap(outer[a], outer[b])]
@@ -244,7 +245,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def _curve(first: Point, last: Point) -> Iterator[Point]:
-    """Points of the curve between two sockets: a Bezier curve with handles of a quarter of the distance."""
+    """Yield points of the curve between two sockets: a Bezier curve with handles of a quarter of the distance."""
     reach = math.dist(first, last) / 4
     points = (first, (first[0] + reach, first[1]), (last[0] - reach, last[1]), last)
     for step in range(101):

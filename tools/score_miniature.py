@@ -1,10 +1,10 @@
-"""How well a trained miniature does what it is told: held-out prompts, and what its pictures or frames show of them.
+"""Score a trained tiny model: the share of held-out prompts whose properties its images or videos show.
 
     python tools/score_miniature.py [--family wan21] [--steps 4 10 50] [--guidance 1 5] [--prompts 64] [--frames 9]
         [--model FOLDER]
 
-Prints a line for every kind of prompt, number of steps and guidance. The pack itself makes the frames, with previews
-on; plain arithmetic on their pixels reads them. Without a TPU: JAX_PLATFORMS=cpu.
+Prints a line for every kind of prompt, number of steps and guidance. The pack generates the frames, with previews, and
+arithmetic on their pixels detects the properties. Without a TPU, set JAX_PLATFORMS=cpu.
 """
 
 import argparse
@@ -32,19 +32,17 @@ Verdict = moving.Verdict | still.Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A prompt, the picture `[height, width, 3]` uint8 beside it if it takes one, what reads the frames, and of clips
-    what measures how many pixels are no part of them.
-    """
+    """A prompt, and how its result is judged."""
 
     prompt: str
-    image: np.ndarray | None = None
-    judge: Callable[[np.ndarray], Verdict]
-    stray: Callable[[np.ndarray], float] | None = None
+    image: np.ndarray | None = None  # uint8 [height, width, 3], given with the prompt
+    judge: Callable[[np.ndarray], Verdict]  # of uint8 frames [frames, height, width, 3]
+    stray: Callable[[np.ndarray], float] | None = None  # share of the pixels that belong to no shape; for clips
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A trained miniature: its model, kinds of tasks without end, and the steps and guidance of its card."""
+    """A trained tiny model, with endless tasks of each kind, and the steps and guidance of its card."""
 
     spec: ModelSpec
     kinds: Mapping[str, Callable[[], Iterator[Task]]]
@@ -52,7 +50,7 @@ class Family:
     guidance: tuple[float, ...]
 
     def inputs(self, steps: int, guidance: float) -> dict[str, Any]:
-        """What its nodes are told; of two experts both get the guidance."""
+        """Return the inputs of a run; both of two experts get the guidance."""
         second = {"guidance_scale_2": guidance} if "guidance_scale_2" in self.spec.inputs else {}
         return {"num_inference_steps": steps, "guidance_scale": guidance, **second}
 
@@ -137,7 +135,7 @@ FAMILIES = {
 
 
 class WithPreviews(SilentProgress):
-    """Fetches every step's preview, as ComfyUI's page does."""
+    """Progress that fetches the preview of every step, as ComfyUI's page does."""
 
     def step(self, done: int, total: int, unit: str, preview: Preview | None = None) -> None:
         if preview is not None:
@@ -147,7 +145,7 @@ class WithPreviews(SilentProgress):
 def frames_of(
     model: ModelRef, prompt: str, progress: Progress, *, image: np.ndarray | None = None, **inputs: Any
 ) -> np.ndarray:
-    """What a prompt gives, `[frames, height, width, 3]` uint8; `inputs` are what is not the miniature's default."""
+    """Return the result of a prompt, uint8 `[frames, height, width, 3]`; `inputs` override its defaults."""
     given, condition = encoded(model, prompt, progress, image=image, **inputs)
     latents = api.denoise(model, *given, condition=condition, progress=progress)
     return np.round(api.decode(model, latents, progress=progress).numpy() * 255).astype(np.uint8)
@@ -156,7 +154,7 @@ def frames_of(
 def encoded(
     model: ModelRef, prompt: str, progress: Progress, *, image: np.ndarray | None = None, **inputs: Any
 ) -> tuple[tuple[Any, ...], Any]:
-    """What a sampler takes: the settings with what the prompt became, and what the picture became."""
+    """Return the arguments of a sampler: the settings and the encoded prompt, and the encoded image."""
     spec, condition = model.spec, None
     settings = spec.settings(**{**spec.miniature.inputs, **inputs})
     if image is not None:
@@ -166,7 +164,7 @@ def encoded(
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """The share of them that is right, for each part and for all."""
+    """Return the share of correct verdicts, for each property and for all together."""
     parts = [*(field.name for field in fields(verdicts[0])), "all"]
     return ", ".join(f"{part} {np.mean([getattr(one, part) for one in verdicts]):.0%}" for part in parts)
 
@@ -181,7 +179,7 @@ def scores(
     frames: int | None = None,
     sheets: Path | None = None,
 ) -> Iterator[str]:
-    """A line for every kind of task, number of steps and guidance; `sheets` is where frames of each are kept."""
+    """Yield a line for every kind of task, number of steps and guidance; `sheets` is a folder for frames of each."""
     model, is_video = ModelRef(spec_name=family.spec.name, model_id=model_id), not family.spec.is_image
     frames = frames or family.spec.miniature.inputs.get("num_frames")
     for (kind, tasks), number, scale in itertools.product(
@@ -203,7 +201,7 @@ def scores(
 
 
 def save_sheet(video: np.ndarray, path: Path) -> None:
-    """Five of the frames, side by side."""
+    """Save five of the frames side by side."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.concatenate(list(video[:: max(1, len(video) // 4)]), axis=1)).save(path)
 
@@ -211,12 +209,12 @@ def save_sheet(video: np.ndarray, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--family", choices=list(FAMILIES), default="wan21")
-    parser.add_argument("--steps", type=int, nargs="+", default=(), help="default: those of its card")
-    parser.add_argument("--guidance", type=float, nargs="+", default=(), help="default: those of its card")
+    parser.add_argument("--steps", type=int, nargs="+", default=(), help="default: those of the model card")
+    parser.add_argument("--guidance", type=float, nargs="+", default=(), help="default: those of the model card")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--frames", type=int, help="default: the miniature's")
-    parser.add_argument("--model", help="a folder of the trainer's, in place of the built-in one")
-    parser.add_argument("--sheets", type=Path, metavar="FOLDER", help="keeps some frames of each there")
+    parser.add_argument("--frames", type=int, help="default: the tiny model's own")
+    parser.add_argument("--model", help="folder of a checkpoint from the trainer, instead of the built-in one")
+    parser.add_argument("--sheets", type=Path, metavar="FOLDER", help="keep some frames of each result there")
     options = parser.parse_args()
     family = FAMILIES[options.family]
     for line in scores(

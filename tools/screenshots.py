@@ -1,10 +1,10 @@
-"""Takes the READMEs' pictures: `docs/images/page.jpg` and `docs/images/monitor.jpg` of ComfyUI's page, and `demo.png`.
+"""Take the READMEs' images: `docs/images/page.jpg` and `docs/images/monitor.jpg` of ComfyUI's page, and `demo.png`.
 
-The first is the first template after a run in the page, on eight simulated chips, with its video and the TPU tab; the
-second the tab alone, with made-up numbers of a busy v6e-8; the third five frames of what `setup.py demo` made.
+The first shows the page after a run of the first template on eight simulated chips, with its video and the TPU tab. The
+second shows the tab alone, with invented numbers of a busy v6e-8. The third shows five frames of `setup.py demo`.
 
 Run: python tools/screenshots.py. It needs a ComfyUI in COMFYUI_PATH or ~/ComfyUI, playwright, and Chromium.
-With --demo it takes the third alone, and needs nothing of these.
+With --demo it takes only the third, and needs none of these.
 """
 
 import io
@@ -27,15 +27,15 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 EXAMPLE = ROOT / "examples" / "TPU - try it now.json"
-# No tour, and nothing over the graph.
+# No tour, and no panel over the graph.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0", "Comfy.Minimap.Visible": False}
-# So large that the page writes words into nodes; pictures are shrunk.
+# Large enough that the page draws text in nodes; the images are scaled down.
 SIZE, WIDTH, TALL = (2400, 900), 1600, 1400
 RUN = """async ([workflow, name]) => {
     await app.loadGraphData(workflow, true, true, name);
     await app.queuePrompt(0);
 }"""
-# Where the graph stands in the page, beside the open tab; the video so large that its controls leave most of it free.
+# Places the graph next to the open tab, and makes the video large enough that its controls cover little of it.
 PLACE = """(left) => {
     app.graph.nodes.find((node) => node.type === "SaveVideo").setSize([350, 420]);
     app.canvas.draw(true, true);  // which measures it
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def take_demo() -> None:
-    """Frames at the video's own size, side by side."""
+    """Save five frames at the video's own size, side by side."""
     with av.open(str(demo_and_tests.DEMO_VIDEO)) as video:
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
     chosen = [frames[round(index * (len(frames) - 1) / 4)] for index in range(5)]
@@ -78,12 +78,12 @@ def take_pages() -> None:
 
 
 def take(tab: test_monitor.Tab) -> None:
-    """Both pictures."""
+    """Take both images of the page."""
     tab.load()
     tab.open()
     tab.page.evaluate(RUN, [json.loads(EXAMPLE.read_text("utf-8")), EXAMPLE.stem])
     until(lambda: tab.server.get("/history"))
-    time.sleep(10)  # until the page no longer says that it is done
+    time.sleep(10)  # until the notice of the finished run has disappeared
     panel = tab.page.locator(test_monitor.PANEL)
     box = panel.bounding_box()
     assert box

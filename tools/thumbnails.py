@@ -1,7 +1,7 @@
-"""Makes the examples' thumbnails, `examples/*.jpg`, which ComfyUI's template browser shows: a square picture each.
+"""Make the examples' thumbnails for ComfyUI's template browser: the square images `examples/*.jpg`.
 
-Each has what the example makes with `--tiny`, of a video four frames, and where it starts from a picture that one
-first. Above stands the prompt, which is the built-in miniature's, and below what the example itself takes.
+Each shows the example's result with `--tiny`: an image, or four frames of a video. A start image comes first. Above it
+is the prompt of the tiny model, below it the size and predicted time of the example itself.
 
 Run: python tools/thumbnails.py [--only NAME ...]. It runs the examples without ComfyUI, about ten minutes on a CPU.
 """
@@ -24,14 +24,14 @@ from graphs import Example
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 SIDE, EDGE, BAND, GAP = 512, 12, 110, 4
-# Cards write what they are over this corner.
+# The template browser covers this corner with its badge.
 BADGE = 250, 74
 BAND_COLOUR, BRIGHT, DIM = "#111113", "#fafafa", "#c9c9d1"
 MOST_BYTES = 40_000
 
 
 def made(example: Example) -> list[tuple[str, Image.Image]]:
-    """Up to four pictures, with a word on each: what it starts from, and what comes of it."""
+    """Return up to four images with a label on each: the start image, and frames of the result."""
     workflow = workflows.EXAMPLES / "api" / f"{example.name}.json"
     with tempfile.TemporaryDirectory() as folder:
         words = ["run", str(workflow), "--tiny", "--input", str(workflows.EXAMPLES), "--out", folder]
@@ -44,18 +44,18 @@ def made(example: Example) -> list[tuple[str, Image.Image]]:
     if not example.has_picture:
         return found
     (given,) = pictures(workflows.EXAMPLES / (example.spec.miniature.picture or EXAMPLE_IMAGE))
-    # The first frame of a video is that picture.
+    # The first frame of a video is the start image.
     return [("starts from", given), *(found[1:] or found)]
 
 
 def pictures(path: Path) -> list[Image.Image]:
-    """The frames of a video; of a picture it alone."""
+    """Return the frames of a video, or a single image."""
     with av.open(str(path)) as video:
         return [frame.to_image() for frame in video.decode(video=0)]
 
 
 def thumbnail(example: Example, shown: Sequence[tuple[str, Image.Image]]) -> Image.Image:
-    """Whose the pictures are, right of what cards write; the pictures, in rows; and the caption."""
+    """Draw the tiny model's prompt next to the badge, the images in rows, and the caption."""
     whole = Image.new("RGB", (SIDE, SIDE), BAND_COLOUR)
     draw = ImageDraw.Draw(whole)
     lines = [("Built-in miniature:", 20, DIM), *((line, 20, BRIGHT) for line in textwrap.wrap(prompt(example), 25))]
@@ -77,7 +77,7 @@ def thumbnail(example: Example, shown: Sequence[tuple[str, Image.Image]]) -> Ima
 def _write(
     draw: ImageDraw.ImageDraw, place: tuple[int, int], lines: Iterable[tuple[str, int, str]], between: int
 ) -> None:
-    """Lines of these sizes and colours, one below the other."""
+    """Write lines of these sizes and colours, one below the other."""
     left, top = place
     for line, size, colour in lines:
         draw.text((left, top + size), line, colour, _font(line, size, SIDE - EDGE - left), "ls")
@@ -85,34 +85,34 @@ def _write(
 
 
 def _font(line: str, size: int, width: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """As large as asked, or as fits."""
+    """Return the font in `size`, or smaller if the line does not fit `width`."""
     font = ImageFont.load_default(size)
     return font if font.getlength(line) <= width else _font(line, size - 1, width)
 
 
 def prompt(example: Example) -> str:
-    """The miniature's, in quotes."""
+    """Return the tiny model's prompt in quotes."""
     text = tiny.find_trained_texts(example.spec, example.spec.miniature.id).get("prompt")
     return f'"{text}"' if text else "random weights"
 
 
 def comment(example: Example) -> str:
-    """What a thumbnail says, for its file's comment: by it a test sees what is out of date."""
+    """Return the text of a thumbnail, for its file's comment; a test uses it to find outdated thumbnails."""
     return "; ".join((prompt(example), *workflows.caption(example)))
 
 
 def save(path: Path, picture: Image.Image, words: str) -> None:
-    """As well as `MOST_BYTES` allow."""
+    """Save in the best quality that `MOST_BYTES` allow."""
     for quality in range(92, 30, -4):
         picture.save(path, quality=quality, optimize=True, comment=words.encode())
         if path.stat().st_size <= MOST_BYTES:
             return
-    raise ValueError(f"{path} does not become smaller than {MOST_BYTES} bytes.")
+    raise ValueError(f"{path} cannot be compressed to {MOST_BYTES} bytes.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", action="append", metavar="NAME", help="this example; repeatable")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this example; repeatable")
     names = parser.parse_args(arguments).only
     for example in workflows.ALL:
         if names is None or example.name in names:

@@ -1,12 +1,11 @@
-"""Trains a miniature that the pack ships: upstream's classes, small, on coloured shapes that a sentence names.
+"""Train a tiny model that the pack ships: small versions of upstream's classes, on sentences about coloured shapes.
 
     OMP_NUM_THREADS=1 python tools/train_miniature.py --family FAMILY --out FOLDER
 
-Several stages, of which each goes on where it was killed: an autoencoder, its latents of some thousand pictures or
-clips, and the denoiser together with its text encoder. FOLDER/preview.png is what the last look saw; FOLDER/miniature
-is the checkpoint in diffusers' layout, with its model card. Where it learns on together with another miniature of the
-pack, FOLDER has that one's new transformer too, in a folder of its name. One thread is enough, and as fast as two where
-they are one core's.
+Training has several stages: an autoencoder, its latents of some thousand images or clips, and the denoiser with its
+text encoder. Each stage resumes after an interruption. FOLDER/preview.png shows recent results. FOLDER/miniature is
+the checkpoint in diffusers' layout, with its model card. If another tiny model is trained along, its new transformer is
+in a folder of its name. One thread is enough, and as fast as two threads of one core.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from miniature.shapes import COLOURS, HEIGHT, SHAPES, WIDTH
 from safetensors.torch import load_file, save_file
 from score_miniature import FAMILIES, Family, scores
 
-# Where each is trained.
+# The module that trains each model.
 MODULES = {
     "wan21": "miniature.videos.wan",
     "wan22i2v": "miniature.videos.wan_i2v",
@@ -42,7 +41,7 @@ MODULES = {
     "zimagebase": "miniature.pictures.z_image",
     "zimage": "miniature.pictures.z_image_turbo",
 }
-# What else each is: the same networks in another model's layout.
+# Models whose tiny versions have the same networks in their own layout.
 SIBLINGS = {
     "wan21": ("wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"),
     "flux2klein": ("flux2-klein-9b", "flux2-klein-base-4b", "flux2-klein-base-9b"),
@@ -81,30 +80,30 @@ network.
 
 
 def write_checkpoint(pipeline: Any, tokenizer: Path, folder: Path, family: Family) -> None:
-    """The checkpoint as published ones are: in bfloat16, the tokenizer's own files, its class as the makers name it.
+    """Save the checkpoint as published ones are: in bfloat16, with the tokenizer's own files and upstream's class.
 
-    transformers 5 would save the tokenizer as a class of its own, which version 4 does not know; diffusers also where
-    on this machine a network began.
+    transformers 5 would save the tokenizer as a new class that version 4 does not have. diffusers would also record the
+    local path from which a network was loaded.
     """
     pipeline.to(torch.bfloat16).save_pretrained(folder)
     shutil.rmtree(folder / "tokenizer")
     shutil.copytree(tokenizer, folder / "tokenizer")
     index = json.loads((folder / "model_index.json").read_text("utf-8")) | family.spec.published.index
     index |= {text.tokenizer_folder: ["transformers", text.tokenizer_class] for text in family.spec.text_encoders}
-    if index.get("processor") == [None, None]:  # which upstream asks for, and is given by who loads it
+    if index.get("processor") == [None, None]:  # required by upstream, and created by the loader
         del index["processor"]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     for path, content in family.spec.published.files.items():
         tiny.write_json(folder / path, content)
     for path in folder.glob("*/config.json"):
         config = {name: value for name, value in json.loads(path.read_text("utf-8")).items() if name != "_name_or_path"}
-        # "axial", as published ones have it without saying so: transformers before 5.17 refuse the word.
+        # "axial" is the default of published ones; transformers before 5.17 reject the explicit value.
         config.get("vision_config", {}).pop("rope_parameters", None)
         path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def write_card(folder: Path, family: Family, module: Any, lines: Iterable[str]) -> None:
-    """The model card of what is in `folder`, with the lines of its score."""
+    """Write the model card into `folder`, with the lines of its score."""
     text = module.CARD.format(
         colours=", ".join(COLOURS), shapes=", ".join(SHAPES), motions=", ".join(MOTIONS), height=HEIGHT, width=WIDTH
     )
@@ -114,8 +113,9 @@ def write_card(folder: Path, family: Family, module: Any, lines: Iterable[str]) 
 
 
 def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
-    """Leaves out of the checkpoint in `folder` what need not lie there twice, and says where it lies: `parts` in `out`
-    if they were trained with it, or with the pack. Of a network, and of its config, stays what differs.
+    """Remove from the checkpoint in `folder` what another tiny model already has; only differences stay.
+
+    parts: folder of the other model's network, by component; in `out` if it was trained along, else in the pack.
     """
     for name, part in parts.items():
         own, other = folder / name, next(one for one in (out / part, MINIATURES / part) if one.is_dir())
@@ -140,7 +140,7 @@ def share(folder: Path, parts: Mapping[str, str], out: Path) -> None:
 
 
 def pack(path: Path) -> None:
-    """Compresses a file of weights in bfloat16, whose every other byte is sign and exponent (`lp`), without loss."""
+    """Compress a file of bfloat16 weights without loss. `lp`: every other byte has sign and exponent."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 2, "lp": 1, "pb": 1}]
     path.with_suffix(tiny.PACKED).write_bytes(lzma.compress(path.read_bytes(), filters=filters))
     path.unlink()
@@ -151,7 +151,7 @@ def write_shared(folder: Path, parts: Mapping[str, str]) -> None:
 
 
 def write_sibling(spec: ModelSpec, original: str, folder: Path) -> None:
-    """A checkpoint of `spec` whose parts are those of the trained one `original`; each of two experts is its one."""
+    """Write a checkpoint of `spec` with the networks of `original`; two experts share its only denoiser."""
     tiny.write_description(spec, folder)
     names = [*tiny.list_networks(spec), *(text.tokenizer_folder for text in spec.text_encoders)]
     parts = {name: f"{original}/{name.removesuffix('_2')}" for name in names}
@@ -162,7 +162,7 @@ def write_sibling(spec: ModelSpec, original: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--family", choices=list(MODULES), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="where to work, and to go on")
+    parser.add_argument("--out", type=Path, required=True, help="working folder; training resumes from its files")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,12 @@
-"""Writes the example workflows: `examples/*.json` as ComfyUI's page saves them, by the title that its template browser
-shows; `examples/api/*.json` for its API and for commands; `examples/pipeline/*.json` with one node for all stages;
-`web/notes/*.json`, what their notes say in other languages.
+"""Write the example workflows and the translations of their notes.
 
-A model's own defaults stand in its spec; a description here adds what differs. What a workflow is predicted to take
-comes from `benchmarks/predicted.json`: run this again where that has changed, and then `thumbnails.py`.
+- `examples/*.json`: as ComfyUI's page saves them, named by the title in its template browser.
+- `examples/api/*.json`: for ComfyUI's API and for commands.
+- `examples/pipeline/*.json`: with one node for all stages.
+- `web/notes/*.json`: the lines of the notes in other languages.
+
+A model's defaults are in its spec; an example adds what differs. Predicted times come from `benchmarks/predicted.json`:
+if that changes, run this again, and then `thumbnails.py`.
 
 Run: python tools/workflows.py
 """
@@ -57,7 +60,7 @@ SUNSET = "A beautiful sunset over the ocean"
 
 
 def experts(name: str) -> tuple[LoraFile, ...]:
-    """Wan 2.2's pair of files; `name` has a place for the expert's."""
+    """Return Wan 2.2's pair of files; `name` has a hole for the expert."""
     return tuple(LoraFile(name=name.format(expert), repo=WAN22, expert=expert) for expert in ("high", "low"))
 
 
@@ -269,19 +272,19 @@ ALL = (
 )  # fmt: skip
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def records() -> dict[str, Any]:
-    """What is predicted, by model or recipe."""
+    """Return the predictions by model or recipe."""
     found = json.loads(PREDICTED.read_text())
     return {record.get("recipe", record["model"]): record for record in found}
 
 
 def predictions(example: Example) -> Iterator[dict[str, Any]]:
-    """The example's records. Raises ValueError for one of another size or recipe."""
+    """Yield the example's records. Raises ValueError for one of another size or recipe."""
     values, known = example.values, records()
-    # Where guidance is an input of the network, it costs nothing.
+    # Guidance that is an input of the network costs no time.
     guidance = ("guidance_scale",) if example.spec.recipe.guidance == "cfg" else ()
     names = ("height", "width", "num_frames", "num_inference_steps", *guidance)
     for key in example.predicted:
@@ -299,12 +302,12 @@ def seconds(value: float) -> str:
 
 
 def roughly(value: float) -> str:
-    """Seconds for a thumbnail, which need not be drawn again for each of them."""
+    """Return a rounded time, so that a thumbnail need not be drawn again for every second."""
     return seconds(value) if value < 60 else f"{value / 60:.2g} min"
 
 
 def memory(record: Mapping[str, Any]) -> str:
-    """GiB on each chip with everything loaded or, where that is too much, of the largest stage."""
+    """Return GiB per chip with everything loaded or, if that does not fit, of the largest stage."""
     gib, loaded = 2**30, record["residency_bytes"]
     if loaded <= record["chip"]["hbm_gib"] * gib:
         return f"{loaded / gib:.1f}"
@@ -312,14 +315,14 @@ def memory(record: Mapping[str, Any]) -> str:
 
 
 def size(example: Example) -> str:
-    """For example 1280x720, 81 frames, 50 steps."""
+    """Return the size, such as "1280x720, 81 frames, 50 steps"."""
     values = example.values
     frames = "" if example.spec.is_image else f"{values['num_frames']} frames, "
     return f"{values['width']}x{values['height']}, {frames}{values['num_inference_steps']} steps"
 
 
 def caption(example: Example) -> tuple[str, str, str]:
-    """What a thumbnail says: the title, the size, and how long that is predicted to take on the smallest TPU named."""
+    """Return the text of a thumbnail: the title, the size, and the predicted time on the smallest TPU listed."""
     first = next(predictions(example), None)
     found = "no TPU and no download needed" if example.is_miniature else ""
     if first:
@@ -330,14 +333,14 @@ def caption(example: Example) -> tuple[str, str, str]:
 
 
 def weights(model: str) -> Iterator[str]:
-    """The command that brings a model's weights as files, and their sizes, smallest first."""
+    """Yield a line with the command that downloads a model's weights as files, and their sizes, smallest first."""
     if sizes := published.describe_sizes(model):
         command = f"comfyui-tpu download {model} --files {sizes.split()[0]}"
         yield f"`{command}` downloads its weights as files ({sizes}) and prints the `model_id` to choose."
 
 
 def note(example: Example, translate: Translate = str) -> str:
-    """Markdown: what it takes, then what to know; `translate` is asked for each line."""
+    """Return the note as Markdown: predictions, then tips; `translate` is called for each line."""
     lines = about_miniature(example) if example.is_miniature else about_model(example)
     return "\n".join(translate(with_display_names(line)) for line in lines)
 
@@ -367,7 +370,7 @@ def about_model(example: Example) -> list[str]:
 
 
 def translated(examples: Sequence[Example], language: str) -> dict[str, str]:
-    """By each line of the notes, and their title, what the page shows for it in that language."""
+    """Return the translation of each line of the notes and of their title, by its English text."""
     known = Table(json.loads((TRANSLATIONS / f"{language}.json").read_text())["notes"])
 
     def translate(line: str) -> str:
@@ -385,7 +388,7 @@ def translated(examples: Sequence[Example], language: str) -> dict[str, str]:
 
 
 def files() -> dict[Path, str]:
-    """What each file holds: the examples, and their notes in other languages."""
+    """Return the content of each file: the examples, and their notes in other languages."""
     found = {}
     for example in ALL:
         by_stage, as_one = stages(example), pipeline(example)
