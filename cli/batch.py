@@ -34,7 +34,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument(
         "--out", required=True, metavar="DIR",
-        help="folder, or address that fsspec knows (gs://bucket/folder), of results and state; a second call goes on",
+        help="folder or fsspec address (gs://bucket/folder) of results and state; a second call resumes",
     )  # fmt: skip
     verb.add_argument(
         "--ray", metavar="ADDRESS", help="a Ray cluster instead of this machine: auto, HOST:6379 or ray://HOST:10001"

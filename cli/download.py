@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{NAME_HELP}; or a Hub id")
     parser.add_argument(
         "--to", type=Path, metavar="DIR",
-        help="into this folder, such as ComfyUI/models/diffusers/NAME, which model_id then names; "
-        "default: the Hub's cache, where the nodes find it by its id",
+        help="target folder, such as ComfyUI/models/diffusers/NAME, for use as model_id; "
+        "default: the Hub's cache, where the nodes find the model by its id",
     )  # fmt: skip
     parser.add_argument(
         "--files", metavar="FORMAT",
-        help="single files in this format (fp8, fp16 or bf16) instead, as ComfyUI's templates name them, into the "
-        "folders of the ComfyUI of this machine, or below --to",
+        help="download single files in this format (fp8, fp16 or bf16), named as in ComfyUI's templates, into the "
+        "folders of this machine's ComfyUI, or below --to",
     )  # fmt: skip
 
 

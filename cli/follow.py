@@ -11,10 +11,10 @@ from ..tpu_runtime import api
 from ..tpu_runtime.api import RESTART_EXIT_CODE, HostRank, auth, host_stats, places, snapshot, supervisor
 
 _DESCRIPTION = """\
-Joins this host's chips to those of the first host and runs its part of the
-work. When one host is lost, all start again. On a TPU of several hosts it needs
-no arguments. The same command on all hosts, with the leading command after
-`--`, runs that command on the first host and follows on the others.\
+Joins this host's chips to those of the first host and runs its share of the
+work. If a host is lost, all hosts restart. On a TPU with several hosts it needs
+no arguments. Run the same command on all hosts, with the leading command after
+`--`: it runs on the first host, and the others follow.\
 """
 
 
@@ -24,7 +24,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--coordinator", metavar="HOST:PORT", help="the first host; it listens there, and one port above")
     verb.add_argument("--process", type=int, metavar="N", help="number of this host, from 0; 0 leads")
     verb.add_argument("--of", type=int, metavar="M", help="number of hosts")
-    verb.add_argument("--once", action="store_true", help="end when a host is lost, if a supervisor restarts it")
+    verb.add_argument("--once", action="store_true", help="end when a host is lost, for a supervisor that restarts it")
     verb.add_argument(
         "leads", nargs="*", metavar="COMMAND", help="on the first host: the leading command, such as ComfyUI"
     )

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         verbs,
         "compare",
         _compare,
-        "run a workflow in several qualities, results side by side",
+        "run a workflow in several qualities and save the results side by side",
         f"{WORKFLOW} --tiny",
         downloads=True,
     )
@@ -134,11 +134,11 @@ def _parser() -> argparse.ArgumentParser:
         verbs,
         "convert",
         _convert,
-        "swap ComfyUI's own loaders in a workflow for those of the TPU",
+        "replace ComfyUI's own loaders in a workflow with the TPU's",
         "mine.json --to mine-on-tpu.json",
     )
     convert.add_argument("workflow", type=Path, help="a workflow as ComfyUI's page saves or exports it (JSON)")
-    convert.add_argument("--back", action="store_true", help="swap the TPU's loaders for ComfyUI's own")
+    convert.add_argument("--back", action="store_true", help="replace the TPU's loaders with ComfyUI's own")
     convert.add_argument("--to", type=Path, metavar="FILE", help="output file; default: the same file")
 
     add(
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{WORKFLOW} --tiny \\\n    --set-from jobs.jsonl --out output/batch",
         downloads=True,
     )
-    add("serve", serve, "run stages for a ComfyUI elsewhere, by its node TPU Remote", "--port 8190", downloads=True)
+    add("serve", serve, "run stages for ComfyUI on another machine (node TPU Remote)", "--port 8190", downloads=True)
     stages.add_verbs(verbs)
     add("warmup", warmup, "compile the programs of a size in advance", WORKFLOW, downloads=True)
     _add_plan(
@@ -163,11 +163,11 @@ def _parser() -> argparse.ArgumentParser:
     add("bench", bench, "time a model's programs on this machine, with random weights", model)
     add("selftest", selftest, "compare this machine's results with float32 on the host's CPU", "--report selftest.json")
     add("download", download, "download a model's files (needs the network)", model)
-    add("monitor", monitor, "show a ComfyUI server's work on the TPU, or, without a server, the chips", "--once")
+    add("monitor", monitor, "show a ComfyUI server's work on the TPU; without a server, show the chips", "--once")
     add(
         "follow",
         follow,
-        "join as a further host of a TPU and follow its first host",
+        "join a TPU as a further host and follow its first host",
         "-- comfyui-tpu run workflow.json",
         downloads=True,
     )
@@ -213,7 +213,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     document = read_json(options.workflow)
     converted, changes = upgrade.swap_loaders(document, model_folders(), back=options.back)
-    print("\n".join(changes) or "No loader to swap.")
+    print("\n".join(changes) or "No loader to replace.")
     target = options.to or options.workflow
     if converted != document or target != options.workflow:
         target.write_text(json.dumps(converted, indent=2, ensure_ascii=False), "utf-8")

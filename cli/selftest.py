@@ -37,17 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--first-run",
         action="store_true",
         help="also test options, kernels, memory and rates, each part in its own process. Results are saved, and "
-        "later programs are compiled accordingly. Estimated at 20 to 40 minutes on a TPU; none has run it yet",
+        "later programs are compiled accordingly. Estimated at 20 to 40 minutes on a TPU; it has not run on one yet",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="like --first-run, but only the parts that a first image needs. Estimated at 5 minutes on a TPU",
+        help="like --first-run, but only the parts that a first image needs. Takes an estimated 5 minutes on a TPU",
     )
     parser.add_argument(
         "--one-process",
         action="store_true",
-        help="with --first-run: run all checks in one process, in sandboxes where no second one can open the chips; "
+        help="with --first-run: run all checks in one process, for sandboxes where a second one cannot open the chips; "
         "gVisor is detected automatically",
     )
     parser.add_argument(
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
     in_processes = options.first_run or options.quick
     if options.one_process and not in_processes:
         raise ValueError(
-            "--one-process is for --first-run and --quick; a plain self-test has one process anyway. Leave it out."
+            "--one-process is for --first-run and --quick; a plain self-test always uses one process. Leave it out."
         )
     result = _first_run(models, options, console) if in_processes else _plain(models, console)
     problem = ""

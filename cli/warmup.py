@@ -24,7 +24,7 @@ from .common_arguments import (
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    verb.add_argument("workflow", type=Path, nargs="?", help="a workflow, whose samplers have the sizes")
+    verb.add_argument("workflow", type=Path, nargs="?", help="a workflow; its samplers give the sizes")
     verb.add_argument("--model", metavar="NAME", help=f"instead: {NAME_HELP}; or a file")
     verb.add_argument("--model-id", metavar="ID", help="with --model: its id or folder; default: its Hub id")
     add_precision(verb)

@@ -1,4 +1,4 @@
-"""Locks: one installation, update or removal at a time, and none under a running ComfyUI.
+"""Locks: one installation, update or removal at a time, and none while ComfyUI runs.
 
 The kernel holds the locks, so they end with a killed process.
 """

@@ -1,4 +1,4 @@
-"""`setup.py start`: replaces this process by ComfyUI, with the necessary flags and environment."""
+"""`setup.py start`: replaces this process with ComfyUI, with the necessary flags and environment."""
 
 import argparse
 import errno
@@ -43,8 +43,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const="auto",
         metavar="N/M@HOST:PORT",
-        help="this is one of several hosts of a TPU: the first runs ComfyUI, the others follow, and all restart when "
-        "one is lost. Not on a TPU: number N of this host (from 0) of M, and the address of host 0",
+        help="for a TPU with several hosts: the first runs ComfyUI, the others follow, and all restart if one is lost. "
+        "Not on a TPU: number N of this host (from 0) of M, and the address of host 0",
     )
     return parser.parse_args(arguments)
 
@@ -83,17 +83,17 @@ def _refuse(chosen: Installation, options: argparse.Namespace, comfyuis: Sequenc
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise SetupError(
-                f"Port {options.port} is in use, perhaps by a ComfyUI that runs already: end that, or choose "
+                f"Port {options.port} is in use, perhaps by a ComfyUI that is already running: end it, or choose "
                 "another with --port N."
             ) from None
-        raise SetupError(f"Nothing can listen at {options.listen}, port {options.port}: {error.strerror}.") from None
+        raise SetupError(f"Cannot listen at {options.listen}, port {options.port}: {error.strerror}.") from None
 
 
 def _announce(address: str, port: int) -> None:
     if address not in LOOPBACK:
         say(
-            f"WARNING: whoever reaches {address}, port {port}, can run programs here as you: ComfyUI asks for no "
-            "password, and Manager installs code. Without --listen only this machine reaches it, others by a tunnel."
+            f"WARNING: anyone who can reach {address}, port {port}, can run programs here as you: ComfyUI asks for no "
+            "password, and Manager installs code. Without --listen, only this machine and ssh tunnels reach it."
         )
     host = "127.0.0.1" if address in ("0.0.0.0", "::", *LOOPBACK) else address
     tunnel = f"-N -L {port}:{host}:{port}"

@@ -12,13 +12,13 @@ from .machine import ROOT
 from .terminal import confirm, say
 
 _DESCRIPTION = """\
-Removes what `install` made: the environment with Manager, the link in custom_nodes, and ComfyUI where it cloned it and
-it is unchanged. Models, outputs, inputs, workflows, settings and other custom nodes stay, and are listed.\
+Removes what `install` created: the environment with Manager, the link in custom_nodes, and ComfyUI if `install` cloned
+it and it is unchanged. Models, outputs, inputs, workflows, settings and other custom nodes stay, and are listed.\
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Removes what install made; models, outputs, inputs and settings stay"""
+    """Removes what install created; models, outputs, inputs and settings stay"""
     options = verb("uninstall", _DESCRIPTION).parse_args(arguments)
     chosen = find_installation(options.comfyui)
     _print_plan(chosen)

@@ -15,9 +15,9 @@ from .steps import SetupStep
 from .terminal import SetupError, say
 
 _DESCRIPTION = """\
-Updates this repository (git pull, if it is unchanged and on a branch), then ComfyUI to the release that it names, where
-`install` cloned it and it is unchanged, then the packages that are out of range, Manager among them. Models, outputs,
-settings, and whatever you changed yourself, stay as they are.\
+Updates this repository (git pull, if it is unchanged and on a branch). Then updates ComfyUI to the release that this
+pack names, if `install` cloned it and it is unchanged. Then updates packages that are out of range, including Manager.
+Models, outputs, settings and your own changes stay unchanged.\
 """
 
 

@@ -72,7 +72,7 @@ class Venv:
         if not self.is_usable(any_python=any_python):
             self._create()
         if self.uv is None and self.run(self.pip("install", "-c", str(self.constraints), "uv")):
-            say("uv could not be installed; pip goes on without it, slower")
+            say("uv could not be installed; pip is used instead, which is slower")
 
     def _create(self) -> None:
         say(f"making {self.folder} with Python {sys.version.split()[0]}")

@@ -111,7 +111,7 @@ def _choose(host: NodeContext, *, family: str, precision: str, quality: str, **p
     chosen = choose_model(spec, model_id, precision=precision, quality=quality, folders=folders, progress=host)
     if runtime.names_single_files(model_id):
         more = runtime.describe_ambiguity(spec, model_id, folders)
-        host.text(f"{model_id} is taken for {chosen.spec.title}" + (f"; {more}" if more else ""))
+        host.text(f"{model_id} is treated as {chosen.spec.title}" + (f"; {more}" if more else ""))
     return (chosen,)
 
 

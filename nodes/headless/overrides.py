@@ -33,7 +33,7 @@ def set_input(workflow: Workflow, target: str, value: Json) -> None:
         raise ValueError(f'{target}: a name must look like NODE.INPUT, such as "2.seed".')
     inputs, declared = _find_input(workflow, target, target)
     if not declared.is_widget:
-        raise ValueError(f"{target}: it takes a link to a node that gives {declared.type}, which no value replaces.")
+        raise ValueError(f"{target} must be linked to a node that outputs {declared.type}; it cannot be set.")
     if not isinstance(value, str | int | float):
         raise ValueError(f"{target} is {value!r}; it must be text, a number, true or false.")
     inputs[declared.name] = value

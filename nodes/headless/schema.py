@@ -44,7 +44,7 @@ def read_page_links(document: Mapping[str, Json]) -> dict[int, tuple[str, int]]:
         names = ("id", "origin_id", "origin_slot")
         parts = [link.get(name) for name in names] if isinstance(link, dict) else link
         if not isinstance(parts, list) or len(parts) < 3 or not _are_ints(parts[0], parts[2]) or not _is_id(parts[1]):
-            raise ValueError(f"A link of the workflow is {link!r:.80}; it must say its id, from which node and output.")
+            raise ValueError(f"A link of the workflow is {link!r:.80}; it must have an id, origin node and output.")
         origins[parts[0]] = (str(parts[1]), parts[2])
     return origins
 

@@ -216,7 +216,7 @@ def _node_problems(workflow: Workflow, node: Mapping[str, Json], declaration: De
         elif is_link(value):
             problems += _link_problems(workflow, declared, value, table)
         elif value is not None and not declared.is_widget:
-            problems.append(f"{name} is {value!r}; it must be a link to a node that gives {declared.type}.")
+            problems.append(f"{name} is {value!r}; it must be a link to a node that outputs {declared.type}.")
         elif value is not None:
             try:
                 declared.parse(value)

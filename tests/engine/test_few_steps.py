@@ -151,7 +151,7 @@ def test_what_latents_carry_is_only_used_where_it_fits(
     other = replace(second, **change)
     with caplog.at_level(logging.WARNING):
         found = run(other, left, progress)["samples"]
-    assert f"Going on from the latents alone: {reason}" in progress.said and reason in caplog.text
+    assert f"Continuing without the state of the solver: {reason}" in progress.said and reason in caplog.text
     assert torch.equal(found, run(other, {"samples": left["samples"]})["samples"])
 
 
@@ -160,12 +160,12 @@ def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
     left, progress = run(first), Host()
     changed = {**left, "samples": left["samples"] * 1.01}
     found = run(second, changed, progress)["samples"]
-    assert "Going on from the latents alone: another node changed them" in progress.said
+    assert "Continuing without the state of the solver: another node changed the latents" in progress.said
     assert not torch.equal(found, whole("UniPC"))
     for generator in (torch.zeros(3, dtype=torch.uint8), left[SOLVER_KEY]["generator"].float()):
         damaged, progress = {**left, SOLVER_KEY: {**left[SOLVER_KEY], "generator": generator}}, Host()
         run(second, damaged, progress)
-        assert "Going on from the latents alone: what they carry is damaged" in progress.said
+        assert "Continuing without the state of the solver: their solver state is damaged" in progress.said
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 0, 8, 6), (0, 16, 2, 8, 6), (1, 16, 2, 0, 6)])

@@ -133,7 +133,7 @@ def test_an_expansion_may_feed_an_expansion():
         ),
         ({"2": node("Show")}, "Show (node 2): a is missing."),
         ({"2": node("Show", a=["1", 0])}, "Show (node 2): a is linked to node 1, which does not exist."),
-        ({"2": node("Show", a=3)}, "Show (node 2): a is 3; it must be a link to a node that gives SUM."),
+        ({"2": node("Show", a=3)}, "Show (node 2): a is 3; it must be a link to a node that outputs SUM."),
         (
             {"1": node("Number", a=1), "2": node("Show", a=["1", 1])},
             "Show (node 2): a is linked to output 1 of Number (node 1), which has 1.",

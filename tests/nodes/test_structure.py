@@ -80,7 +80,7 @@ def test_links_say_from_where_in_both_forms():
 def test_a_link_that_does_not_say_so_is_shown(link: Any):
     with pytest.raises(ValueError) as error:
         read_page_links({"links": [link]})
-    assert str(error.value) == f"A link of the workflow is {link!r}; it must say its id, from which node and output."
+    assert str(error.value) == f"A link of the workflow is {link!r}; it must have an id, origin node and output."
 
 
 def test_an_api_nodes_title_and_inputs_are_its_own():

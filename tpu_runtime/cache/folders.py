@@ -48,7 +48,7 @@ def ensure_cached_folder(kind: str, name: str, make: Callable[[Path], None]) -> 
         if is_complete(folder):
             return folder
         if folder.is_dir():
-            log.warning("%s is damaged or incomplete; it is made again.", folder)
+            log.warning("%s is damaged or incomplete; it is rebuilt.", folder)
             _remove(folder)
         with report_full_disk(folder.parent, f"set {VARIABLE} to a folder on another one"):
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,7 @@ class Store:
         except FileNotFoundError:
             return None
         except (OSError, ownership.UntrustedFile) as error:
-            log.warning("the cache entry %s cannot be read (%s); doing without.", path, error)
+            log.warning("the cache entry %s cannot be read (%s) and is ignored.", path, error)
             return None
         payload = content[DIGEST_SIZE:]
         if content[:DIGEST_SIZE] != hashlib.sha256(payload).digest():
@@ -178,7 +178,7 @@ class Store:
             trim(self.folder, MAX_BYTES[self.kind] - len(payload))
             write_file(path, hashlib.sha256(payload).digest(), payload, mode=0o600)
         except OSError as error:
-            log.warning("the cache entry %s was not written (%s); the run goes on without it.", path, error)
+            log.warning("the cache entry %s was not written (%s); the run continues without it.", path, error)
 
     def _is_usable(self) -> bool:
         return not self.code or can_trust_code(self.folder)

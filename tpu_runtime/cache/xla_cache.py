@@ -203,7 +203,7 @@ def _write_on_this_host() -> None:
                 names = ("cache_key", "module_name", "executable", "backend")
                 put(*(asked[name] for name in names), int(asked["compile_time_secs"]))
         except Exception as error:  # the program is there, and runs
-            log.warning("a compiled program is not kept (%s); the run goes on without it.", error)
+            log.warning("a compiled program was not stored (%s); the run continues.", error)
 
     write_here.__signature__ = parameters  # type: ignore[attr-defined]
     _WRITE.replace(write_here)

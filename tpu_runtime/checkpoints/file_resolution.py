@@ -224,7 +224,7 @@ def resolve(
             raise CheckpointError(identification.explain_ambiguity(model_id, [best.spec, *rivals]))
         notes.insert(0, identification.warn_assumed(rivals))
     if assumed := "; ".join(filter(None, notes)):
-        log.warning("%s is taken for %s; %s.", model_id, best.spec.title, assumed)
+        log.warning("%s is treated as %s; %s.", model_id, best.spec.title, assumed)
     return replace(best, assumed=assumed)
 
 

@@ -38,7 +38,7 @@ def resolve_guidance_scale(found: Checkpoint, guidance_scale: float, progress: P
         )
     if _is_off(config):
         log.warning(
-            "%s is CFG-distilled (its %s): guidance_scale %s is taken as 1, without a negative prompt.",
+            "%s is CFG-distilled (its %s): guidance_scale is 1 instead of %s, without a negative prompt.",
             found.model_id, CONFIG, guidance_scale,
         )  # fmt: skip
         progress.text(compose("checkpoint.cfg_distilled"))

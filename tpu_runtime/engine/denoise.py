@@ -336,8 +336,8 @@ def initial_state(
         problem, standing = _resume(plan, inputs, latents["samples"], carried)
         if standing is not None:
             return standing
-        log.warning("%s: the latents are taken as they are, without what the solver knew: %s.", spec.title, problem)
-        say(f"Going on from the latents alone: {problem}")
+        log.warning("%s: the latents are used without the state of the solver: %s.", spec.title, problem)
+        say(f"Continuing without the state of the solver: {problem}")
     table, origin = plan.table, generator.get_state()
     inputs = dict(spec.recipe.draw_inputs(inputs, generator))  # before the noise, as upstream
     noise = spec.recipe.noise(plan.latent_shape, generator) if settings.add_noise else torch.zeros(())
@@ -394,7 +394,7 @@ def _resume(
     """
     start, shape = plan.steps.start, plan.latent_shape
     if carried["samples"] != hash_latents(samples):
-        return "another node changed them", None
+        return "another node changed the latents", None
     if carried["step"] != start:
         return f"they were left before step {carried['step']}, and start_step is {start}", None
     begun = min(max(carried["begin"], 0), start)
@@ -403,13 +403,13 @@ def _resume(
         return "they were left by another solver, or for other sigmas, shift or number of steps", None
     state = carried["state"]
     if tuple(state.shape) != (1 + table.num_memory, *shape[1:]) or not state.isfinite().all():
-        return "what they carry is damaged", None
+        return "their solver state is damaged", None
     first, generator = torch.Generator(), torch.Generator()
     try:
         first.set_state(carried["origin"])
         generator.set_state(carried["generator"])
     except (RuntimeError, TypeError):  # of another length, or of another type
-        return "what they carry is damaged", None
+        return "their solver state is damaged", None
     standing = SolverState(
         table=table,
         # Copied: the state of a step is donated to it, and the latents stay in ComfyUI's cache.

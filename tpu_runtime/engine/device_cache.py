@@ -190,7 +190,7 @@ class DeviceCache:
         with self._lock:
             entry = self._held.pop(key)
         if isinstance(entry, ResidentWeights):
-            log.info("%s is unloaded from the devices (%s a chip)", entry.title, format_size(entry.size_bytes))
+            log.info("%s is unloaded from the devices (%s per chip)", entry.title, format_size(entry.size_bytes))
             for array in entry.weights.values():
                 array.delete()
 

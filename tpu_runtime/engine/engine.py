@@ -400,7 +400,7 @@ def _run_in_background(work: Callable[[], None], name: str) -> None:
         except BackgroundCancelled:
             pass
         except Exception as error:  # the stage that needs the result meets the same error and reports it
-            log.warning("Nothing more is prepared in the background: %s: %s", type(error).__name__, error)
+            log.warning("Background preparation stopped: %s: %s", type(error).__name__, error)
 
     run_in_daemon_thread(quietly, name)
 

@@ -101,7 +101,7 @@ class OverlapChecks:
         try:
             self._compare(step, weights, results)
         except Exception as error:  # of any kind: the step itself succeeded
-            log.warning("%s was not compared with its form without overlap: %s", step.wanted.title, error)
+            log.warning("%s was not compared with its version without overlap: %s", step.wanted.title, error)
 
     def _compare(self, step: FirstStep, weights: Mapping[str, jax.Array], results: Any) -> None:
         coming = self.programs.note(step.without)

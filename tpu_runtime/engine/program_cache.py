@@ -40,11 +40,11 @@ MAX_BACKGROUND_COMPILES = 2
 POLL_S = 0.2
 # Last compile time of each kind of program, in seconds: the estimate for the next one.
 COMPILE_TIMES = Store("compile_seconds")
-# Waits that should be shorter show no progress bar.
+# Shortest expected wait with a progress bar, in seconds.
 MIN_BAR_S = 10
 # Upper bound of a believable compile time: a cache file may hold anything.
 MAX_COMPILE_S = 24 * 3600
-# Unit of that progress bar.
+# Unit of the progress bar.
 BAR_UNIT = "second"
 # Errors that a second compilation would raise again.
 _FINAL = (CompileOutOfMemory, Unsupported)

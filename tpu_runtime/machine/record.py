@@ -1,6 +1,6 @@
 """`machine.json` in the cache: known failures and measurements of this machine, keyed by chips, libtpu and sources.
 
-Deleting it is safe: failures are found out again. It holds names, numbers and sentences, no code, and can only make
+Deleting it is safe: failures are detected again. It holds names, numbers and sentences, no code, and can only make
 programs slower.
 """
 
@@ -131,7 +131,7 @@ def write_record(key: str, record: MachineRecord) -> None:
             record_path().parent.mkdir(parents=True, exist_ok=True)
             files.write_file(record_path(), f"{content}\n".encode(), mode=0o600)
     except OSError as error:
-        log.warning("%s was not written (%s): this machine's failures will be found out again.", record_path(), error)
+        log.warning("%s was not written (%s): this machine's failures will be detected again.", record_path(), error)
 
 
 def _entries(file: Path) -> dict[str, Any]:
@@ -142,10 +142,10 @@ def _entries(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be read (%s); doing without.", file, error)
+        log.warning("%s cannot be read (%s) and is ignored.", file, error)
         return {}
     if not isinstance(entries, dict):
-        log.warning("%s is not a record of machines; doing without.", file)
+        log.warning("%s is not a record of machines and is ignored.", file)
         return {}
     return entries
 

@@ -132,7 +132,7 @@ class Follower(HostGroup):
 
     def _end(self, why: str) -> None:
         """Exit at once: the chips may wait for other hosts that have left, and JAX would wait for its coordinator."""
-        log.warning("Starting again: %s", why)
+        log.warning("Restarting: %s", why)
         logging.shutdown()
         os._exit(RESTART_EXIT_CODE)
 

@@ -64,7 +64,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], *, always:
             if received or not (always or status == RESTART_EXIT_CODE or status < 0):
                 return status if status >= 0 else 128 - status
             pause_s = PAUSE_S if time.monotonic() - began > EARLY_S else min(2 * pause_s, MAX_PAUSE_S)
-            log.warning("Starting again in %.0f s: the process ended with %d", pause_s, status)
+            log.warning("Restarting in %.0f s: the process ended with exit code %d", pause_s, status)
             until = time.monotonic() + pause_s
             while time.monotonic() < until:
                 if received:

@@ -121,7 +121,7 @@ class Client:
                 BACKOFFS.note(address, is_well=False)
                 log.warning("%s", errors[-1])
                 if left:
-                    progress.text(f"{address} failed: asking another machine")
+                    progress.text(f"{address} failed: trying another machine")
             finally:
                 link.close()
         if len(self.addresses) > 1 and isinstance(errors[-1], RemoteError):

@@ -1,4 +1,4 @@
-"""Checks of compiled programs: one that another process stored, and the cost of compiling while a stage runs."""
+"""Checks of compiled programs: loading one that another process stored, and compiling while a stage runs."""
 
 import hashlib
 import statistics
@@ -24,7 +24,7 @@ from .checks import Check, CheckFailed, Measurement
 
 FAMILY = "programs"
 LANES, TOKENS = 256, 64
-# The largest slowdown of a running step by one compilation, and how many background compilations are then allowed.
+# Pairs: the largest slowdown of a running step by one compilation, and the background compilations allowed up to it.
 BACKGROUND_LIMITS = ((1.1, 2), (1.5, 1))
 NUM_ALONE, MAX_COMPILE_S = 12, 60.0
 UNROLLED = 60  # products that are unrolled, so that compiling takes a while
@@ -71,7 +71,7 @@ def _check_stored_program(devices: Sequence[Device], folder: Path) -> Measuremen
             MachineRecord(keeps_programs=False),
         )
     if not is_cached:
-        # Slower at each start, and right.
+        # Correct, but slower at each start.
         return Measurement(
             note="it was compiled again: the cache does not hold it", values={"load_s": round(seconds, 2)}
         )

@@ -210,7 +210,7 @@ class FirstRun:
     def _record_chips(self, line: dict[str, Any]) -> None:
         """Record that a process has opened the chips.
 
-        The first one clears the machine's record, so that everything is found out again.
+        The first one clears the machine's record, so that everything is detected again.
         """
         self._open_s = line["open_s"]
         if self.chips:
