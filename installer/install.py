@@ -17,10 +17,10 @@ from .steps import SetupStep
 from .terminal import SetupError, confirm, say
 
 _DESCRIPTION = f"""\
-Installs ComfyUI {COMFYUI_TAG}, the Manager that it requires, and this pack, with PyTorch's build for the CPU. On a TPU
-VM it also installs jax[tpu]. An existing ComfyUI and its environment are left unchanged: packages go into
-DIR/.comfyui-tpu/venv. Nothing is written outside DIR and the folder of this file. Finished steps are skipped: the same command resumes after
-an interruption, and changes nothing if everything is done.\
+Installs ComfyUI {COMFYUI_TAG}, the Manager that it requires, and this pack, with PyTorch's build for the CPU. On a
+TPU VM it also installs jax[tpu]. An existing ComfyUI and its environment are left unchanged: packages go into
+DIR/.comfyui-tpu/venv. Nothing is written outside DIR and the folder of this file. Finished steps are skipped: the
+same command resumes after an interruption, and changes nothing if everything is done.\
 """
 
 
