@@ -1,4 +1,4 @@
-"""The cache: whose files it takes, what it does where it cannot write, and what leaves when it is full."""
+"""Tests of the cache: trusted files, folders without write access, and eviction."""
 
 import os
 import random
@@ -25,7 +25,7 @@ PROGRAMS = xla_cache.STORE
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of the test's own, inside a folder for temporary files of its own."""
+    """Return a cache folder of this test, inside its own folder for temporary files."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path / "cache"
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def shared(folder: Path) -> Path:
-    """Where the cache goes when the wanted folder cannot be written: all users know the name."""
+    """Return the fallback folder of the cache; other users can predict its name."""
     folder.write_text("a plain file in the way")
     return folder.parent / f"comfyui-tpu-{os.getuid()}"
 
@@ -44,7 +44,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-# --- where it lies ----------------------------------------------------------------------------------------------------
+# --- location ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_fallback_is_for_this_user_alone_and_the_same_again(shared: Path):
@@ -113,12 +113,12 @@ def test_a_plain_file_in_the_place_of_a_kind_costs_only_that_kind(folder: Path):
     assert Store("prompts").get("a") == b"text"
 
 
-# --- whom a program may come from -------------------------------------------------------------------------------------
+# --- trust of programs ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def add_one() -> Callable[[], Program]:
-    """Builds a program that is new to XLA's cache."""
+    """Return a function that builds a program that is not in XLA's cache."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("sp",))
     shape = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=NamedSharding(mesh, P()))
     number = random.random()
@@ -127,7 +127,7 @@ def add_one() -> Callable[[], Program]:
 
 @pytest.fixture
 def from_here(folder: Path) -> Iterator[None]:
-    """XLA's programs are kept in the test's own cache."""
+    """Keep XLA's programs in this test's own cache."""
     compilation_cache.reset_cache()
     xla_cache.use_persistent_cache()
     yield
@@ -149,7 +149,7 @@ def test_a_program_is_compiled_once_and_again_where_its_entry_is_damaged(
 
 
 def test_a_program_that_the_device_does_not_load_is_compiled_again(from_here: None, add_one: Callable[[], Program]):
-    """As of another version of the compiler, which JAX does not see in its key."""
+    """Such as one of another compiler version, which is not part of JAX's key."""
     executables.compile_or_load(add_one())
     (entry,) = PROGRAMS.folder.glob("jit__lambda-*")
     PROGRAMS.put(entry.stem, b"no program")
@@ -161,7 +161,7 @@ def test_a_program_that_the_device_does_not_load_is_compiled_again(from_here: No
 def test_every_host_keeps_what_it_compiled(
     folder: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
 ):
-    """JAX itself writes on the first of several processes alone."""
+    """JAX itself writes only in the first of several processes."""
     compilation_cache.reset_cache()
     monkeypatch.setattr(distributed.global_state, "process_id", 1)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -174,7 +174,7 @@ def test_every_host_keeps_what_it_compiled(
 def test_a_copy_of_the_folder_serves_another_machine(
     from_here: None, folder: Path, tmp_path: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
 ):
-    """Its path is in no key."""
+    """The path is not part of a key."""
     assert executables.compile_or_load(add_one())[1]
     shutil.copytree(folder, tmp_path / "given")
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "given"))
@@ -222,7 +222,7 @@ def test_another_machine_that_is_given_the_folder_reads_its_programs(
 
 
 def test_a_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Many systems give every user a group, and every file to it."""
+    """Many systems create a group for each user, which owns the user's files."""
     PROGRAMS.put("a", b"code")
     folder.chmod(0o775)
     assert PROGRAMS.get("a") == b"code"
@@ -243,7 +243,7 @@ def test_xlas_programs_are_not_kept_where_others_may_write(
     assert [executables.compile_or_load(add_one())[1] for _ in range(2)] == [True, False]
 
 
-# --- how much it holds ------------------------------------------------------------------------------------------------
+# --- size limits ------------------------------------------------------------------------------------------------------
 
 
 def file(path: Path, size: int) -> Path:

@@ -1,4 +1,4 @@
-"""The page that tests look at ComfyUI through: no script of a test is waited for without end."""
+"""Tests of the browser page for tests: a script that never ends raises an error."""
 
 import re
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
-"""Workflows of the separate packs in ComfyUI's page: a file that is dropped on it opens with today's nodes and one
-notice, is saved by its button, and runs. What the page looked like is in `output/screenshots/`.
+"""Workflows of the separate packs in ComfyUI's page.
+
+A file dropped on the page opens with today's nodes and one notice. Its button saves the workflow, which runs.
+Screenshots are in `output/screenshots/`.
 """
 
 import json
@@ -52,7 +54,7 @@ def page(server: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def fresh(page: Any) -> Any:
-    """The page without a notice, whose own workflow's missing models are no complaint any more."""
+    """Return the page without a notice and without complaints about missing models."""
     page.evaluate("app.loadGraphData({nodes: [], links: [], version: 0.4})")
     page.wait_for_function(f"!document.querySelector('{NOTICE}') && !({COMPLAINTS})().length")
     return page
@@ -69,7 +71,7 @@ def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, serv
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     fresh.screenshot(path=SCREENSHOTS / f"separate_{pack}.png")
     assert fresh.evaluate(ITEMS) == changes
-    # A picture that is not looked for yet counts as missing: what is asked of the server first is awaited.
+    # An image counts as missing until the page has asked the server for it.
     fresh.wait_for_function(f"({COMPLAINTS})().length === 1")
     (notice,) = fresh.evaluate(COMPLAINTS)
     assert notice.startswith(changes[0])

@@ -1,4 +1,4 @@
-"""Files as other programs write them: bytes of safetensors by hand, and GGUF by its own package, without any config."""
+"""Weight files as other programs write them, without a config: safetensors byte by byte, GGUF by its own package."""
 
 import json
 import struct
@@ -12,12 +12,12 @@ from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec
 
-# The mark of ComfyUI's files of Qwen-Image Edit 2511.
+# The marker tensor of ComfyUI's files of Qwen-Image Edit 2511.
 MARK = "__index_timestep_zero__"
 
 
 def denoiser(spec: ModelSpec, folder: str = "transformer") -> single_files.Tensors:
-    """The tensors of a miniature's denoiser by its makers' names, without marks."""
+    """Return the tensors of a tiny model's denoiser by their original names, without marker tensors."""
     source = tiny.ensure_random(spec) / folder
     config = json.loads((source / "config.json").read_text())
     class_name = spec.component(folder).class_name
@@ -28,7 +28,10 @@ def denoiser(spec: ModelSpec, folder: str = "transformer") -> single_files.Tenso
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """A length, a header as JSON, and the numbers: https://github.com/huggingface/safetensors#format."""
+    """Write a length, a JSON header and the data, and return the path.
+
+    The format: https://github.com/huggingface/safetensors#format.
+    """
     header, data = {"__metadata__": dict(metadata)} if metadata else {}, b""
     for name, tensor in tensors.items():
         content = tensor.float().numpy().astype("<f4").tobytes()
@@ -43,7 +46,10 @@ def write_safetensors(
 
 
 def write_gguf(path: Path, tensors: Mapping[str, torch.Tensor], architecture: str, **fields: object) -> str:
-    """As ComfyUI-GGUF's converter, with more fields of texts and numbers; empty tensors are left out there."""
+    """Write a file like ComfyUI-GGUF's converter, with more fields. Returns the path.
+
+    Empty tensors are left out, as by the converter.
+    """
     writer = gguf.GGUFWriter(str(path), architecture)
     for name, value in fields.items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32

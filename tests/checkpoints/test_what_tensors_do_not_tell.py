@@ -1,5 +1,7 @@
-"""Values of a config, and models of a family, that no tensor tells: marks, metadata, the user and names do, or the user
-is asked. The files are as other programs write them, and carry no config along.
+"""Config values, and models of a family, that tensors do not determine.
+
+Marker tensors, metadata, the user's choice and file names determine them, or the user is asked. The files are as other
+programs write them, without a config.
 """
 
 import json
@@ -26,14 +28,14 @@ def tensors_of(name: str, folder: str = "transformer") -> dict[str, torch.Tensor
 
 
 def resolved(model_id: str, name: str, **options: bool) -> file_resolution.ResolvedFiles:
-    """The model of the family of `name` that an id is."""
+    """Return the model that an id resolves to, within the family of `name`."""
     family = [one for one in SPECS if one.family == lookup_spec(name).family]
     return file_resolution.resolve(model_id, family, **options)
 
 
-# --- a value of a network ---------------------------------------------------------------------------------------------
+# --- a config value ---------------------------------------------------------------------------------------------------
 
-# How the file is called, whether it has the mark, what it says of itself, what the user says more, and what then holds.
+# The file's name, whether it has the marker, its metadata, the user's further choice, and the expected value.
 ZERO_TIME = [
     ("qwen_image_edit_2511_fp8mixed.safetensors", True, {}, "", True),
     ("renamed.safetensors", True, {}, "qwen-image-edit-2511", True),
@@ -219,7 +221,7 @@ def test_a_model_that_differs_in_defaults_alone_is_assumed_and_said(tmp_path: Pa
 
 
 def test_a_part_that_is_looked_for_is_the_one_that_is_published_with_the_model(tmp_path: Path):
-    """Qwen-Image's VAE has the tensors of Wan 2.1's, and other numbers."""
+    """Qwen-Image's VAE has the tensors of Wan 2.1's, with other values."""
     wan, source = lookup_spec("wan2.1-t2v-14b"), tiny.ensure_random(lookup_spec("wan2.1-t2v-14b"))
     vae, encoder = tmp_path / "vae", tmp_path / "text_encoders"
     for name in ("qwen_image_vae", "wan_2.1_vae", "zz_vae"):
@@ -299,7 +301,7 @@ def test_a_relative_of_the_same_tensors_is_refused_by_its_name(model: str, name:
     with pytest.raises(CheckpointError) as error:
         resolved(model_id, model)
     assert what in str(error.value) and "to model_id" in str(error.value)
-    # Who names the model runs it as that; behind ComfyUI's own nodes the graph says the rest.
+    # A model that the user names is used; with ComfyUI's own nodes, the graph determines the rest.
     assert resolved(f"{model_id} + {model} + {tmp_path}", model).spec.name == model
     assert choose_partial_model(SPECS, paths[0]).spec.family == lookup_spec(model).family
 
@@ -324,7 +326,7 @@ def test_a_relative_of_the_same_network_runs_and_is_told_of_its_steps(name: str,
     assert found.spec.name == "wan2.1-t2v-14b" and said in found.assumed and bool(said) == bool(found.assumed)
 
 
-# A model, what another network has more of tensors or another of shapes, and how it is called.
+# A model, the additional or differently shaped tensors of another network, and that network's name.
 OTHERS = [
     ("qwen-image-2512", {"time_text_embed.addition_t_embedding.weight": (2, 8)}, "Qwen-Image Layered"),
     ("qwen-image-2512", {"controlnet_blocks.0.weight": (8, 8)}, "a ControlNet of Qwen-Image"),
@@ -384,7 +386,7 @@ def test_another_network_is_called_by_its_name(model: str, more: dict[str, tuple
 
 
 def test_titles_that_are_no_text_say_nothing(tmp_path: Path):
-    """A field may hold any bytes."""
+    """A field may contain any bytes."""
     path = Path(
         write_gguf(tmp_path / "my.gguf", tensors_of("z-image-turbo"), "any", **{"general.name": "z image turbo"})
     )
@@ -407,7 +409,7 @@ def test_numbers_in_the_metadata_of_another_format_say_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize("said", [{"causal_ar": True}, {"model_type": "flow_rvs"}, {"model_type": "vace"}], ids=str)
 def test_what_comfyuis_metadata_says_of_another_wan_counts(said: dict, tmp_path: Path):
-    """As `detect_unet_config` reads it."""
+    """As in `detect_unet_config`."""
     metadata = {"config": json.dumps({"transformer": said})}
     path = write_safetensors(tmp_path / "file.safetensors", tensors_of("wan2.1-t2v-14b"), metadata)
     with pytest.raises(CheckpointError, match="which is not supported here"):

@@ -1,4 +1,4 @@
-"""Where the examples are: the page's are named by their titles, the others by their names."""
+"""Paths of the examples: the page's files are named by title, the others by name."""
 
 import json
 import uuid
@@ -19,11 +19,11 @@ _BY_NAME = {_NAMES[json.loads(path.read_text("utf-8"))["id"]]: path for path in 
 
 
 def page(name: str) -> Path:
-    """The page's file of the example `name`."""
+    """Return the page's file of the example `name`."""
     return _BY_NAME[name]
 
 
 def twin(path: Path) -> Path:
-    """The same example in API form, of the page's file or that of the pipeline node."""
+    """Return the file in API format of an example's page or pipeline file."""
     name = path.stem if path in PIPELINES else next(name for name, one in _BY_NAME.items() if one == path)
     return FOLDER / "api" / f"{name}.json"

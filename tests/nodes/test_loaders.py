@@ -1,4 +1,4 @@
-"""Loaders of core's in a workflow, swapped for those of the TPU and back: both forms, what stays, and strangers."""
+"""Replacement of ComfyUI's loaders in a workflow and back: both formats, kept loaders, untrusted workflows."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_quality_that_only_our_loader_has_is_left_behind(is_of_page: bool):
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../secret.safetensors", "~/x.safetensors", "", "a\0b.safetensors"])
 def test_a_strangers_file_is_not_looked_for_outside_comfyuis_folders(name: str, tmp_path: Path):
-    """And what is said does not tell whether it is there."""
+    """The message does not reveal whether the file exists."""
     (tmp_path / "secret.safetensors").write_bytes(b"x")
     (tmp_path / "models").mkdir()
     for kind, (_, names) in LOADERS.items():

@@ -1,4 +1,4 @@
-"""Files that people bring, in the formats and under the names of their writers."""
+"""Users' files, in the formats and with the names of the programs that write them."""
 
 import json
 import shutil
@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from .bench import COMMAND, FP8, Bench, Graph, Row, between, command, core, nodes, own, tpu
 
-# What a Wan of files is made of beside its denoiser.
+# The files of a Wan model, without its denoiser.
 FILES = " + umt5.safetensors + wan_vae.safetensors + wan2.1-t2v-14b"
 
 
 def merged_by_comfyui(bench: Bench, lora: str) -> str:
-    """A Wan whose LoRA ComfyUI's own nodes have merged and saved, by its name."""
+    """Return the file name of a Wan whose LoRA ComfyUI's own nodes have merged and saved."""
     graph = nodes(
         unet=("UNETLoader", {"unet_name": "wan_t2v.safetensors", "weight_dtype": "default"}),
         lora=("LoraLoaderModelOnly", {"model": ["unet", 0], "lora_name": lora, "strength_model": 1.0}),
@@ -132,7 +132,7 @@ def scales(bench: Bench) -> Iterator[Row]:
 
 
 def fp8_wan(bench: Bench, scaled: Callable[[str], bool]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A Wan in fp8, some layers of it with a scale, and the numbers that it stands for."""
+    """Return a Wan in fp8, some of whose layers have a scale, and the decoded weights."""
     coded, plain = bench.wan(), bench.wan()
     for name, x in bench.wan().items():
         if name.startswith("blocks.") and name.endswith(".weight") and x.ndim == 2:
@@ -145,7 +145,7 @@ def fp8_wan(bench: Bench, scaled: Callable[[str], bool]) -> tuple[dict[str, torc
 
 
 def all_in_one(bench: Bench, name: str, denoiser: Mapping[str, torch.Tensor]) -> str:
-    """A checkpoint of all networks, whose encoder is in scaled fp8 with its tokenizer inside."""
+    """Write a checkpoint of all networks; its encoder is in scaled fp8 and contains the tokenizer."""
     encoder = load_file(bench.models / "text_encoders" / "umt5.safetensors")
     prefix = "text_encoders.umt5xxl.transformer."
     found = {f"model.diffusion_model.{key}": x for key, x in denoiser.items()}
@@ -197,7 +197,7 @@ def tokenizers(bench: Bench) -> Iterator[Row]:
 
 
 def ggufs(bench: Bench) -> Iterator[Row]:
-    """As stable-diffusion.cpp writes them: no leading dimensions of 1, four at most."""
+    """Yield files as stable-diffusion.cpp writes them: at most four dimensions, no leading ones of size 1."""
     import gguf
 
     for title, kind in {"F32": "F32", "F16": "F16", "Q8_0": "Q8_0"}.items():

@@ -1,4 +1,4 @@
-"""The trained miniature of Qwen-Image Edit: what a prompt names of a picture changes, and the rest stays.
+"""The trained tiny model of Qwen-Image Edit changes what the prompt names in an image, and keeps the rest.
 
 It looks at a picture in 4104 tokens, as the model that it stands for: a picture takes a minute, so what makes some is
 recorded.
@@ -36,7 +36,7 @@ LEAST = 11  # of 24
 
 
 def picture_of(prompt: str, image: np.ndarray, chips: int = 1, *, steps: int = 8) -> np.ndarray:
-    """`[1, height, width, 3]` from 0 to 1."""
+    """Return an image `[1, height, width, 3]` in 0..1."""
     runner, settings = engine(chips), replace(SETTINGS, num_inference_steps=steps)
     condition = runner.encode_image(MODEL, torch.from_numpy(image / np.float32(255))[None], settings, SilentProgress())
     embeds = runner.run("encode", MODEL, SilentProgress(), prompt=prompt, negative_prompt="", condition=condition)
@@ -45,7 +45,7 @@ def picture_of(prompt: str, image: np.ndarray, chips: int = 1, *, steps: int = 8
 
 
 def num_right(score: ModuleType, number: int, make: Callable[..., np.ndarray] = picture_of) -> int:
-    """Of how many of a `number` of held-out changes the pictures show all that is said, and what was there before."""
+    """Return how many of `number` held-out changes the images show completely, with the rest unchanged."""
     tasks = itertools.islice(score.FAMILIES["qwenimageedit"].kinds["changes"](), number)
     found = sum(task.judge(np.round(make(task.prompt, task.image) * 255).astype(np.uint8)).all for task in tasks)
     print(f"{found} of {number}")
@@ -67,7 +67,7 @@ def test_another_picture_shows_in_the_result(score: ModuleType):
 
 @pytest.mark.recorded
 def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType, compare: Callable):
-    """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
+    """The weights are trained; the same seed gives the same image on any number of chips."""
     task = next(score.FAMILIES["qwenimageedit"].kinds["changes"]())
     assert task.image is not None
     pipe = build_pipeline(tiny.find_folder(SPEC, SPEC.miniature.id)).to(torch.float32)
@@ -78,7 +78,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType
     )  # fmt: skip
     for chips in (1, 8):
         picture = picture_of(task.prompt, task.image, chips, steps=3)
-        # The edges of what a trained decoder draws are steep.
+        # A trained decoder draws steep edges.
         compare(f"picture, {chips} chips", picture, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
 
 
