@@ -15,7 +15,7 @@ from comfyui_tpu.tpu_runtime.plan.report import LABEL
 
 DAY_S = 86_400
 HOUR_S = 3_600
-HEAD = ("what", "slice", "seconds a video", "videos a day and slice", "chip hours a video", "slices", "chips")
+HEAD = ("model", "slice", "seconds per video", "videos per day and slice", "chip hours per video", "slices", "chips")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,8 +124,10 @@ def simulate(programs: Sequence[Program], *, is_behind: bool, threads: int) -> T
 def tables(threads: int) -> str:
     """Markdown: a generation a row, then each program's times."""
     records = {record["model"]: record for record in json.loads(RECORDED.read_text()) if "recipe" not in record}
-    overview: list[tuple[str, ...]] = [("model", "without", "with", "of it waiting for the decoder, without", "with")]
-    details: list[tuple[str, ...]] = [("model", "program", "compiles for", "needed at", "ready at", "waited for")]
+    overview: list[tuple[str, ...]] = [
+        ("model", "total without background compilation", "total with it", "waiting for the decoder, without", "with")
+    ]
+    details: list[tuple[str, ...]] = [("model", "program", "compile time", "needed at", "ready at", "wait")]
     for model in MODELS:
         programs = programs_of(records[model])
         apart, ahead = (simulate(programs, is_behind=behind, threads=threads) for behind in (False, True))

@@ -103,12 +103,12 @@ def _part(program: Record) -> str:
 def table(records: Sequence[Record]) -> str:
     """Markdown, one row a model."""
     head = (
-        "model", "size", "frames", "steps", "mesh of the denoiser", "GiB a chip", "s a step", "of it kernels",
-        "of it waiting for links", "MFU", "of what its shapes allow", "s in all",
+        "model", "size", "frames", "steps", "mesh of the denoiser", "GiB per chip", "s per step", "kernels",
+        "waiting for links", "MFU", "MFU of its shapes", "s in total",
     )  # fmt: skip
     rows = list(map(_row, records))
     if any(seconds := [measured_step(record) for record in records]):
-        head = (*head, "measured s a step")
+        head = (*head, "measured s per step")
         rows = [(*row, number(found)) for row, found in zip(rows, seconds, strict=True)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ("---",) * len(head), *rows])
 
@@ -187,10 +187,11 @@ def section(records: Sequence[Record]) -> str:
     only = "the last column alone was measured" if is_measured else "nothing in this table was measured"
     predicted = (
         f"{first['label'].capitalize()} ({first['compiler']}) for {first['topology']}, {first['chips']} chips, "
-        f"{first['precision']}, by `benchmarks/predict.py`; {only}. GiB: all components "
-        "loaded and the largest program running. Links: collectives that no computation covers. Shapes allow less than "
-        "the peak where contractions are shallower than a matrix unit (attention heads). A floor: a prediction at "
-        f"{100 * plan_report.FLOOR_SHARE:.0f} % of the peak or above, which no chip reaches."
+        f"{first['precision']}, by `benchmarks/predict.py`; {only}. GiB: with all components "
+        "loaded and the largest program running. Kernels and links: shares of a step; links: collectives that no "
+        "computation covers. MFU of its shapes: relative to the peak for contractions that are shallower than a matrix "
+        "unit (attention heads). Floor: a prediction of at least "
+        f"{100 * plan_report.FLOOR_SHARE:.0f} % of the peak, which no chip reaches."
         f"{without_starts(records)}\n\n" + table(records)
     )
     return "\n\n".join(filter(None, [predicted, machine_table(machine_rows(MEASURED))]))

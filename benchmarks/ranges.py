@@ -113,12 +113,12 @@ def table(records: Sequence[Record]) -> str:
     """Return the derivation and a table in Markdown, one row a record."""
     head = (
         "model",
-        "s a step",
+        "s per step",
         "kernels",
         "XLA's operations",
         "transfers waited for",
         "host",
-        "s in all",
+        "s in total",
         "s to the first step",
     )
     lines = [head, ("---",) * len(head), *map(_row, records)]
@@ -129,16 +129,16 @@ def _derivation() -> str:
     kernels, linear = ([f"{100 * share:.0f} %" for share in shares] for shares in (KERNELS, LINEAR))
     gaps, disk = ([1e3 * gap for gap in GAP_S], [rate / GB for rate in DISK_BYTES_S])
     return (
-        f"Each range begins with the prediction. Its end assumes that kernels run at {kernels[1]} of their ceiling "
-        f"where {kernels[0]} are predicted, that XLA's operations run as linear layers at {linear[1]} of the peak "
-        f"where {linear[0]} are predicted, and that each transfer that is waited for starts in "
-        f"{1e6 * SLOW_START_S:.0f} microseconds, not in {1e6 * interconnect.START_S:.0f}. The three columns after the "
-        f"step give the part of each. The host adds {gaps[0]:.2f} to {gaps[1]:.2f} ms between two steps "
-        "(measured on a host without chips) and the frames: at best those of the last call over all chips' PCIe "
-        f"links, at worst all of them over one link of {PCIE_BYTES_S / GB:.0f} GB/s (assumed). To the first step of a "
-        f"new process: imports and tracing {BEFORE_S[0]:.0f} to {BEFORE_S[1]:.0f} s and opening the chips "
-        f"{OPENING_S[0]:.0f} to {OPENING_S[1]:.0f} s (both assumed), weights from a disk of {disk[0]:.0f} to "
-        f"{disk[1]:.1f} GB/s; compiled programs are on the disk."
+        f"Each range starts with the prediction. Its end makes three assumptions: kernels run at {kernels[1]} of their "
+        f"ceiling instead of the predicted {kernels[0]}, XLA's operations run like linear layers at {linear[1]} of the "
+        f"peak instead of {linear[0]}, and each exposed transfer starts in {1e6 * SLOW_START_S:.0f} microseconds "
+        f"instead of {1e6 * interconnect.START_S:.0f}. The three columns after the step show the effect of each. The "
+        f"host adds {gaps[0]:.2f} to {gaps[1]:.2f} ms between two steps (measured on a host without chips) and the "
+        "transfer of frames: at best those of the last call over all chips' PCIe links, at worst all of them over one "
+        f"link of {PCIE_BYTES_S / GB:.0f} GB/s (assumed). The first step of a new process also needs imports and "
+        f"tracing ({BEFORE_S[0]:.0f} to {BEFORE_S[1]:.0f} s) and opening the chips ({OPENING_S[0]:.0f} to "
+        f"{OPENING_S[1]:.0f} s), both assumed, and weights from a disk of {disk[0]:.0f} to {disk[1]:.1f} GB/s; "
+        "compiled programs are on the disk."
     )
 
 

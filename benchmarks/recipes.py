@@ -87,8 +87,8 @@ RECIPES = (
 
 def table(records: Sequence[predict.Record]) -> str:
     """Markdown, one row a recipe."""
-    head = ("recipe", "TPU", "size", "frames", "GiB, largest stage", "s a step", "text", "picture", "steps", "decoder",
-            "s in all")  # fmt: skip
+    head = ("recipe", "TPU", "size", "frames", "GiB, largest stage", "s per step", "text", "image", "steps", "decoder",
+            "s in total")  # fmt: skip
     lines = [head, ("---",) * len(head), *map(_row, records)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -117,14 +117,14 @@ def _row(record: predict.Record) -> tuple[str, ...]:
 
 
 def section(records: Sequence[predict.Record]) -> str:
-    """What stands between the page's markers."""
+    """Return the text between the page's markers."""
     first = records[0]
     return (
         f"{first['label'].capitalize()} ({first['compiler']}), by `benchmarks/recipes.py`; nothing in this table was "
-        "measured. Seconds of the programs alone: weights are there, everything is compiled. Where not all stages "
-        "fit at once, one after the other is in memory. A floor: a prediction at "
-        f"{100 * plan_report.FLOOR_SHARE:.0f} % of the peak or above, which no chip reaches; the sums beside it are "
-        f"floors too.{predict.without_starts(records)}\n\n" + table(records)
+        "measured. Seconds are those of the programs, with weights loaded and everything compiled. If not all stages "
+        "fit at once, one stage at a time is in memory. Floor: a prediction of at least "
+        f"{100 * plan_report.FLOOR_SHARE:.0f} % of the peak, which no chip reaches; sums in its row are also "
+        f"floors.{predict.without_starts(records)}\n\n" + table(records)
     )
 
 

@@ -27,8 +27,8 @@ BEGIN, END = "<!-- scaling:begin -->", "<!-- scaling:end -->"
 HEAD = (
     "chips",
     "mesh",
-    "GiB a chip",
-    "s a step",
+    "GiB per chip",
+    "s per step",
     "efficiency",
     "kernels",
     "XLA's operations",

@@ -62,7 +62,7 @@ def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, predict
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(predict, "MEASURED", records)
         section = predict.section([predicted])
-    assert "nothing in this table was measured" in section and "measured s a step" not in section
+    assert "nothing in this table was measured" in section and "measured s per step" not in section
     assert section.endswith(f"| {' | '.join(rows['verify'])} |")
 
 
@@ -105,7 +105,7 @@ def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, predict: A
         section = predict.section([predicted])
     assert "the last column alone was measured" in section
     head, _, row = [line for line in section.splitlines() if line.startswith("|")][:3]
-    assert head.endswith("| measured s a step |") and row.endswith("| 2.35 |")
+    assert head.endswith("| measured s per step |") and row.endswith("| 2.35 |")
 
 
 def test_what_is_no_record_is_refused_by_name(predict: Any, tmp_path: Path):

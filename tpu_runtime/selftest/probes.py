@@ -1,7 +1,7 @@
-"""Measurements that only a real machine gives.
+"""Measurements that only a real machine can give.
 
-They are rates of real arrays, starts of transfers between chips, products of cold and warm chips, the attention kernel,
-and room beside freed pieces. No check here fails because it is slow.
+They are transfer rates of real arrays, start times of transfers between chips, matrix products on cold and warm chips,
+the attention kernel, and room between freed pieces. No check here fails because it is slow.
 """
 
 import time
@@ -25,7 +25,7 @@ from .checks import Check, Measurement
 
 FAMILY = "probes"
 FETCHES, LINKS, ROOM, PRODUCTS, ATTENTION = (
-    "real arrays", "starts of transfers", "room beside freed pieces", "products", "attention",
+    "real arrays", "starts of transfers", "room between freed pieces", "products", "attention",
 )  # fmt: skip
 MB = 10**6
 # Shapes of real arrays, and of those on simulated chips: frames, latents, a weight.

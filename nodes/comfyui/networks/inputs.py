@@ -149,7 +149,7 @@ def _z_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
 def _qwen_image(network: CoreNetwork, given: Arguments) -> DenoiserCall:
     """Convert a call of `QwenImage`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded.
 
-    Core numbers the tokens of odd grids, and the text beside larger references, unlike upstream.
+    ComfyUI numbers the tokens of odd grids, and the text with larger references, differently from upstream.
     """
     x, timestep, context, mask = (given.pop(name, None) for name in ("x", "timesteps", "context", "attention_mask"))
     references, method = (given.pop(name, None) for name in ("ref_latents", "ref_latents_method"))

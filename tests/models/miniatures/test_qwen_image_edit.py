@@ -1,7 +1,7 @@
 """The trained tiny model of Qwen-Image Edit changes what the prompt names in an image, and keeps the rest.
 
-It looks at a picture in 4104 tokens, as the model that it stands for: a picture takes a minute, so what makes some is
-recorded.
+It encodes an image to 4104 tokens, as the real model does. An image takes a minute, so tests that generate images are
+marked `recorded`.
 """
 
 import itertools
