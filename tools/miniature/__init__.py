@@ -1,1 +1,1 @@
-"""What trains miniatures (`tools/train_miniature.py`): what they are shown, what families share, a file a family."""
+"""Training of tiny models (`tools/train_miniature.py`): data, shared parts, and one file per family."""

@@ -1,4 +1,4 @@
-"""What denoisers share while they learn: products in bfloat16, a probe of places, noise, the average that is kept."""
+"""Shared parts of denoiser training: bfloat16 products, a position probe, noise, and averaged weights."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ UNCONDITIONED = 0.1  # of the prompts are empty: what guidance is measured from
 
 
 class HalfLinear(nn.Linear):
-    """A product in bfloat16 between float32 activations: twice as fast here, where autocast's norms are slower."""
+    """A bfloat16 product between float32 activations: twice as fast here, where autocast's norms are slow."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.bfloat16()
@@ -25,14 +25,14 @@ class HalfLinear(nn.Linear):
 
 
 def quicken(blocks: Iterable[nn.Module]) -> None:
-    """Products for training."""
+    """Replace linear layers by faster ones for training."""
     for module in itertools.chain.from_iterable(block.modules() for block in blocks):
         if type(module) is nn.Linear:
             module.__class__ = HalfLinear
 
 
 def begin(blocks: Iterable[nn.Module], silent: Iterable[nn.Linear]) -> None:
-    """Weights of blocks to begin with; the `silent` give nothing yet."""
+    """Initialize the weights of blocks; those in `silent` output zeros at first."""
     for module in itertools.chain.from_iterable(block.modules() for block in blocks):
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -45,10 +45,10 @@ def begin(blocks: Iterable[nn.Module], silent: Iterable[nn.Linear]) -> None:
 
 
 class Probe(nn.Module):
-    """Asks the tokens that a block gives where they are, while a denoiser learns: a head that is dropped afterwards.
+    """A head that predicts positions from a block's tokens during training, and is dropped afterwards.
 
-    Positions reach these transformers as differences only. Where something begins they must find from the borders, and
-    they do so much sooner when they are asked.
+    These transformers see positions only as differences, and must infer absolute ones from the borders. They learn this
+    much sooner with this probe.
     """
 
     def __init__(self, block: nn.Module, width: int, grid: tuple[int, ...]) -> None:
@@ -62,7 +62,7 @@ class Probe(nn.Module):
         self.asked = result
 
     def forward(self, asked: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """How badly the places of `[rows, tokens, width]` in a grid of `sizes` are known."""
+        """Return the error of the predicted positions of `[rows, tokens, width]` in a grid of `sizes`."""
         places = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"), -1)
         wanted = places.flatten(0, -2).expand(len(asked), -1, -1)
         answers = self.answers(asked).split(self.grid, dim=-1)
@@ -75,18 +75,18 @@ def average_of(denoiser: nn.Module, decay: float = 0.998) -> torch.optim.swa_uti
 
 
 def usual_sigmas(random: np.random.Generator, count: int) -> Tensor:
-    """More of the noise, where it is decided what there is and where."""
+    """Draw noise levels, mostly high ones, which determine content and position."""
     sigma = torch.from_numpy(1 / (1 + np.exp(-random.standard_normal(count, np.float32))))
     return 3 * sigma / (1 + 2 * sigma)
 
 
 def texts_of(random: np.random.Generator, chosen: np.ndarray, empty: int) -> Tensor:
-    """The prompts' numbers, some of them the `empty` one's."""
+    """Return the prompts' numbers, some replaced by that of the `empty` prompt."""
     return torch.from_numpy(np.where(random.random(len(chosen)) < UNCONDITIONED, empty, chosen))
 
 
 def straight(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Flow matching: the shares of what is clean and of noise in what is seen at `sigma`, and those in the velocity."""
+    """Return the flow-matching weights of clean latents and noise in the input at `sigma`, and in the velocity."""
     return 1 - sigma, sigma, -torch.ones_like(sigma), torch.ones_like(sigma)
 
 
@@ -102,11 +102,11 @@ def learn(
     counted: Callable[[Tensor], Tensor] = lambda x: x,
     path: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = straight,
 ) -> None:
-    """Trains a denoiser to tell the velocity between latents and noise.
+    """Train a denoiser to predict the velocity between latents and noise.
 
-    `batch(step, random)` gives clean latents, the time of each on the `path` to noise, and what else the denoiser is
-    called with; which gives velocities, and how badly its probe knows the places. `counted` is what of a velocity
-    counts.
+    batch: `batch(step, random)` returns clean latents, the time of each on the `path` to noise, and further arguments
+    of the denoiser, which returns velocities and the probe's error. counted: selects the parts of a velocity that
+    count.
     """
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
@@ -123,7 +123,7 @@ def learn(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of neighbouring pairs, as in `WanAttnProcessor`."""
+    """Apply rotary embedding to neighbouring pairs, as in `WanAttnProcessor`."""
     one, two = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack((one * cos - two * sin, one * sin + two * cos), -1).flatten(-2)
@@ -137,9 +137,10 @@ def scheduler(config: Mapping[str, Any]) -> Any:
 
 
 def widened(transformer: Any, first: str, starts: Sequence[int], **config: Any) -> Any:
-    """With `in_channels` more, of which nothing is seen yet but the latents that begin at `starts`, seen as a sample's.
+    """Return the network with more `in_channels`; latents that begin at `starts` have the sample's weights, others none.
 
-    From nothing, the place of what is given was not learnt in 400 steps. `first` is the weight that sees channels.
+    With zero weights, the position of the given image was not learnt in 400 steps. first: the weight that reads
+    channels.
     """
     wide = type(transformer).from_config({**transformer.config, **config})
     weights = {**wide.state_dict(), **transformer.state_dict()}
@@ -152,7 +153,7 @@ def widened(transformer: Any, first: str, starts: Sequence[int], **config: Any) 
 
 
 def narrowed(transformer: Any, first: str, channels: int, **config: Any) -> Any:
-    """For nothing given: with the first `channels`, which are the sample's."""
+    """Return the network for no given image, with the first `channels`, which are the sample's."""
     narrow = type(transformer).from_config({**transformer.config, "in_channels": channels, **config})
     weights, wanted = transformer.state_dict(), narrow.state_dict()
     kernel = weights[first].unflatten(1, (transformer.config.in_channels, -1))[:, :channels]
@@ -161,10 +162,10 @@ def narrowed(transformer: Any, first: str, channels: int, **config: Any) -> Any:
 
 
 def rates_of(prompts: Sequence[str], hardest: Mapping[str, float]) -> np.ndarray:
-    """How often clips are seen: so much oftener those with a part of `hardest`."""
+    """Return how often each clip is used: more often with a part of `hardest`."""
     return np.array([math.prod(more for part, more in hardest.items() if part in one) for one in prompts])
 
 
 def chosen(random: np.random.Generator, rates: np.ndarray, count: int) -> np.ndarray:
-    """Which `count` clips a step sees."""
+    """Choose `count` clips for a step."""
     return random.choice(len(rates), count, replace=False, p=rates / rates.sum())

@@ -1,8 +1,8 @@
-"""Clips of coloured shapes that move as a sentence says, and a judge that reads the sentence back from the frames.
+"""Clips of coloured shapes that move as a sentence states, and a judge that derives the sentence from the frames.
 
-A clip is the training data of the video models' miniatures and what their score is about: one or two shapes before a
-plain background, "a red circle moves right on blue" or "a white square turns and a green circle grows on black". Speeds
-are those of a frame, so that a shorter clip is the beginning of a longer one.
+Clips are the training data of the tiny video models, and the basis of their score: one or two shapes on a plain
+background, "a red circle moves right on blue" or "a white square turns and a green circle grows on black". Speeds are
+per frame, so a shorter clip is the beginning of a longer one.
 """
 
 import itertools
@@ -67,7 +67,7 @@ class Scene:
 
 
 def random_scene(random: np.random.Generator) -> Scene:
-    """A scene, with two actors at a rate of PAIRS; no two things in it have one colour."""
+    """Draw a scene, with two actors at a rate of PAIRS. All colours in it differ."""
     count = 2 if random.random() < PAIRS else 1
     background, *colours = random.permutation(list(COLOURS))[: count + 1]
     motions = [one for one in MOTIONS if count == 1 or MOVES.get(one, (0.0, 0.0))[0] == 0]
@@ -80,7 +80,7 @@ def random_scene(random: np.random.Generator) -> Scene:
 
 
 def scenes(seed: int, *, held_out: bool) -> Iterator[Scene]:
-    """Scenes without end, only those that are held out, or only those that are not."""
+    """Yield endless scenes, either only held-out ones or only the others."""
     random = np.random.default_rng(seed)
     drawn = (random_scene(random) for _ in itertools.count())
     return (scene for scene in drawn if is_held_out(str(scene)) == held_out)
@@ -90,7 +90,7 @@ def scenes(seed: int, *, held_out: bool) -> Iterator[Scene]:
 
 
 def first_pose(actor: Actor, random: np.random.Generator, left: float, right: float) -> Pose:
-    """Where an actor begins between two columns, so that after 33 frames it is still in the picture."""
+    """Return an actor's first pose between two columns, such that it is still in the image after 33 frames."""
     scale = min(1.0, (right - left) / 80)
     jitter = random.uniform(-1, 1, 3)
     middle = (left + right) / 2
@@ -106,7 +106,7 @@ def first_pose(actor: Actor, random: np.random.Generator, left: float, right: fl
 
 
 def later(pose: Pose, actor: Actor, frame: int, scale: float) -> Pose:
-    """The pose `frame` frames on."""
+    """Return the pose after `frame` frames."""
     dx, dy = MOVES.get(actor.motion, (0.0, 0.0))
     growth = {"grows": GROWTH, "shrinks": -GROWTH}.get(actor.motion, 0.0) * scale
     turn = TURN if actor.motion == "turns" else 0.0
@@ -120,7 +120,7 @@ def later(pose: Pose, actor: Actor, frame: int, scale: float) -> Pose:
 
 
 def draw(scene: Scene, frames: int, random: np.random.Generator, *, start: int = 0) -> np.ndarray:
-    """A clip of a scene from its frame `start` on, `[frames, HEIGHT, WIDTH, 3]` uint8."""
+    """Return a clip of a scene from its frame `start` on, uint8 `[frames, HEIGHT, WIDTH, 3]`."""
     clip = background(scene.background, frames)
     width = WIDTH / len(scene.actors)
     for number, actor in enumerate(scene.actors):
@@ -136,7 +136,7 @@ def draw(scene: Scene, frames: int, random: np.random.Generator, *, start: int =
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What of a sentence the frames show; of two actors, what both show."""
+    """The properties of a sentence that the frames show; with two actors, those that both show."""
 
     colour: bool
     shape: bool
@@ -148,10 +148,10 @@ class Verdict:
 
 
 def judge(frames: np.ndarray, scene: Scene) -> Verdict:
-    """Whether frames `[number, HEIGHT, WIDTH, 3]` uint8 show a scene, by plain arithmetic on the pixels.
+    """Return what uint8 frames `[number, HEIGHT, WIDTH, 3]` show of a scene, by arithmetic on the pixels.
 
-    Every pixel has the nearest of the six colours. The background is what most have; an actor is the colour that most
-    of the others have, in its part of the picture. Its shape is the one that fits over its pixels best.
+    Every pixel gets the nearest of the six colours. The most frequent colour is the background. The most frequent other
+    colour in an actor's part of the image is the actor. Its shape is the one that overlaps best.
     """
     nearest = palette(frames)
     behind = colour_behind(nearest)
@@ -167,8 +167,10 @@ def judge(frames: np.ndarray, scene: Scene) -> Verdict:
 
 
 def stray(frames: np.ndarray, scene: Scene) -> float:
-    """The share of the pixels of frames `[number, HEIGHT, WIDTH, 3]` uint8 that are no part of a scene: those that are
-    not the background's two pixels or more away from an actor, and those that are not the actor's within it.
+    """Return the share of stray pixels in uint8 frames `[number, HEIGHT, WIDTH, 3]` of a scene.
+
+    These are pixels with another colour than the background two or more pixels away from an actor, and with another
+    colour than the actor within it.
     """
     nearest = palette(frames)
     behind = colour_behind(nearest)
@@ -185,14 +187,14 @@ def stray(frames: np.ndarray, scene: Scene) -> float:
 
 
 def largest(mask: np.ndarray) -> np.ndarray:
-    """The largest piece of a mask whose pixels touch, be it at a corner."""
+    """Return the largest connected piece of a mask; corners connect."""
     labelled: Any = ndimage.label(mask, np.ones((3, 3)))
     pieces, _ = labelled
     return pieces == 1 + np.bincount(pieces.ravel(), minlength=2)[1:].argmax()
 
 
 def motion_of(masks: np.ndarray) -> str:
-    """What the masks of one shape do from the first frame to the last; "rests" if none of MOTIONS."""
+    """Return the motion of one shape's masks from the first to the last frame; "rests" for none of MOTIONS."""
     centres = np.array([[axis.mean() for axis in np.nonzero(mask)] for mask in masks[[0, -1]]])
     down, right = centres[1] - centres[0]
     if max(abs(down), abs(right)) > 4:
@@ -207,13 +209,13 @@ def motion_of(masks: np.ndarray) -> str:
 
 
 def centred(mask: np.ndarray) -> np.ndarray:
-    """The mask with its centre in the middle of the picture, to a pixel."""
+    """Return the mask centred in the image, to a pixel."""
     y, x = (round(size / 2 - axis.mean()) for size, axis in zip(mask.shape, np.nonzero(mask), strict=True))
     return np.roll(mask, (y, x), (0, 1))
 
 
 def show(make: Callable[[Scene, int], np.ndarray], out: Path, seed: int, number: int = 8) -> None:
-    """Writes a sheet of what `make` gives of some held-out scenes and their numbers, and says how many are right."""
+    """Write a sheet of the results of `make` for some held-out scenes, and print how many are correct."""
     drawn = list(itertools.islice(scenes(seed, held_out=True), number))
     clips = [make(scene, index) for index, scene in enumerate(drawn)]
     save_sheet([clip[::4] for clip in clips[:8]], out / "preview.png")

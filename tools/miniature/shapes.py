@@ -1,6 +1,6 @@
-"""Coloured shapes before a plain background: what the miniatures' pictures and clips are made of, and what reads them.
+"""Coloured shapes on a plain background: drawing them for images and clips, and detecting them.
 
-`moving` has the clips, `still` the pictures and what changes one.
+`moving` has the clips, `still` the images and their changes.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ LEAST = 40  # pixels of what counts as seen; the smallest shape has about twice 
 
 
 def is_held_out(sentence: str) -> bool:
-    """By a digest, so that what is held out never depends on the order in which sentences are drawn."""
+    """Return whether a sentence is held out, by its digest, independent of the order in which sentences are drawn."""
     digest = hashlib.sha256(sentence.encode()).digest()
     return int.from_bytes(digest[:4], "big") < HELD_OUT * 2**32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pose:
-    """Where a shape is: its centre and the radius of a circle of its area in pixels, its angle in degrees."""
+    """A shape's centre and the radius of a circle of equal area, in pixels, and its angle in degrees."""
 
     x: float
     y: float
@@ -39,7 +39,7 @@ class Pose:
 
 
 def coverage(shape: str, pose: Pose) -> np.ndarray:
-    """How much of each pixel the shape covers, `[HEIGHT, WIDTH]` from 0 to 1."""
+    """Return how much of each pixel the shape covers, `[HEIGHT, WIDTH]` in 0..1."""
     y, x = np.mgrid[0.5:HEIGHT, 0.5:WIDTH]
     turn = np.deg2rad(pose.angle)
     across = (x - pose.x) * np.cos(turn) + (y - pose.y) * np.sin(turn)
@@ -57,28 +57,28 @@ def coverage(shape: str, pose: Pose) -> np.ndarray:
 
 
 def paint(picture: np.ndarray, colour: str, alpha: np.ndarray) -> None:
-    """Paints a shape that covers `alpha` of each pixel over a float picture `[HEIGHT, WIDTH, 3]`."""
+    """Paint a shape that covers `alpha` of each pixel over a float image `[HEIGHT, WIDTH, 3]`."""
     picture += alpha[..., None].astype(np.float32) * (np.array(COLOURS[colour], np.float32) - picture)
 
 
 def background(name: str, *shape: int) -> np.ndarray:
-    """A plain float picture, or several, `[*shape, HEIGHT, WIDTH, 3]`."""
+    """Return one or several plain float images, `[*shape, HEIGHT, WIDTH, 3]`."""
     return np.broadcast_to(np.array(COLOURS[name], np.float32), (*shape, HEIGHT, WIDTH, 3)).copy()
 
 
 def palette(frames: np.ndarray) -> np.ndarray:
-    """The nearest of COLOURS for each pixel, `[number, height, width]`."""
+    """Return the nearest of COLOURS for each pixel, `[number, height, width]`."""
     colours = np.array(list(COLOURS.values()), np.float32)
     return np.square(frames[..., None, :].astype(np.float32) - colours).sum(-1).argmin(-1)
 
 
 def colour_behind(nearest: np.ndarray) -> str:
-    """The colour that most pixels of a `palette` have."""
+    """Return the most frequent colour of a `palette`."""
     return list(COLOURS)[np.bincount(nearest.ravel(), minlength=len(COLOURS)).argmax()]
 
 
 def seen(nearest: np.ndarray, columns: np.ndarray, behind: str) -> tuple[str, np.ndarray]:
-    """The colour that most pixels of some columns have but for the one `behind`, and where it is, of all columns."""
+    """Return the most frequent colour of some columns, except `behind`, and its mask over all columns."""
     counts = np.bincount(nearest[..., columns].ravel(), minlength=len(COLOURS))
     counts[list(COLOURS).index(behind)] = 0
     masks = np.zeros(nearest.shape, bool)
@@ -87,7 +87,7 @@ def seen(nearest: np.ndarray, columns: np.ndarray, behind: str) -> tuple[str, np
 
 
 def shape_of(masks: np.ndarray) -> str:
-    """The shape that overlaps best with the masks of the first, the middle and the last frame, at any angle."""
+    """Return the shape that overlaps best with the masks of the first, middle and last frame, at any angle."""
     votes = {shape: 0.0 for shape in SHAPES}
     for mask in masks[[0, len(masks) // 2, -1]]:
         y, x = (axis.mean() + 0.5 for axis in np.nonzero(mask))
@@ -99,5 +99,5 @@ def shape_of(masks: np.ndarray) -> str:
 
 
 def overlap(first: np.ndarray, second: np.ndarray) -> float:
-    """Pixels that are in both masks, over those in either."""
+    """Return the intersection of two masks over their union."""
     return (first & second).sum() / max((first | second).sum(), 1)

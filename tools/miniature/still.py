@@ -1,7 +1,7 @@
-"""Pictures of coloured shapes as a sentence says, changes of one, and a judge that reads the sentence back.
+"""Images of coloured shapes from a sentence, changes of an image, and a judge that derives the sentence from pixels.
 
-"a large red circle left on blue", "a red circle and a small green square on blue"; beside a picture that is given, "the
-circle becomes red", "on green". The training data of the picture models' miniatures and what their score is about.
+Sentences are "a large red circle left on blue" or "a red circle and a small green square on blue". With a given image
+they are "the circle becomes red" or "on green". The tiny image models are trained and scored on these images.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One thing at a place, or two: the first in the left half, the second in the right half."""
+    """One thing at a position, or two: the first in the left half, the second in the right half."""
 
     things: tuple[Thing, ...]
     background: str
@@ -66,7 +66,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A sentence beside a picture, which says what is to become of it; what it does not name stays."""
+    """A sentence that states a change of an image; everything else stays."""
 
     before: Picture
     after: Picture
@@ -77,7 +77,7 @@ class Change:
 
 
 def random_picture(random: np.random.Generator) -> Picture:
-    """No two things in it have one colour."""
+    """Draw an image description in which all colours differ."""
     count = 2 if random.random() < PAIRS else 1
     behind, *colours = random.permutation(list(COLOURS))[: count + 1]
     things = [
@@ -89,12 +89,12 @@ def random_picture(random: np.random.Generator) -> Picture:
 
 
 def random_change(random: np.random.Generator) -> Change:
-    """Of one thing, which its shape names, or of what is behind all."""
+    """Draw a change of one thing, named by its shape, or of the background."""
     return change_of(random, changeable(random))
 
 
 def changeable(random: np.random.Generator) -> Picture:
-    """A picture whose things their shapes tell apart."""
+    """Draw an image description whose things have different shapes."""
     before = random_picture(random)
     while len({thing.shape for thing in before.things}) < len(before.things):
         before = random_picture(random)
@@ -124,22 +124,23 @@ def change_of(random: np.random.Generator, before: Picture) -> Change:
 
 
 def pictures(seed: int, *, held_out: bool) -> Iterator[Picture]:
-    """Pictures without end, only those that are held out, or only those that are not."""
+    """Yield endless image descriptions, either only held-out ones or only the others."""
     random = np.random.default_rng(seed)
     drawn = (random_picture(random) for _ in itertools.count())
     return (one for one in drawn if is_held_out(str(one)) == held_out)
 
 
 def changes(seed: int, *, held_out: bool) -> Iterator[Change]:
-    """Changes without end, only those that are held out, or only those that are not."""
+    """Yield endless changes, either only held-out ones or only the others."""
     random = np.random.default_rng(seed)
     drawn = (random_change(random) for _ in itertools.count())
     return (one for one in drawn if is_held_out(str(one)) == held_out)
 
 
 def shares(sentences: Sequence[str]) -> np.ndarray:
-    """How often pictures are seen: more often with something small, most with small squares, whose corners are learnt
-    last.
+    """Return how often images are used: more often with small things, most often with small squares.
+
+    Their corners are learnt last.
     """
     return np.array(
         [3.0 if re.search("small [a-z]+ square", one) else 1.5 if "small" in one else 1.0 for one in sentences]
@@ -151,7 +152,7 @@ def random_jitter(random: np.random.Generator) -> Jitter:
 
 
 def draw(picture: Picture, jitter: Jitter) -> np.ndarray:
-    """`[HEIGHT, WIDTH, 3]` uint8; one jitter before and after a change leaves things where they are."""
+    """Return a uint8 image `[HEIGHT, WIDTH, 3]`; the same jitter before and after a change keeps positions."""
     drawn = background(picture.background)
     centres = [PLACES[picture.place]] if len(picture.things) == 1 else [PLACES["left"], PLACES["right"]]
     for thing, centre, (column, row, radius) in zip(picture.things, centres, jitter, strict=False):
@@ -162,7 +163,7 @@ def draw(picture: Picture, jitter: Jitter) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What of a sentence a picture shows; of two things, what both show."""
+    """The properties of a sentence that an image shows; with two things, those that both show."""
 
     colour: bool
     shape: bool
@@ -175,10 +176,10 @@ class Verdict:
 
 
 def judge(drawn: np.ndarray, picture: Picture) -> Verdict:
-    """Whether `[HEIGHT, WIDTH, 3]` uint8 shows a picture, by plain arithmetic on the pixels.
+    """Return what a uint8 image `[HEIGHT, WIDTH, 3]` shows of a description, by arithmetic on the pixels.
 
-    Every pixel has the nearest of the six colours. The background is what most have; a thing is the colour that most of
-    the others have, in its part of the picture.
+    Every pixel gets the nearest of the six colours. The most frequent colour is the background. The most frequent other
+    colour in a thing's part of the image is the thing.
     """
     nearest = palette(drawn)
     behind = colour_behind(nearest)
@@ -199,7 +200,7 @@ def closest(names: dict[str, float], value: float) -> str:
 
 
 def show(make: Callable[[str, int], np.ndarray], file: Path, seed: int, number: int = 12) -> None:
-    """Writes a sheet of what `make` gives of some held-out sentences and their numbers, and says how many are right."""
+    """Write a sheet of the results of `make` for some held-out sentences, and print how many are correct."""
     asked = list(itertools.islice(pictures(seed, held_out=True), number))
     drawn = [make(str(picture), index) for index, picture in enumerate(asked)]
     save_sheet([np.stack(drawn[first : first + 6]) for first in range(0, number, 6)], file)

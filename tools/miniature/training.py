@@ -1,4 +1,4 @@
-"""A loop that goes on where it was killed."""
+"""A training loop that resumes after an interruption."""
 
 import itertools
 import os
@@ -23,14 +23,14 @@ upstream: Any = diffusers  # its classes appear when they are asked for, which n
 
 
 def shipped(name: str) -> Path:
-    """The miniature of that name in the pack, put together: another one begins from it."""
+    """Return the folder of the pack's tiny model of that name, complete, as a start for another one."""
     found = tiny.find_trained(f"tiny/{name}")
     assert found is not None, name
     return found
 
 
 def without_case(tokenizer: Path) -> None:
-    """Lets a tokenizer take "A red Circle" for "a red circle": the words of a miniature are small."""
+    """Make a tokenizer ignore case: a tiny model's words are in lower case."""
     file = str(tokenizer / "tokenizer.json")
     found = Tokenizer.from_file(file)
     before = [] if found.normalizer is None else [found.normalizer]
@@ -39,10 +39,10 @@ def without_case(tokenizer: Path) -> None:
 
 
 def qwen_tokenizer(folder: Path, words: Sequence[str], others: Sequence[str], **options: Any) -> Any:
-    """The tokenizer in `folder`, written unless it is there.
+    """Return the tokenizer in `folder`, which is written if it is missing.
 
-    Each of the `words` is a token, and so it is with a capital: the class takes no heed of a normalizer that has none.
-    So is each word of `others`.
+    Each of `words` is a token, also with a capital letter, because the class ignores a lower-case normalizer. Each word
+    of `others` is a token too.
     """
     if not folder.is_dir():
         forms = [form for word in words for form in (word, word.capitalize())]
@@ -52,7 +52,7 @@ def qwen_tokenizer(folder: Path, words: Sequence[str], others: Sequence[str], **
 
 
 def without_capitals(tokenizer: Any, embeddings: Tensor, words: Sequence[str]) -> None:
-    """Gives `words` with a capital the `embeddings`, `[tokens, dim]`, of those without."""
+    """Give capitalized `words` the `embeddings`, `[tokens, dim]`, of the others."""
     for word in (*words, *(f" {one}" for one in words)):
         ((large,), (small,)) = tokenizer([word.title(), word])["input_ids"]
         embeddings[large] = embeddings[small]
@@ -71,7 +71,7 @@ def optimize(
     look: Callable[[], None],
     every: int,
 ) -> None:
-    """Trains the first of `modules` for `steps` steps, from where `file` is; the others are kept beside it."""
+    """Train the first of `modules` for `steps` steps, resuming from `file`; the others are saved with it."""
     optimizers = optimizers_of(modules[0], rate)
     done = 0
     if file.is_file():
@@ -124,13 +124,13 @@ def optimizers_of(module: nn.Module, rate: float) -> list[torch.optim.Optimizer]
 
 
 def save(state: Any, file: Path) -> None:
-    """All or nothing, so that being killed loses at most what is not saved yet."""
+    """Save atomically, so that an interruption loses only unsaved work."""
     scratch = file.with_suffix(".part")
     torch.save(state, scratch)
     os.replace(scratch, file)
 
 
 def save_sheet(rows: Iterable[np.ndarray], file: Path) -> None:
-    """Clips below each other, their frames side by side."""
+    """Save clips below each other, with their frames side by side."""
     lines = [np.concatenate(list(frames), axis=1) for frames in rows]
     Image.fromarray(np.concatenate(lines, axis=0)).save(file)

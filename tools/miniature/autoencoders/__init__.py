@@ -1,1 +1,1 @@
-"""The autoencoders of miniatures, and what these share."""
+"""The autoencoders of tiny models, and their shared parts."""

@@ -1,4 +1,4 @@
-"""The autoencoder of the miniature of CogVideoX 1.5."""
+"""The autoencoder of the tiny model of CogVideoX 1.5."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ PREVIEW = (((0.65, 0.0, 0.0), (0.0, 0.65, 0.0), (0.0, 0.0, 0.65), *[(0.0, 0.0, 0
 
 
 def train(out: Path, seed: int) -> tuple[Any, Tensor]:
-    """The autoencoder, and the basis of its latents that counts: all of it first, then the decoder alone."""
+    """Train the autoencoder, then the decoder alone. Returns it and the basis of its used latent dimensions."""
     torch.manual_seed(seed)
     vae = upstream.AutoencoderKLCogVideoX(**VAE)
 
@@ -61,5 +61,5 @@ def train(out: Path, seed: int) -> tuple[Any, Tensor]:
 
 
 def latents_of(vae: Any, clip: Tensor) -> Tensor:
-    """`[3, frames, height, width]` to `[channels, latent frames, height, width]` in the denoiser's scale."""
+    """Encode `[3, frames, height, width]` to `[channels, latent frames, height, width]` in the denoiser's scale."""
     return encoded(vae, clip) * VAE["scaling_factor"]

@@ -1,4 +1,4 @@
-"""What autoencoders share: how they begin, how they learn, and a published model's basis of latents."""
+"""Shared parts of autoencoders: initial weights, training, and a published model's basis of latents."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ RATE = 1e-3
 
 
 def begin(vae: Any) -> None:
-    """Weights to begin with: as PyTorch draws them the signal dies in so deep a network, and it stays grey for hours.
+    """Initialize weights. With PyTorch's defaults the signal vanishes in this deep network: images stay grey for hours.
 
-    Plain convolutions mix channels, keep the size of what they are given and see the newest frame only; those that
-    change the size of the picture blur it; those in time repeat or pass on; residual blocks and attention add nothing
-    yet. There is hardly any noise in what is sampled, at first.
+    Plain convolutions mix channels, keep the scale of their input and see only the newest frame. Convolutions that
+    resize an image blur it; those in time repeat or copy. Residual blocks and attention add nothing at first, and
+    samples have almost no noise.
     """
     for name, module in vae.named_modules():
         if "to_out" in name and isinstance(module, nn.Linear):
@@ -53,7 +53,7 @@ def begin(vae: Any) -> None:
 
 
 def at_latents(vae: Any) -> tuple[Any, list[Any]]:
-    """The convolution that gives latents, and those that are given them."""
+    """Return the convolution that outputs latents, and those that read them."""
     if vae.quant_conv is not None:
         return vae.quant_conv, [vae.post_quant_conv]
     if isinstance(vae.encoder.conv_out, nn.Conv2d):
@@ -63,26 +63,26 @@ def at_latents(vae: Any) -> tuple[Any, list[Any]]:
 
 
 def as_input(frames: np.ndarray) -> Tensor:
-    """`[..., height, width, 3]` uint8 to `[3, ..., height, width]` from -1 to 1."""
+    """Convert uint8 `[..., height, width, 3]` to `[3, ..., height, width]` in -1..1."""
     return torch.from_numpy(frames).movedim(-1, 0).float() / 127.5 - 1
 
 
 def as_frames(video: Tensor) -> np.ndarray:
-    """`[3, ..., height, width]` from -1 to 1 to `[..., height, width, 3]` uint8."""
+    """Convert `[3, ..., height, width]` in -1..1 to uint8 `[..., height, width, 3]`."""
     return ((video.float().clamp(-1, 1) + 1) * 127.5).round().byte().movedim(0, -1).numpy()
 
 
 def laid_out(x: Tensor) -> Tensor:
-    """Channels last in memory, which convolutions in bfloat16 want here."""
+    """Store channels last in memory, which bfloat16 convolutions need to be fast."""
     return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
 
 
 def learn(
     vae: Any, file: Path, steps: int, pieces: Callable[[int], Tensor], look: Callable[[], None], kept: int | None = None
 ) -> None:
-    """Trains an autoencoder; `pieces(step)` are what it sees, `[number, 3, ..., height, width]`.
+    """Train an autoencoder on `pieces(step)`, `[number, 3, ..., height, width]`.
 
-    Where only so many dimensions of latents are `kept`, the others are zeros.
+    kept: number of latent dimensions that are used; the others are zeros.
     """
     begin(vae)
     if kept is not None:
@@ -117,8 +117,9 @@ def steady(
     look: Callable[[], None],
     spread: Tensor,
 ) -> None:
-    """Trains the decoder alone, on latents that are as wrong as a denoiser's: `spread`, `[channels, channels]`, is what
-    normal noise is multiplied with before it is added.
+    """Train the decoder alone, on latents with errors like a denoiser's.
+
+    spread: `[channels, channels]`, multiplied with the normal noise that is added.
     """
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
@@ -136,7 +137,7 @@ def steady(
 
 
 def differs(again: Tensor, seen: Tensor) -> tuple[Tensor, float]:
-    """What is minimised of pictures or clips `[number, 3, ..., height, width]`, and the ratio of signal to noise."""
+    """Return the loss of images or clips `[number, 3, ..., height, width]`, and the signal-to-noise ratio."""
     # Edges count for themselves: blurred ones cost little of the plain difference.
     edges = sum(F.l1_loss(again.diff(dim=axis), seen.diff(dim=axis)) for axis in range(2, seen.ndim))
     psnr = -10 * math.log10(F.mse_loss(again.clamp(-1, 1), seen).item() / 4)
@@ -144,7 +145,7 @@ def differs(again: Tensor, seen: Tensor) -> tuple[Tensor, float]:
 
 
 def encoded(vae: Any, seen: Tensor) -> Tensor:
-    """The latents of `[3, ..., height, width]`, `[channels, ..., height, width]`."""
+    """Encode `[3, ..., height, width]` to latents `[channels, ..., height, width]`."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         return vae.encode(laid_out(seen[None])).latent_dist.mode()[0].float().contiguous()
 
@@ -163,14 +164,14 @@ def align(
     std: Tensor,
     kept: int | None = None,
 ) -> Tensor:
-    """Folds another basis of the latents into the two convolutions that see them as a product with a matrix.
+    """Fold another basis of the latents into the two convolutions next to them.
 
-    Without `mean` and `std` they are in the denoiser's scale then, and `preview`, by which ComfyUI shows a step, red,
-    green and blue of each channel and what is added, shows the right colours. Nothing of what is decoded changes.
+    Without `mean` and `std` the latents are then in the denoiser's scale. `preview`, ComfyUI's factors from channels to
+    red, green and blue, then shows the right colours. Decoded results do not change.
 
-    Latents are `[number, channels]`, the mean colours of their pixels `[number, 3]` from -1 to 1. Where only so many
-    dimensions are `kept`, the rest of the latents is always the same, and the decoder does not look at it. Returns an
-    orthonormal basis of what is kept, `[channels, kept]`.
+    Latents are `[number, channels]`, the mean colours of their pixels `[number, 3]` in -1..1. kept: number of used
+    dimensions; the others are constant, and the decoder ignores them. Returns an orthonormal basis of the used ones,
+    `[channels, kept]`.
     """
     factors, bias = map(torch.tensor, preview)  # colour = latent @ factors + bias
     channels = len(factors)

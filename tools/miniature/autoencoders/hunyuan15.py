@@ -1,4 +1,4 @@
-"""The autoencoder of the miniature of HunyuanVideo 1.5."""
+"""The autoencoder of the tiny model of HunyuanVideo 1.5."""
 
 import math
 from pathlib import Path
@@ -158,7 +158,7 @@ def apart(shape: torch.Size, name: str) -> Tensor | None:
 
 
 def counted(latents: Tensor) -> Tensor:
-    """Which of `[clips, channels, frames, height, width]` count."""
+    """Return which elements of `[clips, channels, frames, height, width]` count."""
     found = torch.ones_like(latents)
     found[:, FIRST[CHANNELS] :, :1] = 0.0
     found[:, : FIRST[CHANNELS], 1:] = 0.0
@@ -166,7 +166,7 @@ def counted(latents: Tensor) -> Tensor:
 
 
 class Folded(nn.Module):
-    """A kernel as a matrix, which Muon takes; `kept` of it counts, `[out, in]`."""
+    """A kernel as a matrix for Muon; only the elements in `kept` `[out, in]` are trained."""
 
     def __init__(self, shape: torch.Size, kept: Tensor | None) -> None:
         super().__init__()
@@ -181,5 +181,5 @@ class Folded(nn.Module):
 
 
 def latents_of(vae: Any, clip: Tensor) -> Tensor:
-    """`[3, frames, height, width]` to `[channels, latent frames, height, width]` in the denoiser's scale."""
+    """Encode `[3, frames, height, width]` to `[channels, latent frames, height, width]` in the denoiser's scale."""
     return encoded(vae, clip) * vae.config.scaling_factor

@@ -1,4 +1,4 @@
-"""The autoencoder of the miniatures of Wan."""
+"""The autoencoder of Wan's tiny models."""
 
 import itertools
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def train(out: Path, seed: int) -> Any:
 
 
 def pieces_of(seed: Any, count: int, frames: int, height: int, width: int, *, longest: int) -> Tensor:
-    """Pieces of so many clips, `[count, 3, frames, height, width]`, of clips of the `longest` any frames."""
+    """Return pieces of `count` clips, `[count, 3, frames, height, width]`."""
     random = np.random.default_rng(seed)
     found = []
     for scene in itertools.islice(scenes(int(random.integers(2**31)), held_out=False), count):
@@ -74,7 +74,7 @@ def pieces_of(seed: Any, count: int, frames: int, height: int, width: int, *, lo
 
 
 def colours_of_latents(vae: Any, seed: int) -> tuple[Tensor, Tensor]:
-    """Latents of some clips, `[number, channels]`, and the mean colours of their pixels, `[number, 3]` from -1 to 1."""
+    """Return latents of clips, `[number, channels]`, and the mean colours of their pixels, `[number, 3]` in -1..1."""
     latents, colours = [], []
     for scene in itertools.islice(scenes(seed + 2, held_out=False), 150):
         clip = as_input(draw(scene, 9, np.random.default_rng((seed, len(latents)))))
@@ -86,7 +86,7 @@ def colours_of_latents(vae: Any, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def latents_of(vae: Any, clip: Tensor) -> Tensor:
-    """`[3, frames, height, width]` to `[channels, latent frames, height, width]` in the denoiser's scale."""
+    """Encode `[3, frames, height, width]` to `[channels, latent frames, height, width]` in the denoiser's scale."""
     mean, std = (torch.tensor(numbers)[:, None, None, None] for numbers in (LATENTS_MEAN, LATENTS_STD))
     return (encoded(vae, clip) - mean) / std
 
@@ -99,9 +99,9 @@ def encode_clips(
     length: Callable[[int], int],
     given: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, list[Any]]:
-    """`prompts` of clips, `length(number)` frames each, their `latents`, and those of what is `given` of a clip.
+    """Return `prompts` of clips of `length(number)` frames, their `latents`, and the latents of the `given` part.
 
-    The encoder looks back only, so the beginning of a clip's latents are those of a shorter clip.
+    The encoder is causal, so the first latents of a clip equal those of a shorter clip.
     """
     if not file.is_file():
         found: dict[str, list[Any]] = {"prompts": [], "latents": [], "given": []}

@@ -1,1 +1,1 @@
-"""The miniatures of models that draw pictures."""
+"""The tiny models for images."""

@@ -1,4 +1,4 @@
-"""The miniature of FLUX.2 dev: FLUX.2 klein's, and both learn on together, each with its own text encoder."""
+"""The tiny model of FLUX.2 dev: FLUX.2 klein's, trained further together, each with its own text encoder."""
 
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,7 @@ def text_encoder(vocabulary: int) -> Any:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     start = shipped("flux2klein")
     klein: Any = upstream.Flux2KleinPipeline.from_pretrained(start, torch_dtype=torch.float32, trust_remote_code=False)
     vae = klein.vae.eval()
@@ -128,7 +128,7 @@ def train(out: Path, seed: int) -> Any:
 
 
 def assemble(denoiser: Any, vae: Any, encoder: Any, tokenizer: Any) -> Any:
-    """The pipeline: the transformer is klein's, and what it is told of guidance adds nothing."""
+    """Return the pipeline; the transformer is klein's, and its guidance input has no effect."""
     encoder.model.language_model = denoiser.texts[1].model
     config = {**denoiser.transformer.config, "guidance_embeds": True}
     transformer = upstream.Flux2Transformer2DModel.from_config(config)

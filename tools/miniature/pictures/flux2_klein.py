@@ -1,4 +1,4 @@
-"""The miniature of FLUX.2 klein: text to image, and changes of a picture that is given."""
+"""The tiny model of FLUX.2 klein: text to image, and changes of a reference image."""
 
 import itertools
 import math
@@ -313,7 +313,7 @@ def tokenizer_in(folder: Path) -> Any:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     vae, basis = train_vae(out, seed)
     data = encode_pictures(vae, out / "latents.pt", seed)
     torch.manual_seed(seed)
@@ -336,7 +336,7 @@ def train(out: Path, seed: int) -> Any:
 
 
 def counted(basis: Tensor, velocity: Tensor) -> Tensor:
-    """What of a velocity `[rows, 128, height, width]` counts."""
+    """Return the part of a velocity `[rows, 128, height, width]` that counts."""
     return torch.einsum("nckhw,cl->nlkhw", velocity.unflatten(1, (-1, 4)), basis)
 
 
@@ -382,7 +382,7 @@ def batches_of(
 
 
 def step_times() -> np.ndarray:
-    """The noise's share at each of the steps that a picture takes by default."""
+    """Return the noise level at each of an image's default steps."""
     sigmas = np.linspace(1, 1 / STEPS_OF_A_PICTURE, STEPS_OF_A_PICTURE)
     shift = math.exp(compute_empirical_mu(HEIGHT * WIDTH // 256, STEPS_OF_A_PICTURE))
     return shift * sigmas / (1 + (shift - 1) * sigmas)

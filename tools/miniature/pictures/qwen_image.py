@@ -1,4 +1,4 @@
-"""The miniature of Qwen-Image: pictures that show what a sentence says, in the latents of Wan's autoencoder."""
+"""The tiny model of Qwen-Image: images that show a sentence, in the latents of Wan's autoencoder."""
 
 import itertools
 import math
@@ -271,7 +271,7 @@ def pictures_of(data: Mapping[str, Any], tokenizer: Any, count: int) -> Batches:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     vae = autoencoder()
     data = pictures_in(out / "latents.pt", lambda picture: encode(vae, as_input(picture)), seed)
     torch.manual_seed(seed)
@@ -290,7 +290,7 @@ def train(out: Path, seed: int) -> Any:
 
 
 def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
-    """The pipeline, with weights of its own for each block."""
+    """Return the pipeline, with separate weights for each block."""
     encoder, transformer = parts_of(denoiser, tokenizer)
     pipeline = upstream.QwenImagePipeline(scheduler(SCHEDULER), vae, encoder, tokenizer, transformer)
     pipeline.set_progress_bar_config(disable=True)
@@ -298,7 +298,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
 
 
 def parts_of(denoiser: Any, tokenizer: Any, **config: Any) -> tuple[Any, Any]:
-    """Text encoder and transformer of a pipeline."""
+    """Return the text encoder and the transformer of a pipeline."""
     embeddings = denoiser.encoder.model.language_model.embed_tokens.weight.data
     without_capitals(tokenizer, embeddings, (*WORDS, *OF_CHANGES))
     transformer = upstream.QwenImageTransformer2DModel(**TRANSFORMER, **config)
@@ -312,7 +312,7 @@ def parts_of(denoiser: Any, tokenizer: Any, **config: Any) -> tuple[Any, Any]:
 
 
 def sample(pipeline: Any, prompt: str, seed: int, *, steps: int) -> np.ndarray:
-    """A picture `[HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline at its default guidance."""
+    """Return a uint8 image `[HEIGHT, WIDTH, 3]` of upstream's pipeline at its default guidance."""
     (picture,) = pipeline(
         prompt=prompt,
         negative_prompt="",

@@ -1,4 +1,4 @@
-"""The miniature of Qwen-Image Edit: Qwen-Image's, and both learn on together, with the same weights."""
+"""The tiny model of Qwen-Image Edit: Qwen-Image's, trained further together, with the same weights."""
 
 import itertools
 import math
@@ -123,7 +123,7 @@ def changes_of(data: Mapping[str, Any], tokenizer: Any, count: int) -> Batches:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     vae = autoencoder()
     plain = qwen_image.pictures_in(out / "latents.pt", lambda picture: encode(vae, as_input(picture)), seed)
     changes = changes_in(out / "changes.pt", vae, seed)
@@ -162,7 +162,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
 
 
 def show(denoiser: Any, vae: Any, tokenizer: Any, file: Path, seed: int, number: int = 12) -> None:
-    """Writes a sheet of pictures and held-out changes of each, and says how many are right."""
+    """Write a sheet of images with held-out changes of each, and print how many are correct."""
     drawn, right = [], []
     for index, change in enumerate(itertools.islice(still.changes(seed, held_out=True), number)):
         before = still.draw(change.before, still.random_jitter(np.random.default_rng(index)))

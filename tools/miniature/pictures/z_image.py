@@ -1,4 +1,4 @@
-"""The miniature of Z-Image: pictures that show what a sentence says, in FLUX.2 klein's autoencoder's latents."""
+"""The tiny model of Z-Image: images that show a sentence, in the latents of FLUX.2 klein's autoencoder."""
 
 import itertools
 import math
@@ -250,7 +250,7 @@ def latents_in(file: Path, vae: Any, seed: int) -> dict[str, Any]:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     vae = autoencoder(out, seed)
     data = latents_in(out / "latents.pt", vae, seed)
     prompts, latents = data["prompts"], data["latents"]
@@ -273,7 +273,7 @@ def train(out: Path, seed: int) -> Any:
 
 
 def assemble(denoiser: Any, vae: Any, tokenizer: Any, spec: ModelSpec = BASE) -> Any:
-    """The pipeline, with weights of its own for each block."""
+    """Return the pipeline, with separate weights for each block."""
     without_capitals(tokenizer, denoiser.text.model.embed_tokens.weight.data, WORDS)
     transformer = upstream.ZImageTransformer2DModel(**TRANSFORMER)
     transformer.load_state_dict(denoiser.transformer.state_dict())

@@ -1,4 +1,4 @@
-"""The miniature of Z-Image Turbo: that of Z-Image, distilled to need no guidance."""
+"""The tiny model of Z-Image Turbo: that of Z-Image, distilled to need no guidance."""
 
 import shutil
 from functools import partial
@@ -33,7 +33,7 @@ GUIDANCE = 3.0  # that is learnt: so much of what a prompt adds is added once mo
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     start = shipped("zimagebase")
     base = upstream.ZImagePipeline.from_pretrained(start, torch_dtype=torch.float32, trust_remote_code=False)
     shutil.copytree(start / "tokenizer", out / "tokenizer", dirs_exist_ok=True)

@@ -1,1 +1,1 @@
-"""The miniatures of models that make videos."""
+"""The tiny models for videos."""

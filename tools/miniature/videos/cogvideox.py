@@ -1,4 +1,4 @@
-"""The miniature of CogVideoX 1.5: text to video."""
+"""The tiny model of CogVideoX 1.5: text to video."""
 
 import math
 from collections.abc import Sequence
@@ -143,7 +143,7 @@ class Denoiser(nn.Module):
         self.bias[-1] = math.log(MAX_TOKENS - length + 1)
 
     def quicken(self) -> None:
-        """Processors and products for training."""
+        """Use faster attention processors and products for training."""
         for block in self.transformer.transformer_blocks:
             block.attn1.set_processor(Attention(self.bias))
         denoisers.quicken(self.transformer.transformer_blocks)
@@ -186,7 +186,7 @@ def tokenizer_in(folder: Path) -> Any:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     vae, basis = autoencoder.train(out, seed)
     encode = partial(autoencoder.latents_of, vae)
     clips = encode_clips(encode, out / "latents.pt", seed, CLIPS, lambda _: 9)
@@ -257,7 +257,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
 
 
 def sample(pipeline: Any, scene: Scene, seed: int, *, steps: int, **more: Any) -> np.ndarray:
-    """Frames `[frames, HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline at its default guidance."""
+    """Return uint8 frames `[frames, HEIGHT, WIDTH, 3]` of upstream's pipeline at its default guidance."""
     (video,) = pipeline(
         prompt=str(scene),
         negative_prompt="",

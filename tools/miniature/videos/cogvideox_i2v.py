@@ -1,4 +1,4 @@
-"""The miniature of CogVideoX 1.5 image to video: that of text to video, and both learn on together."""
+"""The tiny model of CogVideoX 1.5 image to video: that of text to video, trained further for both tasks."""
 
 import shutil
 from functools import partial
@@ -36,13 +36,13 @@ OFS_DIM = cogvideox.TRANSFORMER["time_embed_dim"]
 
 
 def basis_of(latents: Tensor) -> Tensor:
-    """What counts of latents `[clips, channels, ...]`: an orthonormal basis of what differs, `[channels, kept]`."""
+    """Return an orthonormal basis `[channels, kept]` of the varying dimensions of latents `[clips, channels, ...]`."""
     flat = latents.transpose(0, 1).flatten(1)
     return torch.linalg.svd(flat - flat.mean(1, keepdim=True), full_matrices=False).U[:, :KEPT]
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     start = shipped("cogvideox")
     base = upstream.CogVideoXPipeline.from_pretrained(start, torch_dtype=torch.float32, trust_remote_code=False)
     shutil.copytree(start / "tokenizer", out / "tokenizer", dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""The miniature of HunyuanVideo 1.5: text to video and image to video, which are one network."""
+"""The tiny model of HunyuanVideo 1.5: one network for text to video and image to video."""
 
 import math
 from functools import partial
@@ -175,7 +175,7 @@ class Denoiser(nn.Module):
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     vae = autoencoder.train(out, seed)
     clips = encode_clips(partial(latents_of, vae), out / "latents.pt", seed, CLIPS, lambda _: FRAMES)
     prompts, latents = clips["prompts"], torch.stack(clips["latents"])
@@ -214,7 +214,7 @@ def train(out: Path, seed: int) -> Any:
 
 
 def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
-    """The pipeline, with weights of its own for each block."""
+    """Return the pipeline, with separate weights for each block."""
     without_capitals(tokenizer, denoiser.text.embed_tokens.weight.data, EACH)
     glyphs = T5EncoderModel(T5Config(**GLYPH_ENCODER))
     for parameter in glyphs.parameters():
@@ -231,7 +231,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
 
 
 def sample(pipeline: Any, scene: Scene, seed: int, *, steps: int, **more: Any) -> np.ndarray:
-    """Frames `[frames, HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline at its default guidance."""
+    """Return uint8 frames `[frames, HEIGHT, WIDTH, 3]` of upstream's pipeline at its default guidance."""
     (video,) = pipeline(
         prompt=str(scene),
         negative_prompt="",

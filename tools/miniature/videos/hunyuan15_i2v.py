@@ -1,6 +1,6 @@
-"""The miniature of HunyuanVideo 1.5 image to video: that of text to video, which learnt with and without a first frame.
+"""The tiny model of HunyuanVideo 1.5 image to video: that of text to video, trained with and without a first frame.
 
-Upstream's vision model tells its transformer nothing; the first frame's latents do.
+The transformer uses the latents of the first frame; the vision model has no effect.
 """
 
 import shutil
@@ -29,7 +29,7 @@ SHARED = {name: f"hunyuan15/{name}" for name in PARTS}
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline: nothing is left to learn."""
+    """Return the pipeline; it needs no further training."""
     start = shipped("hunyuan15")
     load = partial(upstream.HunyuanVideo15Pipeline.from_pretrained, trust_remote_code=False)
     base = load(start, torch_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The miniature of Wan 2.1: text to video."""
+"""The tiny model of Wan 2.1: text to video."""
 
 import math
 from functools import partial
@@ -106,7 +106,7 @@ class Denoiser(nn.Module):
             denoisers.begin(self.transformer.blocks, silent)
 
     def quicken(self, longest: int) -> None:
-        """Processors and products for training; `longest` is that of a prompt in tokens."""
+        """Use faster attention processors and products for training; `longest` is the longest prompt in tokens."""
         bias = torch.zeros(longest + 1)
         bias[-1] = math.log(MAX_TOKENS - longest)
         for block in self.transformer.blocks:
@@ -138,7 +138,7 @@ def tokenizer_in(folder: Path) -> Any:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     vae = autoencoder.train(out, seed)
     clips = encode_clips(
         partial(latents_of, vae), out / "latents.pt", seed, CLIPS, lambda index: FRAMES if index % 4 == 0 else 17
@@ -177,7 +177,7 @@ def assemble(denoiser: Any, vae: Any, tokenizer: Any) -> Any:
 
 
 def sample(pipeline: Any, scene: Scene, seed: int, *, frames: int, steps: int, **more: Any) -> np.ndarray:
-    """Frames `[frames, HEIGHT, WIDTH, 3]` uint8 of upstream's pipeline at guidance 5."""
+    """Return uint8 frames `[frames, HEIGHT, WIDTH, 3]` of upstream's pipeline at guidance 5."""
     inputs = {"guidance_scale": 5.0, "negative_prompt": "", "output_type": "np", "max_sequence_length": MAX_TOKENS}
     (video,) = pipeline(
         prompt=str(scene),

@@ -1,4 +1,4 @@
-"""The miniature of Wan 2.2 image to video: Wan 2.1's, and both learn on together, with and without a first frame."""
+"""The tiny model of Wan 2.2 image to video: Wan 2.1's, trained further with and without a first frame."""
 
 import shutil
 from functools import partial
@@ -41,7 +41,7 @@ FIRST = "patch_embedding.weight"  # of the transformer: all that the two do not 
 
 
 def before_grey(clip: Tensor) -> Tensor:
-    """A clip's first frame, and grey ones behind it."""
+    """Return a clip's first frame, followed by grey ones."""
     return torch.cat([clip[:, :1], torch.zeros_like(clip[:, 1:])], 1)
 
 
@@ -53,7 +53,7 @@ def with_mask(given: Tensor) -> Tensor:
 
 
 def train(out: Path, seed: int) -> Any:
-    """The pipeline."""
+    """Train and return the pipeline."""
     start = shipped("wan21")
     base = upstream.WanPipeline.from_pretrained(start, torch_dtype=torch.float32, trust_remote_code=False)
     shutil.copytree(start / "tokenizer", out / "tokenizer", dirs_exist_ok=True)
@@ -104,7 +104,7 @@ def train(out: Path, seed: int) -> Any:
 
 
 def assemble(base: Any, transformer: Any) -> Any:
-    """The pipeline, whose two experts are one network."""
+    """Return the pipeline, whose two experts are one network."""
     pipeline = upstream.WanImageToVideoPipeline(
         tokenizer=base.tokenizer,
         text_encoder=base.text_encoder,
