@@ -137,7 +137,7 @@ def scheduler(config: Mapping[str, Any]) -> Any:
 
 
 def widened(transformer: Any, first: str, starts: Sequence[int], **config: Any) -> Any:
-    """Return the network with more `in_channels`; latents that begin at `starts` have the sample's weights, others none.
+    """Return the network with more `in_channels`; latents from each of `starts` on have the sample's weights.
 
     With zero weights, the position of the given image was not learnt in 400 steps. first: the weight that reads
     channels.
