@@ -4,7 +4,7 @@ The oracle is a diffusers pipeline over the tiny checkpoint, on the CPU in float
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -95,12 +95,33 @@ def denoise_once(
     expert: str = "transformer",
     changes: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """The guided output of our denoiser: one step of an Euler solver, which shows it as it is.
+    """Compute the guided output of our denoiser; see `compile_denoiser`. Compiled and loaded anew at each call."""
+    denoiser = compile_denoiser(
+        spec, settings, inputs, timestep=timestep, next_timestep=next_timestep, chips=chips, mesh=mesh, expert=expert,
+        changes=changes,
+    )  # fmt: skip
+    return denoiser(sample, inputs)
 
-    With `changes` of its config its weights are drawn, not those of the miniature.
 
-    `inputs` are those of `model_spec.Forward`, a row for each branch; `mesh` is another arrangement of chips than
-    the model's own. Traced, compiled and loaded anew at each call.
+def compile_denoiser(
+    spec: ModelSpec,
+    settings: Settings,
+    inputs: Mapping[str, np.ndarray],
+    *,
+    timestep: int | float,
+    next_timestep: int | float = 0,
+    chips: int = 8,
+    mesh: MeshShape | None = None,
+    expert: str = "transformer",
+    changes: Mapping[str, Any] | None = None,
+) -> Callable[[torch.Tensor, Mapping[str, np.ndarray]], np.ndarray]:
+    """Return a function from a sample and inputs to our denoiser's guided output.
+
+    It is one step of an Euler solver, which shows the output as it is. With `changes` of the config the weights are
+    drawn, not those of the miniature.
+
+    `inputs` are those of `model_spec.Forward`, a row for each branch, of the shapes that the function will get;
+    `mesh` is another arrangement of chips than the model's own.
     """
     kind = np.int32 if isinstance(timestep, int) else np.float32
     times = np.array([timestep, next_timestep], kind)
@@ -114,12 +135,17 @@ def denoise_once(
         quality=settings.quality, num_memory=0, timestep_dtype=times.dtype, mesh_shape=mesh, references=references,
     )  # fmt: skip
     program = denoise_step.build_denoise_program(spec, config, target, shape)
-    args = denoise_step.StepArgs(
-        (sample.numpy(),), solver.table[0], *times, dict(inputs), np.float32(settings.guidance_scale)
-    )
-    placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args)
     weights = tiny_weights(spec, expert, program) if changes is None else drawn_weights(program)
-    return np.asarray(program.compile()(weights, *placed)[0])
+    compiled = program.compile()
+
+    def denoise(sample: torch.Tensor, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        args = denoise_step.StepArgs(
+            (sample.numpy(),), solver.table[0], *times, dict(inputs), np.float32(settings.guidance_scale)
+        )
+        placed = jax.tree.map(lambda value, want: jax.device_put(value, want.sharding), args, program.args)
+        return np.asarray(compiled(weights, *placed)[0])
+
+    return denoise
 
 
 def drawn_weights(program: Program) -> Weights:
