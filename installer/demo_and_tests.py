@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from . import changed_tests
 from .machine import ROOT, comfyui_folder
 from .terminal import SetupError, say
 from .venv import Venv, install_this_folder, normalize_name, requirement_lines
@@ -28,6 +29,8 @@ TYPES = (("basedpyright", "--level", "error"),)
 
 # pytest's arguments for `test --fast`: one full run per family, and quick tests; no server, no browser.
 FAST = ("-m", "not slow and not recorded")
+# Or the tests of the files that differ from a commit, HEAD or --changed=COMMIT.
+CHANGED = "--changed"
 
 
 # --- skipping finished installations ----------------------------------------------------------------------------------
@@ -136,8 +139,9 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Runs ruff, pyright and the tests, or the quick ones: --fast; the rest goes to pytest (needs the network)"""
+    """Runs ruff, pyright and the tests, or some: --fast, --changed; the rest goes to pytest (needs the network)"""
     fast, chosen = "--fast" in arguments, [word for word in arguments if word != "--fast"]
+    chosen, files = _tests_of_changes(chosen)
     once("base", install_key(), install_base)
     once("test", install_key(), install_test_extras)
     if not fast:
@@ -146,8 +150,21 @@ def test(arguments: Sequence[str]) -> int:
         code = run([VENV.program(program), *rest])
         if code:
             return code
-    selection = [*(FAST if fast else ()), *spread(chosen), *chosen]
+    selection = [*(FAST if fast else ()), *spread(chosen), *chosen, *files]
     return run([VENV.program("python"), "-m", "pytest", *selection])
+
+
+def _tests_of_changes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without --changed, and the files of tests that it chooses."""
+    asked = [word for word in arguments if word.partition("=")[0] == CHANGED]
+    if not asked:
+        return list(arguments), []
+    changed = changed_tests.list_changed(ROOT, asked[-1].partition("=")[2] or "HEAD")
+    if not changed:
+        raise SetupError("No file differs from the commit. Name an older one: --changed=COMMIT.")
+    files = changed_tests.choose_tests(ROOT, changed)
+    say(f"{len(changed)} changed files, {len(files)} files of tests")
+    return [word for word in arguments if word not in asked], files
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
