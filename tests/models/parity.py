@@ -21,11 +21,13 @@ from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.engine.stage_values import Conditioning
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.programs import denoise_step, solver_table, token_layout, upstream_network
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
+from comfyui_tpu.tpu_runtime.selftest.families import NoPromptCache
 
 
 def tiny_model(spec: ModelSpec) -> ModelRef:
@@ -37,6 +39,12 @@ def tiny_model(spec: ModelSpec) -> ModelRef:
 def engine(chips: int) -> Runner:
     """One engine for each number of simulated chips, for all tests of the process."""
     return Runner(jax.devices()[:chips])
+
+
+def encode_anew(chips: int, model: ModelRef, prompt: str, negative_prompt: str) -> tuple[Conditioning, Any]:
+    """Encode a prompt on so many chips, also if others have encoded it: the cache of prompts does not ask by which."""
+    with mock.patch.object(engine(chips), "prompt_cache", NoPromptCache()):
+        return engine(chips).encode(model, prompt, negative_prompt, SilentProgress())
 
 
 def upstream(pipeline_class: str, folder: Path, **parts: Any) -> Any:

@@ -19,6 +19,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.patience import mostly, slower
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny
@@ -38,7 +39,7 @@ MODEL = parity.tiny_model(SPEC)
 SHORT, NEGATIVE = "cat", "blurred details, overexposed"
 # Tokens: 3 * 5 * 7 = 105, then 2 * 4 * 7 = 56: neither divides by 8 (nor 105 by 4, nor 56 by 3).
 ODD = Settings(
-    height=80, width=112, num_frames=9, num_inference_steps=6, guidance_scale=3.5, guidance_scale_2=5.0, seed=7,
+    height=80, width=112, num_frames=9, num_inference_steps=4, guidance_scale=3.5, guidance_scale_2=5.0, seed=7,
     shift=5.0,
 )  # fmt: skip
 FLAT = replace(ODD, height=64, num_frames=5, guidance_scale=1.0, guidance_scale_2=1.0, seed=8, shift=3.0)
@@ -158,16 +159,22 @@ def test_a_video_may_end_with_a_picture_too(compare: Callable):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chips", [1, 3, 8])
+@pytest.mark.parametrize("chips", slower((1, 3, 8), 1, 3))  # Wan 2.1's encoder, which runs on all three
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Callable):
-    prompt_embeds, negative = engine(chips).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
+    prompt_embeds, negative = parity.encode_anew(chips, MODEL, SHORT, NEGATIVE)
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(), error=NETWORK)
     assert prompt_embeds[0][1]["length"] == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chips", "expert"), [(1, "transformer_2"), (3, "transformer"), (8, "transformer_2")])
+# On three chips it is Wan 2.1's, which has its own test of them.
+@pytest.mark.parametrize(
+    ("chips", "expert"),
+    mostly(
+        [(1, "transformer_2"), (3, "transformer"), (8, "transformer_2")], (1, "transformer_2"), (8, "transformer_2")
+    ),
+)
 def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     chips: int, expert: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
@@ -217,7 +224,7 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_bfloat16_stays_within_its_bound(compare: Callable):
-    """Against the float32 oracle: rounding of 8 bits through the VAE twice, 2 blocks, 6 steps."""
+    """Against the float32 oracle: rounding of 8 bits through the VAE twice, 2 blocks, 4 steps."""
     expected = oracle(ONE)
     condition, latents, frames = run(engine(1), ONE, replace(MODEL, precision="bfloat16"))
     first_frame = condition["tensors"]["condition"]
@@ -253,17 +260,18 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
 @pytest.mark.slow
 def test_every_setting_and_the_picture_change_the_result():
     """Each has its effect when everything is loaded and compiled; and nothing is loaded or compiled for it."""
-    runner = engine(8)
-    condition, first, _ = run(runner, ODD)
+    runner, few = engine(8), replace(ODD, num_inference_steps=2)  # a step for each expert
+    condition = runner.encode_image(MODEL, picture(ODD), ODD, SilentProgress())
     embeds = runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress())
+    first = runner.denoise(MODEL, few, *embeds, SilentProgress(), condition)["samples"]
     before = dict(runner.counts)
     for change in (
-        {"shift": 3.0}, {"num_inference_steps": 4}, {"seed": 11}, {"guidance_scale": 2.0}, {"guidance_scale_2": 1.5},
+        {"shift": 3.0}, {"num_inference_steps": 3}, {"seed": 11}, {"guidance_scale": 2.0}, {"guidance_scale_2": 1.5},
     ):  # fmt: skip
-        other = runner.denoise(MODEL, replace(ODD, **change), *embeds, SilentProgress(), condition)["samples"]
+        other = runner.denoise(MODEL, replace(few, **change), *embeds, SilentProgress(), condition)["samples"]
         assert difference(first, other) > 1e-3, change
     dark = runner.encode_image(MODEL, picture(ODD) * 0.3, ODD, SilentProgress())
-    other = runner.denoise(MODEL, ODD, *embeds, SilentProgress(), dark)["samples"]
+    other = runner.denoise(MODEL, few, *embeds, SilentProgress(), dark)["samples"]
     assert difference(first, other) > 1e-3
     assert dict(runner.counts) == before
 
