@@ -22,7 +22,7 @@ SPEC = lookup_spec("cogvideox1.5-5b")
 MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 10})
 PROMPT = SPEC.miniature.texts["prompt"]
-TASKS, LEAST = 4, 2  # of which so many are right: two more are, and on another processor may not be
+TASKS, LEAST = 2, 1  # of which so many are right: one more is, and on another processor may not be
 
 
 def frames_of(prompt: str, negative: str = "") -> np.ndarray:
@@ -63,7 +63,7 @@ def reversed_words(prompt: str) -> np.ndarray:
 @pytest.mark.recorded
 @pytest.mark.parametrize("fault", [swapped, reversed_words])
 def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], score: ModuleType):
-    assert num_right(score, fault) < LEAST
+    assert num_right(score, fault, 4) < 2
 
 
 @pytest.mark.recorded  # as of Wan 2.1's miniature
