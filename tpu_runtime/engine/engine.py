@@ -4,7 +4,6 @@ While a stage runs, background threads compile and read for the later stages of 
 """
 
 import functools
-import itertools
 import logging
 import threading
 from collections import Counter
@@ -17,28 +16,27 @@ import torch
 
 from ...attention.policy import Kernel
 from ...sharding.mesh import Device
-from .. import device_memory, host_memory, memory_errors, versions
+from .. import device_memory, host_memory, versions
 from .. import precision as precisions
 from ..cache import xla_cache
 from ..checkpoints.model_ref import ModelRef, PlannedGeneration
 from ..machine import record
 from ..machine.device_access import open_devices
-from ..machine.fallbacks import ChipHalted, Unsupported, classify_halt
+from ..machine.fallbacks import ChipHalted
 from ..machine.policy import FallbackPolicy
 from ..machine.record import MachineRecord
 from ..messages import compose
 from ..model_spec import STAGES, Quality, Settings
-from ..multihost.coordinator import AttemptOutcome, HostGroup, RemoteAttemptFailed
-from ..programs import executables, upstream_network
-from ..programs.finite_check import NotFinite
+from ..multihost.coordinator import HostGroup
+from ..programs import upstream_network
 from ..programs.program import CompileTarget, step_compiler_options
 from ..progress import Progress, SilentProgress, run_in_daemon_thread
-from . import memory_advice, profiling, stage_functions, telemetry
+from . import profiling, stage_functions, telemetry
 from .device_cache import DeviceCache
-from .memory_advice import OutOfMemory
 from .overlap_check import OverlapChecks
 from .program_cache import COMPILE_THREAD, ProgramCache
 from .prompt_cache import PromptCache
+from .recovery import FAILURES, Recovery, classify_failure
 from .stage_context import StageContext
 
 log = logging.getLogger(__name__)
@@ -188,7 +186,7 @@ class Engine:
                 if self.lost is not None:
                     raise ChipHalted(str(self.lost))
                 with profiling.trace_stage(stage):
-                    result = self._run_with_fallbacks(stage, model, progress, activity, arguments)
+                    result = self._run_with_recovery(stage, model, progress, activity, arguments)
                 if stage in STAGES:
                     progress.text(activity.summary())
             except BaseException:
@@ -201,46 +199,46 @@ class Engine:
             self._record_stage(activity)
             return result
 
-    def _run_with_fallbacks(
+    def _run_with_recovery(
         self, stage: str, model: ModelRef, progress: Progress, activity: telemetry.Activity, arguments: dict[str, Any]
     ) -> Any:
-        """Return the stage's result.
-
-        It is retried with one kernel or option less after each failure that a fallback can avoid.
-        """
+        """Return the stage's result, after as many retries as `recovery` allows."""
         settings = arguments.get("settings")
+        recovery: Recovery | None = None
         while True:
-            context = self.hosts.attempt(
-                lambda: self._open_stage(model, settings, progress, activity), _classify_failure
-            )
-            try:
-                result = self._run_with_oom_retry(
-                    context, functools.partial(stage_functions.STAGE_FUNCTIONS[stage], context, **arguments), settings
+            if recovery is None:
+                context = self.hosts.attempt(
+                    lambda: self._open_stage(model, settings, progress, activity), classify_failure
                 )
-            except Unsupported as error:
-                if (sentence := self.ladder.down(error)) is None:
-                    raise
-            except NotFinite:
-                options = self._step_options(context) if stage in ("denoise", "predict") else {}
-                if (sentence := self.ladder.try_without_overlap(options)) is None:
-                    raise
-            except jax.errors.JaxRuntimeError as error:
-                last = executables.last_executed()
-                halt = classify_halt(error, last.program.name if last else stage, last.kernels if last else ())
-                if halt is None:
-                    raise memory_errors.parse_host_error(str(error)) or error from None
-                self.lost = self.ladder.record_halt(halt)
-                self._when_halted()
-                raise self.lost from None
+                work = functools.partial(stage_functions.STAGE_FUNCTIONS[stage], context, **arguments)
+                recovery = self._recovery(context, settings)
+            try:
+                with host_memory.translate_errors(f"{context.spec.title}, stage {stage},"):
+                    result = self.hosts.attempt(work, classify_failure)
+            except FAILURES as failure:
+                act = recovery.choose(failure)
             else:
                 self.ladder.commit()
                 return result
-            # Outside of the `except` blocks: the error's traceback holds arrays.
-            log.warning("%s", sentence)
-            progress.text(sentence)
+            # Outside of the `except` block, because the failure's traceback holds arrays.
+            if act():
+                recovery = None
+
+    def _recovery(self, stage: StageContext, settings: Settings | None) -> Recovery:
+        def mark_lost(lost: ChipHalted) -> None:
+            self.lost = lost
+            self._when_halted()
+
+        return Recovery(
+            stage=stage, settings=settings, policy=self.ladder,
+            options=functools.partial(self._step_options, stage),
+            unloads=self._unload_in_stages(stage), clear=self._clear, mark_lost=mark_lost,
+        )  # fmt: skip
 
     def _step_options(self, stage: StageContext) -> Mapping[str, str]:
-        """Return the compiler options of a denoising step before any is left out."""
+        """Return the compiler options of a denoising step before any is left out; none for other stages."""
+        if stage.name not in ("denoise", "predict"):
+            return {}
         config = stage.config(stage.spec.denoiser.experts[0])
         return step_compiler_options(stage.target.mesh(stage.spec.parallelism.mesh_shape(len(self.devices), 1, config)))
 
@@ -307,43 +305,6 @@ class Engine:
         self._ahead = BackgroundProgress()
         self.program_cache.drop()
 
-    def _run_with_oom_retry(self, stage: StageContext, work: Callable[[], Result], settings: Settings | None) -> Result:
-        """Run `work`, and retry it after out-of-memory errors.
-
-        Each retry follows a step of unloading; the last error becomes `OutOfMemory` with advice.
-
-        A program that the compiler refuses is not tried again: the refusal does not depend on the memory in use.
-        """
-        reason = host_reason = ""
-        for unloaded in itertools.chain(("",), self._unload_in_stages(stage)):
-            if unloaded:
-                log.warning("%s: out of memory (%s); unloaded %s, trying once more.", stage.name, reason, unloaded)
-                stage.progress.text(compose("stage.retrying_after_unload", unloaded=unloaded))
-            try:
-                with host_memory.translate_errors(f"{stage.spec.title}, stage {stage.name},"):
-                    return self.hosts.attempt(work, _classify_failure)
-            except memory_errors.HostMemoryError as error:
-                # Arrays on the chips need no host memory, unless the host is the device.
-                host_reason, again = str(error), self.devices[0].platform == "cpu"
-                reason = host_reason
-            except memory_errors.CompileOutOfMemory as error:
-                advice = memory_advice.compile_refusal_message(
-                    stage.spec, stage.name, settings, error.refused, len(self.devices)
-                )
-                raise OutOfMemory(advice) from None
-            except (OutOfMemory, RemoteAttemptFailed, jax.errors.JaxRuntimeError) as error:
-                # Keep only its text: the error's traceback holds arrays.
-                reason, again = _out_of_memory(error)
-                host_reason = ""
-            if not again:
-                break
-        self._clear()
-        if host_reason:
-            raise memory_errors.HostMemoryError(host_reason)
-        raise OutOfMemory(
-            memory_advice.out_of_memory_message(stage.spec, stage.name, settings, reason, len(self.devices))
-        )
-
     def _unload_in_stages(self, stage: StageContext) -> Iterator[str]:
         """Yield the title of each unloaded group.
 
@@ -403,23 +364,3 @@ def _run_in_background(work: Callable[[], None], name: str) -> None:
             log.warning("Background preparation stopped: %s: %s", type(error).__name__, error)
 
     run_in_daemon_thread(quietly, name)
-
-
-def _classify_failure(error: BaseException) -> AttemptOutcome:
-    """Return `"no room"` if memory cannot suffice, "again" if unloading may help, "failed" for other errors."""
-    if isinstance(error, OutOfMemory | memory_errors.HostMemoryError):
-        return "no room"
-    if not isinstance(error, jax.errors.JaxRuntimeError) or memory_errors.parse_host_error(str(error)):
-        return "failed"
-    return "again" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
-
-
-def _out_of_memory(error: Exception) -> tuple[str, bool]:
-    """Return the first line of an out-of-memory error, of this or another host, and whether to retry.
-
-    Raise any other error.
-    """
-    ending = error.ending if isinstance(error, RemoteAttemptFailed) else _classify_failure(error)
-    if ending == "failed":
-        raise error
-    return str(error).partition("\n")[0], ending == "again"
