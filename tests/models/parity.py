@@ -23,7 +23,7 @@ from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.stage_values import Conditioning
 from comfyui_tpu.tpu_runtime.model_spec import ModelSpec, Settings
-from comfyui_tpu.tpu_runtime.programs import denoise_step, solver_table, token_layout, upstream_network
+from comfyui_tpu.tpu_runtime.programs import denoise_step, sharded_ops, solver_table, upstream_network
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
@@ -178,14 +178,15 @@ def tiny_weights(spec: ModelSpec, component: str, program: Program) -> Weights:
 
 def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the tokens that only fill up the chips' shares are NaN: whatever reads one becomes NaN."""
-    pad_tokens = token_layout.TokenLayout.pad_tokens
+    pad = sharded_ops.ShardedOps.pad
 
-    def poison(self: token_layout.TokenLayout, x: jax.Array, parts: int = 1) -> jax.Array:
-        padded = pad_tokens(self, x, parts)
+    @sharded_ops.accept_tensors
+    def poison(self: sharded_ops.ShardedOps, x: jax.Array, parts: int = 1) -> jax.Array:
+        padded = pad(self, x, parts)
         real = jnp.arange(padded.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2)) < x.shape[1]
         return jnp.where(real, padded, jnp.nan)
 
-    monkeypatch.setattr(token_layout.TokenLayout, "pad_tokens", poison)
+    monkeypatch.setattr(sharded_ops.ShardedOps, "pad", poison)
 
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class WriteTokenizer(Protocol):
 class Forward(Protocol):
     """A denoiser: returns the prediction for `sample` `[branches, *latent]` at `timestep` `[1]`, of the sample's shape.
 
-    `denoiser` is upstream's module. `run`, a `programs.denoiser_run.ShardedOps`, adds the mesh. `inputs` has
+    `denoiser` is upstream's module. `run`, a `programs.sharded_ops.ShardedOps`, adds the mesh. `inputs` has
     `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the arrays of `condition_shapes`,
     `guidance` `[1]`, and `next_timestep` `[1]`, which is 0 after the last step. `comfyui_positions` `[1]` is there in
     calls of ComfyUI's samplers to networks whose tokens have other positions in ComfyUI than upstream.

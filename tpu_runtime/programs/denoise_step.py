@@ -24,7 +24,6 @@ from ..model_spec import FeatureReuse, ModelSpec, Quality
 from . import finite_check, solver_table, step_cache, torch_bridge, upstream_network, weights
 from .program import DENOISE_STEP, CompileTarget, Config, Program, shape_struct, step_compiler_options
 from .sharded_ops import ShardedOps
-from .token_layout import TokenLayout
 from .weights import Weights
 
 log = logging.getLogger(__name__)
@@ -199,7 +198,7 @@ class _StepBuild:
         if is_int8 and not axes and scores == "exact":
             reason = f"with {num_tokens} tokens, these layers and these chips it would be no faster"
             log.warning("%s: quality int8 is exact here: %s.", spec.title, reason)
-        layout = TokenLayout(
+        on_mesh = ShardedOps(
             mesh=mesh,
             num_tokens=num_tokens,
             frame_tokens=spec.geometry.frame_tokens(shape.latent_shape),
@@ -210,7 +209,7 @@ class _StepBuild:
         )
         return cls(
             spec=spec, config=config, target=target, shape=shape,
-            mesh=mesh, network=network, on_mesh=ShardedOps(layout=layout), axes=axes,
+            mesh=mesh, network=network, on_mesh=on_mesh, axes=axes,
         )  # fmt: skip
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[PyTree, PyTree]:
@@ -245,11 +244,11 @@ class _StepBuild:
         branches, dtype = self.shape.branches, self.target.dtype
         sample, timestep, inputs = asked
         sample = jnp.broadcast_to(sample, (branches, *sample.shape[1:]))
-        sample = self.on_mesh.layout.constrain(sample, "dp")
+        sample = self.on_mesh.constrain(sample, "dp")
         inputs = {
             name: x if name in STEP_SCALARS else _expand_branches(x, branches, dtype) for name, x in inputs.items()
         }
-        weights = self.on_mesh.layout.gather_other_weights(weights)
+        weights = self.on_mesh.gather_weights(weights)
         asked = (sample, timestep, inputs)
         run = self.on_mesh.where(is_sparse_step(timestep, inputs))
         output, kept = torch_bridge.call_functional(

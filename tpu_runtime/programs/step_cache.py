@@ -5,7 +5,7 @@ Features are those of DeepCache, defined by a model, or those of MagCache: the r
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -53,6 +53,11 @@ class BlockResidualCapture(ShardedOps):
         return result if isinstance(carry, tuple) else result[0]
 
 
+def _capture(run: ShardedOps, kept: dict[str, torch.Tensor]) -> BlockResidualCapture:
+    """Return the operations `run` with a place for the residual, `kept`."""
+    return BlockResidualCapture(**{field.name: getattr(run, field.name) for field in fields(run)}, kept=kept)
+
+
 def block_residual_reuse(forward: Forward) -> FeatureReuse:
     """Return MagCache for a denoiser with one stack of blocks: reusing steps run none of them."""
 
@@ -60,12 +65,12 @@ def block_residual_reuse(forward: Forward) -> FeatureReuse:
         denoiser: torch.nn.Module, run: ShardedOps, *asked: PyTree
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         kept: dict[str, torch.Tensor] = {}
-        return forward(denoiser, BlockResidualCapture(layout=run.layout, kept=kept), *asked), kept
+        return forward(denoiser, _capture(run, kept), *asked), kept
 
     def reuse(
         denoiser: torch.nn.Module, run: ShardedOps, features: dict[str, torch.Tensor], *asked: PyTree
     ) -> torch.Tensor:
-        return forward(denoiser, BlockResidualCapture(layout=run.layout, kept=features), *asked)
+        return forward(denoiser, _capture(run, features), *asked)
 
     return FeatureReuse(keep=keep, reuse=reuse, tokens=(RESIDUAL,))
 

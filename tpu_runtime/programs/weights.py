@@ -130,6 +130,34 @@ def bytes_per_chip(weights: Mapping[str, jax.ShapeDtypeStruct]) -> int:
     return sum(map(shard_bytes, weights.values()))
 
 
+def place_in_use(mesh: Mesh, layout: rules.Layout, weight: jax.Array) -> jax.Array:
+    """Return a traced weight `[...]` as its `layout` has it in use: gathered if it is only split at rest."""
+    axes = layout.in_use[-weight.ndim :]  # of the last dimensions, because groups may have been merged
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def merge_groups(mesh: Mesh, layout: rules.Layout, stack: jax.Array) -> jax.Array:
+    """Return a stack `[layers, groups, size, ...]`, whose `size` is on `tp`, as `[layers, rows, ...]`.
+
+    Each chip's pieces of all groups come together: a view, not a copy.
+    """
+    layers, groups, size, *inner = layout.at_rest or (None,) * stack.ndim
+
+    def merge(stack: jax.Array) -> jax.Array:
+        return stack.reshape(len(stack), -1, *stack.shape[3:])
+
+    specs, out_specs = PartitionSpec(layers, groups, size, *inner), PartitionSpec(layers, size, *inner)
+    return jax.shard_map(merge, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(stack)
+
+
+def is_read_from_stack(layout: rules.Layout, stack: jax.Array) -> bool:
+    """Return whether a kernel reads a layer from its stack `[layers, ...]`: int8 that is not gathered for use.
+
+    A slice of the stack would be a copy.
+    """
+    return stack.dtype == jnp.int8 and layout.at_rest == layout.in_use
+
+
 # --- in int8 ----------------------------------------------------------------------------------------------------------
 
 

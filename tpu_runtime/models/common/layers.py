@@ -169,7 +169,7 @@ class OverlappedHalves(NamedTuple):
     This is intra-sequence overlap (https://arxiv.org/abs/2409.11155). It suits blocks whose updates are
     `x + gate * update(norm(x))`, with weights that stay split over the chips of `tp`. Each chip has some of the heads
     and feed-forward columns, so an update is a sum over chips; between updates each chip has some of the tokens (see
-    `token_layout`). `start_overlap` begins a stack of blocks, `join` ends it. In a block an update is
+    `sharded_ops`). `start_overlap` begins a stack of blocks, `join` ends it. In a block an update is
     `apply_pending_update`, then the products that make its sums, then `add_update`.
 
     The first half has its last update added, and its next norm computed. The second half has only each chip's partial

@@ -167,7 +167,7 @@ def joint_attention(
     rotary: cosines and sines `[1, tokens, head_dim]` of each. text_size: valid text tokens.
     """
     prologues = [layers.make_prologue(query, key, tables) for (query, key), tables in zip(norms, rotary, strict=True)]
-    lengths = [*run.layout.half_lengths(heads[0][0].shape[1]), text_size][: len(heads)]
+    lengths = [*run.half_lengths(heads[0][0].shape[1]), text_size][: len(heads)]
     attended = run.streams_attention(*heads, lengths=lengths, prologues=prologues)
     return [sequence.flatten(2) for sequence in attended]
 

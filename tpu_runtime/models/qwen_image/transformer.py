@@ -60,7 +60,7 @@ def forward(
             times[1] = embed_time(dit, sample, timestep * 0)
     else:
         sequences, tables = run.halves(tokens[0]), layers.halve_tables(run, image_tables)
-        lengths = run.layout.half_lengths(sequences[0].shape[1])
+        lengths = run.half_lengths(sequences[0].shape[1])
     rotary = [[*map(run.pad, pair)] for pair in (*tables, text_tables)]
 
     def body(block: Net, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":

@@ -11,7 +11,8 @@ from comfyui_tpu.kernels import linear_int8
 from comfyui_tpu.kernels.linear_int8 import Int8Weight
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
-from comfyui_tpu.tpu_runtime.programs.token_layout import TokenLayout
+from comfyui_tpu.tpu_runtime.programs.sharded_linear import int8_linear
+from comfyui_tpu.tpu_runtime.programs.sharded_ops import ShardedOps
 
 DIM, TOKENS = 256, 128
 
@@ -30,17 +31,13 @@ def test_norms_that_are_rounded_before_they_are_gathered_are_multiplied_as_other
     weight = Int8Weight(*linear_int8.quantize(linear_int8.rotate_weight(drawn(512, DIM), 1, block), (1,)))
 
     def run(rounds: bool) -> Any:
-        layout = TokenLayout(
-            mesh=mesh,
-            num_tokens=TOKENS,
-            policy=AttentionPolicy(kernel="pallas" if kernel else "reference"),
-            layouts={},
-            rounds=rounds,
-        )
+        policy = AttentionPolicy(kernel="pallas" if kernel else "reference")
+        ops = ShardedOps(mesh=mesh, num_tokens=TOKENS, policy=policy, layouts={}, rounds=rounds)
 
         def both(tokens: jax.Array, update: jax.Array) -> Any:
-            summed, normed = layout.residual_norm(layout.spread_tokens(tokens), update, *vectors, eps=1e-6, spread=True)
-            return summed, normed, layout.int8_linear([weight], normed, split="outs")
+            summed, normed = ops.residual_norm(ops.spread(tokens), update, *vectors, eps=1e-6, spread=True)
+            products = int8_linear(mesh, policy, ops.token_spec("sharded"), [weight], normed, split="outs")
+            return summed, normed, products
 
         return jax.jit(both)(tokens, update)
 
