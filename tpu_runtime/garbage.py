@@ -7,7 +7,8 @@ run, and its page freezes for half a second each time.
 import gc
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from .units import MIB
 
@@ -16,7 +17,34 @@ MANY = 100_000
 # A network with more weights than this is not frozen, because a reference cycle with it would never be freed.
 LARGE_BYTES = MIB
 _LOCK = threading.Lock()
+_PAUSE_LOCK = threading.Lock()
 _seen = 0
+_pauses, _was_enabled = 0, True
+
+
+@contextmanager
+def pause_while_importing() -> Iterator[None]:
+    """Pause automatic collections in the block, which imports, and freeze all objects after it.
+
+    While modules are imported, Python searches the growing number of objects again and again, for up to seconds each
+    time. Nothing is frozen after fewer than `MANY` new objects, or with a network's weights in the host's memory.
+    """
+    global _pauses, _was_enabled
+    with _PAUSE_LOCK:
+        if not _pauses:
+            _was_enabled = gc.isenabled()
+        _pauses += 1
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _PAUSE_LOCK:
+            _pauses -= 1
+            if not _pauses and _was_enabled:
+                # New objects are young, because nothing was collected. Few of those of imports are garbage.
+                if gc.get_count()[0] >= MANY and not _holds_models(frozenset()):
+                    gc.freeze()
+                gc.enable()
 
 
 def set_aside(kinds: Collection[type] = ()) -> bool:

@@ -66,6 +66,7 @@ def extension() -> ComfyExtension:
     errors.install_error_merging(declared)
     errors.install_error_messages()
     classes = [*map(node_class, declared.values()), TPUCollect]
+    memory.set_imports_aside()  # those of ComfyUI, while nobody waits for its page
 
     class Extension(ComfyExtension):
         async def get_node_list(self) -> list[type[io.ComfyNode]]:

@@ -55,6 +55,50 @@ def test_many_objects_are_set_aside_and_garbage_is_freed_before():
     assert gone() is None, "what comes later is searched as ever"
 
 
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """The generations of all collections from here on."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+def test_pause_while_importing_collects_nothing_and_freezes_after_the_last_block(collections: list[int]):
+    gc.collect()
+    collections.clear()
+    before = gc.get_freeze_count()
+    with garbage.pause_while_importing():
+        with garbage.pause_while_importing():
+            kept = [[number] for number in range(20_000)]
+        assert not gc.isenabled() and gc.get_freeze_count() == before
+    assert not collections and gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(kept)
+
+
+def test_pause_while_importing_leaves_collections_as_they_were(collections: list[int]):
+    gc.disable()
+    try:
+        with garbage.pause_while_importing():
+            kept = [[number] for number in range(20_000)]
+        assert not gc.isenabled() and kept and not collections
+    finally:
+        gc.enable()
+
+
+def test_pause_while_importing_beside_a_network_with_weights_freezes_nothing():
+    network = torch.nn.Linear(1024, 1024)
+    before = gc.get_freeze_count()
+    with garbage.pause_while_importing():
+        kept = [[number] for number in range(20_000)]
+    assert gc.get_freeze_count() == before and kept and network
+
+
 def test_few_objects_are_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "MANY", 10**9)
     many_objects = many()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
+from .. import garbage
 from ..machine.device_access import open_devices
 from ..messages import compose
 from ..multihost import rank
@@ -51,7 +52,7 @@ def get_engine(progress: Progress) -> "Engine":
     with _lock:
         if _engine is None:
             leader = listen_for_hosts()
-            with leader.join(progress) if leader else contextlib.nullcontext():
+            with leader.join(progress) if leader else contextlib.nullcontext(), garbage.pause_while_importing():
                 import jax  # noqa: F401 - before two threads need it
 
                 importing = _import_in_background()

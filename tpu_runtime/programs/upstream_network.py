@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import PyTree
 
+from .. import garbage
 from ..files import CheckpointError
 from ..messages import compose
 from ..model_spec import Component
@@ -284,10 +285,11 @@ def import_libraries() -> None:
 
 def import_upstream(components: Iterable[Component]) -> None:
     """Import the components' classes now: libraries import lazily, and threads may get half-imported modules."""
-    import accelerate  # noqa: F401
+    with garbage.pause_while_importing():
+        import accelerate  # noqa: F401
 
-    for component in components:
-        upstream_class(component)
+        for component in components:
+            upstream_class(component)
 
 
 def upstream_class(component: Component) -> Any:
