@@ -69,7 +69,7 @@ def test_what_is_found_wrong_does_not_stop_the_notebook(capsys: pytest.CaptureFi
         str(tmp_path / "run.py"), {"PACK": ROOT, "COMFYUI": ROOT, "os": os, "subprocess": subprocess}
     )
     names["run"]("false", stops=False)
-    assert capsys.readouterr().out == "false ended with exit code 1; what it said last tells why.\n"
+    assert capsys.readouterr().out == "false ended with exit code 1; the last lines of its output show why.\n"
     with pytest.raises(SystemExit, match="exit code 1"):
         names["run"]("false")
     for word in ('"doctor"', '"selftest"', '"--verify"'):
@@ -87,7 +87,7 @@ def test_it_says_sizes_before_it_downloads_holds_no_outputs_and_names_files_that
     ]
     assert len(named) > 1 and all(path.exists() for path in named), named
     first, *_ = found.cells
-    assert "| downloads | disk |" in first.source and "16 GB" in first.source
+    assert "| download | disk |" in first.source and "16 GB" in first.source
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found.cells)
     downloads = [index for index, cell in enumerate(found.cells) if '"download"' in cell.source]
     assert downloads and min(downloads) > 0
