@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
             workers = _workers(options, store)
             ended = Driver(recipe, jobs, store, workers, options.attempts, view).run()
         except KeyboardInterrupt:
-            view.line(f"stopped: {len(store.jobs[DONE])} jobs are done. The same command goes on from here.")
+            view.line(f"stopped: {len(store.jobs[DONE])} jobs are done. The same command resumes here.")
             raise
         finally:
             view.close()

@@ -253,14 +253,14 @@ def format_report(found: BenchResult) -> str:
         [
             f"{what} on {found.num_devices} x {found.device_kind}: {size['width']}x{size['height']}, "
             f"{size['num_frames']} frames, {steps} steps, {found.precision}, {quality}. Seconds are measured"
-            + (", on no TPU: they say nothing of speed." if found.is_tiny else "; predicted is by the compiler."),
+            + (", not on a TPU: they do not indicate speed." if found.is_tiny else "; predicted is by the compiler."),
             "",
             *report.format_table([head, *rows]),
             "",
-            f"One generation{' of the tiny model, on no TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of "
+            f"One generation{' of the tiny model, not on a TPU' * found.is_tiny}, measured: {found.total_s:.2f} s of "
             "programs, without loading weights.",
             f"Fullest device: {memory}.",
-            *([f"Timed is a step that leaves nothing out; those of {quality} that do take less."] * is_sparse),
-            *([f"This was not {found.title} but its tiny model: the times say nothing about a TPU."] * found.is_tiny),
+            *([f"The timed step skips nothing; steps of {quality} that skip blocks take less."] * is_sparse),
+            *([f"This was not {found.title} but its tiny model: the times do not apply to a TPU."] * found.is_tiny),
         ]
     )

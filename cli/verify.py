@@ -411,7 +411,7 @@ def format_verification(spec: ModelSpec, record: Mapping[str, Json], rows: Seque
     lines = [
         f"{NUM_BLOCKS} blocks of {'the tiny model of ' * record['is_tiny']}{spec.title} on {record['num_devices']} x "
         f"{record['device_kind']}, {record['precision']}; seconds are {label}"
-        + (", on no TPU: they say nothing of speed." if record["is_tiny"] else "."),
+        + (", not on a TPU: they do not indicate speed." if record["is_tiny"] else "."),
         "",
         *report.format_table([head, *table]),
         "",

@@ -65,7 +65,7 @@ def clone(
         if find_commit(beginning, f"refs/tags/{tag}"):
             git(beginning, "-c", "advice.detachedHead=false", "checkout", "--detach", f"refs/tags/{tag}")
         elif not default_branch:
-            raise SetupError(f"{origin} has no tag {tag}. Was this folder changed? `git pull` brings the right one.")
+            raise SetupError(f"{origin} has no tag {tag}. Was this folder changed? `git pull` gets the right one.")
         commit = find_commit(beginning)
         if commit is None:
             raise SetupError(f"{origin} has no commit: it cannot be the right repository.")

@@ -62,7 +62,7 @@ def install(chosen: Installation, options: argparse.Namespace, *, before: Sequen
 def _refuse(chosen: Installation, *, is_updated: bool) -> None:
     """Raise SetupError if an installation could not succeed, before anything is changed."""
     if shutil.which("git") is None:
-        raise SetupError("git is needed to fetch ComfyUI, and is not there: sudo apt install git")
+        raise SetupError("git is needed to clone ComfyUI, and is not installed: sudo apt install git")
     if chosen.comfyui.is_dir() and any(chosen.comfyui.iterdir()):
         if not is_updated and not is_remainder(chosen.comfyui):
             require_comfyui(chosen.comfyui)

@@ -99,7 +99,7 @@ class Installation:
             return Record(**json.loads(_record_path(self.home).read_text()))
         except (ValueError, TypeError):
             raise SetupError(
-                f"{_record_path(self.home)} is damaged, so what install made is not known. Remove {self.home} and run "
+                f"{_record_path(self.home)} is damaged, so the installed parts are unknown. Remove {self.home} and run "
                 "`python3 setup.py install` again; it keeps everything else."
             ) from None
 

@@ -22,7 +22,7 @@ def say(message: str) -> None:
 def confirm(question: str) -> None:
     """Raise SetupError unless the user answers yes."""
     if not sys.stdin.isatty():
-        raise SetupError(f"{question} No terminal to ask at: add --yes to go on without a question.")
+        raise SetupError(f"{question} No terminal to ask at: add --yes to continue without a question.")
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise SetupError("Nothing was changed.")
 

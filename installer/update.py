@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 def _pull(options: argparse.Namespace) -> bool:
     """Update the repository; return whether that changed it."""
     if reason := _why_not_pulled():
-        say(f"{ROOT} is left as it is: {reason}")
+        say(f"{ROOT} stays unchanged: {reason}")
         return False
     if options.dry_run:
         say(f"git pull --ff-only in {ROOT}")
@@ -71,7 +71,7 @@ def _move(chosen: Installation) -> SetupStep:
         if commit is None or now is None or now == target == commit:
             return ""
         if now not in (commit, target) or not git.is_unchanged(folder):
-            say(f"{folder} is left as it is: it was changed since `install` cloned it")
+            say(f"{folder} stays unchanged: it was changed since `install` cloned it")
             return ""
         if target is None and not git.git(folder, "ls-remote", "--tags", "origin", f"refs/tags/{COMFYUI_TAG}"):
             return ""  # the chosen origin is a fork without our tags

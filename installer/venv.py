@@ -75,7 +75,7 @@ class Venv:
             say("uv could not be installed; pip is used instead, which is slower")
 
     def _create(self) -> None:
-        say(f"making {self.folder} with Python {sys.version.split()[0]}")
+        say(f"creating {self.folder} with Python {sys.version.split()[0]}")
         shutil.rmtree(self.folder, ignore_errors=True)
         commands = [[sys.executable, "-m", "venv", str(self.folder)]]
         if uv := shutil.which("uv"):  # Debian's Python may lack ensurepip, which `venv` needs and uv does not
@@ -88,7 +88,7 @@ class Venv:
             output = (made.stderr or made.stdout).strip()
             shutil.rmtree(self.folder, ignore_errors=True)
         raise SetupError(
-            f"{output}\n\n{sys.executable} could not make the environment {self.folder}. "
+            f"{output}\n\n{sys.executable} could not create the environment {self.folder}. "
             f"If its venv or ensurepip module is missing: sudo apt install python3.{sys.version_info[1]}-venv"
         )
 
@@ -174,7 +174,7 @@ class Venv:
 
     def _complaint(self, message: str, advice: str) -> str:
         end = tail(self.log, 25)
-        again = "run the same command again; it goes on from here."
+        again = "run the same command again; it resumes."
         where = f"The full output is in {self.log}."
         if NO_SPACE.search(end):
             return f"This failed, because the disk is full: {message}. Free some space and {again} {where}"
@@ -245,7 +245,7 @@ class Venv:
         if traces:
             self.run(self.pip("uninstall", "-y", *re.findall(r"\btorch(?:vision|audio)?\b|nvidia-[\w.-]+", traces)))
             raise SetupError(
-                f"The installation brought {traces}; only PyTorch's CPU build belongs into {self.folder}. {CPU_ADVICE}"
+                f"The installation added {traces}; only PyTorch's CPU build may be in {self.folder}. {CPU_ADVICE}"
             )
 
 

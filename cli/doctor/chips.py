@@ -38,7 +38,7 @@ def check_chips(machine: HostMachine) -> Findings:
     """Report the chips on the bus, their device files, and the mesh they would form."""
     chips, files = machine.chips, machine.device_files
     if chips is None and files:
-        message = f"{len(files)} device files ({files[0].name}, ...), of which chips is not known"
+        message = f"{len(files)} device files ({files[0].name}, ...), of unknown chips"
         yield Finding("devices", message, "pip install 'tpu-info>=0.14.2'")
         return
     if chips is None:
@@ -68,7 +68,7 @@ def check_device_permissions(machine: HostMachine) -> Findings:
         f"/{path.relative_to(machine.root)}" for path in machine.device_files if not machine.may_use(path)
     )
     if refused:
-        yield Finding("device files", f"no rights to {refused}", f"sudo chmod a+rw {refused}")
+        yield Finding("device files", f"no permission to use {refused}", f"sudo chmod a+rw {refused}")
     lock = machine.root / LOCK
     if machine.device_files and lock.exists() and not machine.may_use(lock):
         message = f"/{LOCK} belongs to another user, so libtpu cannot lock it"

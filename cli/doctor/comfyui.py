@@ -62,7 +62,7 @@ def check_version(machine: HostMachine) -> Findings:
     folder = machine.comfyui
     if not _is_there(machine):
         remedy = f"{setup_command(machine, 'install')}; or set COMFYUI_PATH"
-        yield Finding("ComfyUI", f"not in {folder}; the command line needs none", remedy, advice=True)
+        yield Finding("ComfyUI", f"not in {folder}; the command line does not need it", remedy, advice=True)
         return
     settings = tomllib.loads((machine.pack / "pyproject.toml").read_text("utf-8"))
     oldest = settings["tool"]["comfy"]["requires-comfyui"].removeprefix(">=")
@@ -116,7 +116,7 @@ def check_this_pack(machine: HostMachine) -> Findings:
         return
     for path in _packs(machine):
         if path.is_symlink() and not path.exists():
-            message = f"{path.name} leads to {os.readlink(path)}, which is not there"
+            message = f"{path.name} links to {os.readlink(path)}, which does not exist"
             yield Finding("custom_nodes", message, f"rm {_quote(path)}")
     # Keep the copy that this command belongs to.
     ours = [path for path in _packs(machine) if _is_ours(path)]
@@ -128,7 +128,7 @@ def check_this_pack(machine: HostMachine) -> Findings:
     kept, *others = ours
     yield Finding("this pack", f"{kept.name}{f' -> {os.readlink(kept)}' if kept.is_symlink() else ''}")
     for other in others:
-        message = f"in custom_nodes again, as {other.name}: ComfyUI loads both"
+        message = f"in custom_nodes twice, also as {other.name}: ComfyUI loads both"
         yield Finding("this pack", message, _disable(other))
     if kept.resolve() != machine.pack.resolve():
         message = f"ComfyUI's is {kept.resolve()}, this command's is {machine.pack}"
@@ -153,7 +153,7 @@ def check_other_packs(machine: HostMachine) -> Findings:
             starts |= "tpu_info" in text and "jax.devices(" in text
         if ids:
             some = ", ".join(sorted(ids)[:3]) + (", ..." if len(ids) > 3 else "")
-            message = f"{path.name} has nodes of the same names ({some}): which one runs is chance"
+            message = f"{path.name} has nodes of the same names ({some}): it is undefined which one runs"
             yield Finding("other packs", message, _disable(path))
         elif starts:
             message = f"{path.name} starts the TPU when ComfyUI starts, and holds it"

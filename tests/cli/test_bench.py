@@ -55,7 +55,7 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
     assert ", float32, int8. " in text
     assert "on no TPU: they say nothing of speed" in text
     assert "One generation of the tiny model, on no TPU, measured: " in text
-    assert text.endswith("This was not FLUX.2 klein 4B but its tiny model: the times say nothing about a TPU.")
+    assert text.endswith("This was not FLUX.2 klein 4B but its tiny model: the times do not apply to a TPU.")
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
     assert "Fullest device: does not report its memory." in text
     full = replace(real, hbm_peak_bytes=3 * GIB, hbm_reserved_peak_bytes=27 * GIB, hbm_limit_bytes=31 * GIB)

@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "no token": (host.check_token, no_token, "none; only gated models need one (FLUX.2-dev", "hf auth login"),
     "little memory": (host.check_memory, little_memory, "3.0 GiB free; compiling", "ps aux --sort=-rss"),
     "pip.conf": (host.check_pip, pip_conf, "pip.conf lets pip write", "pip config --user unset global.break-system"),
-    "no ComfyUI": (comfyui.check_version, no_comfyui, "/ComfyUI; the command line needs none",
+    "no ComfyUI": (comfyui.check_version, no_comfyui, "/ComfyUI; the command line does not need it",
     "setup.py install --comfyui"),
     "old ComfyUI": (comfyui.check_version, version("0.3.9"), "0.3.9; the pack needs 0.3.76",
     "checkout master && git -C"),

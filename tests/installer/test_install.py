@@ -256,7 +256,7 @@ def test_start_says_what_is_in_its_way(world, installed, monkeypatch):
             bad_ground.another_link,
             r".*custom_nodes/ComfyUI-TPU is a link to .*, not to this folder: remove it, or run that folder",
         ),
-        (bad_ground.no_git, r"git is needed to fetch ComfyUI, and is not there: sudo apt install git$"),
+        (bad_ground.no_git, r"git is needed to clone ComfyUI, and is not installed: sudo apt install git$"),
     ],
 )
 def test_bad_ground_is_one_sentence_and_nothing_half_done(ground, sentence, world, monkeypatch):
@@ -302,7 +302,7 @@ def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, ins
     mine.write_text(f"{theirs}# mine\n")
     assert update.main(["--yes"]) == 0
     assert not (installed.comfyui / "new.py").exists() and mine.read_text().endswith("# mine\n")
-    assert f"{installed.comfyui} is left as it is: it was changed" in capsys.readouterr().out
+    assert f"{installed.comfyui} stays unchanged: it was changed" in capsys.readouterr().out
     mine.write_text(theirs)
     assert update.main(["--yes"]) == 0
     assert (installed.comfyui / "new.py").is_file() and installed.venv.versions()["comfyui-manager"] == "4.3"

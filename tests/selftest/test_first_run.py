@@ -203,7 +203,7 @@ def test_chips_that_stay_busy_fail_no_check(runs: Runs, tmp_path: Path, other_pr
 def test_a_sandbox_with_one_opening_explains_how_to_go_on(runs: Runs, tmp_path: Path):
     run = runs(Layer(device=str(tmp_path / "chip"), max_opens=1, sets=QUICK), "start", "reopen", "together", "store")
     assert [(row.problem, row.is_skipped) for row in run.rows] == [("", False), ("", True), ("", True), ("", True)]
-    assert run.rows[-1].note.endswith("start it anew and add --one-process.")
+    assert run.rows[-1].note.endswith("restart it and add --one-process.")
 
 
 def test_all_groups_run_in_one_process_where_no_second_one_can_open_the_chips(runs: Runs, tmp_path: Path):

@@ -57,7 +57,7 @@ def _devices(devices: Sequence[Device]) -> Measurement:
     on_tpu = [device for device in devices if device.platform == "tpu"]
     silent = [str(device.id) for device in on_tpu if not device_memory.memory_stats(device).limit_bytes]
     if silent:
-        raise CheckFailed(f"Chips {', '.join(silent)} do not say how much memory they have.")
+        raise CheckFailed(f"Chips {', '.join(silent)} do not report the size of their memory.")
     order = ", ".join(f"{device.id} at {place}" for device, place in zip(devices, places, strict=False))
     return Measurement(
         note=f"{len(devices)} x {devices[0].device_kind}, hosts {sorted(set(hosts))}; {order or 'no places'}"

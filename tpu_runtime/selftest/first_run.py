@@ -90,7 +90,7 @@ class FirstRun:
         together = [group for group in chosen if group.name != REOPEN and not group.environment]
         if self._process(together, {"folder": folder, "done": []}):
             return
-        note = "All checks share one process here, and an earlier check ended it. Start the sandbox anew to go on."
+        note = "All checks share one process here, and an earlier check ended it. Restart the sandbox to continue."
         last = self.rows[-1]
         self._skip([group for group in together if group.name not in self._begun_groups], last.note or note)
 
@@ -127,7 +127,7 @@ class FirstRun:
         """Add to DevicesBusy's sentence the other possible cause, where an earlier process had the chips."""
         if not self.chips or pci.find_holders():
             return busy
-        return f"{busy} If this sandbox lets only one process open the chips, start it anew and add --one-process."
+        return f"{busy} If this sandbox lets only one process open the chips, restart it and add --one-process."
 
     def _skip(self, left_out: Sequence[CheckGroup], note: str) -> None:
         """Add a row for each group that does not run, with the reason."""

@@ -113,11 +113,9 @@ def _run_with_small_tiles(
             raise
         problem = str(error)
     if problem:
-        raise CheckFailed(
-            f"{kernel} does not compile ({reason}), and smaller tiles do not help: XLA computes in its place."
-        )
+        raise CheckFailed(f"{kernel} does not compile ({reason}), and smaller tiles do not help: XLA computes instead.")
     learnt = MachineRecord(fallbacks=Fallbacks(kernels=small))
-    raise CheckFailed(f"{kernel} does not compile ({reason}): it takes smaller tiles.", learnt)
+    raise CheckFailed(f"{kernel} does not compile ({reason}): smaller tiles are used.", learnt)
 
 
 def _forms(device: Device, head_dim: int) -> dict[str, AttentionConfig]:

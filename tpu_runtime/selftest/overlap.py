@@ -185,6 +185,6 @@ def lower_step(mesh: Mesh, rungs: dispatch.KernelFallbacks, arrays: tuple[Any, .
 
 def _option_rejected(refused: Unsupported) -> CheckFailed:
     return CheckFailed(
-        f"The compiler does not take {', '.join(refused.names)} ({refused.reason}).",
+        f"The compiler rejects {', '.join(refused.names)} ({refused.reason}).",
         MachineRecord(fallbacks=Fallbacks(options=refused.names)),
     )
