@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
         chips.check_chips, bare, "8 x v6e on the bus, but no device files", "again with --version=v2-alpha-tpuv6e",
     ),
     "chips of an unknown kind": (chips.check_chips, unmapped, "8 device files (0, ...)", "pip install 'tpu-info"),
-    "no rights": (chips.check_device_permissions, forbidden, "no rights to /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
+    "no rights": (chips.check_device_permissions, forbidden, "no permission to use /dev/vfio/3", "sudo chmod a+rw /dev/vfio/3"),
     "another user's lock": (chips.check_device_permissions, locked, "libtpu cannot lock it",
     "sudo rm /tmp/libtpu_lockfile"),
     "TPU held": (chips.check_holders, held, "by python3 train.py, process 42", "kill 42"),
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
     "linked twice": (comfyui.check_this_pack, linked_twice, "as comfyui-tpu: ComfyUI loads both", "rm "),
     "linked and copied": (comfyui.check_this_pack, copied_too, "as Copy: ComfyUI loads both", "Copy.disabled"),
     "another copy": (comfyui.check_this_pack, another, "Copy, this command's is", "pip install --no-deps -e"),
-    "a link to nowhere": (comfyui.check_this_pack, dangling, "Gone leads to /nowhere/at/all", "/custom_nodes/Gone"),
+    "a link to nowhere": (comfyui.check_this_pack, dangling, "Gone links to /nowhere/at/all", "/custom_nodes/Gone"),
     "separate packs": (
         comfyui.check_other_packs, old_pack,
         "ComfyUI-FLUX.2-TPU has nodes of the same names (Flux2TPUSampler, Flux2TextEncoder)", "FLUX.2-TPU.disabled",

@@ -41,7 +41,7 @@ def test_forms_of_the_miniature_agree_and_are_recorded(tmp_path: Path, capsys: p
     assert 0 < record["forms"][names[2]]["difference"] <= verify.BOUNDS["float32"]
     assert record["loop"]["steps"] == verify.LOOP_STEPS - 1 and record["loop"]["median_s"] > 0
     said = capsys.readouterr().out
-    assert "All forms agree." in said and "on no TPU: they say nothing of speed" in said
+    assert "All forms agree." in said and "not on a TPU: they do not indicate speed" in said
 
 
 def part_forms(precision: str = "float32") -> dict[str, verify.FormResult]:

@@ -83,10 +83,10 @@ def test_an_option_that_is_refused_is_one_red_row_and_left_out(runs: Runs):
     found = verdicts(runs(layer, "start", "options", "beside"))
     assert list(found) == ["devices", OPTION, "xla_tpu_scoped_vmem_limit_kib", "transfers beside a kernel"], found
     assert [name for name, problem in found.items() if problem] == [OPTION], found
-    assert "does not take xla_tpu_enable_async_all_to_all" in found[OPTION]
+    assert "rejects xla_tpu_enable_async_all_to_all" in found[OPTION]
     assert learnt().fallbacks.options == (OPTION,)
     (sentence,) = learnt().sentences
-    assert sentence.startswith(f"Self-test, options: {OPTION}: The compiler does not take")
+    assert sentence.startswith(f"Self-test, options: {OPTION}: The compiler rejects")
 
 
 def test_a_hang_is_killed_and_the_rest_goes_on(runs: Runs):
@@ -291,7 +291,7 @@ def test_a_kernel_that_does_not_compile_takes_smaller_tiles(runs: Runs):
     layer = Layer(sets=without, faults=[Fault(at="compile", holds="/residual_norm/", says=said, times=1)])
     found = verdicts(runs(layer, "start", "kernels"))
     assert [stage for stage, problem in found.items() if problem] == ["residual norm"]
-    assert "takes smaller tiles" in found["residual norm"]
+    assert "smaller tiles are used" in found["residual norm"]
     assert learnt().fallbacks.kernels == KernelFallbacks(small=("residual_norm",))
 
 
