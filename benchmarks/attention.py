@@ -1,8 +1,8 @@
-"""Attention kernels side by side, on described chips: ours in each form, JAX's stock splash, a usual online softmax.
+"""Compare attention kernels on described chips: ours, JAX's stock splash kernel, and an ordinary online softmax.
 
-Bundles per thousand scores, Mcycles a call, share of what the matrix units allow, VMEM, code length and compile time,
-for the attention calls of every family on one chip of its default mesh. Nothing is run but where there is a TPU: then
-the last column is measured.
+Columns: bundles per thousand scores, Mcycles per call, share of the matrix units' limit, VMEM, code length and compile
+time, for the attention calls of every family on one chip of its default mesh. The kernels run only on a TPU; the last
+column is then measured.
 
 Run: python benchmarks/attention.py [--topology v6e:2x4 ...] [--call WORD ...] [--forms] [--json FILE]
 """

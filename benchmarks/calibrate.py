@@ -1,8 +1,9 @@
-"""How far off a prediction is: a plain port of Wan 2.1 14B, predicted, beside what was published for that design.
+"""Compare predictions with a published measurement: a plain port of Wan 2.1 14B.
 
-The plain port is upstream's block as it is (rotary embedding by strided writes, float32 norms over tokens that every
-chip of `tp` holds), heads and feed-forward split four ways, guidance's branches side by side, and an online-softmax
-kernel with tiles of 3328 x 2816 x 256. Such a port was published with 4.54 s a step on a v6e-8 at 1280x720, 81 frames.
+The plain port is upstream's block unchanged: rotary embedding by strided writes, and float32 norms over tokens that
+every chip of `tp` holds. Heads and feed-forward are split four ways, and the branches of guidance run side by side. An
+online-softmax kernel has tiles of 3328 x 2816 x 256. The published time of such a port is 4.54 s a step on a v6e-8 at
+1280x720 with 81 frames.
 
 Run: python benchmarks/calibrate.py
 """

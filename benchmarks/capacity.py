@@ -1,7 +1,7 @@
-"""What a number of videos a day takes, from the recorded predictions: slices, chips and chip hours, for every model.
+"""Compute the slices, chips and chip hours for a number of videos a day, from recorded predictions of every model.
 
 Run: python benchmarks/capacity.py [--videos 1000000] [--used 0.8]. It reads `benchmarks/predicted*.json` and compiles
-nothing. `--used` is the share of a day in which a slice generates: what is left goes to loading, compiling, preemption.
+nothing. `--used` is the share of a day in which a slice generates; the rest is loading, compiling and preemption.
 """
 
 import argparse

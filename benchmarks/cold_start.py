@@ -1,14 +1,14 @@
-"""Seconds from the start of a process to a model's first step, by part, and to the first step of a new size.
+"""Measure the seconds from a process's start to a model's first step, by part, and to the first step of a new size.
 
-Run: python benchmarks/cold_start.py [--model wan2.1-t2v-14b] [--opening-s 10] [--disk-gb-s 2]. Takes minutes; no TPU is
-needed, and libtpu compiles nothing.
+Run: python benchmarks/cold_start.py [--model wan2.1-t2v-14b] [--opening-s 10] [--disk-gb-s 2]. It takes minutes, needs
+no TPU, and libtpu compiles nothing.
 
-Measured here, in processes of their own: imports; tracing and lowering of the model's real programs for a described
-v6e:2x4; a whole cold start of the family's tiny model on the CPU, where opening the chips is a sleep of `--opening-s`,
-with an empty cache, with compiled programs on the disk, and with a new size in the same process. Imports and tracing
-are seconds of one core (CPU time), so that other work on the machine does not count.
+Measured, in separate processes: imports; tracing and lowering of the model's real programs for a described v6e:2x4; and
+a complete cold start of the family's tiny model on the CPU. The latter runs with an empty cache, with programs on the
+disk, and with a new size in the same process; opening the chips is a sleep of `--opening-s`. Imports and tracing are
+CPU seconds, so other work on the machine does not count.
 
-Not measured: opening the chips and the disk's rate are assumed, compile times are those that `predicted.json` records.
+Not measured: the time to open the chips and the disk's rate are assumed; compile times are those in `predicted.json`.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""The first video of a size, from empty caches: how long its user waits for the compiler.
+"""Measure or simulate how long a user with empty caches waits for the compiler at the first video of a size.
 
-Run: python benchmarks/first_run.py simulate [--threads 4]: the real sizes, from the compile times and the predicted
-seconds in `benchmarks/predicted.json`, with and without compiling behind; prints tables. Takes no time.
+Run: python benchmarks/first_run.py simulate [--threads 4]: uses the real sizes, with the compile times and predicted
+seconds in `benchmarks/predicted.json`, with and without background compilation, and prints tables. Takes no time.
 
-Run: python benchmarks/first_run.py measure [--pairs 5] [--steps 20] [--step-s 0], on a machine that does nothing else:
-the built-in miniature on two real ComfyUI servers, one of which compiles behind, by turns; prints the seconds of both.
-Chips are simulated by the cores that compile, so little is gained; with --step-s 0.3 each step takes that much longer
-with the host at rest, as where steps run on a TPU.
+Run: python benchmarks/first_run.py measure [--pairs 5] [--steps 20] [--step-s 0], on an otherwise idle machine: runs
+the built-in tiny model alternately on two real ComfyUI servers, one of which compiles in the background, and prints the
+seconds of both. The cores that compile also simulate the chips, so the gain is small. With --step-s 0.3 the host idles
+that long in each step, as it does while a TPU computes.
 """
 
 import argparse

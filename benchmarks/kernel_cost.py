@@ -1,5 +1,7 @@
-"""What one call of an attention kernel costs on a described chip. Also the script that compiles it, in its own process:
-libtpu reads the flags that make it dump its schedule once, when it is loaded.
+"""Compute the cost of one call of an attention kernel on a described chip.
+
+This is also the script that compiles the kernel in its own process: libtpu reads the flags for dumping its schedule
+once, when it is loaded.
 """
 
 import json

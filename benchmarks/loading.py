@@ -1,7 +1,8 @@
-"""How fast weights come from a file to what is put on the chips, by format and number of readers, beside `dd`.
+"""Measure how fast weights are read and decoded for the chips, by format and number of readers, compared with `dd`.
 
-The file is a denoiser of published sizes, in its makers' names, written sparse: it holds zeros, takes no disk and is
-decoded like any other. Shards are of eight simulated chips; they are dropped, for a host does not keep them either.
+The file is a denoiser of published sizes with upstream's names, written as a sparse file: it contains zeros, uses no
+disk space, and is decoded like any other. Shards are for eight simulated chips and are dropped, because a host does not
+keep them either.
 
     python benchmarks/loading.py --model wan2.1-t2v-14b --layers 8 --formats bf16 fp8_scaled Q4_K
 """

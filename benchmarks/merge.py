@@ -1,8 +1,8 @@
-"""What merging a LoRA into a real-size denoiser costs on a described TPU, as the compiler predicts it: the chips' part.
+"""Predict the cost of merging a LoRA into a real-size denoiser on a described TPU: the chips' part.
 
-`python benchmarks/merge.py --model wan2.1-t2v-14b --topology v6e:2x4 --rank 64`. One line for each shape of weight: how
-many layers of it there are, microseconds for each, and its largest array beside the weights on a chip. Reading the
-checkpoint's files and sending them to the chips comes on top; it is the host's and is not predicted.
+`python benchmarks/merge.py --model wan2.1-t2v-14b --topology v6e:2x4 --rank 64`. It prints one line for each shape of
+weight: the number of layers, microseconds for each, and the largest array on a chip besides the weights. Reading the
+checkpoint and sending it to the chips is the host's part and is not predicted.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Predicts the flagship models for one TPU: `benchmarks/predicted.json` and the table in `docs/performance.md`.
+"""Predict the flagship models for one TPU: `benchmarks/predicted.json` and the table in `docs/performance.md`.
 
-Inputs are the models' defaults. Under that table stands what machines with a TPU said, by `benchmarks/measured/`.
+Inputs are the models' defaults. Below that table are the records of machines with a TPU, from `benchmarks/measured/`.
 
-Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise] [--page]. Takes minutes a
-model; no TPU is needed. Models and stages that are not named keep what was recorded before. Other topologies have files
-of their own, `benchmarks/predicted_<generation>.json`, and no table there.
+Run: python benchmarks/predict.py [--model NAME ...] [--topology v6e:2x4] [--stages denoise] [--page]. It takes minutes
+per model and needs no TPU. Other models and stages keep their earlier records. Other topologies have their own files,
+`benchmarks/predicted_<generation>.json`, and no table.
 """
 
 import argparse

@@ -1,10 +1,9 @@
-"""What each quality and step cache costs: results of trained miniatures beside exact float32's, and harder cases.
+"""Measure the cost of each quality and step cache: trained tiny models against exact float32, and harder cases.
 
-PSNR and SSIM are of frames or pictures in 8 bits, against the same prompt, seed and steps in float32. The score is the
-miniature's own (see `tools/score_miniature.py`). Its few tokens and lanes are taken for many, or int8 would leave them
-alone; a video's lie in tiles of at most 12, of which about half are kept. The harder cases have what trained models
-have: 16384 keys, every 32nd channel of them far from zero, peaked scores; and for a linear layer tokens with outlying
-channels.
+PSNR and SSIM compare 8-bit frames or images with those of float32 for the same prompt, seed and steps. The score is the
+tiny model's own (see `tools/score_miniature.py`). Its few tokens and lanes count as many, because int8 would not apply
+otherwise. A video's tokens form tiles of at most 12, of which about half are kept. The harder cases imitate trained
+models: 16384 keys, of which every 32nd channel is far from zero, peaked scores, and outlier channels for linear layers.
 
 Run: JAX_PLATFORMS=cpu python benchmarks/quality.py [--family wan21 ...] [--prompts 32] [--steps 20] [--json FILE]
 """

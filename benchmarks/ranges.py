@@ -1,7 +1,7 @@
-"""What a generation may take on real chips: a range for each record of a prediction, with its derivation.
+"""Estimate the time of a generation on real chips: a range for each recorded prediction, with its derivation.
 
-`predict.py` puts the table into `docs/performance.md`. The lower end is the prediction. The upper end takes the worst
-of published or assumed numbers for what a prediction counts as ideal or leaves out.
+`predict.py` writes the table into `docs/performance.md`. The lower end is the prediction. The upper end uses the worst
+published or assumed numbers for everything that a prediction idealizes or omits.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Predicts whole generations in few steps: `benchmarks/predicted.json` and the recipes in `docs/performance.md`.
+"""Predict complete generations in few steps: `benchmarks/predicted.json` and the recipes in `docs/performance.md`.
 
-Run: python benchmarks/recipes.py [--only TITLE ...] [--stages decode]. Takes minutes a recipe; no TPU is needed.
+Run: python benchmarks/recipes.py [--only TITLE ...] [--stages decode]. It takes minutes per recipe and needs no TPU.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How Wan's step grows with the number of chips, predicted: the table in `docs/performance.md`.
+"""Predict how Wan's step scales with the number of chips: the table in `docs/performance.md`.
 
-Two sizes on 1, 4, 8, 16 and 32 chips of v6e and on 4 of v5p, the denoiser alone. Efficiency: chips times seconds on the
-fewest chips of the generation that the model fits, by chips times seconds.
+It covers two sizes of the denoiser on 1, 4, 8, 16 and 32 chips of v6e and on 4 of v5p. Efficiency is relative to the
+chip seconds on the fewest chips of the generation that hold the model.
 
-Run: python benchmarks/scaling.py. Takes about two minutes an entry; no TPU is needed.
+Run: python benchmarks/scaling.py. It takes about two minutes per entry and needs no TPU.
 """
 
 import argparse

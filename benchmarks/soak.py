@@ -1,15 +1,14 @@
-"""Hundreds of prompts while everything happens at once: does each end well, and is nothing left behind?
+"""Run hundreds of prompts under load, and check that each ends well and leaves nothing behind.
 
 Run: python benchmarks/soak.py [--prompts 300] [--seed 0] [--faults]. Two clients alternate all families on eight
-simulated chips with memory for one of them; prompts are cancelled at any moment, and models unloaded from three places
-at once. It runs in a real ComfyUI server, or where there is none (COMFYUI_PATH), in this process. Prints one line whose
-numbers must be zero, and ends with 1 if one is not; `--seed` chooses the same prompts, cancels and unloads again.
+simulated chips with memory for one of them. Prompts are cancelled at any moment, and models are unloaded from three
+places at once. It runs in a real ComfyUI server or, without one (COMFYUI_PATH), in this process. Prints one line whose
+numbers must be zero, and exits with 1 otherwise. `--seed` repeats the same prompts, cancels and unloads.
 
-With `--faults` every tenth prompt meets a fault, in turn: a full disk, a damaged cache, a cancel, weights that are
-replaced or cut off, a stranger's file, text or tokenizer (`tests/support/faults.py`). All others must give the frames,
-and write the pixels, that they gave before the first fault. Meanwhile another process asks the page ten times a second,
-and that of an idle server beside it: slow answers of both are the machine's. It mounts small disks, as root or by
-`unshare -rm`.
+With `--faults` every tenth prompt meets a fault, in turn: a full disk, a damaged cache, a cancel, replaced or truncated
+weights, an untrusted file, text or tokenizer (`tests/support/faults.py`). All others must return the frames and write
+the pixels from before the first fault. Meanwhile another process requests the page ten times a second, and that of an
+idle server: answers that are slow in both are due to the machine. It mounts small disks, as root or by `unshare -rm`.
 """
 
 import argparse

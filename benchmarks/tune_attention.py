@@ -1,10 +1,11 @@
-"""Searches the attention kernel's tiles by what the compiler makes of them, and writes `kernels/attention_tiles.json`.
+"""Search the attention kernel's tiles by compiling them, and write `kernels/attention_tiles.json`.
 
-For each call of `attention.py` every candidate is compiled alone; the one with the fewest cycles wins, and of those
-within half a percent of it the shortest code, which loads and compiles sooner. Where there is a TPU the time counts
-that a clock measured there, in a column called measured.
+For each call of `attention.py` every candidate is compiled alone. The one with the fewest cycles wins; within half a
+percent of it, the shortest code wins, which loads and compiles sooner. On a TPU the measured time decides, in a column
+called measured.
 
-Run: python benchmarks/tune_attention.py [--topology v6e:2x4] [--call WORD ...]. About half a minute a candidate.
+Run: python benchmarks/tune_attention.py [--topology v6e:2x4] [--call WORD ...]. It takes about half a minute per
+candidate.
 """
 
 import argparse

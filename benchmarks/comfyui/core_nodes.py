@@ -1,9 +1,8 @@
-"""What ComfyUI's own sampler takes of the host for each step, with a network that costs nothing: with our wrapper of
-its guidance, without, and what it takes alone, beside a network of PyTorch's that returns zeros as well.
+"""Measure the host time of ComfyUI's own sampler per step, with a network that costs nothing.
 
-The network's forward returns zeros, and what the processor takes to run the program in place of a chip is not counted,
-so that what is left is the host's work, the transfers and the call. Needs a real ComfyUI (COMFYUI_PATH, else
-~/ComfyUI).
+It is measured with our wrapper of its guidance, without the wrapper, and with a PyTorch network that returns zeros. Our
+network returns zeros too, and the processor time of the program that replaces the chip is not counted. The rest is the
+host's work, the transfers and the call. Needs a real ComfyUI (COMFYUI_PATH, else ~/ComfyUI).
 
     python benchmarks/comfyui/core_nodes.py --size 832x480x33 1280x720x81
 """

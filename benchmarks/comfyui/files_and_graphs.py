@@ -1,10 +1,10 @@
-"""Runs the files and graphs that people bring end to end, and compares each with an oracle: images of a real ComfyUI
-server through its API, and results of `comfyui-tpu run`.
+"""Run users' files and graphs end to end, and compare each result with an oracle.
 
-Networks are miniatures of sizes that ComfyUI's own torch code takes, so that one server gives both results: with its
-own loaders, and with those of this pack. Where the oracle is another program (peft, transformers), it makes the weights
-of a file that needs nothing of what is tried. Prints a row for each case: the largest relative L2 of the images, or the
-sentence that refuses it, with the way, the oracle and whether it holds. Needs ComfyUI (COMFYUI_PATH, else ~/ComfyUI).
+Results are images of a real ComfyUI server through its API, and results of `comfyui-tpu run`. The tiny networks have
+sizes that ComfyUI's own torch code supports, so one server produces both results: with its own loaders and with this
+pack's. If the oracle is another program (peft, transformers), it writes the weights to a plain file. Prints a row for
+each case: the largest relative L2 error of the images, or the error that refuses the file, with the way, the oracle and
+whether it holds. Needs ComfyUI (COMFYUI_PATH, else ~/ComfyUI).
 
     python benchmarks/comfyui/files_and_graphs.py --sheet sheet.png --table table.md [--only 2 5]
 """

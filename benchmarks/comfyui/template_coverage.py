@@ -1,8 +1,10 @@
-"""How many uses of ComfyUI's official templates are compiled ahead: for each template of the families that run here,
-whether all calls of its samplers, text encoders and decoders are known when it is queued, or once a node has run.
+"""Compute how many uses of ComfyUI's official templates are compiled ahead.
+
+For each template of the supported families, it checks whether all calls of samplers, text encoders and decoders are
+known when the prompt is queued, or after a node has run.
 
 Needs a real ComfyUI (COMFYUI_PATH, else ~/ComfyUI) and the package comfyui-workflow-templates, whose index has the
-uses. Images that a template loads count as 1328 x 1000 pixels; files of models are looked up by name alone.
+uses. Images that a template loads count as 1328 x 1000 pixels; model files are looked up by name only.
 
     python benchmarks/comfyui/template_coverage.py [--templates FOLDER] [--list]
 """

@@ -1,6 +1,6 @@
-"""Converts ComfyUI's templates from the page's format to prompts as the page sends them.
+"""Convert ComfyUI's templates from the page's format to the prompts that the page sends.
 
-Subgraphs are unpacked; then `to_api` treats the result like any workflow, with the widgets of ComfyUI's own classes.
+Subgraphs are unpacked. `to_api` then treats the result like any workflow, with the widgets of ComfyUI's own classes.
 """
 
 import importlib

@@ -1,9 +1,8 @@
-"""How long a server's page takes to answer, asked all the time from a process of its own.
+"""Measure how long a server takes to answer its page, from a separate process.
 
-Run: python benchmarks/host/answers.py http://127.0.0.1:8188 [URL ...] [--seconds 60]. Each address is asked for
-`GET /tpu/stats` and for `GET /`, ten times a second, over a connection each. A second server that nothing is asked of
-shows how much of the longest answers is the machine's. Prints JSON, also when its input is closed before the seconds
-are over.
+Run: python benchmarks/host/answers.py http://127.0.0.1:8188 [URL ...] [--seconds 60]. It requests `GET /tpu/stats` and
+`GET /` from each address ten times a second, over one connection each. A second, idle server shows the machine's share
+of the longest answers. Prints JSON, also if its input is closed early.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Host seconds of bringing decoded frames back: 81 frames at 1280x720, in the layout that a TPU leaves them in.
+"""Measure the host seconds for fetching decoded frames: 81 frames at 1280x720, in a TPU's layout.
 
-`python benchmarks/host/decode_fetch.py` prints, for the layout of the TPU's compiler (channels apart) and for row-major
-frames, the median of copying each chunk and joining all of them, as before, and of writing each part into one tensor.
-The arrays are on the CPU, so that no transfer from a chip is in the numbers.
+`python benchmarks/host/decode_fetch.py` prints medians for the layout of the TPU's compiler (separate channels) and for
+row-major frames: for copying and joining all chunks, as before, and for writing each part into one tensor. The arrays
+are on the CPU, so no transfer from a chip is included.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""What the monitor costs a running workflow: paired runs with polling clients and without, on a real ComfyUI server.
+"""Measure the cost of the monitor for a running workflow: paired runs with and without polling clients.
 
-Run: python benchmarks/host/monitor.py [--pairs 80] [--clients 10] [--steps 100], on a machine that does nothing else.
-Starts a server of its own, with the tiny Wan 2.1 on eight simulated chips, so the runs lie on the same cores as the
-clients: a TPU machine has more to spare.
+Run: python benchmarks/host/monitor.py [--pairs 80] [--clients 10] [--steps 100], on an otherwise idle machine. It
+starts its own ComfyUI server with the tiny Wan 2.1 on eight simulated chips. Runs and clients share the cores, so the
+cost is higher than on a TPU machine.
 """
 
 import argparse

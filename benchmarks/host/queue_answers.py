@@ -1,8 +1,8 @@
-"""How long the page of a server waits while long prompts and strangers' files are queued: the worst answer of each.
+"""Measure how long a server's page waits while long prompts and untrusted files are queued: the slowest answer of each.
 
-Run: python benchmarks/host/queue_answers.py [--repeats 5], on a machine that does nothing else. Starts a server of its
-own, runs a prompt, and queues what froze the page once: a UMT5 encoder in GGUF, samplers behind prompts of 88 kB and
-1 MiB, a file of 4000 described layers, and a config of 5 MiB. Prints a table; its first line is of an idle server.
+Run: python benchmarks/host/queue_answers.py [--repeats 5], on an otherwise idle machine. It starts its own server, runs
+a prompt, and queues cases that once froze the page: a UMT5 encoder in GGUF, samplers with prompts of 88 kB and 1 MiB, a
+file of 4000 described layers, and a config of 5 MiB. Prints a table; its first line is for an idle server.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""How long the chips wait for the host between two denoising steps, with steps given ahead and in order.
+"""Measure how long the chips wait for the host between two denoising steps, with steps dispatched ahead and in order.
 
-The engine's own loop runs, with progress and a preview read after every step; in the place of the chips is a clock that
-takes a set time for each program, one after the other. The model is a built-in checkpoint at its small size, on eight
-simulated chips: what the host does for a step does not depend on the size, but for the preview.
+The engine's own loop runs, with progress and a preview after every step. Instead of chips, a clock takes a fixed time
+for each program. The model is a tiny checkpoint on eight simulated chips: apart from the preview, the host's work for a
+step does not depend on the size.
 
     python benchmarks/host/step_gap.py --model flux2-klein-4b --step-ms 13 65 500 2400
 """

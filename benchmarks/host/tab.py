@@ -1,8 +1,8 @@
-"""What the open tab of an idle machine costs the browser: the processor time of the page's thread for an answer.
+"""Measure the processor time that an open TPU tab costs the browser per answer while the machine is idle.
 
-Run: python benchmarks/host/tab.py [--seconds-apart 2]. Needs what tests of the page do: ComfyUI, playwright, Chromium.
-Answers differ in the host's load alone and come without waiting, the page's clock put on by as much; the same frames
-without answers are taken off. It is the thread's own time, not the clock's. Asking the server is not in it.
+Run: python benchmarks/host/tab.py [--seconds-apart 2]. It needs ComfyUI, playwright and Chromium, as the page's tests do.
+The answers differ only in the host's load and arrive without waiting; the page's clock is advanced accordingly. The
+cost of the same frames without answers is subtracted. Only the thread's own time counts, without the requests.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What kernels to compare with are given, and give: our order of dimensions, theirs, and padding."""
+"""Conversion of arguments and results of the kernels to compare with: order of dimensions, and padding."""
 
 from collections.abc import Sequence
 

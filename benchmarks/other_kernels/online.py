@@ -1,7 +1,8 @@
-"""An attention kernel of the usual kind, to compare with: an online softmax over tiles of keys, keys in the grid.
+"""An ordinary attention kernel to compare with: an online softmax over tiles of keys, with keys in the grid.
 
-Scores transposed, base 2, tiles of 3328 x 2816 in steps of 256 keys; padded copies of query, key and value. A port of
-Wan 2.1 with such a kernel was published with 4.54 s a step on a v6e-8, 3.03 of it in the kernel.
+Scores are transposed, in base 2, with tiles of 3328 x 2816 in steps of 256 keys; query, key and value are copied and
+padded. The published time of a port of Wan 2.1 with such a kernel is 4.54 s a step on a v6e-8, 3.03 s of it in the
+kernel.
 """
 
 import functools

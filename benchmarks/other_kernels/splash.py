@@ -1,6 +1,6 @@
 """JAX's stock splash attention kernel for TPU, to compare with: padding to its tiles, masking of the tail, layout.
 
-The kernel is `jax.experimental.pallas.ops.tpu.splash_attention`; nothing of it is copied here.
+The kernel is `jax.experimental.pallas.ops.tpu.splash_attention`; none of its code is copied here.
 """
 
 from dataclasses import dataclass

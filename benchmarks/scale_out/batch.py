@@ -1,8 +1,8 @@
-"""What driving a batch costs: time and memory of the driver for many jobs of a stub workload, which take no time.
+"""Measure the cost of driving a batch: time and memory of the driver for many jobs of a stub that takes no time.
 
 Run: python benchmarks/scale_out/batch.py [--jobs 10000] [--workers 64] [--sizes 1] [--ray]
-The stub writes a result and a record for each job, as a worker does, in the driver's own process: its time is in the
-numbers. With --ray it is an actor on each of four simulated machines, and what Ray adds is in them too.
+The stub writes a result and a record for each job, as a worker does, in the driver's own process; its time is included.
+With --ray it is an actor on each of four simulated machines, and Ray's overhead is included too.
 """
 
 import argparse

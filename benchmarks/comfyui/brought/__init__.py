@@ -1,1 +1,1 @@
-"""Files and graphs as people bring them, with the right result of each from another program."""
+"""Users' files and graphs, with the expected result of each from another program."""

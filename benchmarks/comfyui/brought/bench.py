@@ -1,4 +1,4 @@
-"""A ComfyUI server of miniatures with this pack in it, what it is asked, and what comes out."""
+"""A ComfyUI server with this pack and tiny models, and the requests and results of the cases."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Graphs that people bring: each with ComfyUI's own loaders beside this pack's."""
+"""Users' graphs, each with ComfyUI's own loaders and with this pack's."""
 
 import json
 import shutil
