@@ -1,6 +1,6 @@
 """Measure the processor time that an open TPU tab costs the browser per answer while the machine is idle.
 
-Run: python benchmarks/host/tab.py [--seconds-apart 2]. It needs ComfyUI, playwright and Chromium, like the page's tests.
+Run: python benchmarks/host/tab.py [--seconds-apart 2]. It needs ComfyUI, playwright and Chromium, as page tests do.
 The answers differ only in the host's load and arrive without waiting; the page's clock is advanced accordingly. The
 cost of the same frames without answers is subtracted. Only the thread's own time counts, without the requests.
 """
