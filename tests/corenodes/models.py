@@ -200,7 +200,7 @@ class Models:
                 if name == "generate":
                     use = functools.partial(found.generate, found.tokenize("a cat"))
                 sentence = said(use)
-                assert "ComfyUI's own loader for that node" in sentence, (kind, name, sentence)
+                assert "For that node, load" in sentence, (kind, name, sentence)
         for name in calls.ABSENT["MODEL"].split():
             assert type(attempt(self.ours, name)) is type(attempt(self.theirs, name)), name
 

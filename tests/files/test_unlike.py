@@ -256,8 +256,8 @@ def test_one_denoiser_for_two_is_named_twice(make: Callable[[Home], Path], home:
 def test_one_expert_twice_is_refused(first: str, second: str, noise: str, home: Home):
     names = [f"{name}.safetensors" for name in (first, second)]
     assert home.with_rest(BOTH, *(home.file(BOTH, "transformer", name) for name in names)) == (
-        f"Wan 2.2 I2V A14B: {' and '.join(names)} are both the denoiser for {noise} noise by their names, and it has "
-        "one for high noise and one for low noise. Name one of each, the one for high noise first."
+        f"Wan 2.2 I2V A14B: by their names, {' and '.join(names)} are both the denoiser for {noise} noise. Name one "
+        "for high noise and one for low noise, the one for high noise first."
     )
 
 

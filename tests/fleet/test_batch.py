@@ -182,7 +182,7 @@ def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
         ('{"9.seed": 1}', "line 1: 9.seed: no node called '9'"),
         ('{"2.seeds": 1}', "line 1: 2.seeds: 2 has no input seeds"),
         ('{"2.height": 81}', "line 1: Wan21TPUSampler (node 2): Wan 2.1 T2V 14B: height is 81; it must be a multiple"),
-        ('{"2.latents": 1}', "line 1: 2.latents: it takes a link"),
+        ('{"2.latents": 1}', "line 1: 2.latents must be linked"),
         ('{"6.model_id": "nowhere"}', "line 1: Wan 2.1 T2V 14B: model_id is nowhere; there is no such folder"),
         ("", "has no jobs"),
     ],
