@@ -118,7 +118,7 @@ def test_another_host_compiles_again(
 def test_a_call_of_another_shape_costs_an_entry(given: tuple, second_host: Path, caplog: pytest.LogCaptureFixture):
     xla_cache.use_persistent_cache()
     compiler._cache_write(*given)
-    assert [sentence.partition(" (")[0] for sentence in warnings(caplog)] == ["a compiled program is not kept"]
+    assert [sentence.partition(" (")[0] for sentence in warnings(caplog)] == ["a compiled program was not stored"]
 
 
 @pytest.mark.parametrize("error", [AttributeError, ValueError])

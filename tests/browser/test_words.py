@@ -192,13 +192,13 @@ def test_how_long_each_node_took_is_read_after_the_run(page: Any, server: Server
 
 
 def test_the_page_speaks_chinese(chinese: Any):
-    edited = json.dumps(EXAMPLE).replace("720p wants", "I want")
+    edited = json.dumps(EXAMPLE).replace("Use `flow_shift` 5", "I use `flow_shift` 5")
     chinese.evaluate("(workflow) => app.loadGraphData(workflow)", json.loads(edited))
     title, *lines = chinese.evaluate(NOTE)
     assert title == "使用方法" and "**Wan 2.1 T2V 14B：文生视频**" in lines
     (own,) = (line for line in lines if "480p" in line)
     shot(chinese, "words-chinese-note")
-    assert own == "- I want `flow_shift` 5, 480p (832x480) wants 3."
+    assert own == "- I use `flow_shift` 5 for 720p and 3 for 480p (832x480)."
     sampler = chinese.evaluate(WORDS, SAMPLER)
     assert sampler["widgets"]["num_inference_steps"] == "步数"
     assert sampler["sockets"]["negative_prompt_embeds"] == "负面条件"

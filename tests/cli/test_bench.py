@@ -54,7 +54,7 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
     assert text.startswith(f"the tiny model of FLUX.2 klein 4B on {found.num_devices} x ")
     assert ", float32, int8. " in text
     assert "not on a TPU: they do not indicate speed" in text
-    assert "One generation of the tiny model, on no TPU, measured: " in text
+    assert "One generation of the tiny model, not on a TPU, measured: " in text
     assert text.endswith("This was not FLUX.2 klein 4B but its tiny model: the times do not apply to a TPU.")
     real = replace(found, is_tiny=False, programs=(replace(found.programs[1], median_s=0.5, predicted_s=0.25),))
     assert "Fullest device: does not report its memory." in text
