@@ -129,7 +129,7 @@ _SIZES = {
     "layers_per_block": 2,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
 }
-_TINY = {"block_out_channels": (6, 6, 12, 12), "norm_num_groups": 3}
+_TINY = {"block_out_channels": (6, 6, 12, 12), "layers_per_block": 1, "norm_num_groups": 3}
 _NEEDS = {
     "block_out_channels": ConfigRequirement(fits=require_length(4), wording="4 numbers", required=True),
     "mid_block_add_attention": ConfigRequirement((True,)),
