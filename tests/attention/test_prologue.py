@@ -63,12 +63,25 @@ def norm_of(module: torch.nn.Module) -> Norm:
     return Norm(weight=jnp.asarray(weight), bias=None if bias is None else jnp.asarray(bias), eps=EPS)
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
-@pytest.mark.parametrize("name", norms(4, 2))
+RMS, RMS_ALL, LAYER, LAYER_ALL = NORMS = tuple(norms(4, 2))
+PAIRED, ONE_PAIR, WIDE, WIDE_ROWS, NARROW = SHAPES = (
+    (8, 64, 2, 2), (2, 64, 1, 1), (6, 128, 3, 1), (4, 128, 1, 2), (6, 24, 2, 2)
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "groups", "rows"),
-    [(8, 64, 2, 2), (2, 64, 1, 1), (6, 128, 3, 1), (4, 128, 1, 2), (6, 24, 2, 2)],
-)
+    ("heads", "head_dim", "groups", "rows", "name", "kernel"),
+    mostly(
+        ((*shape, name, kernel) for shape in SHAPES for name in NORMS for kernel in (False, True)),
+        (*PAIRED, RMS, False), (*ONE_PAIR, LAYER, False), (*WIDE, RMS_ALL, False), (*WIDE_ROWS, LAYER_ALL, False),
+        (*NARROW, RMS_ALL, False),
+        # The kernel has code of its own for each norm, and for heads of half a register.
+        *((*shape, name, True) for shape in (PAIRED, WIDE) for name in NORMS),
+        (*ONE_PAIR, RMS_ALL, True), (*WIDE_ROWS, RMS, True), (*WIDE_ROWS, LAYER_ALL, True), (*NARROW, LAYER, True),
+        (*NARROW, LAYER_ALL, True),
+    ),
+    ids=str,
+)  # fmt: skip
 def test_queries_are_prepared_as_upstream_does(
     name: str, heads: int, head_dim: int, groups: int, rows: int, kernel: bool, compare: Callable
 ):
