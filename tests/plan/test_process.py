@@ -99,7 +99,7 @@ def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyP
 def test_the_command_ends_at_once_with_a_sentence(number: signal.Signals, status: int, tmp_path: Path):
     command = [sys.executable, "-c", "import sys; from comfyui_tpu.cli.main import main; sys.exit(main())", "plan"]
     with (tmp_path / "said").open("w+") as said:
-        started = subprocess.Popen([*command, SPECS[0].name], stdout=said, stderr=said)
+        started = subprocess.Popen([*command, SPECS[0].name, "--stages", "encode"], stdout=said, stderr=said)
         until(lambda: "compiles" in (tmp_path / "said").read_text(), "the compiler did not start")
         started.send_signal(number)
         assert started.wait(timeout=PATIENCE_S) == status
