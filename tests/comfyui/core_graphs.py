@@ -234,7 +234,7 @@ class Graphs:
 
     def sample(self, model: Any, sampler: str = "euler", scheduler: str = "simple", **more: Any) -> Any:
         options = {
-            "steps": 4,
+            "steps": 2,
             "cfg": self.job.get("cfg", 5.0),
             "denoise": 1.0,
             "positive": self.prompts[0],
@@ -257,8 +257,12 @@ class Graphs:
         return found
 
 
+# Samplers that look back at a step before the last.
+LOOKING_BACK = ("dpmpp_2m", "uni_pc", "res_multistep")
+
+
 def sampler(name: str) -> Graph:
-    return lambda graphs, model: graphs.sample(model, name)
+    return lambda graphs, model: graphs.sample(model, name, steps=3 if name in LOOKING_BACK else 2)
 
 
 def shifted(graphs: Graphs, model: Any) -> Any:
@@ -279,8 +283,8 @@ def masked(graphs: Graphs, model: Any) -> Any:
 
 
 def in_two(graphs: Graphs, model: Any) -> Any:
-    first = graphs.sample(model, start_step=0, last_step=2, force_full_denoise=False)
-    return graphs.sample(model, start_step=2, last_step=4, disable_noise=True, latent={"samples": first})
+    first = graphs.sample(model, steps=3, start_step=0, last_step=2, force_full_denoise=False)
+    return graphs.sample(model, steps=3, start_step=2, last_step=3, disable_noise=True, latent={"samples": first})
 
 
 def one_lora(graphs: Graphs, model: Any) -> Any:
@@ -304,7 +308,7 @@ def guider(graphs: Graphs, model: Any) -> Any:
     chosen = custom.Guider_DualCFG(model)
     chosen.set_conds(graphs.prompts[0], graphs.prompts[2], graphs.prompts[1])
     chosen.set_cfg(4.0, 2.0)
-    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "beta", 4)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "beta", 2)
     noise = custom.Noise_RandomNoise(3)
     latent = {"samples": graphs.samples}
     found = custom.SamplerCustomAdvanced.execute(noise, chosen, comfy.samplers.sampler_object("euler"), sigmas, latent)
@@ -321,7 +325,7 @@ def timed(graphs: Graphs, model: Any) -> Any:
         for prompt, (start, end) in zip((graphs.prompts[0], graphs.prompts[2]), ranges, strict=True)
         for one in node_helpers.conditioning_set_values(prompt, {"start_percent": start, "end_percent": end})
     ]
-    return graphs.sample(model, positive=both)
+    return graphs.sample(model, steps=4, positive=both)
 
 
 def regions(graphs: Graphs, model: Any) -> Any:

@@ -128,7 +128,7 @@ class Models:
         self.theirs = comfy.sd.load_diffusion_model(path, {"dtype": torch.float32})
         self.ours = core_model.load_model(path, "float32", Watched)
 
-    def sample(self, model: Any, positive: Any = None, steps: int = 3) -> Any:
+    def sample(self, model: Any, positive: Any = None, steps: int = 2) -> Any:
         import nodes
 
         both = positive or self.prompts[0], self.prompts[1]

@@ -81,7 +81,7 @@ class Cases:
         assert found.isfinite().all()
         return ((found - wanted).norm() / wanted.norm()).item()
 
-    def sample(self, model: Any, cfg: float = 4.0, hooks: Any = None, steps: int = 3) -> Any:
+    def sample(self, model: Any, cfg: float = 4.0, hooks: Any = None, steps: int = 2) -> Any:
         import nodes
 
         positive, negative = ([[one.clone(), {}]] for one in self.states)
