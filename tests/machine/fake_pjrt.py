@@ -33,7 +33,8 @@ class Fault:
 
     `does`: "raise"; "halt", so that each later run of the process raises too; "hang"; "linger", which hangs with its
     pipes closed; "die"; "leave", with exit code 0; "nonsense", after which a program says that its values are not
-    finite. `times`: how often in a process, 0 for always; `after`: not the first ones.
+    finite; "flip", after which each number of a program is another in its last bit. `times`: how often in a process, 0
+    for always; `after`: not the first ones.
     """
 
     at: str
@@ -76,8 +77,8 @@ class Layer:
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def meet(self, at: str, text: Callable[[], str] = str, options: Sequence[str] = ()) -> bool:
-        """Whatever the machine does at this point to a program of this `text`; whether it computes nonsense."""
+    def meet(self, at: str, text: Callable[[], str] = str, options: Sequence[str] = ()) -> str:
+        """Whatever the machine does at this point to a program of this `text`, and what it does to its results."""
         from jax.errors import JaxRuntimeError
 
         if at == "run" and self._is_lost:
@@ -98,11 +99,11 @@ class Layer:
                 os.abort()
             if fault.does == "leave":
                 os._exit(0)
-            if fault.does == "nonsense":
-                return True
+            if fault.does in ("nonsense", "flip"):
+                return fault.does
             self._is_lost = self._is_lost or fault.does == "halt"
             raise JaxRuntimeError(fault.says)
-        return False
+        return ""
 
     def open_chip(self) -> None:
         """Hold the chip until this process ends. Raise what JAX and libtpu raise if another process holds it."""
@@ -163,10 +164,12 @@ class Layer:
         def runs(program: Any, *args: Any) -> Any:
             executable = program.xla_executable
             _, given = self._given.get(id(executable), (None, []))
-            is_nonsense = self.meet("run", lambda: self.text_of(executable), given)
+            harm = self.meet("run", lambda: self.text_of(executable), given)
             found = run(program, *args)
-            if is_nonsense:
+            if harm == "nonsense":
                 found = [jax.numpy.zeros_like(one) if one.dtype == bool else one for one in found]
+            if harm == "flip":
+                found = [one if one.dtype == bool else flip(one) for one in found]
             if self.room_bytes and self.held() > self.room_bytes:
                 jax.block_until_ready(found)
                 from jax.errors import JaxRuntimeError
@@ -226,6 +229,16 @@ class Layer:
             text = "".join(module.to_string() for module in executable.hlo_modules())
             self._texts[id(executable)] = executable, text
         return self._texts[id(executable)][1]
+
+
+def flip(array: Any) -> Any:
+    """The array with the last bit of each number changed."""
+    import jax
+    import numpy as np
+
+    words = np.asarray(array)
+    changed = words.view(f"u{words.dtype.itemsize}") ^ 1
+    return jax.device_put(changed.view(words.dtype), array.sharding)
 
 
 # --- in another process -----------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import torch
 
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
-from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..messages import compose
 from ..model_spec import Call, Settings
 from ..model_spec.protocols import Decode
@@ -33,7 +32,6 @@ from ..programs.solver_table import SolverTable
 from ..programs.step_cache import CachedDenoiser, Runnable
 from ..progress import Preview
 from . import conditioning
-from .overlap_check import FirstStep
 from .program_cache import ProgramRequest
 from .stage_context import StageContext
 from .stage_values import SOLVER_KEY, Latent, SolverCheckpoint
@@ -99,7 +97,9 @@ def run_steps(
                 state = solver_table.insert_noise(state, noise)
                 times, scale = (table.timesteps[index], table.next_timesteps[index]), np.float32(plan.experts[index][1])
                 args = denoise_step.StepArgs(state, table.table[index], *times, placed, scale)
-                first = _first_step(stage, plan, standing, program, args, expert) if index == group[0] else None
+                first = None
+                if index == group[0]:
+                    first = stage.first_step(program, args, functools.partial(_step_request, plan, standing, expert))
                 *state, denoised, is_finite = program(weights, *args)
                 if first is not None and stage.overlap is not None:
                     stage.overlap.compare(first, weights, (*state, denoised, is_finite))
@@ -121,24 +121,9 @@ def run_steps(
     return replace(standing, state=final_state), np.array(denoised)
 
 
-def _first_step(
-    stage: StageContext,
-    plan: DenoisingPlan,
-    standing: SolverState,
-    program: Runnable,
-    args: denoise_step.StepArgs,
-    expert: str,
-) -> FirstStep | None:
-    """Return an expert's first step with these arguments, where it is to be compared with its form without overlap."""
-    if stage.overlap is None or type(stage.hosts) is not HostGroup:
-        return None
-
-    def make_request(overlaps: bool) -> ProgramRequest:
-        without = stage.target.fallbacks if overlaps else stage.target.fallbacks | WITHOUT_OVERLAP
-        form = replace(stage, target=replace(stage.target, fallbacks=without))
-        return denoiser_requests(form, plan, standing.inputs)[expert][0]
-
-    return stage.overlap.first_step(program, args, make_request)
+def _step_request(plan: DenoisingPlan, standing: SolverState, expert: str, stage: StageContext) -> ProgramRequest:
+    """Return the request of an expert's plain step, or of its full step with a step cache."""
+    return denoiser_requests(stage, plan, standing.inputs)[expert][0]
 
 
 def measure_magcache(stage: StageContext, plan: DenoisingPlan, standing: SolverState) -> tuple[tuple[float, ...], ...]:

@@ -55,7 +55,7 @@ class FirstStep:
 
     wanted: ProgramRequest  # its program
     without: ProgramRequest  # the same without overlapped transfers
-    args: tuple[Any, ...]  # on the host, because a program may overwrite its arguments
+    args: tuple[Any, ...]  # copies on the host: a program or a sampler may overwrite the originals
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,8 @@ class OverlapChecks:
         if wanted.digest in self._begun or wanted.digest in self.verdicts.record.overlap:
             return None
         self._begun.add(wanted.digest)
-        return FirstStep(wanted=wanted, without=make_request(False), args=tuple(jax.device_get(tuple(args))))
+        copies = jax.tree.map(np.array, jax.device_get(tuple(args)))
+        return FirstStep(wanted=wanted, without=make_request(False), args=copies)
 
     def compare(self, step: FirstStep, weights: Weights, results: Any) -> None:
         """Compare a step's `results` in a thread, as soon as the other form is compiled and no stage runs.

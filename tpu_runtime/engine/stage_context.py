@@ -4,7 +4,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..checkpoints import checkpoint, weight_loader
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.model_ref import Lora, ModelRef, ResolvedModel
 from ..loras import apply
+from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..messages import compose, compose_term
 from ..model_spec import Call, Component, Json, ModelSpec
 from ..multihost.coordinator import HostGroup
@@ -27,7 +28,7 @@ from ..programs.weights import SCALE_SUFFIX, Weights, bytes_per_chip, shared_net
 from . import telemetry
 from .device_cache import DeviceCache, ResidentWeights
 from .frame_buffer import PendingFrames
-from .overlap_check import OverlapChecks
+from .overlap_check import FirstStep, OverlapChecks
 from .program_cache import ProgramCache, ProgramRequest
 from .prompt_cache import PromptCache
 
@@ -95,6 +96,22 @@ class StageContext:
             key=(self.spec.name, config, self.target, *request.key),
             build=lambda: request.program(self.spec, config, self.target),
         )
+
+    def first_step(
+        self, program: Runnable, args: tuple[Any, ...], request: Callable[["StageContext"], ProgramRequest]
+    ) -> FirstStep | None:
+        """Return the denoiser's step that `program` is about to run with `args`, if it is to be compared; else None.
+
+        request: returns its program request as compiled in a given context.
+        """
+        if self.overlap is None or type(self.hosts) is not HostGroup:
+            return None
+
+        def make_request(overlaps: bool) -> ProgramRequest:
+            without = replace(self.target, fallbacks=self.target.fallbacks | WITHOUT_OVERLAP)
+            return request(self if overlaps else replace(self, target=without))
+
+        return self.overlap.first_step(program, args, make_request)
 
     def _execute(self, executable: Executable, request: network_call.CallRequest) -> tuple[Any, Any]:
         """Run a program; return its result (or pending frames) and the value that stays on the devices."""

@@ -275,10 +275,19 @@ def predict(stage: StageContext, prediction: PredictionRequest) -> torch.Tensor:
     name, results = stage.spec.denoiser.experts[prediction.expert], []
     conditioning.check_call_inputs(stage.spec, stage.config(name), prediction.sample, prediction.inputs)
     for part in _split_branches(stage.spec, prediction):
-        executable = stage.executable(_prediction_request(stage, name, part))
+        wanted = _prediction_request(stage, name, part)
+        executable = stage.executable(wanted)
         weights = stage.weights(name, executable)
         stage.check(f"a prediction of {name}")
-        result, is_finite = executable(weights, part.sample, np.float32(prediction.timestep), part.inputs)
+        args = (part.sample, np.float32(prediction.timestep), part.inputs)
+
+        def request(form: StageContext, part: _BranchBatch = part, wanted: ProgramRequest = wanted) -> ProgramRequest:
+            return wanted if form is stage else _prediction_request(form, name, part)
+
+        first = stage.first_step(executable, args, request)
+        result, is_finite = executable(weights, *args)
+        if first is not None and stage.overlap is not None:
+            stage.overlap.compare(first, weights, (result, is_finite))
         results.append(to_tensor(np.asarray(result)))
         if not is_finite:
             raise stage.not_finite_error(compose("stage.values_of_denoiser"), stage.model.loras)
