@@ -42,6 +42,7 @@ from .checkpoints.model_ref import (
     describe_ambiguity,
     resolve_variant,
 )
+from .checkpoints.prefetch import list_call_stages
 from .device_memory import DeviceMemory
 from .engine import stage_files, stage_values
 from .engine.lifecycle import current_engine, exit_process, get_engine, listen_for_hosts, on_fatal, register_exit
@@ -382,7 +383,7 @@ def announce_generations(generations: Iterable[PlannedGeneration], *, progress: 
 def announce_local_generations(generations: Sequence[PlannedGeneration], *, progress: Progress) -> None:
     """Announce generations of this machine alone (see `expect`)."""
     if generations or current_engine():
-        get_engine(progress).expect(map(_as_it_runs, generations))
+        get_engine(progress, generations).expect(map(_as_it_runs, generations))
 
 
 def _as_it_runs(expected: PlannedGeneration) -> PlannedGeneration:
@@ -395,11 +396,26 @@ def _as_it_runs(expected: PlannedGeneration) -> PlannedGeneration:
 
 
 def precompile_calls(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progress: Progress) -> None:
-    """Compile the programs of calls by ComfyUI's own nodes in the background.
+    """Compile the programs of calls by ComfyUI's own nodes in the background, and read their weights ahead.
 
-    calls: iterated in another thread; see `stage_functions.precompile_call`.
+    calls: see `Engine.prepare`. They are iterated in another thread, unless the devices are not open yet: then weights
+        are read while these open.
     """
-    get_engine(progress).prepare(calls)
+    expected: list[PlannedGeneration] = []
+    if current_engine() is None:
+        calls = _list_known(calls)
+        expected = [PlannedGeneration(model=model, stages=tuple(list_call_stages(given))) for model, given in calls]
+    get_engine(progress, expected).prepare(calls)
+
+
+def _list_known(calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> list[tuple[ModelRef, dict[str, Any]]]:
+    """Return the calls up to the first that cannot be predicted."""
+    known: list[tuple[ModelRef, dict[str, Any]]] = []
+    try:
+        known.extend(calls)
+    except Exception as error:  # of any kind: nothing fails because it cannot be compiled ahead
+        log.warning("Nothing more is prepared in the background: %s: %s", type(error).__name__, error)
+    return known
 
 
 def follow_leader(place: HostRank, chips: Callable[[Any], list[dict[str, Any]]]) -> None:

@@ -17,7 +17,6 @@ import torch
 from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.cache import store, xla_cache
-from comfyui_tpu.tpu_runtime.checkpoints import prefetch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from comfyui_tpu.tpu_runtime.engine import program_cache, stage_functions, telemetry
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
@@ -351,20 +350,6 @@ def test_a_cancelled_stage_drops_what_was_noted(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Cancelled):
         engine.encode(MODEL, "another cat", "", Stops())
     assert dropped.wait(PATIENCE_S)
-
-
-def test_weights_are_read_ahead_as_far_as_memory_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    files = [tmp_path / name for name in "ab"]
-    for path in files:
-        path.write_bytes(bytes(3000))
-    assert (prefetch.available_bytes() or 0) > 0
-    assert prefetch.prefetch_files(files, lambda: None) == 6000
-    monkeypatch.setattr(prefetch, "available_bytes", lambda: 8000)
-    assert prefetch.prefetch_files(files, lambda: None) == 3000
-    with pytest.raises(Cancelled):
-        host = Host()
-        host.is_cancelled = True
-        prefetch.prefetch_files(files, host.check_cancelled)
 
 
 ENDING = """

@@ -122,11 +122,13 @@ class Checkpoint:
         return [f"{component.folder}/{name}" for name in list_weight_names(folder, component)]
 
     def local_weight_files(self, component: Component) -> list[Path]:
-        """Return a component's weight files if all are on this machine, else []. Makes no request, after `configs`."""
+        """Return a component's weight files if all are on this machine, else []. Makes no request."""
         if (rest := self._other_checkpoint(component.folder)) is not None:
             return rest.local_weight_files(component)
+        is_unknown = self._is_on_hub and not self.located
+        root = hub.find_cached(self.model_id) if is_unknown else self.home(SilentProgress())
         try:
-            return list_weight_files(self._folder(self.home(SilentProgress()), component.folder), component)
+            return [] if root is None else list_weight_files(self._folder(root, component.folder), component)
         except CheckpointError:
             return []
 

@@ -1,7 +1,7 @@
 """References to models: descriptions without weights, and the checks that need no weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .. import models
@@ -76,6 +76,13 @@ class ModelRef:
     @property
     def spec(self) -> ModelSpec:
         return models.lookup_spec(self.spec_name)
+
+    def without_choices(self) -> "ModelRef":
+        """Return the model without LoRAs and with the default quality.
+
+        Later nodes may add LoRAs, and samplers override the quality.
+        """
+        return replace(self, loras=(), quality=Quality.EXACT)
 
     def locate(self) -> checkpoint.Checkpoint:
         """Return the model's checkpoint."""

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,14 +19,16 @@ from ...sharding.mesh import Device
 from .. import device_memory, host_memory, versions
 from .. import precision as precisions
 from ..cache import xla_cache
+from ..checkpoints import prefetch
 from ..checkpoints.model_ref import ModelRef, PlannedGeneration
+from ..checkpoints.prefetch import FilePrefetch
 from ..machine import record
 from ..machine.device_access import open_devices
 from ..machine.fallbacks import ChipHalted
 from ..machine.policy import FallbackPolicy
 from ..machine.record import MachineRecord
 from ..messages import compose
-from ..model_spec import STAGES, Quality, Settings
+from ..model_spec import STAGES, Settings
 from ..multihost.coordinator import HostGroup
 from ..programs import upstream_network
 from ..programs.program import CompileTarget, step_compiler_options
@@ -70,6 +72,7 @@ class Engine:
     kernel: of the denoisers (see `AttentionPolicy`).
     hosts: each has an engine over all `devices` and holds the arrays of its `own` devices.
     when_halted: called once a core has halted, after which this process cannot use the chips.
+    files: reads weights ahead; may have begun before the chips were open.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Engine:
         kernel: Kernel = "auto",
         hosts: HostGroup | None = None,
         when_halted: Callable[[], None] = lambda: None,
+        files: FilePrefetch | None = None,
     ) -> None:
         versions.warn_once()
         versions.check()
@@ -103,6 +107,7 @@ class Engine:
         self._lock = threading.RLock()
         self._expected: dict[ModelRef, PlannedGeneration] = {}
         self._ahead = BackgroundProgress()
+        self._files = files or FilePrefetch()
         self.overlap_checks = OverlapChecks(
             programs=self.program_cache, chips=self.device_cache, verdicts=self.ladder, lock=self._lock
         )
@@ -114,15 +119,18 @@ class Engine:
         """
         expected = {}
         for generation in reversed(list(generations)):
-            base = _without_loras(generation.model)
+            base = generation.model.without_choices()
             expected[base] = replace(generation, model=base, settings=_without_seed(generation.settings))
         if expected != self._expected:
             self.hosts.tell("expect", {"generations": list(expected.values())[::-1]})
             self._expected = expected
-            self._cancel_background()
+            self._cancel_background(keep=expected)
 
     def prepare(self, calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> None:
-        """Compile the programs of single calls in the background, in this order (see `stage_functions`)."""
+        """Compile the programs of single calls in the background, in this order, and read their weights ahead.
+
+        calls: each a model and arguments of `stage_functions.precompile_call`.
+        """
         ahead = self._ahead
 
         def work() -> None:
@@ -131,7 +139,9 @@ class Engine:
                     host=ahead, activity=telemetry.Activity(stage="warmup", model=model.model_id)
                 )
                 watched.check_cancelled()
-                stage_functions.precompile_call(self._stage(model, watched), **arguments)
+                stage = self._stage(model, watched)
+                self._request_files(stage, prefetch.list_call_stages(arguments))
+                stage_functions.precompile_call(stage, **arguments)
 
         if type(self.hosts) is HostGroup:
             _run_in_background(work, COMPILE_THREAD)
@@ -159,7 +169,11 @@ class Engine:
 
     def _clear(self) -> None:
         self.device_cache.clear()
+        self._forget_prefetched()
+
+    def _forget_prefetched(self) -> None:
         self._ahead.noted.clear()
+        self._files.cancel()
 
     # -- how a stage runs ----------------------------------------------------------------------------------------------
 
@@ -276,7 +290,7 @@ class Engine:
 
     def _prefetch(self, stage: StageContext, model: ModelRef, settings: Settings | None) -> None:
         """Start to compile and to read from disk, in the background, what the later stages need."""
-        expected = self._expected.get(_without_loras(model))
+        expected = self._expected.get(model.without_choices())
         if expected is None or stage.name not in STAGES:
             return
         settings = _without_seed(settings) if stage.name == "denoise" else expected.settings
@@ -290,19 +304,24 @@ class Engine:
         quiet = replace(
             stage, progress=telemetry.TrackedProgress(host=self._ahead, activity=replace(stage.progress.activity))
         )
-        if unread and len(self.local_devices) == len(
-            self.devices
-        ):  # with several hosts each needs only part of each file
-            _run_in_background(lambda: stage_functions.prefetch_weights(quiet, unread), "comfyui-tpu-read")
+        self._request_files(stage, unread)
         if settings is not None and uncompiled:
             with stage.progress.activity.timed("importing_s"):
                 upstream_network.import_upstream(model.spec.components)  # not safe in two threads at once
             _run_in_background(lambda: stage_functions.precompile_stages(quiet, settings, uncompiled), COMPILE_THREAD)
 
-    def _cancel_background(self) -> None:
-        """Cancel background work, except for compilations that XLA has begun."""
+    def _request_files(self, stage: StageContext, stages: Collection[str]) -> None:
+        """Start to read the weights of `stages` in the background, unless they are resident."""
+        if len(self.local_devices) < len(self.devices):
+            return  # with several hosts each needs only part of each file
+        resident = {held.component for held in self.device_cache.list() if held.model == stage.found.model_id}
+        self._files.request(stage.model.without_choices(), prefetch.list_files(stage.found, stages, resident))
+
+    def _cancel_background(self, keep: Collection[ModelRef] = ()) -> None:
+        """Cancel background work, except for compilations that XLA has begun and weights of the models in `keep`."""
         self._ahead.is_cancelled = True
         self._ahead = BackgroundProgress()
+        self._files.cancel(keep)
         self.program_cache.drop()
 
     def _unload_in_stages(self, stage: StageContext) -> Iterator[str]:
@@ -315,7 +334,7 @@ class Engine:
             yield "everything else"
             return
         for unloaded in self.device_cache.unload_in_stages(stage.found.model_id):
-            self._ahead.noted.clear()
+            self._forget_prefetched()
             yield unloaded
 
     def _record_stage(self, activity: telemetry.Activity) -> None:
@@ -336,14 +355,6 @@ class Engine:
         held_bytes = telemetry.bytes_in_use(self.local_devices)
         self.peak_bytes = [max(pair) for pair in zip(held_bytes, self.peak_bytes, strict=True)]
         return held_bytes
-
-
-def _without_loras(model: ModelRef) -> ModelRef:
-    """Return the model without LoRAs and with the default quality.
-
-    Later nodes may add LoRAs, and samplers override the quality.
-    """
-    return replace(model, loras=(), quality=Quality.EXACT)
 
 
 def _without_seed(settings: Settings | None) -> Settings | None:

@@ -13,11 +13,14 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from .. import garbage
+from ..checkpoints import prefetch
+from ..checkpoints.model_ref import PlannedGeneration
+from ..checkpoints.prefetch import FilePrefetch
 from ..machine.device_access import open_devices
 from ..messages import compose
 from ..multihost import rank
@@ -43,9 +46,10 @@ _ends_at_exit = False
 _when_stuck: list[Callable[[str], None]] = []
 
 
-def get_engine(progress: Progress) -> "Engine":
+def get_engine(progress: Progress, expected: Collection[PlannedGeneration] = ()) -> "Engine":
     """Return the engine; made on first use, which opens the devices.
 
+    expected: generations whose weights are read from the disk while the devices open.
     With several hosts, wait until all have joined. Raises `HostsError` if one does not come.
     """
     global _engine
@@ -55,16 +59,34 @@ def get_engine(progress: Progress) -> "Engine":
             with leader.join(progress) if leader else contextlib.nullcontext(), garbage.pause_while_importing():
                 import jax  # noqa: F401 - before two threads need it
 
-                importing = _import_in_background()
-                chips = open_devices(progress.text, progress.check_cancelled)
-                wait([importing])  # libraries import lazily, and threads may get half-imported modules
+                files = _read_in_background(() if leader else expected)
+                try:
+                    importing = _import_in_background()
+                    chips = open_devices(progress.text, progress.check_cancelled)
+                    wait([importing])  # libraries import lazily, and threads may get half-imported modules
 
-                from .engine import Engine
+                    from .engine import Engine
 
-                _engine = Engine(chips, hosts=leader, when_halted=_schedule_restart)
+                    _engine = Engine(chips, hosts=leader, when_halted=_schedule_restart, files=files)
+                except BaseException:
+                    files.cancel()
+                    raise
             if leader is not None and _ends_at_exit:
                 atexit.register(exit_process)  # again: runs before JAX's own handlers, which wait for the other hosts
         return _engine
+
+
+def _read_in_background(expected: Iterable[PlannedGeneration]) -> FilePrefetch:
+    """Start to read the weights of `expected` generations, as far as they are on this machine.
+
+    A model with problems is left out, because its stage reports them. A built-in one may not be written yet.
+    """
+    files = FilePrefetch()
+    for model, stages in ((each.model, each.stages) for each in expected):
+        if model.model_id not in model.spec.miniature.ids:
+            with contextlib.suppress(Exception):
+                files.request(model.without_choices(), prefetch.list_files(model.locate(), stages))
+    return files
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import torch
 
 from .. import media, tokenization, versions
 from ..cache.store import signature
-from ..checkpoints import prefetch as reading
 from ..checkpoints import score_bound, tiny
 from ..messages import compose, compose_list, compose_term
 from ..model_spec import STAGES, MagCache, MagCacheCurve, ModelSpec, Quality, Settings, TextEncoding
@@ -448,21 +447,6 @@ def precompile_stages(stage: StageContext, settings: Settings, stages: Sequence[
     is_here = all(stage.found.local_weight_files(stage.spec.component(name)) for name in stage.spec.denoiser.experts)
     names = [name for name in stages if is_here or name != "denoise"]
     _each_program(stage, settings, names, functools.partial(_note, stage))
-
-
-def prefetch_weights(stage: StageContext, stages: Sequence[str]) -> None:
-    """Read the weights of the denoiser and the decoder into the kernel's page cache before these stages load them."""
-    names = [
-        *(stage.spec.denoiser.experts if "denoise" in stages else ()),
-        *((stage.spec.vae.component,) if "decode" in stages else ()),
-    ]
-    loaded = [(resident.component, resident.model) for resident in stage.device_cache.list()]
-    files = [
-        stage.found.local_weight_files(stage.spec.component(name))
-        for name in names
-        if (name, stage.found.model_id) not in loaded
-    ]
-    reading.prefetch_files(itertools.chain.from_iterable(files), stage.progress.check_cancelled)
 
 
 def _each_program(
