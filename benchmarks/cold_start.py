@@ -54,9 +54,11 @@ def timed(parts: dict[str, float], name: str) -> Iterator[None]:
 
 def measure_imports(model: str) -> dict[str, float]:
     """Return CPU seconds of each group of imports, in the order of a cold start."""
+    from comfyui_tpu.tpu_runtime.models import lookup_spec
+
     parts = {"interpreter": time.process_time()}
     with timed(parts, "pack"):
-        from comfyui_tpu.tpu_runtime import api
+        pass
     with timed(parts, "jax"):
         import jax  # noqa: F401
     with timed(parts, "engine, torch, torchax"):
@@ -66,7 +68,7 @@ def measure_imports(model: str) -> dict[str, float]:
     with timed(parts, "diffusers, transformers"):
         upstream_network.import_libraries()
     with timed(parts, "the model's classes"):
-        upstream_network.import_upstream(api.lookup_spec(model).components)
+        upstream_network.import_upstream(lookup_spec(model).components)
     return parts
 
 
@@ -116,16 +118,19 @@ def start_tiny(opening_s: str, width: str, then: str = "") -> list[float]:
 
 def _first_step(api: Any, width: int) -> float:
     """Return the time at which the first step of a prompt has ended."""
+    from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+    from comfyui_tpu.tpu_runtime.models import lookup_spec
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-    class Reached(api.SilentProgress):
+    class Reached(SilentProgress):
         at = 0.0
 
         def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
             if unit == "step" and done >= 1 and not self.at:
                 self.at = time.time()
 
-    spec, reached = api.lookup_spec("wan2.1-t2v-14b"), Reached()
-    model = api.ModelRef(spec_name=spec.name, model_id=TINY)
+    spec, reached = lookup_spec("wan2.1-t2v-14b"), Reached()
+    model = ModelRef(spec_name=spec.name, model_id=TINY)
     settings = spec.settings(**{**spec.miniature.inputs, "width": width, "num_inference_steps": 2})
     embeds = api.encode_prompt(model, f"a cat of {width}", "", progress=reached)
     api.denoise(model, settings, *embeds, progress=reached)

@@ -15,27 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tpu_runtime.api import (
-    NAME_HELP,
-    STAGES,
-    DeviceMemory,
-    ModelSpec,
-    Quality,
-    Settings,
-    device_access,
-    device_memory,
-    precision_title,
-    resolve_pictures,
-    resolve_precision,
-    resolve_spec,
-)
+from ..tpu_runtime import device_memory
+from ..tpu_runtime.checkpoints.file_resolution import resolve_spec
+from ..tpu_runtime.device_memory import DeviceMemory
+from ..tpu_runtime.machine import device_access
+from ..tpu_runtime.model_spec import STAGES, ModelSpec, Quality, Settings
+from ..tpu_runtime.models import NAME_HELP
+from ..tpu_runtime.precision import precision_label as precision_title
+from ..tpu_runtime.precision import resolve_image_precision as resolve_pictures
+from ..tpu_runtime.precision import resolve_precision
 from . import verify
 from .common_arguments import add_inputs, add_precision, model_folders, parse_inputs, print_now
 from .random_inputs import random_arguments, random_array, time_runs, tiny_spec
 
 if TYPE_CHECKING:
     from ..sharding.mesh import Device
-    from ..tpu_runtime.api import CompiledProgram
+    from ..tpu_runtime.plan.compile import CompiledProgram
 
 SCHEMA = 1
 
@@ -109,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return 1 if variants disagree. Raises ValueError for errors of the user."""
-    from ..tpu_runtime.api import chips
+    from ..tpu_runtime.cost_model import chips
 
     spec = resolve_spec(options.model, model_folders())
     if options.runs < 1:
@@ -172,7 +167,11 @@ def measure(
     trace: folder for profiler traces, one per program; None: no traces.
     """
     from ..sharding.mesh import mesh_shape
-    from ..tpu_runtime.api import chips, compiling, denoising_plan, plan, versions
+    from ..tpu_runtime import versions
+    from ..tpu_runtime.cost_model import chips
+    from ..tpu_runtime.plan import compile as compiling
+    from ..tpu_runtime.plan import plan
+    from ..tpu_runtime.programs import denoising_plan
 
     topology = chips.find_topology(devices[0].device_kind, len(devices)) if predicts else None
     rows: list[MeasuredProgram] = []
@@ -229,7 +228,7 @@ def _trace(folder: Path, executable: Any, weights: Any, make: Callable[[], Any])
 
 def format_report(found: BenchResult) -> str:
     """Return the readable report."""
-    from ..tpu_runtime.api import plan_report as report
+    from ..tpu_runtime.plan import report
 
     head = ("program", "runs", "mesh", "compile", "GiB", "median", "least", "most", "x runs", "predicted", "of it")
     rows = [

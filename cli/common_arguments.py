@@ -13,7 +13,10 @@ from ..nodes.headless.overrides import apply_assignment, read_json
 from ..nodes.headless.runner import HEADLESS_NODES, NodeTime
 from ..nodes.headless.workflow import to_api
 from ..tpu_runtime import api
-from ..tpu_runtime.api import CHOICES, SPECS, BoolInput, EnumInput, IntInput, ModelSpec, SigmaList
+from ..tpu_runtime.checkpoints import tiny
+from ..tpu_runtime.model_spec import BoolInput, EnumInput, IntInput, ModelSpec, SigmaList
+from ..tpu_runtime.models import SPECS
+from ..tpu_runtime.precision import CHOICES
 from . import doctor
 
 TINY = "use the built-in tiny models, at their sizes: needs no network and no TPU"
@@ -77,7 +80,7 @@ def load_workflow(options: argparse.Namespace) -> Workflow:
 
 def list_tiny_prompts(workflow: Workflow) -> Iterator[str]:
     """Yield the prompt of each tiny model, which a trained one uses instead of the workflow's own."""
-    trained = {spec.miniature.id: api.tiny.is_trained(spec.miniature.id) for spec in SPECS}
+    trained = {spec.miniature.id: tiny.is_trained(spec.miniature.id) for spec in SPECS}
     for node_id, node in workflow.items():
         model_id, prompt = (node["inputs"].get(name) for name in ("model_id", "prompt"))
         if not isinstance(prompt, str) or not isinstance(model_id, str) or model_id not in trained:

@@ -13,22 +13,15 @@ from typing import TextIO
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import LINE_INTERVAL_S, TerminalContext
-from ..tpu_runtime.api import (
-    MIB,
-    NAME_HELP,
-    SEPARATOR,
-    SPECS,
-    Checkpoint,
-    ModelSpec,
-    Progress,
-    WeightFile,
-    checkpoint,
-    format_size,
-    hub,
-    lookup_spec,
-    published,
-    resolve_variant,
-)
+from ..tpu_runtime.checkpoints import checkpoint, hub
+from ..tpu_runtime.checkpoints.checkpoint import Checkpoint
+from ..tpu_runtime.checkpoints.downloads import WeightFile
+from ..tpu_runtime.checkpoints.file_resolution import SEPARATOR
+from ..tpu_runtime.checkpoints.model_ref import resolve_variant
+from ..tpu_runtime.model_spec import ModelSpec
+from ..tpu_runtime.models import NAME_HELP, SPECS, lookup_spec, published
+from ..tpu_runtime.progress import Progress
+from ..tpu_runtime.units import MIB, format_size
 from . import doctor
 
 BAR_WIDTH = 24
@@ -122,7 +115,7 @@ def _announce(found: Checkpoint, place: Path, host: "BarContext") -> None:
 
 def _print_sizes(rows: Sequence[Sequence[str]], files: Sequence[WeightFile], place: Path, what: str) -> None:
     """Print a table, and the missing bytes of `files`; ValueError if they do not fit on the disk."""
-    from ..tpu_runtime.api import plan_report as report
+    from ..tpu_runtime.plan import report
 
     for line in report.format_table(rows):
         print(f"  {line}")

@@ -8,7 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..tpu_runtime import api
-from ..tpu_runtime.api import RESTART_EXIT_CODE, HostRank, auth, host_stats, places, snapshot, supervisor
+from ..tpu_runtime.monitor import host_stats, snapshot
+from ..tpu_runtime.multihost import rank as places
+from ..tpu_runtime.multihost import supervisor
+from ..tpu_runtime.multihost.coordinator import RESTART_EXIT_CODE
+from ..tpu_runtime.multihost.rank import HostRank
+from ..tpu_runtime.rpc import auth
 
 _DESCRIPTION = """\
 Joins this host's chips to those of the first host and runs its share of the
@@ -32,6 +37,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
+    from ..tpu_runtime.rpc.connection import HandshakeRejected
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     place = _place(options)
     environment = {places.VARIABLE: str(place)}
@@ -52,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         )
     try:
         api.follow_leader(place, _chips())
-    except api.HandshakeRejected as error:
+    except HandshakeRejected as error:
         print(f"comfyui-tpu: {error}", file=sys.stderr, flush=True)
         return RESTART_EXIT_CODE  # it may fit after an update
     return 0

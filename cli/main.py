@@ -18,8 +18,16 @@ from ..nodes.graphs import upgrade
 from ..nodes.headless import compare
 from ..nodes.headless.overrides import read_json
 from ..nodes.headless.runner import TerminalContext, run_workflow
-from ..tpu_runtime import api
-from ..tpu_runtime.api import CHOICES, NAME_HELP, SPECS, STAGES, plan_process, resolve_spec, supervisor
+from ..tpu_runtime.checkpoints.file_resolution import resolve_spec
+from ..tpu_runtime.engine.lifecycle import exit_process
+from ..tpu_runtime.machine import pci
+from ..tpu_runtime.model_spec import STAGES
+from ..tpu_runtime.models import NAME_HELP, SPECS
+from ..tpu_runtime.multihost import supervisor
+from ..tpu_runtime.plan import process as plan_process
+from ..tpu_runtime.precision import CHOICES
+from ..tpu_runtime.progress import SHOWN_TO_USER
+from ..tpu_runtime.redact import printable
 from . import batch, bench, doctor, download, follow, monitor, selftest, serve, stages, warmup
 from .common_arguments import (
     DOWNLOADS,
@@ -43,7 +51,7 @@ SHORT_FLAGS = {"num_inference_steps": "--steps", "guidance_scale": "--guidance",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 2 for an error of the user, 130 after Ctrl-C, 143 after SIGTERM."""
-    api.pci.configure_without_tpu()
+    pci.configure_without_tpu()
     if logging.lastResort:
         logging.lastResort.addFilter(_is_not_shown)
     options = _parser().parse_args(arguments)
@@ -53,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         if not _close_broken_pipes():
-            print(f"comfyui-tpu: {api.printable(str(error))}", file=sys.stderr)
+            print(f"comfyui-tpu: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as cancel:
         print("comfyui-tpu: cancelled", file=sys.stderr)
@@ -68,7 +76,7 @@ def command() -> int:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
         _close_broken_pipes()
-    api.exit_process(status)
+    exit_process(status)
     return status
 
 
@@ -87,7 +95,7 @@ def _close_broken_pipes() -> bool:
 
 def _is_not_shown(record: logging.LogRecord) -> bool:
     """Return whether a log record was not shown by a host; without a log file it would appear twice in the terminal."""
-    return not hasattr(record, api.SHOWN_TO_USER)
+    return not hasattr(record, SHOWN_TO_USER)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,7 +187,9 @@ class _Version(argparse.Action):
     """The option --version, which reads the file that repository, registry archive and wheel contain."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        settings = tomllib.loads((api.versions.ROOT / "pyproject.toml").read_text("utf-8"))
+        from ..tpu_runtime import versions
+
+        settings = tomllib.loads((versions.ROOT / "pyproject.toml").read_text("utf-8"))
         print(settings["project"]["version"])
         parser.exit()
 

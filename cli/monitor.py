@@ -20,7 +20,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..tpu_runtime.api import GB, MIB, STAGES, Sampler, Stats, format_load_rate, format_size, snapshot
+from ..tpu_runtime.model_spec import STAGES
+from ..tpu_runtime.monitor import snapshot
+from ..tpu_runtime.monitor.host_stats import Sampler, Stats
+from ..tpu_runtime.units import GB, MIB, format_load_rate, format_size
 
 DEFAULT_URL = "http://127.0.0.1:8188"
 TIMEOUT_S = 5

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from ..tpu_runtime.api import ModelSpec, Program
+    from ..tpu_runtime.model_spec import ModelSpec
+    from ..tpu_runtime.programs.program import Program
 
 # A pytree of arrays, or the description of one array: a `jax.ShapeDtypeStruct` with a sharding.
 Tree: TypeAlias = Any
@@ -45,7 +46,7 @@ def random_arguments(program: "Program") -> tuple[Tree, ...]:
     """Return random arguments of deviation 1; lengths of texts are maximal, other integers are 1."""
     import jax
 
-    from ..tpu_runtime.api import StepArgs
+    from ..tpu_runtime.programs.denoise_step import StepArgs
 
     args = jax.tree.map(lambda want: random_array(want, 1.0), program.args)
     if isinstance(args, StepArgs):

@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..tpu_runtime.api import FLAGSHIPS, NAME_HELP, device_access, fallbacks, files, lookup_spec
+from ..tpu_runtime import files
+from ..tpu_runtime.machine import device_access, fallbacks
+from ..tpu_runtime.models import FLAGSHIPS, NAME_HELP, lookup_spec
 from ..tpu_runtime.selftest import groups
 
 if TYPE_CHECKING:
-    from ..tpu_runtime.api import Preview
+    from ..tpu_runtime.progress import Preview
     from ..tpu_runtime.selftest.checks import CheckResult
     from ..tpu_runtime.selftest.report import ChipRecord, SelftestReport
 

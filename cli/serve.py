@@ -5,7 +5,7 @@ import logging
 import threading
 
 from ..fleet.serve import Server, StageService
-from ..tpu_runtime.api import auth
+from ..tpu_runtime.rpc import auth
 from .common_arguments import model_folders
 
 

@@ -10,22 +10,12 @@ from pathlib import Path
 
 from ..nodes.declare import Folders, Json, Value
 from ..nodes.headless.runner import TerminalContext
-from ..tpu_runtime import api
-from ..tpu_runtime.api import (
-    NAME_HELP,
-    SIZE_INPUTS,
-    SPECS,
-    STEP_RANGE_INPUTS,
-    ModelRef,
-    ModelSpec,
-    choose_model,
-    lookup_spec,
-    media,
-    spec_for_family,
-    stage_files,
-    stage_values,
-    tiny,
-)
+from ..tpu_runtime import api, media
+from ..tpu_runtime.checkpoints import tiny
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
+from ..tpu_runtime.engine import stage_files, stage_values
+from ..tpu_runtime.model_spec import SIZE_INPUTS, STEP_RANGE_INPUTS, ModelSpec
+from ..tpu_runtime.models import NAME_HELP, SPECS, lookup_spec, spec_for_family
 from .common_arguments import (
     add_inputs,
     add_precision,

@@ -14,8 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..nodes.declare import Json
-from ..tpu_runtime.api import DeviceMemory, ModelSpec, Settings, device_memory, fallbacks
-from ..tpu_runtime.api import resolve_precision as resolve
+from ..tpu_runtime import device_memory
+from ..tpu_runtime.device_memory import DeviceMemory
+from ..tpu_runtime.machine import fallbacks
+from ..tpu_runtime.model_spec import ModelSpec, Settings
+from ..tpu_runtime.precision import resolve_precision as resolve
 from .common_arguments import print_now
 from .random_inputs import random_arguments, random_array, time_runs
 
@@ -24,7 +27,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..sharding.mesh import Device
-    from ..tpu_runtime.api import CompiledProgram, Precision, Program, StepArgs, Topology
+    from ..tpu_runtime.cost_model.chips import Topology
+    from ..tpu_runtime.plan.compile import CompiledProgram
+    from ..tpu_runtime.precision import Precision
+    from ..tpu_runtime.programs.denoise_step import StepArgs
+    from ..tpu_runtime.programs.program import Program
 
 SCHEMA = 1
 # Runs a program: (weights, number of runs) -> results, whether they are finite, seconds of each run.
@@ -102,7 +109,7 @@ def verify(
     choice: the precision as a node has it.
     described: chips to compile for; None: measure on `devices`.
     """
-    from ..tpu_runtime.api import versions
+    from ..tpu_runtime import versions
 
     precision = resolve(choice, devices[0].platform)
     is_tiny = devices[0].platform != "tpu"
@@ -188,7 +195,8 @@ class StepVariants:
 
     def program(self, settings: Settings, variation: StepVariant) -> "Program":
         """Return a variant's program."""
-        from ..tpu_runtime.api import CompileTarget, denoising_plan
+        from ..tpu_runtime.programs import denoising_plan
+        from ..tpu_runtime.programs.program import CompileTarget
 
         spec = with_blocks(self.spec, NUM_PART_BLOCKS if variation.is_part else NUM_BLOCKS)
         plan = denoising_plan.DenoisingPlan.published(spec, settings)
@@ -205,7 +213,8 @@ class StepVariants:
         wanted: the variants. sizes: settings by whether a variant is of a part. topology: the chips.
         All compile before the first is predicted: most have the same kernels.
         """
-        from ..tpu_runtime.api import compiling, plan
+        from ..tpu_runtime.plan import compile as compiling
+        from ..tpu_runtime.plan import plan
 
         rows: list[FormResult] = []
         compiled: list[CompiledProgram] = []
@@ -256,7 +265,7 @@ class StepVariants:
         """Return the variant's outcome, its values, and a function that runs it with any weights."""
         import numpy as np
 
-        from ..tpu_runtime.api import compiling
+        from ..tpu_runtime.plan import compile as compiling
 
         executable = program.compile()
         compile_s = time.monotonic() - started
@@ -279,7 +288,7 @@ class StepVariants:
 
     def loop(self, settings: Settings) -> dict[str, Json]:
         """Time consecutive steps as a sampler runs them: compiled through the caches, state donated, each awaited."""
-        from ..tpu_runtime.api import executables
+        from ..tpu_runtime.programs import executables
 
         program = self.program(settings, StepVariant(name=CHOSEN, without=fallbacks.fallbacks_from_environment()))
         executable, is_new = executables.compile_or_load(program)
@@ -375,7 +384,7 @@ def step_arguments(program: "Program") -> "StepArgs":
     """Return random arguments, with a solver whose result is the network's output, both branches in equal parts."""
     import numpy as np
 
-    from ..tpu_runtime.api import StepArgs
+    from ..tpu_runtime.programs.denoise_step import StepArgs
 
     args = StepArgs(*random_arguments(program))
     row = np.zeros(args.row.shape, np.float32)
@@ -391,7 +400,7 @@ def _place(values: "np.ndarray | np.float32 | jax.Array", like: "jax.Array") -> 
 
 def format_verification(spec: ModelSpec, record: Mapping[str, Json], rows: Sequence[FormResult]) -> str:
     """Return the readable report."""
-    from ..tpu_runtime.api import plan_report as report
+    from ..tpu_runtime.plan import report
 
     label = record["label"]
     head = ("form of the step", "compile", "GiB", label, "of the chosen", "difference")

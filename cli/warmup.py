@@ -7,7 +7,10 @@ from ..nodes.declare import Folders
 from ..nodes.graphs.graph import list_generations
 from ..nodes.headless.runner import HEADLESS_NODES, TerminalContext
 from ..tpu_runtime import api
-from ..tpu_runtime.api import NAME_HELP, ModelRef, Settings, lookup_spec, names_single_files, resolve_variant
+from ..tpu_runtime.checkpoints.file_resolution import names_single_files
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
+from ..tpu_runtime.model_spec import Settings
+from ..tpu_runtime.models import NAME_HELP, lookup_spec
 from .common_arguments import (
     TINY,
     add_inputs,

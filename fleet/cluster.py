@@ -20,7 +20,8 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..tpu_runtime.api import auth, supervisor
+from ..tpu_runtime.multihost import supervisor
+from ..tpu_runtime.rpc import auth
 from .messages import Worker, WorkerLost, Workers
 from .worker import WorkerActor
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
-from ..tpu_runtime.api import supervisor
+from ..tpu_runtime.multihost import supervisor
 from .jobs import JobTemplate
 from .messages import JOB_FAULT, MACHINE_FAULT, JobFailed, Worker, WorkerLost, Workers, WorkerStatus
 from .queue import Job, Queue

@@ -20,7 +20,9 @@ from ..nodes.headless.overrides import set_input
 from ..nodes.headless.runner import HEADLESS_NODES, execution_order
 from ..nodes.headless.workflow import validate_workflow
 from ..nodes.model import join_model_id
-from ..tpu_runtime.api import Progress, content_hash, parse_json
+from ..tpu_runtime.checkpoints import content_hash
+from ..tpu_runtime.files import parse_json
+from ..tpu_runtime.progress import Progress
 from .messages import ContentHash, JobRequest
 from .queue import Job, JobKey
 

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from ..tpu_runtime import api
-from ..tpu_runtime.api import STAGES, ModelRef, PlannedGeneration, Preview, choose_model, codec, messages
+from ..tpu_runtime.cache.store import cache_folder, trim
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, PlannedGeneration, choose_model
+from ..tpu_runtime.engine.memory_advice import OutOfMemory
+from ..tpu_runtime.files import open_atomic
+from ..tpu_runtime.messages import transform
+from ..tpu_runtime.model_spec import STAGES
+from ..tpu_runtime.models import spec_for_family
+from ..tpu_runtime.progress import Preview
+from ..tpu_runtime.redact import redact
+from ..tpu_runtime.rpc import codec, messages
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +122,7 @@ class StageService:
         return api.run_stage(name, chosen, asker, **given)
 
     def _choose(self, asker: ClientProgress, *, family: str, model_id: str, precision: str) -> str:
-        spec = api.spec_for_family(family)
+        spec = spec_for_family(family)
         return choose_model(spec, model_id, precision=precision, folders=self._models, progress=asker).spec_name
 
     def _report_lora(self, asker: ClientProgress, *, model: ModelRef) -> str:
@@ -125,19 +134,21 @@ def lora_path(digest: str) -> Path:
     """Return the cache path of a client's LoRA. Raises ValueError if `digest` is not a SHA-256."""
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{digest!r} is not a SHA-256.")
-    return api.cache_folder() / "loras" / f"{digest}.safetensors"
+    return cache_folder() / "loras" / f"{digest}.safetensors"
 
 
 class Server:
     """Listens at `host` and `port` within its context; `port` is then the actual one. Each request has a connection."""
 
     def __init__(self, host: str, port: int, stages: StageService) -> None:
+        from ..tpu_runtime.rpc.connection import RpcServer
+
         self.host, self.port, self.stages = host, port, stages
         self.clients, self.asking, self._ended = 0, 0, {"done": 0, "failed": 0, "given_up": 0}
         # One stage at a time, in the order of requests; waiting ones can be cancelled.
         self._one = ThreadPoolExecutor(1, "comfyui-tpu-serve")
         pages = {"/health": lambda: "ok\n", "/metrics": self._metrics}
-        self._door = api.RpcServer(self._problem, self._speak, pages, HEARTBEAT_S)
+        self._door = RpcServer(self._problem, self._speak, pages, HEARTBEAT_S)
 
     def __enter__(self) -> "Server":
         try:
@@ -151,7 +162,9 @@ class Server:
         self._one.shutdown(wait=False, cancel_futures=True)
 
     def _problem(self, hello: Mapping[str, Any], address: str) -> str | None:
-        if hello["source"] != api.versions.source_digest():
+        from ..tpu_runtime import versions
+
+        if hello["source"] != versions.source_digest():
             return "this machine has another version of the pack. Update the pack on both machines."
         return f"it has {MAX_CLIENTS} clients already." if self.clients >= MAX_CLIENTS else None
 
@@ -199,12 +212,12 @@ class Server:
             outcome = "given_up"
             return messages.StageFailed("", outcome)
         except Exception as error:  # of any kind: the client receives it
-            kinds = {api.OutOfMemory: "OutOfMemory", ValueError: "ValueError"}
+            kinds = {OutOfMemory: "OutOfMemory", ValueError: "ValueError"}
             kind = next((name for known, name in kinds.items() if isinstance(error, known)), "")
             text = str(error) if kind or isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             if not kind:
                 log.error("%s for %s failed", call.name, address, exc_info=error)
-            return messages.StageFailed(kind, api.transform(text, api.redact))
+            return messages.StageFailed(kind, transform(text, redact))
         finally:
             self._ended[outcome] += 1
             log.info("%s for %s: %s after %.1f s", call.name, address, outcome, time.monotonic() - started)
@@ -232,9 +245,9 @@ async def _bring(link: Any, path: Path) -> None:
     if not 0 < size <= MAX_LORA_BYTES:
         raise ValueError(f"it has {size} bytes; it may have {MAX_LORA_BYTES}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    api.trim(path.parent, MAX_LORA_CACHE_BYTES - size)
+    trim(path.parent, MAX_LORA_CACHE_BYTES - size)
     digest, problem = hashlib.sha256(), None
-    with api.open_atomic(path) as scratch:
+    with open_atomic(path) as scratch:
         with scratch.open("wb", buffering=0) as file:
             async for piece in link.pieces(size):  # all of them, even after an error: the reply follows the last one
                 digest.update(piece)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalContext, run_workflow
-from ..tpu_runtime.api import HostMemoryError, Progress, SilentProgress, redact
+from ..tpu_runtime.memory_errors import HostMemoryError
+from ..tpu_runtime.progress import Progress, SilentProgress
+from ..tpu_runtime.redact import redact
 from .jobs import hash_content
 from .messages import JOB_FAULT, MACHINE_FAULT, ContentHash, JobFailed, JobRequest, WorkerStatus
 from .store import DONE, RESULTS, BatchStore, Document, StoreError, lock_path, make_record

@@ -5,7 +5,7 @@ May import `tpu_runtime/api.py`.
 
 import importlib
 
-from ..tpu_runtime.api import FAMILY_NAMES
+from ..tpu_runtime.models import FAMILY_NAMES
 from . import shared
 from .declare import by_id
 

@@ -3,7 +3,8 @@
 With a `condition` the sampler is image to video.
 """
 
-from ..tpu_runtime.api import SIZE_INPUTS, lookup_spec, spec_for_family
+from ..tpu_runtime.model_spec import SIZE_INPUTS
+from ..tpu_runtime.models import lookup_spec, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("CogVideoX")

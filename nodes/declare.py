@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ..tpu_runtime.api import Progress, compose, compose_term
+from ..tpu_runtime.messages import compose, compose_term
+from ..tpu_runtime.progress import Progress
 
 # A widget's value in a workflow, or an object that nodes pass to each other.
 Value: TypeAlias = Any

@@ -8,18 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import (
-    SIZE_INPUTS,
-    SPECS,
-    STEP_RANGE_INPUTS,
-    ModelRef,
-    ModelSpec,
-    choose_model,
-    compose,
-    compose_term,
-    media,
-    stage_values,
-)
+from ..tpu_runtime import media
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model
+from ..tpu_runtime.engine import stage_values
+from ..tpu_runtime.messages import compose, compose_term
+from ..tpu_runtime.model_spec import SIZE_INPUTS, STEP_RANGE_INPUTS, ModelSpec
+from ..tpu_runtime.models import SPECS
 from . import inputs as named
 from .declare import Expansion, Folders, Input, Link, Node, NodeContext, Output, Ref, StageNode, Value, Values
 

@@ -1,6 +1,6 @@
 """FLUX.2 and its klein siblings, text to image: the inputs of its nodes, in the order that saved workflows rely on."""
 
-from ..tpu_runtime.api import spec_for_family
+from ..tpu_runtime.models import spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS
 

@@ -1,6 +1,7 @@
 """HunyuanVideo 1.5, text and image to video: its nodes. With a `condition` the sampler is image to video."""
 
-from ..tpu_runtime.api import SIZE_INPUTS, lookup_spec, spec_for_family
+from ..tpu_runtime.model_spec import SIZE_INPUTS
+from ..tpu_runtime.models import lookup_spec, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS
 

@@ -4,19 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import (
-    CHOICES,
-    SPECS,
-    BoolInput,
-    EnumInput,
-    FloatInput,
-    InputType,
-    IntInput,
-    ModelSpec,
-    SigmaList,
-    media,
-)
+from ..tpu_runtime import media
+from ..tpu_runtime.model_spec import BoolInput, EnumInput, FloatInput, InputType, IntInput, ModelSpec, SigmaList
+from ..tpu_runtime.models import SPECS, published
+from ..tpu_runtime.precision import CHOICES
 from .declare import Input, Value
 
 
@@ -195,7 +186,7 @@ def list_unused_widgets(spec: ModelSpec) -> tuple[str, ...]:
 def _choices(spec: ModelSpec) -> str:
     """List the family's models by id, with their download sizes."""
     family = [other for other in SPECS if other.family == spec.family]
-    sizes = {other.published.hub_id: runtime.published.describe_sizes(other.name) for other in family}
+    sizes = {other.published.hub_id: published.describe_sizes(other.name) for other in family}
     return "; ".join(f"{hub_id} (as files {size})" if size else hub_id for hub_id, size in sizes.items())
 
 

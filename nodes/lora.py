@@ -4,7 +4,8 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import LORA_EXPERTS, Expert, Lora, ModelRef, compose
+from ..tpu_runtime.checkpoints.model_ref import LORA_EXPERTS, Expert, Lora, ModelRef
+from ..tpu_runtime.messages import compose
 from .declare import Folders, Input, Node, NodeContext, Output
 
 # Largest strength, as in ComfyUI's own loader.

@@ -3,7 +3,11 @@
 from collections.abc import Collection, Mapping
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import CHOICES, QUALITIES, SPECS, ModelRef, Quality, choose_model, spec_for_family
+from ..tpu_runtime.checkpoints.file_resolution import SEPARATOR, names_single_files
+from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, describe_ambiguity
+from ..tpu_runtime.model_spec import QUALITIES, Quality
+from ..tpu_runtime.models import SPECS, published, spec_for_family
+from ..tpu_runtime.precision import CHOICES
 from . import inputs
 from .declare import Folders, Input, Node, NodeContext, Output, Value, Values
 
@@ -64,7 +68,7 @@ def parse_quality(weight_dtype: Value) -> str:
 def join_model_id(values: Values) -> str:
     """Return the model id of a loader's widgets: `model_id`, joined with the files chosen for its parts."""
     parts = [str(values[name]) for name in PART_WIDGETS if values.get(name) not in (None, "", AUTO)]
-    return runtime.SEPARATOR.join([str(values["model_id"]).strip(), *parts])
+    return SEPARATOR.join([str(values["model_id"]).strip(), *parts])
 
 
 def build_catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Value]]:
@@ -83,11 +87,11 @@ def build_catalogue(here: Collection[str] = ()) -> dict[str, dict[str, Value]]:
             "unused": inputs.list_unused_widgets(spec),
         }
         entry |= {"download": "", "is_miniature": False}
-        files = runtime.published.list_denoisers(spec.name)
+        files = published.list_denoisers(spec.name)
         table |= dict.fromkeys(files, entry)
         table |= {name: {**entry, "is_miniature": True} for name in spec.miniature.ids}
         hub_id = spec.published.hub_id
-        table[hub_id] = {**entry, "download": "" if hub_id in here else runtime.published.describe_sizes(spec.name)}
+        table[hub_id] = {**entry, "download": "" if hub_id in here else published.describe_sizes(spec.name)}
     return table
 
 
@@ -109,8 +113,8 @@ def _check_choice(folders: Folders, *, family: str, **parts: str) -> None:
 def _choose(host: NodeContext, *, family: str, precision: str, quality: str, **parts: str) -> tuple[ModelRef]:
     spec, folders, model_id = spec_for_family(family), host.folders.models, join_model_id(parts)
     chosen = choose_model(spec, model_id, precision=precision, quality=quality, folders=folders, progress=host)
-    if runtime.names_single_files(model_id):
-        more = runtime.describe_ambiguity(spec, model_id, folders)
+    if names_single_files(model_id):
+        more = describe_ambiguity(spec, model_id, folders)
         host.text(f"{model_id} is treated as {chosen.spec.title}" + (f"; {more}" if more else ""))
     return (chosen,)
 
@@ -140,7 +144,7 @@ LOADER = Node(
             files="models",
             tooltip="A Hugging Face repository, a folder under models/diffusers, a file under models/diffusion_models "
             f"or models/checkpoints, or a built-in tiny model ({', '.join(spec.miniature.id for spec in SPECS)}). "
-            f"Other ids and paths can be typed; join files with '{runtime.SEPARATOR}'.",
+            f"Other ids and paths can be typed; join files with '{SEPARATOR}'.",
         ),
         _FAMILY,
         _PRECISION,

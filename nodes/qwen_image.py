@@ -1,6 +1,6 @@
 """Qwen-Image and its Edit sibling: the inputs of its nodes, in the order that saved workflows rely on."""
 
-from ..tpu_runtime.api import lookup_spec, spec_for_family
+from ..tpu_runtime.models import lookup_spec, spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS
 

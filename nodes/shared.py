@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Protocol
 
 from ..tpu_runtime import api as runtime
-from ..tpu_runtime.api import SPECS, ModelRef, Settings, compose, compose_list, lookup_spec, media, stage_files
-from ..tpu_runtime.api import plan_process as process
+from ..tpu_runtime import media
+from ..tpu_runtime.checkpoints.model_ref import ModelRef
+from ..tpu_runtime.engine import stage_files
+from ..tpu_runtime.messages import compose, compose_list
+from ..tpu_runtime.model_spec import Settings
+from ..tpu_runtime.models import SPECS, lookup_spec
+from ..tpu_runtime.plan import process
 from . import lora, model
 from .declare import Folders, Input, Node, NodeContext, Output, Value
 

@@ -3,7 +3,8 @@
 Without an image, models for which it is optional take the video's size from the sampler.
 """
 
-from ..tpu_runtime.api import SIZE_INPUTS, spec_for_family
+from ..tpu_runtime.model_spec import SIZE_INPUTS
+from ..tpu_runtime.models import spec_for_family
 from .family import decoder, image_encoder, pipeline, sampler, text_encoder
 from .inputs import FEW_STEPS, TWO_EXPERTS
 

@@ -1,6 +1,7 @@
 """The house: which room may import which, no import circle, and rooms and files that one can hold in the head.
 
-A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `api.py`, its door, and `messages.py`.
+A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `api.py`, which runs stages, and
+`messages.py`.
 """
 
 import ast
@@ -18,8 +19,9 @@ MAX_LINES, MAX_SHARED_RUN = 500, 8
 LEAVES = {"leaves", "messages", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
 CHECKPOINTS = {"checkpoints", "models", "formats", *PROGRAMS}
-NODES = {"nodes", "nodes.graphs", "api"}
 ENGINE = {"engine", "multihost", "rpc", "loras", *CHECKPOINTS}
+RUNTIME = {"api", "monitor", "plan", "cost_model", *ENGINE}
+NODES = {"nodes", "nodes.graphs", *RUNTIME}
 MAY_IMPORT = {
     "sharding": set(),
     "kernels": {"sharding"},
@@ -44,13 +46,13 @@ MAY_IMPORT = {
     "plan": {"cost_model", *CHECKPOINTS},
     "monitor": ENGINE,
     "selftest": ENGINE,
-    "api": {"remote", "monitor", "plan", "cost_model", *ENGINE},
+    "api": {"remote", *RUNTIME} - {"api"},
     # Outside the runtime.
-    "nodes": {"api"},
-    "nodes.graphs": {"nodes", "api"},
+    "nodes": RUNTIME,
+    "nodes.graphs": {"nodes", *RUNTIME},
     "nodes.headless": NODES,
-    "nodes.comfyui.networks": {"api"},
-    "nodes.comfyui.weights": {"api"},
+    "nodes.comfyui.networks": RUNTIME,
+    "nodes.comfyui.weights": RUNTIME,
     "nodes.comfyui": {"nodes.comfyui.networks", "nodes.comfyui.weights", *NODES},
     "fleet": {"nodes.headless", *NODES},
     "cli": {"nodes.headless", "fleet", "selftest", "sharding", *NODES},

@@ -1,10 +1,10 @@
-"""The runtime's public API: the stages as nodes call them, and all other names that nodes, commands and batches use.
+"""The runtime's public API: the stages as nodes call them, and what happens before, between and after them.
 
-Cheap to import: torch and JAX are imported when a stage runs, or with the names of `_LATER`.
+All other names are imported from the packages that own them. Cheap to import: torch and JAX are imported when a stage
+runs.
 """
 
 import functools
-import importlib
 import logging
 import shlex
 import sys
@@ -16,129 +16,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import device_memory, files, media
-from .cache import magcache_curves, store
-from .cache.store import cache_folder, trim
-from .checkpoints import checkpoint, content_hash, hub, tiny
-from .checkpoints.checkpoint import Checkpoint
-from .checkpoints.downloads import WeightFile
-from .checkpoints.file_resolution import (
-    SEPARATOR,
-    list_local_models,
-    list_weight_paths,
-    names_single_files,
-    read_tensor,
-    resolve_spec,
-)
-from .checkpoints.model_ref import (
-    LORA_EXPERTS,
-    Expert,
-    InMemoryLora,
-    Lora,
-    ModelRef,
-    PlannedGeneration,
-    choose_model,
-    choose_partial_model,
-    describe_ambiguity,
-    resolve_variant,
-)
+from .cache import magcache_curves
+from .checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from .checkpoints.prefetch import list_call_stages
-from .device_memory import DeviceMemory
-from .engine import stage_files, stage_values
-from .engine.lifecycle import current_engine, exit_process, get_engine, listen_for_hosts, on_fatal, register_exit
+from .engine.lifecycle import current_engine, get_engine
 from .engine.memory_advice import HBM_VARIABLE as HBM_VARIABLE
-from .engine.memory_advice import OutOfMemory
 from .engine.stage_values import Conditioning, ImageCondition, Latent
-from .files import TensorFile, open_atomic, parse_json
-from .garbage import set_aside
-from .machine import device_access, fallbacks, pci
-from .machine import record as machine_record
-from .memory_errors import HostMemoryError
-from .messages import compose, compose_list, compose_term, find_messages, transform
-from .model_spec import (
-    DENSE_QUALITIES,
-    QUALITIES,
-    SIZE_INPUTS,
-    STAGES,
-    STEP_RANGE_INPUTS,
-    BoolInput,
-    EnumInput,
-    FloatInput,
-    InputType,
-    IntInput,
-    MagCacheCurve,
-    ModelSpec,
-    Quality,
-    Settings,
-    SigmaList,
-    drop_zero_sizes,
-    split_guidance_first,
-)
-from .models import FAMILY_NAMES, FLAGSHIPS, NAME_HELP, SPECS, lookup_spec, published, spec_for_family
-from .monitor import host_stats, metrics_service, snapshot
-from .monitor.host_stats import Sampler, Stats, run_in_daemon_thread
-from .monitor.stats_feed import StatsFeed
-from .multihost import rank as places
-from .multihost import supervisor
-from .multihost.coordinator import RESTART_EXIT_CODE
+from .messages import compose
+from .model_spec import MagCacheCurve, ModelSpec, Quality, Settings
+from .monitor import snapshot
 from .multihost.rank import HostRank
-from .plan import process as plan_process
-from .precision import CHOICES, Precision
-from .precision import precision_label as precision_title
-from .precision import resolve_image_precision as resolve_pictures
 from .precision import resolve_precision as resolve_precision
-from .progress import DURATION_PREFIX, SHOWN_TO_USER, Preview, Progress, SilentProgress
-from .redact import escape_for_page, hide_tokens, printable, redact
-from .rpc import auth, codec, messages
-from .units import GB, GIB, MIB, format_load_rate, format_size
+from .progress import Progress
 
 if TYPE_CHECKING:
     import torch
 
-    from . import versions
-    from .anchor import TPUModels
-    from .cost_model import chips
-    from .cost_model.chips import Topology
     from .engine.engine import Engine
-    from .engine.stage_functions import PredictionRequest
-    from .plan import compile as compiling
-    from .plan import plan
-    from .plan import report as plan_report
-    from .plan.compile import CompiledProgram
-    from .programs import denoising_plan, executables
-    from .programs.denoise_step import StepArgs
-    from .programs.program import CompileTarget, Program
     from .remote.client import Client
-    from .rpc.connection import HandshakeRejected, RpcServer
-
-# Names that import torch or JAX: the module, and the name in it ("" for the module itself).
-_LATER = {
-    "versions": ("versions", ""),
-    "TPUModels": ("anchor", "TPUModels"),
-    "chips": ("cost_model.chips", ""),
-    "Topology": ("cost_model.chips", "Topology"),
-    "PredictionRequest": ("engine.stage_functions", "PredictionRequest"),
-    "HandshakeRejected": ("rpc.connection", "HandshakeRejected"),
-    "RpcServer": ("rpc.connection", "RpcServer"),
-    "compiling": ("plan.compile", ""),
-    "plan": ("plan.plan", ""),
-    "plan_report": ("plan.report", ""),
-    "CompiledProgram": ("plan.compile", "CompiledProgram"),
-    "executables": ("programs.executables", ""),
-    "denoising_plan": ("programs.denoising_plan", ""),
-    "StepArgs": ("programs.denoise_step", "StepArgs"),
-    "CompileTarget": ("programs.program", "CompileTarget"),
-    "Program": ("programs.program", "Program"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, part = _LATER[name]
-    imported = importlib.import_module(f".{module}", __package__)
-    return getattr(imported, part) if part else imported
-
 
 log = logging.getLogger(__name__)
 

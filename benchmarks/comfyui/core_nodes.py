@@ -61,12 +61,13 @@ def _file(folder: Path) -> Path:
 
 
 def _make_free() -> None:
-    from comfyui_tpu.tpu_runtime import api
+
+    from comfyui_tpu.tpu_runtime.models import SPECS
 
     def forward(denoiser: Any, run: Any, sample: Any, timestep: Any, inputs: Any) -> Any:
         return sample * 0.0
 
-    for spec in api.SPECS:
+    for spec in SPECS:
         object.__setattr__(spec.denoiser, "forward", forward)
 
     import jax
@@ -88,11 +89,11 @@ def _measured(path: Path, width: int, height: int, frames: int) -> dict[str, flo
     import torch
     from comfy.patcher_extension import WrappersMP
     from comfyui_tpu.nodes.comfyui import core_model
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     import nodes
 
-    model = core_model.load_model(str(path), "float32", api.SilentProgress)
+    model = core_model.load_model(str(path), "float32", SilentProgress)
     plain = model.clone()
     plain.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, "comfyui_tpu")
     shape = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)

@@ -69,13 +69,14 @@ def main() -> None:
 
 def _measured(name: str, all_ms: list[float]) -> Any:
     import jax
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
     from comfyui_tpu.tpu_runtime.engine import denoise
     from comfyui_tpu.tpu_runtime.engine.engine import Engine
     from comfyui_tpu.tpu_runtime.models import lookup_spec
     from comfyui_tpu.tpu_runtime.programs import executables
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-    class Host(api.SilentProgress):
+    class Host(SilentProgress):
         def step(self, done: int, total: int, unit: str, preview: Any = None) -> None:
             if preview is not None:
                 preview.sample()
@@ -90,7 +91,7 @@ def _measured(name: str, all_ms: list[float]) -> Any:
 
     executables.compile_or_load = clocked
     spec = lookup_spec(name)
-    model = api.ModelRef(spec_name=name, model_id=spec.miniature.random_id, precision="float32")
+    model = ModelRef(spec_name=name, model_id=spec.miniature.random_id, precision="float32")
     size = {key: value for key, value in spec.miniature.inputs.items() if key in spec.inputs}
     settings = spec.settings(**{**size, "num_inference_steps": STEPS, "guidance_scale": 1.0})
     engine = Engine(jax.devices())

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...tpu_runtime.api import NAME_HELP, lookup_spec
+from ...tpu_runtime.models import NAME_HELP, lookup_spec
 from . import chips, comfyui, disk, host
 from .machine import Finding, HostMachine, Inspection
 

@@ -7,17 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from ...tpu_runtime.api import (
-    GIB,
-    device_access,
-    fallbacks,
-    format_size,
-    machine_record,
-    metrics_service,
-    pci,
-    split_guidance_first,
-)
-from ...tpu_runtime.api import HBM_VARIABLE as HBM
+from ...tpu_runtime.engine.memory_advice import HBM_VARIABLE as HBM
+from ...tpu_runtime.machine import device_access, fallbacks, pci
+from ...tpu_runtime.machine import record as machine_record
+from ...tpu_runtime.model_spec import split_guidance_first
+from ...tpu_runtime.monitor import metrics_service
+from ...tpu_runtime.units import GIB, format_size
 from .machine import Finding, Findings, HostMachine
 
 # JAX waits for all hosts of a slice; on one it takes some ten seconds.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ...nodes import DECLARATIONS
 from ...nodes.headless import model_folders
-from ...tpu_runtime.api import list_weight_paths, pci
+from ...tpu_runtime.checkpoints.file_resolution import list_weight_paths
+from ...tpu_runtime.machine import pci
 from .machine import Finding, Findings, HostMachine
 
 PORT = 8188

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...tpu_runtime.api import GB, GIB, MIB, format_size
+from ...tpu_runtime.units import GB, GIB, MIB, format_size
 from .machine import Finding, Findings, HostMachine
 
 # The smallest checkpoint (FLUX.2-klein-4B) is about this big, the largest seven times.

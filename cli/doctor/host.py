@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...tpu_runtime.api import GIB, format_size, store
+from ...tpu_runtime.cache import store
+from ...tpu_runtime.units import GIB, format_size
 from .disk import existing_folder
 from .machine import Finding, Findings, HostMachine
 

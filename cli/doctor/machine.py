@@ -15,7 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...tpu_runtime.api import GB, MIB, SPECS, Checkpoint, SilentProgress, lookup_spec, pci, store
+from ...tpu_runtime.cache import store
+from ...tpu_runtime.checkpoints.checkpoint import Checkpoint
+from ...tpu_runtime.machine import pci
+from ...tpu_runtime.models import SPECS, lookup_spec
+from ...tpu_runtime.progress import SilentProgress
+from ...tpu_runtime.units import GB, MIB
 
 _PACK = Path(__file__).parents[2]
 # Limits of a read test: bytes of a file, bytes per read, seconds, threads (weights are read by several, too).

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from packaging.requirements import Requirement
 
-from ...tpu_runtime.api import versions
+from ...tpu_runtime import versions
 from .comfyui import is_used, setup_command
 from .machine import Finding, Findings, HostMachine, Inspection, distributions
 

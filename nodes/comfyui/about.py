@@ -5,7 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from ...tpu_runtime.api import check_packages, machine_record
+from ...tpu_runtime.api import check_packages
+from ...tpu_runtime.machine import record as machine_record
 from ..declare import Json
 
 PACK = Path(__file__).parents[2]

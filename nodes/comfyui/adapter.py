@@ -13,7 +13,14 @@ from comfy_execution.validation import validate_node_input
 from server import PromptServer
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import compose, compose_term
+from ...tpu_runtime.checkpoints import tiny
+from ...tpu_runtime.checkpoints.file_resolution import list_local_models
+from ...tpu_runtime.engine.lifecycle import listen_for_hosts, on_fatal, register_exit
+from ...tpu_runtime.engine.memory_advice import OutOfMemory
+from ...tpu_runtime.machine import pci
+from ...tpu_runtime.messages import compose, compose_term
+from ...tpu_runtime.models import SPECS
+from ...tpu_runtime.monitor.host_stats import run_in_daemon_thread
 from .. import DECLARATIONS
 from ..declare import Declaration, Expansion, Input, Link, Node, Output, Ref, Value, Values, with_display_names
 from ..graphs.provenance import ProvenanceLog
@@ -48,15 +55,15 @@ def _report_fatal(sentence: str) -> None:
 
 def extension() -> ComfyExtension:
     """Return the value of ComfyUI's `comfy_entrypoint`."""
-    api.pci.configure_without_tpu()
+    pci.configure_without_tpu()
     for refusal in about.find_package_problems():
         log.error("%s", refusal)  # every node will raise the same
     # ComfyUI's exit code is 0 after an orderly end, which must not wait minutes for XLA to finish compiling.
-    api.register_exit()
+    register_exit()
     memory.wrap_unload()
-    api.on_fatal(_report_fatal)
+    on_fatal(_report_fatal)
     try:
-        api.listen_for_hosts()
+        listen_for_hosts()
     except (ValueError, RuntimeError) as error:
         log.error("%s", error)  # the first prompt will raise the same
     routes.install_routes(PROVENANCE)
@@ -119,7 +126,7 @@ def _schema(declaration: Declaration) -> io.Schema:
 
 
 def _titles(family: str) -> list[str]:
-    return [spec.title for spec in api.SPECS if spec.family == family]
+    return [spec.title for spec in SPECS if spec.family == family]
 
 
 def _call_supported(factory: Callable[..., Made], **keywords: Value) -> Made:
@@ -163,13 +170,13 @@ def _options(declared: Input) -> list[str]:
 
 def _models(published: Sequence[str]) -> list[str]:
     """Return the models that need no download, then the `published` ones; tiny models last, or first without a TPU."""
-    choices = api.list_local_models(folder_paths.get_folder_paths("diffusers"))
-    miniatures = {spec.miniature.id for spec in api.SPECS}
+    choices = list_local_models(folder_paths.get_folder_paths("diffusers"))
+    miniatures = {spec.miniature.id for spec in SPECS}
     small = sorted(
-        (choice for choice in choices if choice in miniatures), key=lambda choice: not api.tiny.is_trained(choice)
+        (choice for choice in choices if choice in miniatures), key=lambda choice: not tiny.is_trained(choice)
     )
     large = [*(choice for choice in choices if choice not in small), *list_weight_files(*DENOISERS), *published]
-    return list(dict.fromkeys([*large, *small] if api.pci.find_device_files() else [*small, *large]))
+    return list(dict.fromkeys([*large, *small] if pci.find_device_files() else [*small, *large]))
 
 
 def _output(output: Output, *, is_list: bool) -> "io.Output":
@@ -207,7 +214,7 @@ def _execute(declaration: Node) -> Callable[..., io.NodeOutput]:
             send_messages(results, PromptServer.instance.client_id)
             more = core_loaders.make_core_objects(*results) if declaration.gives_core else ()
             return io.NodeOutput(*results, *more)
-        except api.OutOfMemory as error:
+        except OutOfMemory as error:
             failure = str(error)
         finally:
             memory.set_imports_aside()
@@ -306,7 +313,7 @@ def _validate(declaration: Declaration) -> Callable[..., Awaitable[bool | str]]:
             constants = {name: value[0] for name, value in constants.items()}
         constants = {name: value for name, value in constants.items() if value is not None}
         async with _CHECKING:
-            checked = api.run_in_daemon_thread(lambda: check(input_types, constants), "comfyui-tpu-check")
+            checked = run_in_daemon_thread(lambda: check(input_types, constants), "comfyui-tpu-check")
             return errors.keep_refusal(await asyncio.wrap_future(checked))
 
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("cls", *names)]

@@ -13,8 +13,11 @@ import comfy.text_encoders.qwen_vl
 import numpy as np
 import torch
 
-from ...tpu_runtime import api
-from ...tpu_runtime.api import InMemoryLora, Lora, ModelRef, TensorFile, compose, compose_term
+from ...tpu_runtime.checkpoints import checkpoint
+from ...tpu_runtime.checkpoints.model_ref import InMemoryLora, Lora, ModelRef
+from ...tpu_runtime.files import TensorFile
+from ...tpu_runtime.messages import compose, compose_term
+from ...tpu_runtime.progress import SilentProgress
 from . import model_patcher
 from .core_model import MakeContext, run_stage
 from .weights import sources
@@ -72,7 +75,7 @@ class Encoder(torch.nn.Module):
     def tensors(self) -> dict[str, tuple[str, TensorFile]]:
         """Return our name and the file's tensor of each weight, by core's name."""
         component = self.model.spec.text_encoders[self.number].component
-        files = api.checkpoint.read_own_tensors(self.model.locate(), component, self.host())
+        files = checkpoint.read_own_tensors(self.model.locate(), component, self.host())
         return {core: (name, files[name]) for name, core in sources.match_names(self.place.names, files).items()}
 
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
@@ -114,7 +117,7 @@ class Encoder(torch.nn.Module):
     @functools.cached_property
     def depth(self) -> int:
         """Return the number of layers."""
-        config = self.model.resolve(api.SilentProgress()).configs[self.model.spec.text_encoders[self.number].component]
+        config = self.model.resolve(SilentProgress()).configs[self.model.spec.text_encoders[self.number].component]
         config = config.get("text_config", config)
         return int(config["num_layers"] if "num_layers" in config else config["num_hidden_layers"])
 
@@ -187,7 +190,7 @@ class Encoder(torch.nn.Module):
         raise ValueError(compose("comfyui.text_generation_unsupported", title=self.model.spec.title))
 
     def _check_vocabulary(self, component: str, last: int) -> None:
-        config = self.model.resolve(api.SilentProgress()).configs[component]
+        config = self.model.resolve(SilentProgress()).configs[component]
         rows = config.get("text_config", config)["vocab_size"]
         if last >= rows:
             raise ValueError(compose(

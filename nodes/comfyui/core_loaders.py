@@ -6,7 +6,8 @@ Their models run on the TPU, with core's own nodes (docs/core_nodes.md).
 import importlib
 from collections.abc import Callable
 
-from ...tpu_runtime.api import ModelRef, Quality
+from ...tpu_runtime.checkpoints.model_ref import ModelRef
+from ...tpu_runtime.model_spec import Quality
 from ..declare import Input, Node, Output, Value, by_id
 from ..model import CLIP_TYPES, parse_quality
 from . import core_model, core_text_and_vae

@@ -19,7 +19,15 @@ import torch
 from comfy.patcher_extension import WrappersMP, get_all_wrappers
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef, Progress, Quality, compose
+from ...tpu_runtime.checkpoints import checkpoint
+from ...tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
+from ...tpu_runtime.engine.lifecycle import get_engine
+from ...tpu_runtime.engine.memory_advice import OutOfMemory
+from ...tpu_runtime.messages import compose
+from ...tpu_runtime.model_spec import Quality
+from ...tpu_runtime.models import SPECS
+from ...tpu_runtime.precision import resolve_precision
+from ...tpu_runtime.progress import Progress
 from . import errors, model_patcher
 from .model_patcher import CorePatcher
 from .networks import inputs
@@ -38,7 +46,7 @@ def load_model(path: str, precision: str, host: MakeContext, quality: str = Qual
 
     path: of the file. precision, quality: as a node has them. host: returns the running node's progress.
     """
-    patcher = defer_model(api.choose_partial_model(api.SPECS, path, precision=precision, quality=quality), 0, host)
+    patcher = defer_model(choose_partial_model(SPECS, path, precision=precision, quality=quality), 0, host)
     patcher.resolve()
     return patcher
 
@@ -56,7 +64,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
     experts = chosen.spec.denoiser.experts
     if expert >= len(experts):
         raise ValueError(compose("comfyui.no_second_expert", title=chosen.spec.title))
-    file = api.checkpoint.export_network(chosen.locate(), experts[expert], host())
+    file = checkpoint.export_network(chosen.locate(), experts[expert], host())
     base = _core_model(file)
     inputs.check_known(base)
     ours = inputs.CoreNetwork.from_model(chosen, expert)
@@ -65,6 +73,8 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
 
     def predict(*args: object, **kwargs: object) -> torch.Tensor:
         """Predict as the network's `_forward`, on the TPU."""
+        from ...tpu_runtime.engine.stage_functions import PredictionRequest
+
         bound = forward.bind(network, *args, **kwargs).arguments
         passed = {name: value for name, value in bound.items() if name != "self"}
         passed |= passed.pop("kwargs", {})
@@ -76,7 +86,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
         result = x.new_empty(0)
         requests = inputs.split_call(ours, {**passed, "options": options})
         for rows, request in requests:
-            prediction = api.PredictionRequest(
+            prediction = PredictionRequest(
                 sample=request.sample, timestep=request.timestep, inputs=request.inputs, expert=expert
             )
             predicted = run_stage("predict", replace(chosen, loras=loras), host, prediction=prediction)
@@ -115,8 +125,8 @@ def _with_own_sample(
     """
     if not get_all_wrappers(WrappersMP.DIFFUSION_MODEL, given.get("transformer_options") or {}):
         return None
-    platform = api.get_engine(host()).devices[0].platform
-    if api.resolve_precision(chosen.precision, platform) == "float32":
+    platform = get_engine(host()).devices[0].platform
+    if resolve_precision(chosen.precision, platform) == "float32":
         return None
     return (args[0].clone(), *args[1:]), given
 
@@ -155,7 +165,7 @@ def run_stage(stage: str, model: ModelRef, host: MakeContext, **arguments: objec
     try:
         with errors.shorten_error_names():
             return api.run_stage(stage, model, host(), **arguments)
-    except api.OutOfMemory as error:
+    except OutOfMemory as error:
         failure = str(error)
     raise comfy.model_management.OOM_EXCEPTION(failure)
 

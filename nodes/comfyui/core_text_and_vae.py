@@ -22,8 +22,14 @@ import comfy.text_encoders.wan
 import folder_paths
 import torch
 
-from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef, TensorFile, compose, compose_term
+from ...tpu_runtime.checkpoints import checkpoint
+from ...tpu_runtime.checkpoints.file_resolution import SEPARATOR
+from ...tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
+from ...tpu_runtime.files import TensorFile
+from ...tpu_runtime.messages import compose, compose_term
+from ...tpu_runtime.model_spec import ModelSpec
+from ...tpu_runtime.models import SPECS
+from ...tpu_runtime.progress import SilentProgress
 from ..model import CLIP_TYPES
 from .core_encoder import Encoder, EncoderSlot, check_owner, check_tokens_before
 from .core_model import MakeContext, run_stage
@@ -58,7 +64,7 @@ def _core_classes(model: ModelRef) -> tuple[type, type]:
 
 def detect_clip_type(path: str) -> str:
     """Return the type, as in core's loaders, of the text encoder in a checkpoint's file."""
-    family = api.choose_partial_model(api.SPECS, path).spec.family
+    family = choose_partial_model(SPECS, path).spec.family
     return next(kind for kind, families in CLIP_TYPES.items() if family in families)
 
 
@@ -71,12 +77,12 @@ def load_clip(paths: Sequence[str], kind: str, precision: str, host: MakeContext
     """
     if kind not in CLIP_TYPES:
         raise ValueError(compose("comfyui.clip_type_unsupported", kind=kind, clip_types=", ".join(CLIP_TYPES)))
-    specs = [spec for spec in api.SPECS if spec.family in CLIP_TYPES[kind]]
-    model = api.choose_partial_model(specs, api.SEPARATOR.join(paths), precision=precision)
-    file = api.checkpoint.export_network(model.locate(), model.spec.text_encoders[0].component, host())
+    specs = [spec for spec in SPECS if spec.family in CLIP_TYPES[kind]]
+    model = choose_partial_model(specs, SEPARATOR.join(paths), precision=precision)
+    file = checkpoint.export_network(model.locate(), model.spec.text_encoders[0].component, host())
     with_vision = [spec for spec in specs if spec.text_encoders[0].place_beside]
     if with_vision and any("visual." in name for name in file.tensors):
-        model = api.choose_partial_model(with_vision, model.model_id, precision=precision)
+        model = choose_partial_model(with_vision, model.model_id, precision=precision)
     loaded = defer_clip(model, host)
     loaded.resolve()
     return loaded
@@ -88,7 +94,7 @@ def defer_clip(model: ModelRef, host: MakeContext) -> "CLIP":
 
 
 def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
-    carried = api.checkpoint.export_tokenizers(model.locate(), host())
+    carried = checkpoint.export_tokenizers(model.locate(), host())
     if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _WITH_TOKENIZER:
         raise ValueError(compose("comfyui.tokenizer_not_readable", model_id=model.model_id))
     target = ClipTarget()
@@ -123,7 +129,7 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
 def can_take_images(model: ModelRef) -> bool:
     """Return whether text encoders of this type take images in a prompt, if their file has a vision tower."""
     alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
-    return any(spec.family in alike and spec.text_encoders[0].place_beside for spec in api.SPECS)
+    return any(spec.family in alike and spec.text_encoders[0].place_beside for spec in SPECS)
 
 
 class LazyOwner(LazyProxy):
@@ -187,9 +193,9 @@ def load_vae(path: str, precision: str, host: MakeContext) -> "VAE":
 def _choose_vae_model(path: str, precision: str) -> ModelRef:
     """Return the model of a VAE's file: one that encodes, or for an all-in-one checkpoint one that does not."""
     try:
-        return api.choose_partial_model(_ENCODING, path, precision=precision)
+        return choose_partial_model(_ENCODING, path, precision=precision)
     except ValueError:
-        return api.choose_partial_model(api.SPECS, path, precision=precision)
+        return choose_partial_model(SPECS, path, precision=precision)
 
 
 def defer_vae(model: ModelRef, host: MakeContext) -> "VAE":
@@ -198,7 +204,7 @@ def defer_vae(model: ModelRef, host: MakeContext) -> "VAE":
 
 
 def _make_vae(found: "VAE", model: ModelRef, host: MakeContext) -> None:
-    file = api.checkpoint.export_network(model.locate(), model.spec.vae.component, host())
+    file = checkpoint.export_network(model.locate(), model.spec.vae.component, host())
     patcher = found.patcher
     with META:
         shapes = {name: torch.empty(tensor.shape) for name, tensor in file.tensors.items()}
@@ -210,7 +216,7 @@ def _make_vae(found: "VAE", model: ModelRef, host: MakeContext) -> None:
     found.patcher = patcher
 
 
-_ENCODING = tuple(spec for spec in api.SPECS if spec.vae.encode is not None)
+_ENCODING = tuple(spec for spec in SPECS if spec.vae.encode is not None)
 
 
 def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
@@ -229,7 +235,7 @@ def _encoding(model: ModelRef, file: Any) -> ModelRef | None:
         return None
     # An all-in-one checkpoint may be of a model that does not encode; its VAE is another model's too.
     only = file.layout.class_name
-    return api.choose_partial_model(_ENCODING, str(files[0]), precision=model.precision, only=only)
+    return choose_partial_model(_ENCODING, str(files[0]), precision=model.precision, only=only)
 
 
 class VAE(LazyOwner, comfy.sd.VAE):
@@ -323,11 +329,11 @@ def load_clip_vision(path: str, precision: str, host: MakeContext) -> "CLIPVisio
 
     path: of the file. precision: as a node has it. host: returns the running node's progress.
     """
-    specs = [spec for spec in api.SPECS if _image_encoder(spec) in _VISION]
-    return CLIPVision(api.choose_partial_model(specs, path, precision=precision), host)
+    specs = [spec for spec in SPECS if _image_encoder(spec) in _VISION]
+    return CLIPVision(choose_partial_model(specs, path, precision=precision), host)
 
 
-def _image_encoder(spec: api.ModelSpec) -> str:
+def _image_encoder(spec: ModelSpec) -> str:
     return next((part.class_name for part in spec.components if part.name == "image_encoder"), "")
 
 
@@ -338,7 +344,7 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
         # Core's own network is not created; `__getattr__` refuses its attributes.
         name, self.states_name = _VISION[_image_encoder(model.spec)]
         config = json.loads((Path(comfy.clip_vision.__file__).parent / name).read_text("utf-8"))
-        image_size = model.resolve(api.SilentProgress()).configs["image_encoder"]["image_size"]
+        image_size = model.resolve(SilentProgress()).configs["image_encoder"]["image_size"]
         self.config = {**config, "image_size": image_size}
         self.image_size, self.model_type = self.config["image_size"], self.config["model_type"]
         self.image_mean = config.get("image_mean", [0.48145466, 0.4578275, 0.40821073])
@@ -350,7 +356,7 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
 
     def get_sd(self) -> dict[str, torch.Tensor]:
         """Return the weights, for saving with a checkpoint's other networks."""
-        file = api.checkpoint.export_network(self._model.locate(), "image_encoder", self._host())
+        file = checkpoint.export_network(self._model.locate(), "image_encoder", self._host())
         return {name: from_file(tensor) for name, tensor in file.tensors.items()}
 
     def load_sd(self, sd: Mapping[str, torch.Tensor]) -> NoReturn:

@@ -12,8 +12,7 @@ from contextvars import ContextVar
 import execution
 from comfy.model_management import InterruptProcessingException
 
-from ...tpu_runtime import api
-from ...tpu_runtime.api import compose
+from ...tpu_runtime.messages import compose, compose_term, find_messages, transform
 from ..declare import Json, with_display_names
 from . import host
 
@@ -70,7 +69,7 @@ def merge_errors(errors: list[Error], refusals: Iterable[str] = ()) -> list[Erro
     Names of inputs are replaced by those on the page.
     refusals: sentences of the errors, which may be messages.
     """
-    messages = [api.transform(sentence, with_display_names) for sentence in refusals]
+    messages = [transform(sentence, with_display_names) for sentence in refusals]
     chosen: dict[str, tuple[int, Error]] = {}
     for error in errors:
         name = str(error["extra_info"].get("input_name", ""))
@@ -84,9 +83,9 @@ def merge_errors(errors: list[Error], refusals: Iterable[str] = ()) -> list[Erro
 
 def _describe(error: Error, messages: Iterable[str]) -> Error:
     details = with_display_names(error["details"])
-    name = api.transform(api.compose_term("input", str(error["extra_info"].get("input_name", ""))), with_display_names)
+    name = transform(compose_term("input", str(error["extra_info"].get("input_name", ""))), with_display_names)
     refusals = [compose("comfyui.refusal", name=name, sentence=sentence) for sentence in messages]
-    found = api.find_messages([refusal for refusal in refusals if refusal == details])
+    found = find_messages([refusal for refusal in refusals if refusal == details])
     extra_info = {**error["extra_info"], **({"messages": found} if found else {})}
     return {**error, "details": details, "extra_info": extra_info}
 

@@ -12,8 +12,13 @@ import folder_paths
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef, Preview, Settings, compose
+from ...tpu_runtime.checkpoints.file_resolution import list_weight_paths
+from ...tpu_runtime.checkpoints.model_ref import ModelRef
+from ...tpu_runtime.files import open_atomic
+from ...tpu_runtime.messages import compose, find_messages, transform
+from ...tpu_runtime.model_spec import Settings
+from ...tpu_runtime.progress import DURATION_PREFIX, Preview
+from ...tpu_runtime.redact import escape_for_page
 from .. import DECLARATIONS
 from ..declare import Folders
 from ..graphs import graph
@@ -52,7 +57,7 @@ class ComfyContext:
         """Show a line of status on the node."""
         self._text = message
         if self._node_id is not None:
-            shown = api.transform(message, lambda text: _UNITS.sub("\N{NO-BREAK SPACE}", api.escape_for_page(text)))
+            shown = transform(message, lambda text: _UNITS.sub("\N{NO-BREAK SPACE}", escape_for_page(text)))
             send_messages(shown)
             PromptServer.instance.send_progress_text(shown, self._node_id)
 
@@ -65,7 +70,7 @@ class ComfyContext:
 
     def show_duration(self) -> None:
         """Replace the last status of a node by its duration, unless a stage has already done so."""
-        if self._text and not self._text.startswith(api.DURATION_PREFIX):
+        if self._text and not self._text.startswith(DURATION_PREFIX):
             self.text(compose("took.total", total_s=f"{time.monotonic() - self._began:.1f}"))
 
     def check_cancelled(self) -> None:
@@ -78,7 +83,7 @@ def send_messages(value: object, client: str | None = None) -> None:
 
     client: its id; None for all, as for a line of status.
     """
-    if found := api.find_messages(value):
+    if found := find_messages(value):
         PromptServer.instance.send_sync("comfyui-tpu.messages", found, client)
 
 
@@ -103,7 +108,7 @@ def list_weight_files(*names: str) -> list[str]:
     For "vae" also light decoders, as in core.
     """
     paths = dict.fromkeys(path for name in names for path in folder_paths.get_folder_paths(name))
-    files = dict.fromkeys(name for folder in paths for name in api.list_weight_paths(folder))
+    files = dict.fromkeys(name for folder in paths for name in list_weight_paths(folder))
     if "vae" in names:
         light = [name for name in list_weight_files("vae_approx") if name.startswith(_LIGHT[0])]
         files |= dict.fromkeys(name for name in light if not name.startswith(_LIGHT[1]))
@@ -132,7 +137,7 @@ def _install(image: Path) -> None:
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with api.open_atomic(target) as scratch:
+        with open_atomic(target) as scratch:
             shutil.copyfile(image, scratch)
     except OSError as error:
         log.warning("ComfyUI-TPU: the examples' image could not be copied: %s. It is %s.", error, image)

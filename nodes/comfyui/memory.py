@@ -10,7 +10,8 @@ import comfy.model_patcher
 from server import PromptServer
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import TPUModels
+from ...tpu_runtime.anchor import TPUModels
+from ...tpu_runtime.garbage import set_aside
 
 
 class _Patcher(comfy.model_patcher.ModelPatcher):
@@ -83,7 +84,7 @@ def set_imports_aside() -> None:
     Nothing is excluded while a model of ComfyUI or another pack exists. Our models hold no weights on the host.
     """
     package = __name__.rpartition(".")[0]
-    api.set_aside([kind for kind in _kinds(comfy.model_patcher.ModelPatcher) if package not in kind.__module__])
+    set_aside([kind for kind in _kinds(comfy.model_patcher.ModelPatcher) if package not in kind.__module__])
 
 
 def _kinds(kind: type) -> Iterator[type]:

@@ -14,7 +14,8 @@ import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
-from ...tpu_runtime.api import InMemoryLora, Lora, compose
+from ...tpu_runtime.checkpoints.model_ref import InMemoryLora, Lora
+from ...tpu_runtime.messages import compose
 from .weights import sources
 
 CPU = torch.device("cpu")

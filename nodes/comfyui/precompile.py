@@ -17,7 +17,10 @@ import comfy_execution.graph
 import folder_paths
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef
+from ...tpu_runtime.checkpoints.file_resolution import SEPARATOR
+from ...tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, choose_partial_model
+from ...tpu_runtime.models import SPECS, spec_for_family
+from ...tpu_runtime.progress import Progress, SilentProgress
 from .. import DECLARATIONS
 from ..declare import Value
 from ..graphs import core_calls, graph, image_headers
@@ -88,7 +91,7 @@ class Precompiler:
     def __init__(self) -> None:
         self._state: _PromptState | None = None
 
-    def __call__(self, prompt: graph.Workflow | None, host: api.Progress) -> None:
+    def __call__(self, prompt: graph.Workflow | None, host: Progress) -> None:
         """Announce a prompt, unless it is the announced one."""
         if prompt is None or (state := self._find_state(prompt)).is_announced:
             return
@@ -103,7 +106,7 @@ class Precompiler:
         """
         state = self._find_state(prompt)
         if not state.is_announced and node_id in prompt and prompt[node_id]["class_type"] in _OURS:
-            self(prompt, api.SilentProgress())
+            self(prompt, SilentProgress())
         actual = tuple(read_output(values) for values in results) if node_id in prompt else ()
         if all(value is UNKNOWN for value in actual):
             return  # also of a node that another one has made
@@ -114,7 +117,7 @@ class Precompiler:
             if not state.is_news(node_id):
                 return
             state.is_predicting = True
-        api.precompile_calls(state.calls(), progress=api.SilentProgress())
+        api.precompile_calls(state.calls(), progress=SilentProgress())
 
     def _find_state(self, prompt: graph.Workflow) -> _PromptState:
         """Return the state of a prompt, which replaces that of another one."""
@@ -253,12 +256,12 @@ def _model(source: LoaderOutput, part: str) -> ModelRef | None:
 
     part: "model", "clip" or "vae".
     """
-    specs, values = api.SPECS, dict(source.values)
+    specs, values = SPECS, dict(source.values)
     try:
         if source.kind == _LOADER:
             values = DECLARATIONS[_LOADER].values(values)
-            spec = api.spec_for_family(values["family"])
-            return api.choose_model(
+            spec = spec_for_family(values["family"])
+            return choose_model(
                 spec,
                 join_model_id(values),
                 precision=values["precision"],
@@ -275,6 +278,6 @@ def _model(source: LoaderOutput, part: str) -> ModelRef | None:
             resolve_path(widget.files, values[widget.name]) for widget in LOADERS[source.kind].inputs if widget.files
         ]
         quality = parse_quality(values.get("weight_dtype"))
-        return api.choose_partial_model(specs, api.SEPARATOR.join(paths), quality=quality)
+        return choose_partial_model(specs, SEPARATOR.join(paths), quality=quality)
     except (ValueError, KeyError, OSError, TypeError):
         return None

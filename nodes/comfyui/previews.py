@@ -6,7 +6,8 @@ A model with a light decoder of ours instead of its VAE provides its own preview
 import comfy.latent_formats
 import latent_preview
 
-from ...tpu_runtime.api import Preview, media
+from ...tpu_runtime import media
+from ...tpu_runtime.progress import Preview
 
 
 class Previewer:

@@ -16,7 +16,12 @@ from pathlib import Path
 from aiohttp import web
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import StatsFeed, parse_json, run_in_daemon_thread
+from ...tpu_runtime.checkpoints.file_resolution import list_local_models
+from ...tpu_runtime.files import parse_json
+from ...tpu_runtime.messages import find_messages
+from ...tpu_runtime.monitor import snapshot
+from ...tpu_runtime.monitor.host_stats import run_in_daemon_thread
+from ...tpu_runtime.monitor.stats_feed import StatsFeed
 from .. import DECLARATIONS, model
 from ..declare import Json
 from ..graphs import tiny_models, upgrade
@@ -43,12 +48,12 @@ def install_routes(records: ProvenanceLog) -> None:
     server = PromptServer.instance
     # The server creates its queue later.
     ends = functools.cache(lambda: QueueEstimator(server.prompt_queue))
-    feed = StatsFeed(lambda: {**api.snapshot.take_snapshot(), "queue": ends().describe()})
+    feed = StatsFeed(lambda: {**snapshot.take_snapshot(), "queue": ends().describe()})
     add_routes(
         server.routes,
         request_unload=lambda: server.prompt_queue.set_flag("unload_models", True),
         feed=feed,
-        here=lambda: api.list_local_models(folder_paths.get_folder_paths("diffusers")),
+        here=lambda: list_local_models(folder_paths.get_folder_paths("diffusers")),
     )
     server.app.on_response_prepare.append(_keep_modules_fresh)
     server.add_on_prompt_handler(lambda data: _begin(_upgrade_prompt(data), records))
@@ -117,7 +122,7 @@ def add_routes(
 
 def _respond(answer: dict[str, Json], status: int = 200) -> web.Response:
     """Return `answer` as JSON, with its messages."""
-    found = api.find_messages(answer)
+    found = find_messages(answer)
     return web.json_response({**answer, "messages": found} if found else answer, status=status)
 
 

@@ -7,20 +7,11 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import TypeAlias, TypeGuard
 
-from ...tpu_runtime.api import (
-    SIZE_INPUTS,
-    STAGES,
-    ModelRef,
-    PlannedGeneration,
-    Quality,
-    Settings,
-    SilentProgress,
-    choose_model,
-    drop_zero_sizes,
-    names_single_files,
-    resolve_variant,
-    spec_for_family,
-)
+from ...tpu_runtime.checkpoints.file_resolution import names_single_files
+from ...tpu_runtime.checkpoints.model_ref import ModelRef, PlannedGeneration, choose_model, resolve_variant
+from ...tpu_runtime.model_spec import SIZE_INPUTS, STAGES, Quality, Settings, drop_zero_sizes
+from ...tpu_runtime.models import spec_for_family
+from ...tpu_runtime.progress import SilentProgress
 from ..declare import Declaration, Expansion, Folders, Json, Link, Ref, Value, Values
 from ..model import join_model_id
 

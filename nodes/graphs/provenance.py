@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from ...tpu_runtime.api import SEPARATOR, hide_tokens
+from ...tpu_runtime.checkpoints.file_resolution import SEPARATOR
+from ...tpu_runtime.redact import hide_tokens
 from ..declare import Json, Values
 from .graph import Table, Workflow, is_link
 

@@ -2,15 +2,12 @@
 
 import copy
 
-from ...tpu_runtime.api import (
-    SPECS,
-    compose,
-    drop_zero_sizes,
-    names_single_files,
-    resolve_variant,
-    spec_for_family,
-    tiny,
-)
+from ...tpu_runtime.checkpoints import tiny
+from ...tpu_runtime.checkpoints.file_resolution import names_single_files
+from ...tpu_runtime.checkpoints.model_ref import resolve_variant
+from ...tpu_runtime.messages import compose
+from ...tpu_runtime.model_spec import drop_zero_sizes
+from ...tpu_runtime.models import SPECS, spec_for_family
 from .. import DECLARATIONS
 from ..declare import Json, Value
 from ..model import AUTO, PART_WIDGETS

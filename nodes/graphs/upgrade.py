@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
 
-from ...tpu_runtime import api as runtime
-from ...tpu_runtime.api import Quality, compose, compose_list, compose_term
+from ...tpu_runtime.checkpoints.model_ref import choose_partial_model
+from ...tpu_runtime.messages import compose, compose_list, compose_term
+from ...tpu_runtime.model_spec import Quality
+from ...tpu_runtime.models import SPECS, published
 from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
 from ..model import CLIP_TYPES, parse_quality
 
@@ -468,13 +470,13 @@ def _why_not(kind: str, values: Values, folders: Sequence[str]) -> str:
         known = ", ".join(CLIP_TYPES)
         return "" if values.get("type") in CLIP_TYPES else compose("workflow.type_unknown", known=known)
     name = str(values.get(LOADERS[kind][1][0], ""))
-    if PurePath(name).name in runtime.published.list_models():
+    if PurePath(name).name in published.list_models():
         return ""
     unknown = compose("workflow.file_unknown")
     if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):
         return unknown
     try:
-        runtime.choose_partial_model(runtime.SPECS, name, folders=tuple(folders))
+        choose_partial_model(SPECS, name, folders=tuple(folders))
     except (ValueError, OSError):
         return unknown
     return ""

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...tpu_runtime.api import DENSE_QUALITIES, QUALITIES, media, spec_for_family
+from ...tpu_runtime import media
+from ...tpu_runtime.model_spec import DENSE_QUALITIES, QUALITIES
+from ...tpu_runtime.models import spec_for_family
 from ..declare import Folders, Value
 from ..graphs.graph import Workflow, list_models
 from .runner import HEADLESS_NODES, TerminalContext, run_workflow

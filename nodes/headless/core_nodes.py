@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from ...tpu_runtime.api import media
+from ...tpu_runtime import media
 from ..declare import Folders, Input, Node, NodeContext, Output, Value
 
 _IMAGES = Input(name="images", type="IMAGE", tooltip="The images.")

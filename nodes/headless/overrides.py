@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...tpu_runtime.api import parse_json
+from ...tpu_runtime.files import parse_json
 from ..declare import Input, Json, Value
 from ..graphs.graph import Workflow, find_declaration
 from .runner import HEADLESS_NODES

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 from ...tpu_runtime import api
-from ...tpu_runtime.api import ModelRef, Preview, Settings
+from ...tpu_runtime.checkpoints.model_ref import ModelRef
+from ...tpu_runtime.model_spec import Settings
+from ...tpu_runtime.progress import Preview
+from ...tpu_runtime.redact import printable
 from .. import DECLARATIONS
 from ..declare import Folders, Node, Value, Values, by_id
 from ..graphs import provenance
@@ -64,7 +67,7 @@ class TerminalContext:
 
     def text(self, message: str) -> None:
         """Print a line of status. If output is not a terminal, print at most one progress line every 30 s."""
-        message = api.printable(message)
+        message = printable(message)
         kind, now = _NUMBER.sub("", message), time.monotonic()
         is_progress = _OF.search(message) is not None
         if not self._is_tty and is_progress and kind == self._last and now - self._written_at < LINE_INTERVAL_S:

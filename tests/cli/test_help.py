@@ -10,8 +10,8 @@ from itertools import takewhile
 import pytest
 from comfyui_tpu.cli.common_arguments import DOWNLOADS
 from comfyui_tpu.cli.main import _parser, main
-from comfyui_tpu.tpu_runtime.api import SHOWN_TO_USER
 from comfyui_tpu.tpu_runtime.models import SPECS
+from comfyui_tpu.tpu_runtime.progress import SHOWN_TO_USER
 
 (VERBS,) = (action.choices for action in _parser()._actions if action.choices)
 

@@ -16,7 +16,7 @@ def main(comfyui: str, text: str) -> None:
     import execution
     import torch
     from comfyui_tpu.nodes.comfyui import precompile
-    from comfyui_tpu.tpu_runtime.api import SilentProgress
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     import nodes
 

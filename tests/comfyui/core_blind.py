@@ -15,7 +15,7 @@ def main(comfyui: str, job: str) -> None:
 
     comfy.options.enable_args_parsing()
     from comfyui_tpu.nodes.comfyui.core_text_and_vae import can_take_images, check_tokens_before
-    from comfyui_tpu.tpu_runtime.api import ModelRef
+    from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 
     said = {}
     for name, file in json.loads(job).items():

@@ -53,13 +53,15 @@ def ours(job: Mapping[str, Any]) -> Any:
     import comfy.model_patcher
     from comfyui_tpu.nodes.comfyui import core_model
     from comfyui_tpu.tests.comfyui import core_parts
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
+    from comfyui_tpu.tpu_runtime.models import spec_for_family
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     if "folder" not in job:
-        return core_model.load_model(job["path"], "float32", api.SilentProgress)
+        return core_model.load_model(job["path"], "float32", SilentProgress)
     family, path, expert = job["folder"]
-    model = api.choose_model(api.spec_for_family(family), path, precision="float32")
-    found = core_model.defer_model(model, expert, api.SilentProgress)
+    model = choose_model(spec_for_family(family), path, precision="float32")
+    found = core_model.defer_model(model, expert, SilentProgress)
     core_parts.check_later(found, comfy.model_patcher.ModelPatcher)
     return found
 
@@ -74,7 +76,9 @@ class Ahead:
         from comfyui_tpu.nodes.comfyui import precompile
         from comfyui_tpu.nodes.graphs import core_calls
         from comfyui_tpu.tpu_runtime import api
+        from comfyui_tpu.tpu_runtime.engine.lifecycle import current_engine
         from comfyui_tpu.tpu_runtime.programs import executables
+        from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
         path = Path(graphs.job["path"])
         folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
@@ -84,8 +88,8 @@ class Ahead:
         calls = list(precompile.predict_calls(found.calls))
         calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
         assert [list(arguments) for _, arguments in calls] == [["prediction"]], calls
-        api.precompile_calls(calls, progress=api.SilentProgress())
-        engine = api.current_engine()
+        api.precompile_calls(calls, progress=SilentProgress())
+        engine = current_engine()
         while not self.obtained or engine.program_cache.list_background():
             time.sleep(0.05)
         (self.program,) = self.obtained

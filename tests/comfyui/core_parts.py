@@ -54,7 +54,7 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     import torch
     from comfyui_tpu.nodes.comfyui import core_text_and_vae
     from comfyui_tpu.tests.corenodes import changes
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     # Core recognises encoders by their published sizes, so a miniature's class is said here.
     for name, sizes in job.get("sizes", {}).items():
@@ -65,11 +65,11 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     options = {**job["options"], "dtype": torch.float32}
     theirs = comfy.sd.CLIP(target, tokenizer_data=carried, model_options=options, state_dict=files)
     if "folder" in job:
-        ours = core_text_and_vae.defer_clip(of_folder(job), api.SilentProgress)
+        ours = core_text_and_vae.defer_clip(of_folder(job), SilentProgress)
         check_later(ours, comfy.sd.CLIP)
         check_tokens(ours, Path(job["folder"][1], "tokenizer"))
     else:
-        ours = core_text_and_vae.load_clip(job["paths"], job["type"], "float32", api.SilentProgress)
+        ours = core_text_and_vae.load_clip(job["paths"], job["type"], "float32", SilentProgress)
     check_refused(ours)
     errors = beside_pictures(ours, theirs, job["pictures"]) if "pictures" in job else {}
     # Of an encoder that sees pictures another file without its eyes shows the other prompts.
@@ -143,10 +143,12 @@ def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> 
 
 
 def of_folder(job: Mapping[str, Any]) -> Any:
-    from comfyui_tpu.tpu_runtime import api
+
+    from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
+    from comfyui_tpu.tpu_runtime.models import spec_for_family
 
     family, path = job["folder"]
-    return api.choose_model(api.spec_for_family(family), path, precision="float32")
+    return choose_model(spec_for_family(family), path, precision="float32")
 
 
 def check_later(found: Any, kind: type) -> None:
@@ -181,17 +183,17 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
     import comfy.utils
     import torch
     from comfyui_tpu.nodes.comfyui import core_text_and_vae
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     (path,) = job["paths"]
     for name, sizes in job.get("sizes", {}).items():
         make_smaller(name, sizes)
     theirs = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path), device=torch.device("cpu"), dtype=torch.float32)
     if "folder" in job:
-        ours = core_text_and_vae.defer_vae(of_folder(job), api.SilentProgress)
+        ours = core_text_and_vae.defer_vae(of_folder(job), SilentProgress)
         check_later(ours, comfy.sd.VAE)
     else:
-        ours = core_text_and_vae.load_vae(path, "float32", api.SilentProgress)
+        ours = core_text_and_vae.load_vae(path, "float32", SilentProgress)
     torch.manual_seed(5)
     latents, pixels = torch.randn(job["latents"]), torch.rand(job["frames"] or (1, 64, 64, 3))
     assert ours.spacial_compression_decode() == theirs.spacial_compression_decode()
@@ -229,8 +231,10 @@ def encoded_ahead(path: Path, frames: Sequence[int]) -> list[str]:
     from comfyui_tpu.nodes.comfyui import precompile
     from comfyui_tpu.nodes.graphs import core_calls
     from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.engine.lifecycle import current_engine
     from comfyui_tpu.tpu_runtime.engine.program_cache import COMPILE_THREAD
     from comfyui_tpu.tpu_runtime.programs import executables
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     folder_paths.add_model_folder_path("vae", str(path.parent))
     obtain = executables.compile_or_load
@@ -245,8 +249,8 @@ def encoded_ahead(path: Path, frames: Sequence[int]) -> list[str]:
     calls = list(precompile.predict_calls(core_calls.predict(prompt, precompile.Files()).calls))
     assert [list(arguments) for _, arguments in calls] == [["encoded"]], calls
     calls = [(replace(model, precision="float32"), arguments) for model, arguments in calls]
-    api.precompile_calls(calls, progress=api.SilentProgress())
-    engine = api.current_engine()
+    api.precompile_calls(calls, progress=SilentProgress())
+    engine = current_engine()
     while (
         any(thread.name == COMPILE_THREAD for thread in threading.enumerate()) or engine.program_cache.list_background()
     ):
@@ -272,11 +276,11 @@ def check_shown() -> None:
     import latent_preview
     import torch
     from comfyui_tpu.nodes.comfyui import previews
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.progress import Preview
 
     numbers, latents = torch.randint(0, 255, (6, 8, 3)), torch.zeros(1, 16, 3, 6, 8)
     picture = (numbers + 0.5) / 255.0
-    preview = api.Preview(latent_format="Wan21", sample=lambda: latents, picture=lambda: picture)
+    preview = Preview(latent_format="Wan21", sample=lambda: latents, picture=lambda: picture)
     methods, found = latent_preview.LatentPreviewMethod, {}
     for method in (methods.NoPreviews, methods.Latent2RGB):
         latent_preview.args.preview_method = method
@@ -293,12 +297,12 @@ def looks(job: Mapping[str, Any]) -> dict[str, float]:
     import comfy.utils
     import torch
     from comfyui_tpu.nodes.comfyui import core_text_and_vae
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     import nodes
 
     (path,) = job["paths"]
-    ours = core_text_and_vae.load_clip_vision(path, "float32", api.SilentProgress)
+    ours = core_text_and_vae.load_clip_vision(path, "float32", SilentProgress)
     comfy.model_management.args.fp32_text_enc = True  # else its weights are float16 here too
     theirs = comfy.clip_vision.ClipVisionModel({**ours.config, **job["options"]})
     missing, _ = theirs.load_sd(comfy.utils.load_torch_file(path))

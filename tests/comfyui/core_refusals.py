@@ -107,9 +107,9 @@ class Models:
         import comfy.sd
         import torch
         from comfyui_tpu.nodes.comfyui import core_model
-        from comfyui_tpu.tpu_runtime import api
+        from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-        class Watched(api.SilentProgress):
+        class Watched(SilentProgress):
             check_cancelled = staticmethod(comfy.model_management.throw_exception_if_processing_interrupted)
 
         self.asked: list[str] = []

@@ -38,13 +38,13 @@ class Models:
         import torch
         from comfyui_tpu.nodes.comfyui import core_model
         from comfyui_tpu.tests.comfyui import core_graphs
-        from comfyui_tpu.tpu_runtime import api
+        from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
         import nodes
 
         self.job = job
         self.graphs = core_graphs.Graphs(nodes, job)
-        self.load = lambda path: core_model.load_model(path, "float32", api.SilentProgress)
+        self.load = lambda path: core_model.load_model(path, "float32", SilentProgress)
         self.theirs = comfy.sd.load_diffusion_model(job["path"], {"dtype": torch.float32})
         self.ours = self.load(job["path"])
 
@@ -147,11 +147,11 @@ class Models:
         from comfy.utils import load_torch_file
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
         from comfyui_tpu.tests.comfyui.core_parts import relative
-        from comfyui_tpu.tpu_runtime import api
+        from comfyui_tpu.tpu_runtime.progress import SilentProgress
         from safetensors.torch import save_file
 
-        clip = core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", api.SilentProgress)
-        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress)
+        clip = core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", SilentProgress)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", SilentProgress)
         found = self.saved("CheckpointSave", self.ours, clip, vae)
         files = {"model.diffusion_model.": self.job["path"], "vae.": self.job["vae"]}
         files["text_encoders.umt5xxl.transformer."] = self.job["clip"][0]
@@ -167,7 +167,7 @@ class Models:
         both = {name: x for name, x in found.items() if not name.startswith("text_encoders.")}
         save_file(both, "both.safetensors")
         latents = self.graphs.draw(1, 16, 2, 8, 6)
-        own = core_text_and_vae.load_vae("both.safetensors", "float32", api.SilentProgress)
+        own = core_text_and_vae.load_vae("both.safetensors", "float32", SilentProgress)
         assert relative(own.decode(latents), read.decode(latents)) < 1e-4
         pixels = self.graphs.draw(5, 32, 48, 3).sigmoid()
         assert relative(own.encode(pixels.clone()), read.encode(pixels.clone())) < 1e-4
@@ -175,22 +175,22 @@ class Models:
     def check_saved_vae(self) -> None:
         from comfy.utils import load_torch_file
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
-        from comfyui_tpu.tpu_runtime import api
+        from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", SilentProgress)
         check_equal(self.saved("VAESave", vae), load_torch_file(self.job["vae"]))
 
     def check_asked(self) -> None:
         """What nodes ask for by name is there, or a sentence says why not."""
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
         from comfyui_tpu.tests.corenodes import calls
-        from comfyui_tpu.tpu_runtime import api
+        from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
         objects = {
             "MODEL": self.ours,
-            "CLIP": core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", api.SilentProgress),
-            "VAE": core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress),
-            "CLIP_VISION": core_text_and_vae.load_clip_vision(self.job["vision"], "float32", api.SilentProgress),
+            "CLIP": core_text_and_vae.load_clip(self.job["clip"], "wan", "float32", SilentProgress),
+            "VAE": core_text_and_vae.load_vae(self.job["vae"], "float32", SilentProgress),
+            "CLIP_VISION": core_text_and_vae.load_clip_vision(self.job["vision"], "float32", SilentProgress),
         }
         for kind, found in objects.items():
             for name in calls.WORKS[kind].split():
@@ -211,9 +211,9 @@ class Models:
         import torch
         from comfy.utils import save_torch_file
         from comfyui_tpu.nodes.comfyui import core_text_and_vae
-        from comfyui_tpu.tpu_runtime import api
+        from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
-        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", api.SilentProgress)
+        vae = core_text_and_vae.load_vae(self.job["vae"], "float32", SilentProgress)
         vae.patcher.add_patches({next(iter(vae.get_sd())): (torch.ones(1),)})
         folder = Path.cwd()
         uses: dict[str, Callable[[], Any]] = {

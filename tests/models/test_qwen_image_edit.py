@@ -20,6 +20,7 @@ from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.patience import mostly, slower
 from comfyui_tpu.tpu_runtime import api as runtime
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.checkpoints.file_resolution import SEPARATOR
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
 from comfyui_tpu.tpu_runtime.engine.stage_values import ImageCondition
 from comfyui_tpu.tpu_runtime.files import read_header
@@ -260,7 +261,7 @@ def test_single_files_give_what_their_folders_give(tmp_path: Path):
     shutil.copytree(source / "tokenizer", rest / "tokenizer")
     shutil.copytree(source / "scheduler", rest / "scheduler")
     shutil.copy(source / "model_index.json", rest)
-    chosen = choose_model(SPEC, runtime.SEPARATOR.join(map(str, (*files, rest))), precision="float32")
+    chosen = choose_model(SPEC, SEPARATOR.join(map(str, (*files, rest))), precision="float32")
     assert chosen.spec_name == SPEC.name
     found = []
     for model in (MODEL, chosen):

@@ -273,12 +273,12 @@ def test_comfyuis_own_conditioning_is_taken(runtime: Recorder):
         (conditioning() * 2, "prompt_embeds has 2 entries; combined prompts are not supported. Connect one Wan21TextE"),
         ("text", "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
         ([["a tensor"]], "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
-        (changed(mask="a mask", mask_strength=1.0), "prompt_embeds carries mask, mask_strength; areas, masks"),
-        (changed(start_percent=0.0, end_percent=0.5), "prompt_embeds carries start_percent, end_percent; areas"),
+        (changed(mask="a mask", mask_strength=1.0), "prompt_embeds has mask, mask_strength; areas, masks"),
+        (changed(start_percent=0.0, end_percent=0.5), "prompt_embeds has start_percent, end_percent; areas"),
         (changed(area=(8, 8, 0, 0), strength=0.5), "prompt_embeds has area, strength; areas"),
-        (changed(strength=True), "prompt_embeds carries strength; areas"),
-        (changed(guidance=3.5), "prompt_embeds carries guidance; areas"),
-        (changed(reference_latents=["a tensor"]), "prompt_embeds carries reference_latents; areas"),
+        (changed(strength=True), "prompt_embeds has strength; areas"),
+        (changed(guidance=3.5), "prompt_embeds has guidance; areas"),
+        (changed(reference_latents=["a tensor"]), "prompt_embeds has reference_latents; areas"),
     ],
 )
 @pytest.mark.parametrize("name", ["prompt_embeds", "negative_prompt_embeds"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
+from comfyui_tpu.tpu_runtime.engine.lifecycle import exit_process
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.monitor import host_stats, snapshot
 from comfyui_tpu.tpu_runtime.multihost import distributed, rank
@@ -101,7 +102,7 @@ def main() -> None:
                 say(ended="done", chips=chips(), memory=int(memory[0]) * 1024)
         except (Cancelled, ValueError, RuntimeError) as error:
             say(ended=type(error).__name__, sentence=str(error), seconds=time.monotonic() - began)
-    api.exit_process(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -224,10 +224,10 @@ class Engine:
                 context = self.hosts.attempt(
                     lambda: self._open_stage(model, settings, progress, activity), classify_failure
                 )
-                work = functools.partial(stage_functions.STAGE_FUNCTIONS[stage], context, **arguments)
                 recovery = self._recovery(context, settings)
+            work = functools.partial(stage_functions.STAGE_FUNCTIONS[stage], recovery.stage, **arguments)
             try:
-                with host_memory.translate_errors(f"{context.spec.title}, stage {stage},"):
+                with host_memory.translate_errors(f"{model.spec.title}, stage {stage},"):
                     result = self.hosts.attempt(work, classify_failure)
             except FAILURES as failure:
                 act = recovery.choose(failure)

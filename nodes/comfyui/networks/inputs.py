@@ -8,13 +8,17 @@ import numpy as np
 import torch
 from comfy.ldm.common_dit import pad_to_patch_size
 
-from ....tpu_runtime import api
-from ....tpu_runtime.api import ModelRef, ModelSpec, compose
+from ....tpu_runtime.checkpoints.model_ref import ModelRef
+from ....tpu_runtime.messages import compose
+from ....tpu_runtime.model_spec import ModelSpec
+from ....tpu_runtime.progress import SilentProgress
 from . import rows as batch
 from .rows import LENGTHS
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
+
+    from ....tpu_runtime.engine.stage_functions import PredictionRequest
 
 CPU = torch.device("cpu")
 # The keywords of a call to core's network; `options` are its `transformer_options`.
@@ -42,7 +46,7 @@ class CoreNetwork:
     @classmethod
     def from_model(cls, chosen: ModelRef, expert: int) -> "CoreNetwork":
         """Return a model's denoiser, by its number `expert`."""
-        config = chosen.resolve(api.SilentProgress()).configs[chosen.spec.denoiser.experts[expert]]
+        config = chosen.resolve(SilentProgress()).configs[chosen.spec.denoiser.experts[expert]]
         return cls(spec=chosen.spec, config=config)
 
 
@@ -228,7 +232,7 @@ def predict_call(
     rows: tuple[int, int],
     pictures: Collection[str] = (),
     references: Sequence[tuple[int, ...]] = (),
-) -> "api.PredictionRequest":
+) -> "PredictionRequest":
     """Return the call that a step of core's samplers will make to a denoiser, with zeros as values.
 
     chosen, expert: the model, and the number of its denoiser.
@@ -237,6 +241,8 @@ def predict_call(
     pictures: images that nodes add, by the names of their inputs.
     references: shapes of the latents of reference images, without the batch; of no effect on models without them.
     """
+    from ....tpu_runtime.engine.stage_functions import PredictionRequest
+
     network = CoreNetwork.from_model(chosen, expert)
     spec, config = network.spec, network.config
     text = spec.text_encoders[0]
@@ -261,7 +267,7 @@ def predict_call(
         arguments["ref_latents"] = [torch.zeros(rows[1], *reference) for reference in references]
     time = "timesteps" if spec.family in ("ZImage", "QwenImage") else "timestep"
     call = _FAMILIES[spec.family](network, {**arguments, "x": x, time: torch.ones(1)})
-    return api.PredictionRequest(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
+    return PredictionRequest(sample=call.sample, timestep=call.timestep, inputs=call.inputs, expert=expert)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------

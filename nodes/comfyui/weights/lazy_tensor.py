@@ -6,7 +6,9 @@ from typing import Any, Self
 import torch
 from torch.utils import _pytree as pytree
 
-from ....tpu_runtime.api import TensorFile, compose, read_tensor
+from ....tpu_runtime.checkpoints.file_resolution import read_tensor
+from ....tpu_runtime.files import TensorFile
+from ....tpu_runtime.messages import compose
 
 CPU = torch.device("cpu")
 # Formats that a saved file keeps; quantized ones are saved dequantized.

@@ -9,7 +9,8 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ....tpu_runtime.api import TensorFile, compose
+from ....tpu_runtime.files import TensorFile
+from ....tpu_runtime.messages import compose
 from . import writer
 from .lazy_tensor import LazyTensor, from_file
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ....tpu_runtime.api import compose, open_atomic
+from ....tpu_runtime.files import open_atomic
+from ....tpu_runtime.messages import compose
 from .lazy_tensor import LazyTensor
 
 # Names of formats in safetensors.

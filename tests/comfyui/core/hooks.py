@@ -30,15 +30,15 @@ def main(comfyui: str, path: str) -> None:
     import comfy.sd
     import torch
     from comfyui_tpu.nodes.comfyui import core_model
-    from comfyui_tpu.tpu_runtime import api
+    from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
     with torch.inference_mode():
         theirs = comfy.sd.load_diffusion_model(path, {"dtype": torch.float32})
-        ours = core_model.load_model(path, "float32", api.SilentProgress)
+        ours = core_model.load_model(path, "float32", SilentProgress)
         cases = Cases()
         found = {name: cases.compare(use, theirs, ours) for name, use in cases.uses().items()}
         theirs.set_model_compute_dtype(torch.bfloat16)
-        ours = core_model.load_model(path, "bfloat16", api.SilentProgress)
+        ours = core_model.load_model(path, "bfloat16", SilentProgress)
         found["EasyCache in bfloat16"] = cases.compare(cases.cached, theirs, ours)
     print(json.dumps(found))
 

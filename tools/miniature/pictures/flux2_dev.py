@@ -70,7 +70,7 @@ def tokenizer_in(folder: Path) -> Any:
     return load_tokenizer(folder)
 
 
-def text_encoder(vocabulary: int) -> Any:
+def make_text_encoder(vocabulary: int) -> Any:
     text = {**TEXT_CONFIG, "vocab_size": vocabulary}
     config = Mistral3Config(text_config=text, vision_config=dict(VISION_CONFIG), image_token_index=7)
     encoder: Any = Mistral3ForConditionalGeneration(config)
@@ -95,7 +95,7 @@ def train(out: Path, seed: int) -> Any:
     basis = torch.linalg.svd(every - every.mean(0), full_matrices=False).Vh[: flux2_klein.KEPT].T
     torch.manual_seed(seed)
     tokenizer = tokenizer_in(out / "tokenizer")
-    encoder = text_encoder(len(tokenizer))
+    encoder = make_text_encoder(len(tokenizer))
     denoiser = Denoiser(
         Text(klein.text_encoder.model, flux2_klein.LAYERS, klein.tokenizer.pad_token_id),
         Text(encoder.model.language_model, LAYERS, tokenizer.pad_token_id, before=True),
