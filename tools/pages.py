@@ -6,8 +6,10 @@ them. A longer link passes above the columns in between, which are placed lower.
 
 import itertools
 import math
+import tomllib
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.nodes import DECLARATIONS
@@ -21,6 +23,8 @@ Document = dict[str, Any]
 Box = tuple[float, float, float, float]  # left, top, right, bottom; the title is above the top
 Point = tuple[float, float]
 
+# The pack's version, which the page stores with each node.
+VERSION = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 # Sizes of LiteGraph, in pixels.
 TITLE, SLOT, WIDGET, MARGIN = 30, 20, 24, 16
 GAP, LANE, TEXT = 60, 40, 130
@@ -106,7 +110,7 @@ def _node(node_id: int, node: Mapping[str, Any], box: Box, links: Sequence[Seque
         "outputs": outputs,
         "properties": {
             "cnr_id": "comfyui-tpu" if is_ours else "comfy-core",
-            "ver": "0.1.0" if is_ours else "0.33.0",
+            "ver": VERSION if is_ours else "0.33.0",
             "Node name for S&R": kind,
         },
         "widgets_values": _widget_values(declaration, node["inputs"]),
