@@ -137,7 +137,7 @@ def test_numbers_of_a_language_model_are_those_that_a_gguf_says(
     assert config.get("text_config", config)["rope_theta"] == published["rope_theta"]
     for number in (-1.0, 0.0, 3e38, float("nan"), float("inf")):
         path = write_gguf(tmp_path / "bad.gguf", tensors, architecture, **{f"{architecture}.rope.freq_base": number})
-        with pytest.raises(CheckpointError, match="rope.freq_base is .*, and must be from 1.0 to 1"):
+        with pytest.raises(CheckpointError, match="rope.freq_base is .*; it must be from 1.0 to 1"):
             file_resolution.resolve(f"{path} + {spec.miniature.random_id}", [spec])
 
 

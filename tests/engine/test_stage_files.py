@@ -202,7 +202,7 @@ def test_one_tensor_may_be_on_both_inputs(tmp_path: Path):
 
 @pytest.mark.parametrize("value", [True, 3, 0.5, "text", torch.ones(2)], ids=str)
 def test_what_an_encoder_does_not_write_is_not_half_saved(tmp_path: Path, value: Any):
-    with pytest.raises(ValueError, match="prompt_embeds carries other; "):
+    with pytest.raises(ValueError, match="prompt_embeds has other; "):
         stage_files.save_embeddings(tmp_path / "x", prompt(other=value), None, MODEL)
     assert not (tmp_path / "x").exists()
 

@@ -304,7 +304,7 @@ def test_a_file_of_another_family_is_named(tmp_path: Path):
     path = single_files.write(
         tmp_path / "flux.safetensors", tiny.ensure_random(spec) / "transformer", "Flux2Transformer2DModel"
     )
-    with pytest.raises(CheckpointError, match="is a Flux2Transformer2DModel, and Wan 2.1 T2V .* has none"):
+    with pytest.raises(CheckpointError, match="is a Flux2Transformer2DModel, which Wan 2.1 T2V .* does not use"):
         choose_model(WAN, str(path))
 
 

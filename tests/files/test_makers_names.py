@@ -51,5 +51,5 @@ def test_a_file_without_the_network_is_refused(tmp_path: Path):
     home = ModelRef(spec_name=spec.name, model_id=spec.miniature.ids[-1]).locate().home(Host())
     path = single_files.write(tmp_path / "vae.safetensors", home / "vae", "AutoencoderKLWan")
     model = choose_partial_model([spec], str(path))
-    with pytest.raises(CheckpointError, match="holds no WanTransformer3DModel. Choose another file"):
+    with pytest.raises(CheckpointError, match="has no WanTransformer3DModel. Choose another file"):
         checkpoint.export_network(model.locate(), "transformer", Host())

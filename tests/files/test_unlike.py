@@ -121,7 +121,7 @@ def test_an_encoder_that_cannot_see_is_refused_where_pictures_are_looked_at(home
     blind = home.write("qwen_2.5_7b.safetensors", {name: x for name, x in tensors.items() if "visual." not in name})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), blind)
     assert said == (
-        f"{blind} is a text encoder without vision (it has no visual.), and Qwen-Image Edit 2511 "
+        f"{blind} is a text encoder without vision (it has no visual.), but Qwen-Image Edit 2511 "
         "encodes images with it. Choose one of Qwen-Image Edit 2511, such as qwen_2.5_vl_7b_fp8_scaled.safetensors."
     )
     assert home.with_rest("qwen-image-2512", home.file("qwen-image-2512", "transformer"), blind) == ""

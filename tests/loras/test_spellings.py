@@ -240,7 +240,7 @@ def test_different_changes_that_comfyui_knows_neither_of_are_refused(
         adapter.read_adapter(str(tmp_path / "lora.safetensors"), network("Wan21"))
     names = " and ".join(map(repr, sorted((first, second))))
     assert str(error.value) == (
-        f"The LoRA {tmp_path}/lora.safetensors: {names} are both {WAN_Q}, in different ways; one change of a "
+        f"The LoRA {tmp_path}/lora.safetensors: {names} both change {WAN_Q}, in different ways; one change of a "
         "weight is supported. Choose a LoRA that has each change once, or remove one of them from the file."
     )
 
@@ -258,5 +258,5 @@ def test_a_name_with_many_prefixes_is_no_way_to_keep_a_machine_busy(tmp_path: Pa
     file.lora(WAN, WAN_Q)
     again(file, WAN, *("model." * number + WAN for number in range(1, 30)))
     save_file(file.tensors, tmp_path / "lora.safetensors")
-    with pytest.raises(LoraError, match=r"30 of its names, such as .* are blocks.0.attn1.to_q.weight; at most 16 may"):
+    with pytest.raises(LoraError, match=r"30 of its names, such as .* mean blocks.0.attn1.to_q.weight; at most 16 may"):
         adapter.read_adapter(str(tmp_path / "lora.safetensors"), network("Wan21"))

@@ -236,7 +236,9 @@ def test_what_no_text_encoder_sees_is_a_sentence(shape: tuple[int, ...]):
 
 @pytest.mark.parametrize("size", [(1, 60), (300, 4)])
 def test_a_strip_is_a_sentence(size: tuple[int, int]):
-    with pytest.raises(ValueError, match=f"the image is {size[1]}x{size[0]}; one side may be 50 times the other"):
+    with pytest.raises(
+        ValueError, match=f"the image is {size[1]}x{size[0]}; one side may be at most 50 times the other"
+    ):
         engine(1).encode_image(MODEL, torch.zeros(1, *size, 3), ODD, SilentProgress())
 
 

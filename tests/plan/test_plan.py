@@ -195,7 +195,7 @@ def test_weights_too_large_for_a_chip_need_more_chips():
 def test_a_state_too_large_needs_fewer_frames():
     request = small("v5e-1", weights_gib=(1.0, 4.0), grows=True)
     said, would = advice.give_advice(request, rows_of(request)[1:])
-    assert re.search(r"at least \d\d\.\d\d of 15.75 GiB per device, 4.00 of them weights", said)
+    assert re.search(r"at least \d\d\.\d\d of 15.75 GiB per device, of which 4.00 are weights", said)
     found = re.search(r"as a compile confirmed: (\d+) frames instead of 81", would)
     assert found and int(found.group(1)) % 4 == 1 and int(found.group(1)) <= 11, would
 

@@ -157,7 +157,7 @@ def test_metadata_of_any_size_is_a_sentence_soon(tmp_path: Path, name: str, entr
         single_file._read.cache_clear()
         ends_well(lambda: model_ref.choose_model(SPECS[0], str(path)), size)
     with pytest.raises(
-        CheckpointError, match=f"the file has {len(said)} characters; {quantization.MAX_METADATA_LENGTH} are read"
+        CheckpointError, match=f"the file has {len(said)} characters; at most {quantization.MAX_METADATA_LENGTH} are"
     ):
         model_ref.choose_model(SPECS[0], str(path))
 
@@ -175,6 +175,6 @@ def test_a_header_as_long_as_the_file_claims_is_refused(tmp_path: Path):
     path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}" + b" " * (MAX_HEADER_BYTES - 1))
     ends_well(lambda: single_file.read_contents(path), 0)
     with pytest.raises(
-        CheckpointError, match=f"has a header of {MAX_HEADER_BYTES + 1} bytes; {MAX_HEADER_BYTES} are read"
+        CheckpointError, match=f"has a header of {MAX_HEADER_BYTES + 1} bytes; at most {MAX_HEADER_BYTES} are read"
     ):
         single_file.read_contents(path)

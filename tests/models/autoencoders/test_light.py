@@ -225,12 +225,12 @@ def changed(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
 
 DAMAGE: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "another model's": ("taew2_2", lambda t: t, "its latent_channels is 48; supported is 16."),
-    "hunyuanvideo 1's": ("taehv", lambda t: t, "decodes the latents of HunyuanVideo 1, by its name"),
-    "cogvideox's": ("taecvx", lambda t: t, "decodes the latents of CogVideoX, by its name"),
+    "hunyuanvideo 1's": ("taehv", lambda t: t, "decodes the latents of HunyuanVideo 1, for which"),
+    "cogvideox's": ("taecvx", lambda t: t, "decodes the latents of CogVideoX, for which"),
     "another shape": (
-        "taew2_1", changed("decoder.9.conv.0.weight", torch.zeros(7, 5, 3, 3)), "has shape (7, 5, 3, 3), and by",
+        "taew2_1", changed("decoder.9.conv.0.weight", torch.zeros(7, 5, 3, 3)), "has shape (7, 5, 3, 3), but by",
     ),
-    "an input of another kind": ("taew2_1", changed("decoder.1.weight", torch.zeros(3)), "has shape (3,), and 4"),
+    "an input of another kind": ("taew2_1", changed("decoder.1.weight", torch.zeros(3)), "has shape (3,); 4"),
     "a hundred thousand channels": (
         "taew2_1", changed("decoder.1.weight", torch.zeros(1, 100_000, 1, 1)), "latent_channels is 100000",
     ),
