@@ -41,7 +41,7 @@ def states(prompt: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chips", "prompt"), mostly([(1, LONG), (3, SHORT), (8, SHORT)], (1, LONG), (8, SHORT)))
+@pytest.mark.parametrize(("chips", "prompt"), mostly([(1, LONG), (3, SHORT), (8, SHORT)], (1, LONG), (3, SHORT)))
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
     both = parity.encode_anew(chips, parity.tiny_model(TURBO), prompt, "")
     for given, found in zip((prompt, ""), both, strict=True):
@@ -136,7 +136,7 @@ def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings
     theirs = replace(settings, guidance_scale=settings.guidance_scale - 1)
     expected = parity.generate(pipeline(spec.name), theirs, prompt=SHORT, negative_prompt="blur")
     runner, model = engine(8), parity.tiny_model(spec)
-    embeds = runner.encode(model, SHORT, "blur", SilentProgress())
+    embeds = engine(1).encode(model, SHORT, "blur", SilentProgress())
     latents = runner.denoise(model, settings, *embeds, SilentProgress())
     vae = pipeline(spec.name).vae.config
     compare("latents", latents["samples"].numpy(), expected.latents / vae.scaling_factor + vae.shift_factor)

@@ -102,11 +102,20 @@ def generate(pipe: Any, settings: Settings) -> Oracle:
 
 def run(runner: Runner, settings: Settings, model: ModelRef = MODEL) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Condition, latents in the network's scale, frames."""
+    condition, latents = denoise(runner, settings, model)
+    return condition, normalised(latents), runner.decode(model, latents, SilentProgress())
+
+
+def denoise(runner: Runner, settings: Settings, model: ModelRef = MODEL) -> tuple[dict, dict]:
+    """Condition and latents."""
     condition = runner.encode_image(model, picture(settings), settings, SilentProgress())
     embeds = runner.encode(model, SHORT, NEGATIVE, SilentProgress())
-    latents = runner.denoise(model, settings, *embeds, SilentProgress(), condition)
+    return condition, runner.denoise(model, settings, *embeds, SilentProgress(), condition)
+
+
+def normalised(latents: dict) -> torch.Tensor:
     mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae.component).config)
-    return condition, (latents["samples"] - mean) / std, runner.decode(model, latents, SilentProgress())
+    return (latents["samples"] - mean) / std
 
 
 @pytest.mark.parametrize(
@@ -131,8 +140,8 @@ def test_an_expert_without_guidance_runs_one_branch_beside_a_guided_one(
     expected = generate(pipeline(), MIXED)
     runner = engine(8)
     before = {*map(id, runner.device_cache.programs())}
-    _, latents, _ = run(runner, MIXED)
-    compare("latents, mixed", latents.numpy(), expected.latents)
+    _, latents = denoise(runner, MIXED)
+    compare("latents, mixed", normalised(latents).numpy(), expected.latents)
     steps = [one.program for one in runner.device_cache.programs() if one.program.name == "denoise_step"]
     new = [one for one in runner.device_cache.programs() if id(one) not in before and one.program in steps]
     assert sorted(tuple(one.program.mesh.devices.shape) for one in new) == [(1, 8, 1), (2, 4, 1)]
