@@ -205,8 +205,9 @@ def test_latents_and_picture_equal_upstreams(number: int, compare: Callable):
         pipeline(), ODD, image=[*map(as_pil, pictures()[:number])], prompt=PROMPT, negative_prompt=NEGATIVE,
         true_cfg_scale=ODD.guidance_scale,
     )  # fmt: skip
-    runner, condition = engine(8), encoded(8, number)
-    embeds = runner.run("encode", MODEL, SilentProgress(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition)
+    runner, condition = engine(8), encoded(1, number)
+    given = {"prompt": PROMPT, "negative_prompt": NEGATIVE, "condition": condition}
+    embeds = engine(1).run("encode", MODEL, SilentProgress(), **given)
     latents = runner.denoise(MODEL, ODD, *embeds, SilentProgress(), condition=condition)
     wanted = pipeline()._unpack_latents(torch.from_numpy(expected.latents), ODD.height, ODD.width, 8)
     config = pipeline().vae.config
