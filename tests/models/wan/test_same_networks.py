@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 pytestmark = pytest.mark.slow
 
 WAN, TI2V = spec_for_family("Wan21"), lookup_spec("wan2.2-ti2v-5b")
-SETTINGS = replace(test_wan21.ODD, num_inference_steps=4, guidance_scale=6.0, shift=8.0)
+SETTINGS = replace(test_wan21.ODD, num_inference_steps=2, guidance_scale=6.0, shift=8.0)
 # Skywork/SkyReels-V2-T2V-14B-540P-Diffusers: what its configs say that Wan's do not.
 SKYREELS = {"_class_name": "SkyReelsV2Transformer3DModel", "inject_sample_info": False, "num_frame_per_block": 1}
 

@@ -90,10 +90,9 @@ def normalised(samples: torch.Tensor) -> np.ndarray:
     return ((samples - mean) / std).numpy()
 
 
-@pytest.mark.parametrize("chips", CHIPS)
-@pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["one word", "over 512 tokens"])
+@pytest.mark.parametrize(("chips", "prompt"), [(1, SHORT), (3, LONG), (8, SHORT)])
 def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
-    prompt_embeds, negative = engine(chips).encode(MODEL, prompt, NEGATIVE, SilentProgress())
+    prompt_embeds, negative = parity.encode_anew(chips, MODEL, prompt, NEGATIVE)
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(prompt), error=NETWORK)
     assert prompt_embeds[0][1]["length"] == {SHORT: 2, LONG: 512}[prompt]
@@ -130,7 +129,8 @@ def test_latents_and_frames_equal_upstreams(case: str, chips: int, compare: Call
     compare(f"frames, {case}, {chips} chips", frames.numpy(), expected.frames)
 
 
-@pytest.mark.slow
+# Wan 2.2's from a picture goes through the same networks in bfloat16, and through the VAE's encoder.
+@pytest.mark.recorded
 def test_bfloat16_stays_within_its_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 2 + 3 blocks, 4 steps and the VAE."""
     runner, expected = engine(8), oracle(FLAT)
