@@ -8,7 +8,7 @@ import pytest
 from comfyui_tpu.tests.browser.page import ALERTS, IS_DRAWN, READY, SCREENSHOTS, fresh, needs_browser, opened, small
 from comfyui_tpu.tests.browser.test_examples import OPEN
 from comfyui_tpu.tests.nodes import examples
-from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import TWO_CHIPS, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 
 pytestmark = [needs_comfyui, needs_browser]
@@ -37,7 +37,7 @@ OTHERS = """() => {
 
 @pytest.fixture(scope="module")
 def server(start_comfyui: Callable[..., Server]) -> Server:
-    return start_comfyui()
+    return start_comfyui(environment=TWO_CHIPS)
 
 
 @pytest.fixture(scope="module")

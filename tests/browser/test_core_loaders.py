@@ -17,7 +17,7 @@ from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, TEXT
 from comfyui_tpu.tests.comfyui.test_core_objects import wan_files
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import saved
-from comfyui_tpu.tests.support.comfyui_server import PACK, Server, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import PACK, TWO_CHIPS, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 from PIL import Image
 
@@ -163,7 +163,7 @@ def server(
             target = models / folder / file
             target.is_symlink() or target.symlink_to(miniatures.file(ours))
     narrow = Path(single_files.__file__).with_name("narrow.py").read_text()
-    return start_comfyui(base, packs={"scale": SCALE, "narrow": narrow})
+    return start_comfyui(base, packs={"scale": SCALE, "narrow": narrow}, environment=TWO_CHIPS)
 
 
 @pytest.fixture(scope="module")

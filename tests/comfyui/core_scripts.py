@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.tests.support.comfyui_server import COMFYUI, FLAGS
+from comfyui_tpu.tests.support.comfyui_server import COMFYUI, TWO_CHIPS
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["comfyui_tpu.tests.comfyui.core_imports"])
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS.replace("count=8", "count=2")}
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **TWO_CHIPS}
 
 
 def run_script(name: str | Path, job: Any, folder: Path) -> Any:

@@ -39,6 +39,9 @@ FLAGS = (
 if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
+# Where the number of chips is not the subject. Each chip computes a text's states: eight take four times as long.
+TWO_CHIPS = {"XLA_FLAGS": FLAGS.replace("count=8", "count=2")}
+
 needs_comfyui = pytest.mark.skipif(
     not (COMFYUI / "main.py").is_file(), reason=f"no ComfyUI in {COMFYUI}; set COMFYUI_PATH"
 )
