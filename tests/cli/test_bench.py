@@ -18,7 +18,7 @@ MODEL = "flux2-klein-4b"
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "klein.json"
     words = ["--height", "64", "--width", "80", "--runs", "3", "--stages", "encode,denoise,decode"]
-    words += ["--quality", "int8", "--json", str(path)]
+    words += ["--quality", "int8", "--json", str(path), "--trace", str(path.parent / "trace")]
     assert main(["bench", MODEL, *words]) == 0
     return path
 
@@ -45,6 +45,15 @@ def test_every_program_of_the_miniature_is_timed_and_recorded(record: Path):
     assert found.total_s == pytest.approx(sum(program.median_s * program.runs for program in found.programs))
     assert {"jax", "torch"} <= set(found.versions)
     assert str(Path.home()) not in record.read_text() and str(record.parent) not in record.read_text()
+
+
+@pytest.mark.slow
+def test_every_program_has_a_profiler_trace(record: Path):
+    folders = {path.name: path for path in (record.parent / "trace").iterdir()}
+    assert sorted(folders) == sorted(program.name for program in read(record).programs)
+    for folder in folders.values():
+        (trace,) = folder.rglob("*.xplane.pb")
+        assert trace.stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -75,6 +84,7 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
         (["hunyuan-1.5"], "there is no model 'hunyuan-1.5'; there are:\n  hunyuanvideo1.5-"),
         (["flux2-klein-b9"], "there is no model 'flux2-klein-b9'; there are:\n  flux2-klein-9b\n"),
         ([MODEL, "--runs", "0"], "--runs is 0; it must be at least 1."),
+        ([MODEL, "--verify", "--trace", "folder"], "--trace is not for --verify, which compares forms. Leave one of"),
         ([MODEL, "--stages", "paint"], "--stages is 'paint'; it must name one or more of encode"),
         ([MODEL, "--height", "81"], "height is 81; it must be a multiple of"),
         ([MODEL, "--quality", "int8+sparse"], "but not TI2V, and HunyuanVideo have; it must be one of exact, int8."),
