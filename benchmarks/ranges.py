@@ -4,8 +4,10 @@
 published or assumed numbers for everything that a prediction idealizes or omits.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from comfyui_tpu.tpu_runtime.cost_model import interconnect
@@ -28,9 +30,10 @@ GAP_S = (0.14e-3, 0.36e-3)
 PCIE_BYTES_S = 10 * GB
 # The host's part of 81 frames at 1280x720, measured on two idle cores (docs/LOG.md, 2026-11-28).
 HOST_S_PER_BYTE = 0.47 / (81 * 720 * 1280 * 3 * 4)
-# From the start of a process to the first step: imports and tracing, opening the chips, and weights from a
-# disk of 2 or 0.5 GB/s, all assumed. Programs are on the disk.
-BEFORE_S = (10.0, 25.0)
+# From the start of a process to the first step: imports and tracing as `cold_start.py --record` measured them, and
+# assumptions for opening the chips and for a disk of 2 or 0.5 GB/s. Programs are on the disk. At best weights are read
+# from the opening on; at worst the host's memory takes none ahead, and one part begins after the other.
+COLD_START = json.loads((Path(__file__).parent / "cold_start.json").read_text())
 OPENING_S = (10.0, 20.0)
 DISK_BYTES_S = (2 * GB, 0.5 * GB)
 
@@ -90,10 +93,16 @@ def generation_range(record: Record) -> Range:
     return sum(parts, host_range(record))
 
 
-def start_range(record: Record) -> Range:
-    """Return the seconds from the start of a process to the first step, with compiled programs on the disk."""
-    sizes = [record["weights_bytes"] / rate for rate in DISK_BYTES_S]
-    return Range(low=BEFORE_S[0] + OPENING_S[0] + sizes[0], high=BEFORE_S[1] + OPENING_S[1] + sizes[1])
+def start_range(record: Record, parts: Mapping[str, float]) -> Range:
+    """Return the seconds from the start of a process to the first step, with compiled programs on the disk.
+
+    parts: of the model, from `cold_start.json`.
+    """
+    fast, slow = (record["weights_bytes"] / rate for rate in DISK_BYTES_S)
+    return Range(
+        low=parts["imports_before"] + max(OPENING_S[0] + parts["tracing"], fast),
+        high=sum(parts.values()) + OPENING_S[1] + slow,
+    )
 
 
 def weights_bytes(spec: ModelSpec) -> int:
@@ -128,17 +137,19 @@ def table(records: Sequence[Record]) -> str:
 def _derivation() -> str:
     kernels, linear = ([f"{100 * share:.0f} %" for share in shares] for shares in (KERNELS, LINEAR))
     gaps, disk = ([1e3 * gap for gap in GAP_S], [rate / GB for rate in DISK_BYTES_S])
+    before = [pick(sum(parts.values()) for parts in COLD_START.values()) for pick in (min, max)]
     return (
-        f"Each range starts with the prediction. Its end makes three assumptions: kernels run at {kernels[1]} of their "
-        f"ceiling instead of the predicted {kernels[0]}, XLA's operations run like linear layers at {linear[1]} of the "
-        f"peak instead of {linear[0]}, and each exposed transfer starts in {1e6 * SLOW_START_S:.0f} microseconds "
-        f"instead of {1e6 * interconnect.START_S:.0f}. The three columns after the step show the effect of each. The "
-        f"host adds {gaps[0]:.2f} to {gaps[1]:.2f} ms between two steps (measured on a host without chips) and the "
-        "transfer of frames: at best those of the last call over all chips' PCIe links, at worst all of them over one "
-        f"link of {PCIE_BYTES_S / GB:.0f} GB/s (assumed). The first step of a new process also needs imports and "
-        f"tracing ({BEFORE_S[0]:.0f} to {BEFORE_S[1]:.0f} s) and opening the chips ({OPENING_S[0]:.0f} to "
-        f"{OPENING_S[1]:.0f} s), both assumed, and weights from a disk of {disk[0]:.0f} to {disk[1]:.1f} GB/s; "
-        "compiled programs are on the disk."
+        f"Each range begins with the prediction. Its end assumes that kernels run at {kernels[1]} of their ceiling "
+        f"where {kernels[0]} are predicted, that XLA's operations run as linear layers at {linear[1]} of the peak "
+        f"where {linear[0]} are predicted, and that each transfer that is waited for starts in "
+        f"{1e6 * SLOW_START_S:.0f} microseconds, not in {1e6 * interconnect.START_S:.0f}. The three columns after the "
+        f"step give the part of each. The host adds {gaps[0]:.2f} to {gaps[1]:.2f} ms between two steps "
+        "(measured on a host without chips) and the frames: at best those of the last call over all chips' PCIe "
+        f"links, at worst all of them over one link of {PCIE_BYTES_S / GB:.0f} GB/s (assumed). To the first step of a "
+        f"new process: imports and tracing {before[0]:.0f} to {before[1]:.0f} s (measured on a host without chips), "
+        f"opening the chips {OPENING_S[0]:.0f} to {OPENING_S[1]:.0f} s and weights from a disk of {disk[0]:.0f} to "
+        f"{disk[1]:.1f} GB/s (both assumed); compiled programs are on the disk. At best weights are read while the "
+        "chips are opened; at worst each part begins when the one before has ended."
     )
 
 
@@ -157,5 +168,5 @@ def _row(record: Record) -> tuple[str, ...]:
         *(f"+{seconds:.3f}" for seconds in added),
         str(host_range(record)),
         str(generation_range(record)),
-        str(start_range(record)),
+        str(start_range(record, COLD_START[record["model"]])),
     )

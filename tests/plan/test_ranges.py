@@ -81,7 +81,7 @@ def test_a_step_lies_between_its_prediction_and_the_worst_of_each_part(ranges: M
     assert str(ranges.Range(low=0.0236, high=12.34)) == "0.024 to 12"
 
 
-def test_a_generation_has_the_host_and_a_start_its_disk(ranges: ModuleType):
+def test_a_generation_has_the_host(ranges: ModuleType):
     frames = 81 * 720 * 1280 * 3 * 4
     host = ranges.host_range(RECORD)
     assert host.low == pytest.approx(10 * 0.14e-3 + frames / 4 / 80e9 + 0.47 / 4)
@@ -89,8 +89,28 @@ def test_a_generation_has_the_host_and_a_start_its_disk(ranges: ModuleType):
     whole = ranges.generation_range(RECORD)
     assert whole.low == pytest.approx(10 * 3.0 + 4 * 0.5 + host.low)
     assert whole.high == pytest.approx(10 * ranges.program_range(STEP, 1.75e9).high + 4 * 0.5 + host.high)
-    start = ranges.start_range(RECORD)
-    assert (start.low, start.high) == (10 + 10 + 10 / 2, 25 + 20 + 10 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "low", "high"),
+    [
+        (10, 2 + 10 + 3, 2 + 4 + 3 + 20 + 20),  # 5 s of reading are over when the chips are open
+        (40, 2 + 20, 2 + 4 + 3 + 20 + 80),  # 20 s of reading, beside which everything else is done
+    ],
+)
+def test_at_best_weights_are_read_beside_everything_else(ranges: ModuleType, gigabytes: int, low: int, high: int):
+    parts = {"imports_before": 2.0, "imports_beside": 4.0, "tracing": 3.0}
+    start = ranges.start_range(RECORD | {"weights_bytes": gigabytes * 10**9}, parts)
+    assert (start.low, start.high) == (low, high)
+
+
+def test_imports_beside_the_opening_are_not_counted_before_it(ranges: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    cold_start = importlib.import_module("cold_start")
+    imports = {"interpreter": 0.1, "pack": 0.4, "jax": 0.5, "engine, torch, torchax": 1.5,
+               "diffusers, transformers": 2.9, "the model's classes": 1.0}  # fmt: skip
+    found = cold_start.summarize(imports, {"encode": 0.2, "image": 0.3, "denoise": 1.0, "decode": 7.0})
+    assert found == pytest.approx({"imports_before": 2.0, "imports_beside": 4.4, "tracing": 1.5})
 
 
 def test_the_page_has_the_range_of_every_flagship(ranges: ModuleType):
