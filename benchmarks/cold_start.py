@@ -142,9 +142,9 @@ def start_tiny(opening_s: str, width: str, then: str = "") -> list[float]:
 
     retrieved = [0.0]
 
-    def count(event: str, seconds: float, **_: Any) -> None:
+    def count(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_retrieval_time_sec":
-            retrieved[-1] += seconds
+            retrieved[-1] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(count)
     from comfyui_tpu.tpu_runtime import api
