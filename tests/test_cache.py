@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def shared(folder: Path) -> Path:
+def fallback_folder(folder: Path) -> Path:
     """Return the fallback folder of the cache; other users can predict its name."""
     folder.write_text("a plain file in the way")
     return folder.parent / f"comfyui-tpu-{os.getuid()}"
@@ -47,11 +47,11 @@ def mode(path: Path) -> int:
 # --- location ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_fallback_is_for_this_user_alone_and_the_same_again(shared: Path):
-    assert store.cache_folder() == shared and mode(shared) == 0o700
+def test_cache_folder_fallback_is_private_and_reused(fallback_folder: Path):
+    assert store.cache_folder() == fallback_folder and mode(fallback_folder) == 0o700
     PROGRAMS.put("a", b"code")
     store._writable.cache_clear()
-    assert store.cache_folder() == shared and PROGRAMS.get("a") == b"code"
+    assert store.cache_folder() == fallback_folder and PROGRAMS.get("a") == b"code"
 
 
 def somebody_elses(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,29 +82,29 @@ def a_plain_file(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("make", [somebody_elses, open_to_all, readable_by_all, a_link, a_plain_file])
-def test_what_lies_in_the_fallbacks_place_is_not_used(make, shared: Path, monkeypatch: pytest.MonkeyPatch):
-    make(shared, monkeypatch)
+def test_cache_folder_fallback_skips_unsafe_path(make, fallback_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    make(fallback_folder, monkeypatch)
     used = store.cache_folder()
-    assert used != shared and used.name.startswith(f"comfyui-tpu-{os.getuid()}-") and mode(used) == 0o700
+    assert used != fallback_folder and used.name.startswith(f"comfyui-tpu-{os.getuid()}-") and mode(used) == 0o700
     assert store.cache_folder() == used
     PROGRAMS.put("a", b"code")
     assert used in PROGRAMS.path("a").parents
 
 
-def test_nowhere_to_write_costs_only_the_cache(shared: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(shared / "gone"))
-    assert store.cache_folder() == shared.with_name("cache")
+def test_cache_without_writable_folder_stores_nothing(fallback_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(fallback_folder / "gone"))
+    assert store.cache_folder() == fallback_folder.with_name("cache")
     PROGRAMS.put("a", b"code")
     Store("prompts").put("a", b"text")
     assert PROGRAMS.get("a") is None and Store("prompts").get("a") is None
 
 
-def test_a_home_that_nobody_knows_costs_only_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cache_folder_with_unknown_home_uses_fallback(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(store.VARIABLE, "~nobody-of-this-name/cache")
     assert store.cache_folder() == folder.with_name(f"comfyui-tpu-{os.getuid()}")
 
 
-def test_a_plain_file_in_the_place_of_a_kind_costs_only_that_kind(folder: Path):
+def test_store_blocked_by_file_leaves_other_stores_usable(folder: Path):
     folder.mkdir()
     PROGRAMS.folder.write_text("in the way")
     PROGRAMS.put("a", b"code")
@@ -134,7 +134,7 @@ def from_here(folder: Path) -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-def test_a_program_is_compiled_once_and_again_where_its_entry_is_damaged(
+def test_compile_or_load_reuses_entry_and_recompiles_damaged_entry(
     from_here: None, add_one: Callable[[], Program], caplog: pytest.LogCaptureFixture
 ):
     missed: list[str] = []
@@ -148,7 +148,7 @@ def test_a_program_is_compiled_once_and_again_where_its_entry_is_damaged(
     assert not executables.compile_or_load(add_one())[1]
 
 
-def test_a_program_that_the_device_does_not_load_is_compiled_again(from_here: None, add_one: Callable[[], Program]):
+def test_compile_or_load_recompiles_unloadable_entry(from_here: None, add_one: Callable[[], Program]):
     """Such as one of another compiler version, which is not part of JAX's key."""
     executables.compile_or_load(add_one())
     (entry,) = PROGRAMS.folder.glob("jit__lambda-*")
@@ -158,7 +158,7 @@ def test_a_program_that_the_device_does_not_load_is_compiled_again(from_here: No
     assert not executables.compile_or_load(add_one())[1]
 
 
-def test_every_host_keeps_what_it_compiled(
+def test_persistent_cache_stores_programs_on_every_host(
     folder: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
 ):
     """JAX itself writes only in the first of several processes."""
@@ -171,7 +171,7 @@ def test_every_host_keeps_what_it_compiled(
     compilation_cache.reset_cache()
 
 
-def test_a_copy_of_the_folder_serves_another_machine(
+def test_copied_xla_cache_is_valid_at_another_path(
     from_here: None, folder: Path, tmp_path: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
 ):
     """The path is not part of a key."""
@@ -184,9 +184,7 @@ def test_a_copy_of_the_folder_serves_another_machine(
 
 
 @pytest.mark.parametrize("which", ["cache", "xla"])
-def test_a_folder_that_others_may_write_gives_and_gets_no_programs(
-    which: str, folder: Path, caplog: pytest.LogCaptureFixture
-):
+def test_store_folder_writable_by_others_is_not_used(which: str, folder: Path, caplog: pytest.LogCaptureFixture):
     PROGRAMS.put("a", b"code")
     opened = folder if which == "cache" else folder / which
     opened.chmod(0o777)
@@ -198,21 +196,19 @@ def test_a_folder_that_others_may_write_gives_and_gets_no_programs(
     assert PROGRAMS.get("a") == b"code"
 
 
-def test_a_folder_of_another_user_gives_and_gets_no_programs(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_store_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch):
     PROGRAMS.put("a", b"code")
     os.chown(folder, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert PROGRAMS.get("a") is None
 
 
-def test_an_entry_that_others_may_write_is_passed_over(folder: Path):
+def test_store_entry_writable_by_others_is_ignored(folder: Path):
     PROGRAMS.put("a", b"code")
     PROGRAMS.path("a").chmod(0o666)
     assert PROGRAMS.get("a") is None
 
 
-def test_another_machine_that_is_given_the_folder_reads_its_programs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_copied_store_without_file_modes_is_readable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     PROGRAMS.put("a", b"code")
     shutil.copytree(folder, tmp_path / "given")
     for path in (tmp_path / "given").rglob("*"):
@@ -221,7 +217,7 @@ def test_another_machine_that_is_given_the_folder_reads_its_programs(
     assert PROGRAMS.get("a") == b"code"
 
 
-def test_a_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_store_folder_writable_by_own_group_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Many systems create a group for each user, which owns the user's files."""
     PROGRAMS.put("a", b"code")
     folder.chmod(0o775)
@@ -232,9 +228,7 @@ def test_a_users_own_group_may_write(folder: Path, monkeypatch: pytest.MonkeyPat
     assert PROGRAMS.get("a") is None
 
 
-def test_xlas_programs_are_not_kept_where_others_may_write(
-    from_here: None, folder: Path, add_one: Callable[[], Program]
-):
+def test_xla_cache_writable_by_others_is_not_used(from_here: None, folder: Path, add_one: Callable[[], Program]):
     PROGRAMS.folder.mkdir(parents=True)
     PROGRAMS.folder.chmod(0o777)
     assert [executables.compile_or_load(add_one())[1] for _ in range(2)] == [True, True]
@@ -252,7 +246,7 @@ def file(path: Path, size: int) -> Path:
     return path
 
 
-def test_a_folder_of_jaxs_own_variable_is_left_to_jax(
+def test_xla_cache_follows_jax_compilation_cache_dir(
     folder: Path, tmp_path: Path, add_one: Callable[[], Program], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
@@ -267,7 +261,7 @@ def test_a_folder_of_jaxs_own_variable_is_left_to_jax(
     compilation_cache.reset_cache()
 
 
-def test_the_longest_unused_entries_leave_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_store_evicts_least_recently_used_entries(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(store.MAX_BYTES, "prompts", 450)
     prompts = Store("prompts")
     for number, key in enumerate("abc"):

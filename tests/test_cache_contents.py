@@ -20,19 +20,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def test_a_signature_is_short_and_of_every_part():
+def test_signature_is_short_and_depends_on_every_part():
     assert store.signature("a", 1) == "391d545b6971354e"
     assert len({store.signature(*parts) for parts in [(), ("a",), ("a", 1), ("a1",), (1, "a"), ("a", "1")]}) == 6
 
 
-def test_xlas_folder_is_jaxs_own_where_it_is_given(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_xla_cache_folder_follows_jax_variable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert store.xla_cache_folder() == folder / "xla"
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "~/mine")
     assert store.xla_cache_folder() == tmp_path / "mine"
 
 
-def test_usage_counts_files_and_bytes_of_every_kind(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_measure_usage_counts_files_and_bytes_per_store(folder: Path, monkeypatch: pytest.MonkeyPatch):
     Store("prompts").put("a", b"12345")
     Store("prompts").put("b", b"1")
     (folder / "prompts" / "below").mkdir()
@@ -58,7 +58,7 @@ def test_usage_counts_files_and_bytes_of_every_kind(folder: Path, monkeypatch: p
     assert len(counted) == 2 * len(found)
 
 
-def test_usage_is_of_the_folder_of_this_moment(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_measure_usage_follows_current_cache_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store.time, "monotonic", lambda: 100.0)
     for wanted in (folder, folder.parent / "another"):
         monkeypatch.setenv(store.VARIABLE, str(wanted))
@@ -66,7 +66,9 @@ def test_usage_is_of_the_folder_of_this_moment(folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("number", "is_kept"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)])
-def test_a_full_disk_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_kept: bool):
+def test_cache_folder_on_full_disk_is_kept_for_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_kept: bool
+):
     def refuse(**_):
         raise OSError(number, "refused")
 
@@ -76,7 +78,7 @@ def test_a_full_disk_can_still_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert store._writable(str(wanted)) == (wanted if is_kept else tmp_path / "instead")
 
 
-def test_what_is_half_written_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_put_with_failed_replace_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
 
     def replace(scratch: str, path: Path) -> None:
@@ -90,7 +92,7 @@ def test_what_is_half_written_leaves_nothing(folder: Path, monkeypatch: pytest.M
     assert path.name == "key.bin" and list(path.parent.iterdir()) == []
 
 
-def test_the_folders_are_for_this_user_alone(tmp_path: Path, folder: Path):
+def test_cache_folders_are_private_to_user(tmp_path: Path, folder: Path):
     store.make_private(tmp_path / "a" / "b")
     store.make_private(tmp_path / "a" / "b")
     Store("prompts").put("key", b"payload")
@@ -98,18 +100,18 @@ def test_the_folders_are_for_this_user_alone(tmp_path: Path, folder: Path):
         assert made.stat().st_mode & 0o777 == 0o700
 
 
-def aged(path: Path, moment: float, size: int = 10) -> Path:
+def write_aged_file(path: Path, moment: float, size: int = 10) -> Path:
     path.write_bytes(bytes(size))
     os.utime(path, (moment, moment))
     return path
 
 
-def test_beginnings_leave_once_they_are_a_day_older_than_the_newest(tmp_path: Path):
+def test_trim_removes_scratch_files_one_day_older_than_newest(tmp_path: Path):
     now = 10 * store.ABANDONED_S
     files = [
-        aged(tmp_path / ".abandoned", now - store.ABANDONED_S - 1),
-        aged(tmp_path / ".at-work", now - store.ABANDONED_S),
-        aged(tmp_path / "old.bin", 0), aged(tmp_path / "newest.bin", now),
+        write_aged_file(tmp_path / ".abandoned", now - store.ABANDONED_S - 1),
+        write_aged_file(tmp_path / ".at-work", now - store.ABANDONED_S),
+        write_aged_file(tmp_path / "old.bin", 0), write_aged_file(tmp_path / "newest.bin", now),
     ]  # fmt: skip
     store.trim(tmp_path, 10**6)
     assert [path.name for path in files if not path.exists()] == [".abandoned"]
@@ -117,16 +119,16 @@ def test_beginnings_leave_once_they_are_a_day_older_than_the_newest(tmp_path: Pa
     store.trim(tmp_path / "none", 0)
 
 
-def test_no_more_leaves_than_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    files = [aged(tmp_path / f"{number}.bin", number, size=10 + number) for number in range(4)]
+def test_trim_removes_only_as_much_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = [write_aged_file(tmp_path / f"{number}.bin", number, size=10 + number) for number in range(4)]
     store.trim(tmp_path, 46)  # all of them
     assert all(path.exists() for path in files)
     store.trim(tmp_path, 25)
     assert [path.exists() for path in files] == [False, False, True, True]
 
 
-def test_what_another_process_removes_meanwhile_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gone, kept = aged(tmp_path / "gone.bin", 0), aged(tmp_path / "kept.bin", 1)
+def test_trim_ignores_files_removed_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gone, kept = write_aged_file(tmp_path / "gone.bin", 0), write_aged_file(tmp_path / "kept.bin", 1)
     listed = [*store._files(tmp_path)]
     gone.unlink()
     with monkeypatch.context() as patch:
@@ -137,7 +139,7 @@ def test_what_another_process_removes_meanwhile_is_no_fault(tmp_path: Path, monk
     assert [path for path, _ in store._files(tmp_path)] == [kept]
 
 
-def test_a_damaged_entry_is_dropped_with_its_reason(folder: Path, caplog: pytest.LogCaptureFixture):
+def test_get_damaged_entry_removes_file_and_logs_reason(folder: Path, caplog: pytest.LogCaptureFixture):
     prompts = Store("prompts")
     prompts.put("key", b"payload")
     path = prompts.path("key")
@@ -148,7 +150,7 @@ def test_a_damaged_entry_is_dropped_with_its_reason(folder: Path, caplog: pytest
     assert "cannot be removed" not in caplog.text  # it is gone already
 
 
-def test_a_folder_that_cannot_be_looked_at_holds_no_code(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+def test_can_trust_code_of_unreadable_folder_is_false(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog):
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "forbidden")
 
@@ -167,12 +169,12 @@ def test_a_folder_that_cannot_be_looked_at_holds_no_code(folder: Path, monkeypat
         (7, "staff", [], False), (8, "jo", [], False), (8, "staff", ["jo"], False),
     ],
 )  # fmt: skip
-def test_a_group_is_a_users_own_where_nobody_else_is_in_it(monkeypatch, number, name, members, is_own):
+def test_is_own_group_requires_no_other_members(monkeypatch, number, name, members, is_own):
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="jo", pw_gid=7))
     monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=name, gr_mem=members))
     assert ownership._is_own_group(number) == is_own
 
 
-def test_a_group_or_user_without_a_name_is_nobodys_own(monkeypatch: pytest.MonkeyPatch):
+def test_is_own_group_without_name_is_false(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grp, "getgrgid", {}.__getitem__)
     assert ownership._is_own_group(os.getgid()) is False

@@ -49,7 +49,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_folder_is_made_again(name: str):
+def test_cached_folder_with_damage_is_recreated(name: str):
     made: list[Path] = []
 
     def counted(folder: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_damaged_folder_is_made_again(name: str):
 
 
 @pytest.mark.parametrize("part", ["model_index.json", "scheduler/scheduler_config.json", "transformer", "tokenizer"])
-def test_a_half_deleted_miniature_is_made_again_in_a_running_process(part: str):
+def test_tiny_model_folder_with_missing_part_is_recreated(part: str):
     spec = spec_for_family("Wan21")
     path = tiny.find_folder(spec, spec.miniature.id) / part
     for one in sorted(path.rglob("*"), reverse=True) if path.is_dir() else [path]:
@@ -76,7 +76,7 @@ def test_a_half_deleted_miniature_is_made_again_in_a_running_process(part: str):
     assert not path.is_dir() or any(path.iterdir())
 
 
-def test_a_link_to_a_folder_that_is_gone_is_made_again():
+def test_cached_folder_with_dangling_link_is_recreated():
     def with_link(folder: Path) -> None:
         (folder / "tokenizer").symlink_to(folders.ensure_cached_folder("parts", "tokenizer", make))
 
@@ -98,7 +98,7 @@ folders.ensure_cached_folder("tiny", "x", make)
 """
 
 
-def test_what_a_killed_writer_left_is_removed_and_a_living_ones_stays(cache_folder: Path):
+def test_cached_folder_removes_scratch_of_killed_writer_only(cache_folder: Path):
     with subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, env=dict(os.environ)) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"writes\n"
         (scratch,) = (cache_folder / "tiny").iterdir()
@@ -111,7 +111,7 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_ones_stays(cache_fold
 
 
 @pytest.mark.parametrize("kind", [OSError, ValueError, KeyboardInterrupt])
-def test_what_fails_while_it_is_made_leaves_nothing(cache_folder: Path, kind: type[BaseException]):
+def test_cached_folder_with_failed_creation_leaves_nothing(cache_folder: Path, kind: type[BaseException]):
     def broken(folder: Path) -> None:
         make(folder)
         raise kind("broken")
@@ -122,7 +122,9 @@ def test_what_fails_while_it_is_made_leaves_nothing(cache_folder: Path, kind: ty
 
 
 @pytest.mark.parametrize("ahead_s", [0, 10**6])
-def test_folders_that_were_used_longest_ago_leave(monkeypatch: pytest.MonkeyPatch, cache_folder: Path, ahead_s: int):
+def test_cached_folders_least_recently_used_are_evicted(
+    monkeypatch: pytest.MonkeyPatch, cache_folder: Path, ahead_s: int
+):
     """A clock that was set back makes none of them young for ever."""
     size = folders.measure_folder(folders.ensure_cached_folder("tiny", "0", make))
     monkeypatch.setitem(folders.MAX_BYTES, "tiny", size * 3)
@@ -133,7 +135,7 @@ def test_folders_that_were_used_longest_ago_leave(monkeypatch: pytest.MonkeyPatc
     assert names(cache_folder / "tiny") == ["2", "3", "4"]
 
 
-def test_a_full_disk_names_the_folder_and_the_variable(cache_folder: Path):
+def test_cached_folder_full_disk_error_names_folder_and_variable(cache_folder: Path):
     folder = cache_folder / "tiny"
     folder.mkdir(parents=True)
 

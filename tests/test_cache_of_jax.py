@@ -51,7 +51,7 @@ def is_compiled(number: int) -> bool:
 
 
 @pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)
-def test_this_jax_has_what_is_replaced(private: Any):
+def test_installed_jax_has_replaced_function(private: Any):
     assert private.find() is not None
 
 
@@ -69,7 +69,7 @@ def test_this_jax_has_what_is_replaced(private: Any):
     ],
     ids=["as it was", "optional", "more, with a default", "one more", "one less", "renamed", "any", "no function"],
 )
-def test_a_private_function_counts_by_its_parameters(function: Any, is_found: bool, monkeypatch: pytest.MonkeyPatch):
+def test_private_function_is_matched_by_parameters(function: Any, is_found: bool, monkeypatch: pytest.MonkeyPatch):
     module = ModuleType("jax._src.stand_in")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     private = xla_cache._Private(module.__name__, "_write", ("cache_key", "executable"), optional=("host_callbacks",))
@@ -79,7 +79,7 @@ def test_a_private_function_counts_by_its_parameters(function: Any, is_found: bo
     assert xla_cache._Private("jax._src.no_such", "_write", ()).find() is None
 
 
-def test_without_our_entries_jaxs_own_files_serve(
+def test_xla_cache_without_open_function_uses_jax_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(compilation_cache, "get_file_cache", _jaxs(compilation_cache.get_file_cache))
@@ -92,7 +92,7 @@ def test_without_our_entries_jaxs_own_files_serve(
     assert "no jax._src.compilation_cache.no_such_function" in warning and "JAX writes its files itself" in warning
 
 
-def test_jax_reads_no_folder_of_ours_that_others_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_xla_cache_writable_by_others_leaves_jax_config_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(xla_cache, "_OPEN", GONE)
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -103,7 +103,7 @@ def test_jax_reads_no_folder_of_ours_that_others_may_write(folder: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["_WRITE", "_PUT"])
-def test_another_host_compiles_again(
+def test_xla_cache_without_write_function_recompiles_on_second_host(
     name: str, second_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(xla_cache, name, GONE)
@@ -115,14 +115,16 @@ def test_another_host_compiles_again(
 
 
 @pytest.mark.parametrize("given", [(), ("key", 1.0, "name", "backend", "executable", "callbacks", "more")])
-def test_a_call_of_another_shape_costs_an_entry(given: tuple, second_host: Path, caplog: pytest.LogCaptureFixture):
+def test_cache_write_with_other_arguments_skips_entry(
+    given: tuple, second_host: Path, caplog: pytest.LogCaptureFixture
+):
     xla_cache.use_persistent_cache()
     compiler._cache_write(*given)
     assert [sentence.partition(" (")[0] for sentence in warnings(caplog)] == ["a compiled program was not stored"]
 
 
 @pytest.mark.parametrize("error", [AttributeError, ValueError])
-def test_a_setting_that_jax_lacks_costs_no_run(
+def test_xla_cache_missing_jax_setting_only_warns(
     error: type[Exception], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(name: str, value: object) -> None:

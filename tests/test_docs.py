@@ -23,17 +23,17 @@ def section(title: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "path", "line"), PLACES, ids=[what for what, *_ in PLACES])
-def test_a_line_that_contributors_are_sent_to_is_there_once(what: str, path: str, line: str):
+def test_contributing_line_occurs_once_in_file(what: str, path: str, line: str):
     """From the README to each of them it is three files."""
     assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text("utf-8")
     assert (ROOT / path).read_text("utf-8").count(line) == 1
 
 
-def test_contributors_are_sent_to_guidance_to_memory_and_to_a_refusal():
+def test_contributing_table_includes_guidance_memory_and_refusal():
     assert {"guidance is added", "weights leave the chips", "a wrong size is refused"} <= {what for what, *_ in PLACES}
 
 
-def test_the_vocabulary_lists_the_stages_in_their_order():
+def test_glossary_lists_stages_in_order():
     listed = re.findall(r"^\| `(\w+)` \|", section("Glossary"), re.MULTILINE)
     assert tuple(listed) == STAGES
     assert set(STAGE_FUNCTIONS) == {*STAGES, "warmup", "calibrate", *CALL_FUNCTIONS}
@@ -54,12 +54,12 @@ def words(node: ast.AST) -> list[str]:
     return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
 
 
-def test_code_calls_stages_by_the_listed_words():
+def test_code_uses_only_stage_names_of_glossary():
     used = {word for path in PRODUCT for word in stage_words(ast.parse(path.read_text("utf-8")))}
     assert {"denoise", "decode"} <= used <= {*STAGES, "warmup", ""}
 
 
-def test_the_vocabulary_has_the_states_of_weights():
+def test_glossary_contains_states_of_weights():
     text = (ROOT / "tpu_runtime/engine/device_cache.py").read_text("utf-8")
     body = next(
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == "state"
@@ -89,7 +89,7 @@ def rows(path: str, head: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("path", "head"), [(path, head) for path, heads in TABLES.items() for head in heads])
-def test_every_row_of_what_runs_and_of_what_is_refused_names_its_test(path: str, head: str):
+def test_docs_table_row_names_unique_test(path: str, head: str):
     """By its function's name, which one file of the tests has."""
     sources = [file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
     for row in rows(path, head):

@@ -18,19 +18,19 @@ def reports(count: int, seconds: float = 0.1) -> list[pytest.TestReport]:
 @pytest.mark.parametrize(
     ("tests", "minutes", "fails"), [(6000, 59, False), (6000, 61, True), (4000, 100, False)], ids=str
 )
-def test_a_full_run_half_as_long_again_as_the_budget_fails(tests: int, minutes: float, fails: bool):
+def test_full_run_above_one_and_a_half_budgets_fails(tests: int, minutes: float, fails: bool):
     found = reports(tests)
     assert durations.exceeds_budget(found, 60 * minutes) is fails
     *_, total = durations.describe(found, 60 * minutes)
     assert total.startswith(f"{minutes:.1f}" + (" of 40" if tests == 6000 else "")) and ("failed" in total) is fails
 
 
-def test_the_slowest_files_come_first():
+def test_durations_list_slowest_files_first():
     lines = durations.describe(reports(12_000), 60)
     assert lines[0] == " 1200.0 s  tests/test_11.py" and lines[9] == "  300.0 s  tests/test_2.py" and len(lines) == 11
 
 
-def test_a_run_prints_its_slowest_files(pytester: pytest.Pytester):
+def test_durations_plugin_prints_slowest_files(pytester: pytest.Pytester):
     pytester.makeconftest(
         "from comfyui_tpu.tests.support.durations import Durations\n"
         "def pytest_configure(config):\n    config.pluginmanager.register(Durations(config))\n"

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_an_older_python_reads_the_files_far_enough_to_say_so():
+def test_entry_files_parse_with_python_3_7():
     for name in ("setup.py", "installer/__init__.py", "installer/newer_python.py", "__init__.py", "__main__.py"):
         ast.parse((ROOT / name).read_text(), feature_version=(3, 7))
 
@@ -34,7 +34,7 @@ def run_older(*words, **options):
     return subprocess.run([sys.executable, "-P", "-c", program, *words], capture_output=True, text=True, **options)
 
 
-def test_an_older_python_is_refused_by_pip_itself(tmp_path):
+def test_setup_metadata_requires_supported_python(tmp_path):
     """It is told by the metadata, which setup.py hands over whatever Python asks."""
     done = run_older("setup.py", "egg_info", "--egg-base", str(tmp_path), cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def test_an_older_python_is_refused_by_pip_itself(tmp_path):
     assert "Requires-Python: >=3.11\n" in metadata.read_text()
 
 
-def test_an_older_python_that_loads_the_pack_or_runs_its_folder_says_one_sentence(tmp_path, monkeypatch):
+def test_entry_point_on_old_python_raises_one_sentence(tmp_path, monkeypatch):
     done = run_older(str(ROOT), "doctor", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith(TOO_OLD)
@@ -53,7 +53,7 @@ def test_an_older_python_that_loads_the_pack_or_runs_its_folder_says_one_sentenc
 
 
 @pytest.mark.parametrize("name", ["comfyui-tpu", "ComfyUI-TPU", "a folder"])
-def test_the_folder_is_the_command_where_nothing_is_installed(name, tmp_path):
+def test_folder_runs_as_command_without_installation(name, tmp_path):
     """As Manager leaves it: in custom_nodes, under whichever name, its package not installed."""
     folder = tmp_path / "custom_nodes" / name
     folder.parent.mkdir()
@@ -91,7 +91,7 @@ MISSING = "sudo apt install python3.11 python3.11-venv"
     ],
     ids=["beside a newer one", "uv has one", "uv's is gone", "uv gets none", "dry run", "help"],
 )
-def test_an_older_python_gives_way_to_a_newer_one_or_says_what_is_missing(commands, words, said, tmp_path):
+def test_setup_on_old_python_uses_newer_python_or_names_remedy(commands, words, said, tmp_path):
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -102,7 +102,7 @@ def test_an_older_python_gives_way_to_a_newer_one_or_says_what_is_missing(comman
     assert done.stderr.startswith(TOO_OLD) is (said == MISSING)
 
 
-def test_the_root_brings_nothing_heavy(tmp_path):
+def test_package_import_loads_no_torch_or_jax(tmp_path):
     program = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('strange name', {str(ROOT / '__init__.py')!r},"

@@ -50,17 +50,17 @@ def offences(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_code_has_no_phrase_that_a_reader_must_translate(package: str):
+def test_code_contains_no_listed_phrase(package: str):
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py"))
     assert files and not [line for name in files for line in offences(name)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != LOG])
-def test_pages_have_no_phrase_that_a_reader_must_translate(page: str):
+def test_docs_page_contains_no_listed_phrase(page: str):
     assert not offences(page)
 
 
-def test_the_pattern_finds_each_phrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_phrase_patterns_match_each_phrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     text = [
         "what runs there", "there are none", "it waits, for it is busy", "Of the weights only some", "a chip knows it",
@@ -71,5 +71,5 @@ def test_the_pattern_finds_each_phrase(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(offences("page.md")) == len(text) == len(PHRASES)
 
 
-def test_what_is_allowed_is_there():
+def test_allowed_phrases_occur_in_files():
     assert not [entry for entry in ALLOWED if entry[1] not in (ROOT / entry[0]).read_text("utf-8")]

@@ -136,22 +136,22 @@ def wrong_arrows(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_a_room_imports_only_what_it_may(path: Path):
+def test_file_imports_only_allowed_packages(path: Path):
     assert not wrong_arrows(path)
 
 
-def test_the_rooms_that_may_import_each_other_form_no_circle():
+def test_package_dependencies_form_no_cycle():
     order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())
     assert {room_of(path) for path in FILES} == set(order)
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_file_imports_form_no_cycle():
     graph = {path: {target for target in brought_in(path) if target != path} for path in FILES}
     graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_outside_packages_are_imported_where_they_belong(path: Path):
+def test_external_packages_are_imported_only_where_allowed(path: Path):
     """Absolute imports of our own names fail in ComfyUI, which renames the pack and has a module `nodes` itself."""
     own, room = {"comfyui_tpu", *FOLDERS}, room_of(path)
     for level, module, _, line in imports(path):
@@ -163,13 +163,13 @@ def test_outside_packages_are_imported_where_they_belong(path: Path):
             assert package not in TORCH or relative(path).startswith(("tpu_runtime/", *TORCH_TOO)), where
 
 
-def test_a_file_is_read_in_one_go():
+def test_files_stay_below_line_limit():
     files = FILES + [path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     long = {relative(path): count for path in files if (count := len(path.read_text().splitlines())) >= MAX_LINES}
     assert not long
 
 
-def test_no_two_models_share_a_run_of_lines():
+def test_model_files_share_no_long_run_of_lines():
     seen: dict[tuple[str, ...], str] = {}
     for path in (path for path in FILES if room_of(path).startswith("models")):
         text = path.read_text()
@@ -181,7 +181,7 @@ def test_no_two_models_share_a_run_of_lines():
             assert seen.setdefault(run, relative(path)) == relative(path), f"{relative(path)} and {seen[run]}:\n{run}"
 
 
-def test_a_models_file_says_how_it_computes():
+def test_model_files_replace_no_forward_except_causal():
     """No forward of upstream's is replaced behind a reader's back, but the attention of text encoders that run as
     they are.
     """
@@ -190,14 +190,14 @@ def test_a_models_file_says_how_it_computes():
     assert [path.name for path in files] == ["causal.py"]
 
 
-def test_every_door_says_what_is_in_its_room():
+def test_package_docstrings_describe_contents_and_imports():
     doors = [path for path in FILES if path.name == "__init__.py"]
     said = {relative(path): ast.get_docstring(ast.parse(path.read_text())) or "" for path in doors}
     assert not [door for door, text in said.items() if len(text) < 40]
     assert not [door for door, text in said.items() if "import" not in text and door != "__init__.py"]
 
 
-def test_the_plan_of_the_house_shows_every_room():
+def test_architecture_page_lists_every_package():
     """Each room has a row in docs/architecture.md, which names no room that it may not import."""
     rows = re.findall(r"^\| (`.+?) \| .+ \| (.+) \|$", (ROOT / "docs/architecture.md").read_text("utf-8"), re.MULTILINE)
     plan: dict[str, set[str]] = {}
@@ -207,24 +207,24 @@ def test_the_plan_of_the_house_shows_every_room():
         for name in re.findall(r"`([^`]+)`", names):
             folder = folder if "/" not in name.rstrip("/") and folder else name.rpartition("/")[0].rpartition("/")[0]
             place = name if "/" in name.rstrip("/") or not folder else f"{folder}/{name}"
-            plan[_named(place)] = allowed
+            plan[_package_of_place(place)] = allowed
     assert set(plan) == set(MAY_IMPORT) - {"installer"}
-    wrong = {room: extra for room, may in plan.items() if (extra := _known(may) - MAY_IMPORT[room])}
+    wrong = {room: extra for room, may in plan.items() if (extra := _known_packages(may) - MAY_IMPORT[room])}
     assert not wrong
 
 
-def _named(place: str) -> str:
+def _package_of_place(place: str) -> str:
     """The room that a path in the plan stands for."""
     inside = place.removeprefix("tpu_runtime/")
     special = {"__init__.py": "entry", "api.py": "api", "messages.py": "messages", "*.py": "leaves"}
     return special.get(inside, inside.rstrip("/").replace("/", "."))
 
 
-def _known(words: set[str]) -> set[str]:
+def _known_packages(words: set[str]) -> set[str]:
     return {word for word in words if word in MAY_IMPORT}
 
 
-def test_no_two_classes_of_a_package_have_one_name():
+def test_class_names_are_unique_in_package():
     seen: dict[tuple[str, str], str] = {}
     twice = [
         (node.name, relative(path), other)
@@ -236,7 +236,7 @@ def test_no_two_classes_of_a_package_have_one_name():
     assert not twice
 
 
-def test_the_rules_see_a_turned_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_import_check_detects_reversed_dependency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     for name in (
         "sharding/rules.py",

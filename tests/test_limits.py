@@ -33,7 +33,7 @@ SIGMAS = SigmaList(most=3)
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_is_allowed_has_no_problem(limit: Any, allowed: tuple):
+def test_input_problem_of_allowed_values_is_none(limit: Any, allowed: tuple):
     assert [limit.problem(value) for value in allowed] == [None] * len(allowed)
 
 
@@ -68,29 +68,29 @@ def test_what_is_allowed_has_no_problem(limit: Any, allowed: tuple):
         (SIGMAS, (0.5, 0.5), "is (0.5, 0.5); each number must be smaller than the one before."),
     ],
 )
-def test_what_is_not_allowed_names_what_would_do(limit: Any, value: Any, problem: str):
+def test_input_problem_names_allowed_values(limit: Any, value: Any, problem: str):
     assert limit.problem(value) == problem
 
 
-def test_a_choice_begins_with_its_default_and_numbers_are_read_in_order():
+def test_enum_default_is_first_option_and_sigmas_keep_order():
     assert EnumInput(options=("b", "a")).default == "b"
     assert SigmaList.numbers(" 1, 0.5 ,0.25") == (1.0, 0.5, 0.25)
     assert SigmaList.numbers(" ") == () and SigmaList.numbers([1, 0.5]) == (1, 0.5)
 
 
-def test_the_largest_allowed_number_that_is_not_above_another():
+def test_largest_allowed_returns_largest_value_not_above():
     assert [FRAMES.largest_allowed(value) for value in (16, 17, 80, 81, 121, 122, 124, 125)] == [
         None, 17, 77, 81, 121, 121, 121, None
     ]  # fmt: skip
 
 
-def test_the_steps_that_a_cache_runs_whole():
+def test_step_cache_is_full_selects_steps():
     cache = StepCache(start=2, end=7, interval=3)
     assert [index for index in range(9) if cache.is_full(index)] == [0, 1, 2, 5, 7, 8]
     assert [index for index in range(5) if StepCache(start=1, end=5, interval=1).is_full(index)] == [0, 1, 2, 3, 4]
 
 
-def test_the_policy_that_widgets_ask_for():
+def test_make_step_cache_returns_policy_of_widgets():
     widgets = {"step_cache": True, "cache_start": 1, "cache_end": 5, "cache_interval": 2}
     assert make_step_cache(widgets) == StepCache(start=1, end=5, interval=2)
     assert make_step_cache({**widgets, "step_cache": False}) is None and make_step_cache({}) is None
@@ -99,7 +99,7 @@ def test_the_policy_that_widgets_ask_for():
     assert make_step_cache({**widgets, "cache_threshold": 0.1, "step_cache": False}) is None
 
 
-def test_sizes_of_zero_stand_for_another_size():
+def test_drop_zero_sizes_removes_only_sizes():
     given = {"height": 0, "width": 16, "num_frames": 0, "seed": 0, "fps": 0}
     assert drop_zero_sizes(given) == {"width": 16, "seed": 0, "fps": 0}
 
@@ -118,7 +118,7 @@ def part(**fields: Any) -> Settings:
         ({"start_step": 5, "end_step": 100}, range(5, 6)),
     ],
 )
-def test_the_steps_that_run(fields: dict, steps: range):
+def test_settings_steps_follow_start_step_and_end_step(fields: dict, steps: range):
     part(**fields).check("A model")
     assert part(**fields).steps == steps
 
@@ -143,7 +143,7 @@ def test_the_steps_that_run(fields: dict, steps: range):
         ),
     ],
 )
-def test_steps_that_do_not_go_together(fields: dict, problem: str):
+def test_settings_invalid_step_combination_raises_value_error(fields: dict, problem: str):
     with pytest.raises(ValueError) as raised:
         part(**fields).check("A model")
     assert str(raised.value) == f"A model: {problem}"

@@ -26,7 +26,7 @@ def strings(value: Any) -> list[str]:
     return [value]
 
 
-def test_the_files_are_what_the_tool_writes():
+def test_locale_files_equal_output_of_tool():
     """`python tools/locales.py` after a change of words; it names a sentence that has no translation yet."""
     wanted = locales.files()
     assert wanted == {path: path.read_text() for path in locales.FOLDER.rglob("*.json")}
@@ -35,7 +35,7 @@ def test_the_files_are_what_the_tool_writes():
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
-def test_loaders_of_text_encoders_name_the_types_that_there_are(path: Path):
+def test_clip_loader_tooltip_lists_supported_types(path: Path):
     nodes = json.loads((locales.FOLDER / path.stem / "nodeDefs.json").read_text())
     for name in ("TPUCLIPLoader", "TPUDualCLIPLoader"):
         words = re.findall(r"\b[a-z0-9_]+\b", nodes[name]["inputs"]["type"]["tooltip"])
@@ -43,7 +43,7 @@ def test_loaders_of_text_encoders_name_the_types_that_there_are(path: Path):
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
-def test_every_translation_is_of_a_sentence_that_there_is(path: Path):
+def test_translation_sentences_exist_in_nodes(path: Path):
     said = {text for text in strings(locales.nodes(str))}
     said |= {part for text in said for part in text.rpartition(": ")[2].removesuffix(".").split(locales.LIST)}
     for sentence in json.loads(path.read_text())["sentences"]:
@@ -52,14 +52,14 @@ def test_every_translation_is_of_a_sentence_that_there_is(path: Path):
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
-def test_a_translation_keeps_what_is_typed_or_chosen(path: Path):
+def test_translations_keep_placeholders_and_code(path: Path):
     for sentence, translated in json.loads(path.read_text())["sentences"].items():
         assert sentence.count(locales.HOLE) == translated.count(locales.HOLE), sentence
         assert sorted(NOT_A_WORD.findall(sentence)) == sorted(NOT_A_WORD.findall(translated)), sentence
 
 
 @pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
-def test_the_notes_of_the_templates_are_translated_whole_and_keep_what_is_typed(path: Path):
+def test_template_notes_are_translated_and_keep_code(path: Path):
     """`python tools/workflows.py` after a change; it leaves a line as it is that has no translation yet."""
     lines, known = note_lines(), json.loads(path.read_text())
     assert set(known) <= lines
@@ -82,7 +82,7 @@ def note_lines() -> set[str]:
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
-def test_every_translation_of_a_note_is_of_one_that_there_is(path: Path):
+def test_note_translations_exist_in_templates(path: Path):
     shown = (re.findall(r"\(([^)]*)\)", line) for line in note_lines())
     said = note_lines() | {part for brackets in shown for inside in brackets for part in inside.split(", ")}
     for sentence in json.loads(path.read_text())["notes"]:
@@ -91,7 +91,7 @@ def test_every_translation_of_a_note_is_of_one_that_there_is(path: Path):
 
 
 @pytest.mark.parametrize("path", sorted(locales.files()), ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_nothing_is_syntax_to_the_page(path: Path):
+def test_locale_files_contain_no_vue_i18n_syntax(path: Path):
     """vue-i18n reads `{name}`, `@:key` and `one | many` in a message."""
     for text in strings(json.loads(locales.files()[path])):
         assert text.strip() and not re.search(r"[{}@|]", text), text
@@ -115,7 +115,7 @@ def said_in(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(WEB.glob("monitor/*.json")), ids=lambda path: path.stem)
-def test_what_the_tab_says_has_its_words(path: Path):
+def test_monitor_translations_match_texts_of_scripts(path: Path):
     words = json.loads(path.read_text())
     scripts = [*WEB.glob("*.js"), *WEB.glob("monitor/*.mjs")]
     said = {text for script in scripts if script.stem != "words" for text in said_in(script.read_text())}
@@ -124,7 +124,7 @@ def test_what_the_tab_says_has_its_words(path: Path):
     assert f'new Set(["{path.stem}"])' in (WEB / "monitor" / "i18n.mjs").read_text()
 
 
-def test_commands_and_settings_have_their_words():
+def test_command_and_setting_translations_match_scripts():
     """The English stands in the code; all that `locales/` has of each language is of what there is."""
     commands, settings, options = set(), set(), set()
     for source in (path.read_text() for path in WEB.glob("*.js")):
@@ -147,7 +147,7 @@ def test_commands_and_settings_have_their_words():
 CHINESE_HELP = sorted(WEB.glob("docs/*/*.md"))
 
 
-def test_every_help_page_has_one_in_every_language():
+def test_help_pages_exist_for_every_node_and_language():
     """The page asks for `docs/NODE/LANGUAGE.md`, and then for `docs/NODE.md`."""
     nodes = {path.stem for path in WEB.glob("docs/*.md")}
     # Also the loaders of ComfyUI's files, which are declared with ComfyUI alone. `TPUCollect` is in no menu.
@@ -160,7 +160,7 @@ def test_every_help_page_has_one_in_every_language():
 
 
 @pytest.mark.parametrize("path", CHINESE_HELP, ids=lambda path: path.parent.name)
-def test_a_help_page_says_what_the_english_one_says(path: Path):
+def test_chinese_help_page_matches_english_page(path: Path):
     """The same names in code and the same numbers, as far as can be compared, and the page's own words for the node."""
     node, said = path.parent.name, path.read_text()
     english = (WEB / "docs" / f"{node}.md").read_text()
@@ -176,7 +176,7 @@ def test_a_help_page_says_what_the_english_one_says(path: Path):
         assert labels[name] == label
 
 
-def test_a_sentence_without_translation_is_named():
+def test_locale_table_missing_translation_raises_key_error():
     with pytest.raises(KeyError, match="What is new"):
         locales.Table({"What is old.": "旧的。"})("What is new.")
     assert locales.Table({"of {} and {}": "{} 与 {}"})("of a and b") == "a 与 b"

@@ -30,7 +30,7 @@ if [ "$1" = --print-rpath ]; then echo '$ORIGIN'; else echo "$3 $4" >> "$(dirnam
 """
 
 
-def test_requirements_lose_pins_and_nothing_else():
+def test_unpinned_removes_only_exact_pins():
     text = "comfyui-frontend-package==1.49.6\ntorch\nnumpy>=1.25.0\ncomfy-kitchen==0.2.31\npydantic~=2.0\n# x==1\n"
     assert matrix.unpinned(text) == (
         "comfyui-frontend-package\ntorch\nnumpy>=1.25.0\ncomfy-kitchen\npydantic~=2.0\n# x==1\n"
@@ -46,7 +46,7 @@ def test_requirements_lose_pins_and_nothing_else():
         ({"comfyui-tpu": "0.1.0", "x": "1"}, {"comfyui_tpu": "0.2.0", "x": "1"}, []),
     ],
 )
-def test_a_change_is_told_with_package_old_and_new_version(old, new, said):
+def test_version_changes_list_package_old_and_new_version(old, new, said):
     assert matrix.changed(old, new) == said
 
 
@@ -56,7 +56,7 @@ def outcome(*results, video="f00", **versions):
     )
 
 
-def test_a_failure_names_what_changed_outside_and_a_success_nothing():
+def test_matrix_report_of_failure_names_changed_packages():
     recorded = {"3.12": {"jax": "0.12.0", "av": "19"}}
     assert matrix.told("3.12", outcome("passed", jax="0.13.0", av="19"), recorded, "f00") == [
         "| 3.12 | step 0 | passed | 1.5 |"
@@ -69,12 +69,12 @@ def test_a_failure_names_what_changed_outside_and_a_success_nothing():
     assert last == "3.13 failed; no run of it is recorded"
 
 
-def test_another_video_is_a_failure():
+def test_matrix_report_of_different_video_is_failure():
     _, differs, last = matrix.told("3.12", outcome("passed", video="bad"), {}, "f00")
     assert "differs from" in differs and last.startswith("3.12 failed")
 
 
-def test_steps_end_with_the_first_that_fails_and_their_output_is_kept(tmp_path):
+def test_run_row_stops_at_first_failure_and_keeps_output(tmp_path):
     steps = {name: (sys.executable, "-c", f"print({name!r}); raise SystemExit({name == 'b'})") for name in "abc"}
     row = matrix.Row(python="3.11", newest=False, steps=steps)
     (tmp_path / "row").mkdir()
@@ -85,7 +85,7 @@ def test_steps_end_with_the_first_that_fails_and_their_output_is_kept(tmp_path):
     assert [(name, result) for name, result, _ in chosen.steps] == [("c", "passed")] and chosen.is_green
 
 
-def test_a_wheel_for_cuda_becomes_one_for_the_cpu(tmp_path):
+def test_repacked_torch_wheel_has_no_cuda_dependencies(tmp_path):
     """pip itself reads what is written; the code stays as it is."""
     wheel, libraries = tmp_path / "torch-9.1.0-py3-none-any.whl", tmp_path / "cuda"
     metadata = (
@@ -137,7 +137,7 @@ def test_a_wheel_for_cuda_becomes_one_for_the_cpu(tmp_path):
     assert matrix.torch_wheel(sys.executable, "9.1.0", [], tmp_path) == here  # nothing is downloaded
 
 
-def test_a_row_is_a_clone_with_its_python_first_on_the_path(tmp_path, monkeypatch):
+def test_row_clone_has_matching_python_first_on_path(tmp_path, monkeypatch):
     source = tmp_path / "source"
     source.mkdir()
     git = ["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x@example.com"]
@@ -157,7 +157,7 @@ def test_a_row_is_a_clone_with_its_python_first_on_the_path(tmp_path, monkeypatc
     assert (tmp_path / "row" / matrix.NEWEST).read_text() == "numpy==1\n" and "/source" not in oldest["PATH"]
 
 
-def test_every_row_runs_the_demo_first_and_a_wrong_name_is_refused(capsys):
+def test_matrix_rows_start_with_demo_and_unknown_row_is_refused(capsys):
     assert all(next(iter(row.steps)) == "demo" for row in matrix.ROWS.values())
     with pytest.raises(SystemExit):
         matrix.main(["3.99"])

@@ -34,11 +34,11 @@ def gradient_video(num_frames: int, height: int, width: int) -> torch.Tensor:
         (29.97, Fraction(30000, 1001)),
     ],
 )
-def test_a_frame_rate_is_exact(fps: float, rate: Fraction):
+def test_exact_frame_rate_returns_fraction(fps: float, rate: Fraction):
     assert media.exact_frame_rate(fps) == rate
 
 
-def test_a_video_keeps_frames_size_rate_and_colours(tmp_path: Path):
+def test_save_video_keeps_frames_size_rate_and_colours(tmp_path: Path):
     frames = gradient_video(7, 48, 80)
     path = tmp_path / "new" / "clip.mp4"
     media.save_video(path, media.Video(frames=frames, frame_rate=Fraction(24000, 1001)))
@@ -56,7 +56,7 @@ def test_a_video_keeps_frames_size_rate_and_colours(tmp_path: Path):
     assert data.index(b"moov") < data.index(b"mdat"), "not a fast start"
 
 
-def test_the_same_frames_give_the_same_file(tmp_path: Path):
+def test_save_video_is_deterministic(tmp_path: Path):
     """Measured without our option to x264: a third of the files of this noise differ from the others."""
     generator = torch.Generator().manual_seed(0)
     blocks, grain = (torch.rand(5, *size, 3, generator=generator) for size in ((10, 14), (80, 112)))
@@ -76,21 +76,21 @@ def test_the_same_frames_give_the_same_file(tmp_path: Path):
         ((0, 16, 16, 3), "there are no frames to write."),
     ],
 )
-def test_what_is_no_video_is_refused(tmp_path: Path, shape: tuple[int, ...], sentence: str):
+def test_save_video_invalid_frames_raise_value_error(tmp_path: Path, shape: tuple[int, ...], sentence: str):
     with pytest.raises(ValueError) as error:
         media.save_video(tmp_path / "clip.mp4", media.Video(frames=torch.zeros(shape), frame_rate=Fraction(16)))
     assert str(error.value) == f"{tmp_path / 'clip.mp4'}: {sentence}"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_taken_name_gets_a_number(tmp_path: Path):
+def test_free_path_adds_number_to_existing_name(tmp_path: Path):
     for expected in ("a.png", "a_00002.png", "a_00003.png"):
         path = media.free_path(tmp_path, "a", ".png")
         assert path.name == expected
         path.touch()
 
 
-def test_an_image_survives_saving_and_loading(tmp_path: Path):
+def test_image_round_trips_through_file(tmp_path: Path):
     image = gradient_video(2, 5, 7)[1]
     media.save_image(tmp_path / "image.png", image)
     loaded, mask = media.load_image(tmp_path / "image.png")
@@ -98,12 +98,12 @@ def test_an_image_survives_saving_and_loading(tmp_path: Path):
     assert ((loaded[0] - image).abs() <= 0.5001 / 255).all() and not mask.any()  # half of a file's step
 
 
-def test_a_mask_is_one_where_the_image_is_transparent(tmp_path: Path):
+def test_load_image_mask_is_one_where_transparent(tmp_path: Path):
     Image.fromarray(np.array([[[255, 0, 0, 0], [255, 0, 0, 255]]], dtype=np.uint8)).save(tmp_path / "image.png")
     assert media.load_image(tmp_path / "image.png")[1].tolist() == [[[1, 0]]]
 
 
-def test_what_is_no_image_is_named(tmp_path: Path):
+def test_load_image_invalid_file_raises_value_error(tmp_path: Path):
     (tmp_path / "text.png").write_text("text")
     for name, sentence in (("text.png", "is not an image"), ("none.png", "There is no image")):
         with pytest.raises(ValueError, match=sentence):
@@ -112,7 +112,7 @@ def test_what_is_no_image_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("channels", [1, 3, 4], ids=["grey", "rgb", "rgba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_an_image_of_any_node_becomes_rgb_within_the_range(channels: int, dtype: torch.dtype):
+def test_to_rgb_converts_channels_and_clamps_values(channels: int, dtype: torch.dtype):
     image = torch.tensor([-0.5, 0.25, 1.5, 0.0])[:channels].to(dtype).expand(2, 6, 8, channels)
     expected = torch.tensor([0.0, 0.25, 1.0] if channels > 1 else [0.0] * 3).expand(2, 6, 8, 3)
     found = media.to_rgb(image)
@@ -121,7 +121,7 @@ def test_an_image_of_any_node_becomes_rgb_within_the_range(channels: int, dtype:
     assert difference(media.resize(image, 4, 4, "crop"), expected[:, :4, :4]) <= OPERATION
 
 
-def test_a_grey_image_can_be_saved(tmp_path: Path):
+def test_save_image_accepts_grey_image(tmp_path: Path):
     media.save_image(tmp_path / "grey.png", torch.full((5, 7, 1), 0.5))
     assert media.load_image(tmp_path / "grey.png")[0].unique().tolist() == [pytest.approx(128 / 255)]
 
@@ -137,19 +137,19 @@ def test_a_grey_image_can_be_saved(tmp_path: Path):
     ],
     ids=["no batch", "two channels", "empty", "whole numbers", "NaN"],
 )
-def test_what_is_no_image_ends_in_a_sentence(image: torch.Tensor, sentence: str):
+def test_resize_invalid_image_raises_value_error(image: torch.Tensor, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         media.resize(image, 16, 16, "crop")
 
 
-def test_frames_that_are_not_finite_become_no_video(tmp_path: Path):
+def test_save_video_nonfinite_frames_raise_value_error(tmp_path: Path):
     frames = torch.full((2, 16, 16, 3), torch.nan)
     with pytest.raises(ValueError, match="the image is not finite"):
         media.save_video(tmp_path / "clip.mp4", media.Video(frames=frames, frame_rate=Fraction(16)))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_animation_keeps_every_pixel_and_its_prompt_where_comfyui_writes_it(tmp_path: Path):
+def test_save_animation_keeps_pixels_and_prompt_metadata(tmp_path: Path):
     frames, prompt = gradient_video(3, 24, 40), {"1": {"inputs": {"text": "ein Fuß 红"}}}
     path = tmp_path / "new" / "clip.webp"
     media.save_animation(path, frames, fps=16, lossless=True, quality=80, effort=0, prompt=json.dumps(prompt))
@@ -164,7 +164,7 @@ def test_an_animation_keeps_every_pixel_and_its_prompt_where_comfyui_writes_it(t
             assert opened.info["duration"] == 62
 
 
-def test_an_animation_of_no_image_is_refused(tmp_path: Path):
+def test_save_animation_invalid_image_raises_value_error(tmp_path: Path):
     with pytest.raises(ValueError, match="an IMAGE is floating"):
         media.save_animation(tmp_path / "x.webp", torch.zeros(2, 3), fps=8, lossless=True, quality=80, effort=0)
 
@@ -182,7 +182,7 @@ def disk_that_takes(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("taken", [0, 1, 2000])
 @pytest.mark.parametrize("name", ["x.png", "x.jpg", "x.webp", "x.mp4"])
-def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path: Path, name: str, taken: int):
+def test_save_on_full_disk_raises_write_error_and_keeps_old_file(tmp_path: Path, name: str, taken: int):
     frames = torch.rand(4, 64, 64, 3, generator=torch.Generator().manual_seed(0))
     path = tmp_path / "out" / name
 

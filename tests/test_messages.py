@@ -56,7 +56,7 @@ def keys_in(node: ast.AST) -> set[str]:
     return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
 
-def used() -> dict[str, list[tuple[str, set[str]]]]:
+def list_key_uses() -> dict[str, list[tuple[str, set[str]]]]:
     """File and parameters of each use of a key; a key that is chosen before the call has those of the call."""
     found: dict[str, list[tuple[str, set[str]]]] = {}
     for file, call in calls("compose"):
@@ -74,22 +74,22 @@ def used() -> dict[str, list[tuple[str, set[str]]]]:
     return found
 
 
-def test_each_used_key_has_a_text_with_the_parameters_of_the_call():
+def test_message_key_uses_match_text_and_parameters():
     wrong = [
         (key, file, parameters)
-        for key, uses in used().items()
+        for key, uses in list_key_uses().items()
         for file, parameters in uses
         if key not in ENGLISH or (parameters and parameters != holes(ENGLISH[key]))
     ]
     assert wrong == []
 
 
-def test_each_key_is_used():
-    assert [key for key in ENGLISH.keys() - used().keys() if not key.startswith(GROUPS)] == []
+def test_message_keys_are_all_used():
+    assert [key for key in ENGLISH.keys() - list_key_uses().keys() if not key.startswith(GROUPS)] == []
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
-def test_each_key_has_a_translation_with_the_same_parameters(path: Path):
+def test_message_translations_have_same_keys_and_parameters(path: Path):
     translated = json.loads(path.read_text())
     assert translated.keys() == ENGLISH.keys()
     assert [key for key, text in translated.items() if holes(text) != holes(ENGLISH[key])] == []
@@ -97,7 +97,7 @@ def test_each_key_has_a_translation_with_the_same_parameters(path: Path):
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)
-def test_inputs_are_translated_as_on_the_nodes(path: Path):
+def test_message_input_names_match_node_labels(path: Path):
     translated = json.loads(path.read_text())
     labels = json.loads((locales.TRANSLATIONS / path.name).read_text())["sentences"]
     named = {each.name: each.label for node in DECLARATIONS.values() for each in node.inputs}
@@ -149,7 +149,7 @@ def sentences(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_no_sentence_for_the_page_is_without_a_key():
+def test_sentences_for_page_have_message_keys():
     found = {}
     for file, tree in TREES.items():
         if file.startswith(("cli", "fleet", *UNSHOWN)):
@@ -161,39 +161,39 @@ def test_no_sentence_for_the_page_is_without_a_key():
     assert [name for name in UNSHOWN if not (locales.ROOT / name).exists()] == []
 
 
-def test_message_in_errors_stays_a_message():
-    error = CheckpointError(nested())
+def test_message_in_checkpoint_error_keeps_key_and_parameters():
+    error = CheckpointError(nested_message())
     assert str(error) == "Flow: height is 7; it must be a whole number between 1 and 5."
     outer = compose("remote.from", address="tpu:1", text=ValueError(str(error)))
     assert outer == f"tpu:1: {error}"
     assert outer.parameters["text"].key == "settings.input"
 
 
-def nested() -> Message:
+def nested_message() -> Message:
     problem = compose("settings.not_whole_number", value=7, low=1, high=5)
     return compose("settings.input", title="Flow", name=compose_term("input", "height"), problem=problem)
 
 
-def test_message_with_secret_is_redacted_in_its_parameters_too():
+def test_message_with_secret_is_redacted_in_parameters():
     token = "hf_" + "a" * 20
     error = CheckpointError(compose("remote.from", address="tpu:1", text=f"sent {token}\x1b"))
     assert token not in json.dumps(find_messages(str(error)))
     assert str(error).parameters["text"] == f"sent {redact.HIDDEN}\\x1b"
 
 
-def test_messages_are_found_in_an_answer_and_restored_from_it():
-    described = json.loads(json.dumps(find_messages({"notes": ["plain", nested()], "count": 1})))
-    assert list(described) == [nested()]
-    again = restore(str(nested()[:]), described)
-    assert isinstance(again, Message) and again.describe() == nested().describe()
+def test_find_messages_and_restore_round_trip():
+    described = json.loads(json.dumps(find_messages({"notes": ["plain", nested_message()], "count": 1})))
+    assert list(described) == [nested_message()]
+    again = restore(str(nested_message()[:]), described)
+    assert isinstance(again, Message) and again.describe() == nested_message().describe()
     assert restore("plain", described) == "plain" and restore("plain", None) == "plain"
-    assert not isinstance(restore("other", {"other": nested().describe()}), Message)
+    assert not isinstance(restore("other", {"other": nested_message().describe()}), Message)
 
 
-def test_message_crosses_a_connection():
-    head, body = codec.pack(messages.StatusText(nested()))
+def test_codec_round_trip_keeps_message():
+    head, body = codec.pack(messages.StatusText(nested_message()))
     received = codec.unpack(codec.read_header(head, 0)[1], body, (messages.StatusText,))
-    assert received.text == nested() and received.text.describe() == nested().describe()
+    assert received.text == nested_message() and received.text.describe() == nested_message().describe()
 
 
 DEEP = {"text": "", "key": "", "parameters": {}}
@@ -209,14 +209,14 @@ for _ in range(20):
         {"text": "a" * 10**6, "key": "", "parameters": {}}, {"text": "a", "key": "", "parameters": []},
     ],
 )  # fmt: skip
-def test_hostile_message_is_refused(value: object):
+def test_read_message_invalid_value_raises_value_error(value: object):
     with pytest.raises(ValueError, match="a message is"):
         read_message(value)
 
 
-def test_transform_of_plain_text_is_plain():
+def test_transform_of_plain_text_returns_plain_text():
     assert type(transform("a", str.upper)) is str
-    assert transform(nested(), str.upper).parameters["title"] == "FLOW"
+    assert transform(nested_message(), str.upper).parameters["title"] == "FLOW"
 
 
 SCRIPT = """
@@ -233,7 +233,7 @@ console.log(JSON.stringify([texts.map(understood), term("component.text_encoder"
 def test_nested_message_is_translated_throughout():
     parts = compose_list([compose("took.part", name=compose("took.loading"), seconds="1.0", pace=""), "b"])
     took = compose("took.total_and_parts", total_s="2.0", texts=parts)
-    texts = [nested(), f"length - {nested()}\n", took, "not known", "__proto__"]
+    texts = [nested_message(), f"length - {nested_message()}\n", took, "not known", "__proto__"]
     script = f'import {{ readFile }} from "node:fs/promises"; {SCRIPT}'
     module = (locales.ROOT / "web" / "monitor" / "i18n.mjs").as_uri()
     command = [str(NODE), "--input-type=module", "-e", script, module, json.dumps([find_messages(texts), texts])]

@@ -27,20 +27,18 @@ MARKS = {
     ENGLISH: {NETWORK: "(needs the network)", TPU: "(needs a TPU)"},
     CHINESE: {NETWORK: "（需要网络）", TPU: "（需要 TPU）"},
 }
-HERE = "tests/test_readme.py::test_a_command_has_the_options_that_are_shown"
-BENCH = "tests/cli/test_bench.py::test_every_program_of_the_miniature_is_timed_and_recorded"
-VERIFY = "tests/cli/test_verify.py::test_forms_of_the_miniature_agree_and_are_recorded"
-DOCTOR = "tests/cli/test_doctor.py::test_a_machine_that_is_well_needs_nothing"
-DOCTOR_JSON = "tests/cli/test_doctor.py::test_json_has_every_finding_and_advice_is_no_fault"
-DOCTOR_START = "tests/cli/test_doctor.py::test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding"
-DOWNLOAD = "tests/checkpoints/test_download.py::test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model"
-COMPARE = "tests/cli/test_compare.py::test_a_workflow_is_rendered_in_each_quality"
-PLAN = "tests/plan/test_plan.py::test_the_command_writes_a_report_and_a_file"
-SELFTEST = "tests/selftest/test_selftest.py::test_it_is_green_on_eight_chips"
-FIRST_RUN = (
-    "tests/selftest/test_first_run.py::test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema"
-)
-STAGES = "tests/nodes/test_stages.py::test_three_stages_in_three_processes_give_the_frames_of_one_run"
+HERE = "tests/test_readme.py::test_cli_verbs_have_options_shown_in_readme"
+BENCH = "tests/cli/test_bench.py::test_bench_times_and_records_every_program_of_tiny_model"
+VERIFY = "tests/cli/test_verify.py::test_verify_tiny_model_variants_agree_and_are_recorded"
+DOCTOR = "tests/cli/test_doctor.py::test_doctor_on_healthy_machine_reports_ready"
+DOCTOR_JSON = "tests/cli/test_doctor.py::test_doctor_json_lists_findings_and_advice_exits_zero"
+DOCTOR_START = "tests/cli/test_doctor.py::test_check_jax_start_reports_devices_or_abort"
+DOWNLOAD = "tests/checkpoints/test_download.py::test_download_to_folder_fetches_needed_files_only"
+COMPARE = "tests/cli/test_compare.py::test_compare_renders_workflow_in_each_quality"
+PLAN = "tests/plan/test_plan.py::test_make_report_prints_progress_and_writes_json"
+SELFTEST = "tests/selftest/test_selftest.py::test_selftest_on_eight_chips_passes"
+FIRST_RUN = "tests/selftest/test_first_run.py::test_first_run_report_matches_schema_and_precedes_each_check"
+STAGES = "tests/nodes/test_stages.py::test_stage_commands_in_three_processes_match_single_run"
 WARMUP = "tests/cli/test_warmup.py::"
 INSTALLER = "tests/installer/test_install.py::"
 # The test that runs a command, or the mark that stands beside it.
@@ -55,15 +53,14 @@ SHOWN = {
     "git clone https://github.com/comfyui-tpu/ComfyUI-TPU": NETWORK,
     "python -m pip install -r requirements.txt": NETWORK,
     "python -m pip install --no-deps -e .": NETWORK,
-    "python3 setup.py install": INSTALLER
-    + "test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing",
-    "python3 setup.py start": INSTALLER + "test_start_becomes_comfyui_with_its_flags_and_environment",
-    "python3 setup.py start --port 8189": INSTALLER + "test_start_becomes_comfyui_with_its_flags_and_environment",
-    "python3 setup.py update": INSTALLER + "test_update_moves_what_it_cloned_and_leaves_what_the_user_changed",
-    "python3 setup.py uninstall": INSTALLER + "test_uninstall_removes_what_install_made_and_nothing_of_the_users",
+    "python3 setup.py install": INSTALLER + "test_install_resumes_after_interruptions_and_repeat_changes_nothing",
+    "python3 setup.py start": INSTALLER + "test_start_runs_comfyui_with_flags_and_environment",
+    "python3 setup.py start --port 8189": INSTALLER + "test_start_runs_comfyui_with_flags_and_environment",
+    "python3 setup.py update": INSTALLER + "test_update_moves_own_clone_and_keeps_user_changes",
+    "python3 setup.py uninstall": INSTALLER + "test_uninstall_removes_installed_files_and_keeps_user_files",
     "comfyui-tpu doctor": DOCTOR,
     "python ~/ComfyUI/custom_nodes/comfyui-tpu doctor": (
-        "tests/test_entry_points.py::test_the_folder_is_the_command_where_nothing_is_installed"
+        "tests/test_entry_points.py::test_folder_runs_as_command_without_installation"
     ),
     "comfyui-tpu doctor [--model NAME] [--json] [--start]": DOCTOR_JSON,
     "comfyui-tpu doctor --start": DOCTOR_START,
@@ -80,37 +77,37 @@ SHOWN = {
     (
         ".venv/bin/comfyui-tpu run examples/api/wan21_t2v_720p.json --tiny "
         '--set 1.prompt="a yellow triangle moves up on black"'
-    ): ("tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"),
+    ): ("tests/nodes/test_examples.py::test_example_runs_headless_on_tiny_model"),
     "comfyui-tpu run WORKFLOW.json [--set NODE.INPUT=VALUE ...] [--tiny] [--out DIR]": (
-        "tests/nodes/test_examples.py::test_a_recipe_runs_headless_on_its_own_miniature"
+        "tests/nodes/test_examples.py::test_example_runs_headless_on_tiny_model"
     ),
     "comfyui-tpu batch WORKFLOW.json --set-from prompts.jsonl --out DIR [--ray ADDRESS]": (
-        "tests/fleet/test_same_results.py::test_a_batch_gives_what_single_runs_give"
+        "tests/fleet/test_same_results.py::test_batch_results_equal_single_runs"
     ),
     "comfyui-tpu compare WORKFLOW.json [--quality A,B] [--set NODE.INPUT=VALUE] [--out DIR] [--tiny]": COMPARE,
     "comfyui-tpu compare": COMPARE,
     "comfyui-tpu convert WORKFLOW.json [--back] [--to FILE]": (
-        "tests/nodes/test_loaders.py::test_the_command_writes_the_file_and_says_what_it_did"
+        "tests/nodes/test_loaders.py::test_convert_command_writes_file_and_prints_changes"
     ),
-    "comfyui-tpu serve": "tests/fleet/test_same_results.py::test_the_command_serves_until_it_is_ended",
+    "comfyui-tpu serve": "tests/fleet/test_same_results.py::test_serve_command_answers_requests",
     "comfyui-tpu serve [--host 127.0.0.1] [--port 8190] [--models DIR]": (
-        "tests/fleet/test_same_results.py::test_the_command_serves_until_it_is_ended"
+        "tests/fleet/test_same_results.py::test_serve_command_answers_requests"
     ),
     "comfyui-tpu encode --folder DIR": STAGES,
     "comfyui-tpu denoise --folder DIR": STAGES,
     "comfyui-tpu decode --folder DIR": STAGES,
     "comfyui-tpu plan MODEL --topology v6e:2x4 [--json FILE] [--explain]": PLAN,
     "comfyui-tpu plan MODEL --topology v6e:2x4": PLAN,
-    "comfyui-tpu warmup WORKFLOW.json": WARMUP + "test_an_example_is_warmed_at_its_own_sizes",
-    "comfyui-tpu warmup --model NAME": WARMUP + "test_a_named_model_is_warmed_at_its_tiny_or_given_sizes",
+    "comfyui-tpu warmup WORKFLOW.json": WARMUP + "test_warmup_example_uses_sizes_of_workflow",
+    "comfyui-tpu warmup --model NAME": WARMUP + "test_warmup_model_uses_tiny_or_given_sizes",
     "comfyui-tpu monitor [--url http://127.0.0.1:8188] [--once] [--interval 1]": (
-        "tests/cli/test_monitor.py::test_a_server_that_starts_later_takes_over"
+        "tests/cli/test_monitor.py::test_monitor_switches_to_server_that_starts_later"
     ),
     "comfyui-tpu follow [--coordinator HOST:PORT --process N --of M]": (
-        "tests/multihost/test_hosts.py::test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_gone"
+        "tests/multihost/test_hosts.py::test_two_hosts_match_one_process_and_report_cancel_and_lost_host"
     ),
     "comfyui-tpu calibrate MODEL [--model-id ID] [--prompt TEXT]": (
-        "tests/programs/test_mag_cache.py::test_the_command_measures_what_the_node_then_uses"
+        "tests/programs/test_mag_cache.py::test_cli_calibrate_saves_curve_used_by_denoise"
     ),
     "comfyui-tpu COMMAND --help": HERE,
     "hf auth login": NETWORK,
@@ -154,7 +151,7 @@ def problems(page: str, marks: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_every_command_is_run_by_a_test_or_marked(name: str):
+def test_readme_commands_are_tested_or_marked(name: str):
     page = whole(name)
     assert problems(page, MARKS[name]) == []
     mark = MARKS[name][TPU]
@@ -166,7 +163,7 @@ def test_every_command_is_run_by_a_test_or_marked(name: str):
 
 
 @pytest.mark.parametrize("evidence", sorted({value for value in SHOWN.values() if "::" in value}))
-def test_the_test_that_is_named_exists(evidence: str):
+def test_readme_evidence_test_exists(evidence: str):
     path, _, name = evidence.partition("::")
     tree = ast.parse((ROOT / path).read_text("utf-8"))
     assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -176,7 +173,7 @@ def options_of(command: str) -> list[str]:
     return re.findall(r"(?<![\w-])--[a-z][a-z-]*", command)
 
 
-def test_a_command_has_the_options_that_are_shown(capsys: pytest.CaptureFixture[str]):
+def test_cli_verbs_have_options_shown_in_readme(capsys: pytest.CaptureFixture[str]):
     """`comfyui-tpu VERB --help` of every verb, which must be all that the tables list."""
     verbs: dict[str, set[str]] = {}
     for command in SHOWN:
@@ -192,7 +189,7 @@ def test_a_command_has_the_options_that_are_shown(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("verb", ["install", "start", "update", "uninstall"])
-def test_setup_has_the_verbs_and_options_that_are_shown(verb: str):
+def test_setup_verb_has_options_shown_in_readme(verb: str):
     run = subprocess.run([sys.executable, "setup.py", verb, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     shown = {
@@ -203,7 +200,7 @@ def test_setup_has_the_verbs_and_options_that_are_shown(verb: str):
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_costs_are_the_price_times_what_is_predicted(name: str):
+def test_readme_costs_equal_price_times_predicted_seconds(name: str):
     predicted = {
         record.get("recipe", record["model"]): record
         for record in json.loads((ROOT / "benchmarks" / "predicted.json").read_text())
@@ -249,7 +246,7 @@ def places(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("english", "chinese"), zip(PAGES[ENGLISH], PAGES[CHINESE], strict=True))
-def test_both_languages_have_the_same_sections_commands_tables_and_pictures(english: str, chinese: str):
+def test_readme_languages_have_same_structure(english: str, chinese: str):
     one, other = text(english), text(chinese)
     assert headings(one) == headings(other) and headings(one)
     assert [command for command, _ in commands(one)] == [command for command, _ in commands(other)]
@@ -258,7 +255,7 @@ def test_both_languages_have_the_same_sections_commands_tables_and_pictures(engl
     assert [translated.get(place, place) for place in places(english)] == places(chinese)
 
 
-def test_what_a_newcomer_reads_first_is_short():
+def test_readme_is_short_and_lists_every_page():
     """One screen leads to a first image and one to a video. The README lists all pages but the engineering log."""
     page = text(ENGLISH)
     assert max(len(text(name).splitlines()) for name in READMES) <= 120
@@ -271,7 +268,7 @@ def test_what_a_newcomer_reads_first_is_short():
 @pytest.mark.parametrize(
     "name", [*READMES, "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 )
-def test_no_link_leads_nowhere(name: str):
+def test_docs_links_lead_to_existing_files(name: str):
     folder = (ROOT / name).parent
     for target in re.findall(
         r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"```.*?```|`[^`\n]*`", "", text(name), flags=re.DOTALL)

@@ -20,7 +20,7 @@ DATA = PACKAGES["package-data"]["comfyui_tpu"]
 RAW = PROJECT["urls"]["Repository"].replace("github.com", "raw.githubusercontent.com") + "/main/"
 
 
-def test_names_and_versions_are_what_the_registry_takes():
+def test_registry_names_and_versions_are_valid():
     assert re.fullmatch(r"[a-z](?:[-_.]?[a-z0-9])*", PROJECT["name"]) and len(PROJECT["name"]) < 100
     assert re.fullmatch(r"[a-z][a-z0-9-]+", COMFY["PublisherId"]) and COMFY["DisplayName"] and PROJECT["description"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"])
@@ -29,7 +29,7 @@ def test_names_and_versions_are_what_the_registry_takes():
         assert (ROOT / path).exists(), path
 
 
-def test_the_version_is_the_newest_of_the_changelog():
+def test_project_version_is_newest_of_changelog():
     headings = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == ("Unreleased", "")
     released = [(Version(name), date) for name, date in headings[1:]]
@@ -37,14 +37,14 @@ def test_the_version_is_the_newest_of_the_changelog():
     assert released[0][0] == Version(PROJECT["version"])
 
 
-def test_addresses_are_of_one_repository():
+def test_project_urls_belong_to_one_repository():
     for name, url in PROJECT["urls"].items():
         assert url.startswith(PROJECT["urls"]["Repository"]), name
     assert {"Repository", "Documentation", "Issues"} <= set(PROJECT["urls"])
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("Icon", 1), ("Banner", 21 / 9)])
-def test_pictures_are_there_and_of_the_shape_that_is_shown(name: str, ratio: float):
+def test_registry_images_have_required_shape(name: str, ratio: float):
     path = ROOT / COMFY[name].removeprefix(RAW)
     with Image.open(path) as picture:
         width, height = picture.size
@@ -52,7 +52,7 @@ def test_pictures_are_there_and_of_the_shape_that_is_shown(name: str, ratio: flo
     assert name == "Banner" or width <= 400
 
 
-def tracked(*options: str) -> set[str]:
+def list_tracked_files(*options: str) -> set[str]:
     """The files that git tracks; with `--ignored` and a file of patterns, those of them that the patterns name."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "-z", *options]
     return {*subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")} - {""}
@@ -65,16 +65,16 @@ def archive() -> set[str]:
     """
     if not (ROOT / ".git").exists():
         pytest.skip("this is no clone of the repository")
-    return tracked() - tracked("--ignored", f"--exclude-from={ROOT / '.comfyignore'}")
+    return list_tracked_files() - list_tracked_files("--ignored", f"--exclude-from={ROOT / '.comfyignore'}")
 
 
-def test_the_archive_holds_all_that_comfyui_serves_and_loads():
+def test_archive_contains_all_served_and_loaded_files():
     """By folder, so that a pattern for a folder at the top is seen where it also names one further down."""
     packed = archive()
     packages = {name.removeprefix("comfyui_tpu").lstrip(".").replace(".", "/") for name in list_packages()}
     served = {"web", "locales", "examples", "miniatures"}
     needed = {
-        name for name in tracked()
+        name for name in list_tracked_files()
         if name.split("/")[0] in served or name.endswith((".py", ".json")) and str(Path(name).parent) in packages - {""}
     }  # fmt: skip
     single = {"__init__.py", "__main__.py", "LICENSE", "README.md", "pyproject.toml"}
@@ -83,7 +83,7 @@ def test_the_archive_holds_all_that_comfyui_serves_and_loads():
     assert sorted((needed | single) - packed) == []
 
 
-def test_the_archive_holds_nothing_that_only_the_repository_needs():
+def test_archive_contains_no_repository_only_files():
     tops = {name.split("/")[0] for name in archive()}
     packages = {name.split(".")[1] for name in list_packages() if "." in name}
     texts = {"CHANGELOG.md", "LICENSE", "README.md", "README.zh-CN.md", "pyproject.toml", "__init__.py", "__main__.py"}
@@ -93,7 +93,7 @@ def test_the_archive_holds_nothing_that_only_the_repository_needs():
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_what_the_archive_holds(tmp_path: Path):
+def test_wheel_contents_equal_archive(tmp_path: Path):
     """Made as pip does it, by the back end. No setup.py, whose installer would be missing."""
     source = tmp_path / "source"
     for name in archive() | {"setup.py"}:
@@ -108,14 +108,14 @@ def test_the_wheel_holds_what_the_archive_holds(tmp_path: Path):
     assert held == {name for name in archive() if "/" in name or not name.endswith(".md")} - {"LICENSE"}
 
 
-def test_nothing_that_the_registry_will_refuse_is_in_the_repository():
+def test_repository_passes_registry_lint_rules():
     """`comfy node validate` runs these rules; what they find, exec, eval, two statements a line, is to be an error."""
     command = ["ruff", "check", ".", "--quiet", "--output-format=concise", "--select", "S102,S307,E702"]
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
 
-def test_what_is_mutated_and_the_tests_that_notice_it_are_there():
+def test_mutmut_paths_and_tests_exist():
     """mutmut passes over what has moved, in silence."""
     mutated = METADATA["tool"]["mutmut"]
     names = (*mutated["only_mutate"], *mutated["source_paths"], *mutated["pytest_add_cli_args_test_selection"])

@@ -45,7 +45,7 @@ with files.open_atomic(folder / "x") as scratch, scratch.open("wb") as file: fil
 }
 
 
-def begun(writer: str, folder: Path) -> subprocess.Popen[bytes]:
+def start_writer(writer: str, folder: Path) -> subprocess.Popen[bytes]:
     code = f"import sys, time\nfrom pathlib import Path\nfolder = Path({str(folder)!r})\n{WRITERS[writer]}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
@@ -53,8 +53,8 @@ def begun(writer: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_a_killed_writer_left_leaves_with_the_next_and_a_living_ones_stays(tmp_path: Path, writer: str):
-    process = begun(writer, tmp_path)
+def test_write_file_removes_scratch_of_killed_writer_only(tmp_path: Path, writer: str):
+    process = start_writer(writer, tmp_path)
     try:
         files.write_file(tmp_path / "meanwhile", b"1")
         (scratch,) = tmp_path.glob(".*")
@@ -78,7 +78,7 @@ OURS = f".comfyui-tpu-{files._this_machine()}-"
         f"{OURS}{'0' * 15}.mp4", f"{OURS}{'0' * 17}.mp4", f"{OURS}{'0' * 16}.mp4.txt", f"{OURS}{'g' * 16}.mp4", "%s",
     ],
 )  # fmt: skip
-def test_no_file_of_another_name_is_removed(tmp_path: Path, name: str):
+def test_write_file_keeps_files_of_other_names(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b"mine")
     os.utime(tmp_path / name, (0, 0))
     files.write_file(tmp_path / "next", b"")
@@ -86,44 +86,48 @@ def test_no_file_of_another_name_is_removed(tmp_path: Path, name: str):
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Iterator[Path]:
+def scratch_file(tmp_path: Path) -> Iterator[Path]:
     """The name of a scratch file of this machine whose writer is gone."""
     yield tmp_path / f"{OURS}{'0' * 16}.mp4"
 
 
-def test_folders_links_and_other_users_files_stay(tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch):
-    left.mkdir()
+def test_write_file_keeps_folders_links_and_files_of_other_users(
+    tmp_path: Path, scratch_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scratch_file.mkdir()
     files.write_file(tmp_path / "next", b"")
-    assert left.is_dir()
-    left.rmdir()
+    assert scratch_file.is_dir()
+    scratch_file.rmdir()
     (tmp_path / "mine").write_bytes(b"mine")
-    left.symlink_to(tmp_path / "mine")
+    scratch_file.symlink_to(tmp_path / "mine")
     files.write_file(tmp_path / "next", b"")
-    assert left.is_symlink() and (tmp_path / "mine").read_bytes() == b"mine"
-    left.unlink()
-    left.write_bytes(b"")
+    assert scratch_file.is_symlink() and (tmp_path / "mine").read_bytes() == b"mine"
+    scratch_file.unlink()
+    scratch_file.write_bytes(b"")
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
         files.write_file(tmp_path / "next", b"")
-        assert left.exists()
+        assert scratch_file.exists()
     files.write_file(tmp_path / "next", b"")
-    assert not left.exists()
+    assert not scratch_file.exists()
 
 
-def test_another_machines_stays_for_a_day(tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch):
+def test_write_file_keeps_scratch_of_other_machine_for_one_day(
+    tmp_path: Path, scratch_file: Path, monkeypatch: pytest.MonkeyPatch
+):
     """On a shared disk its locks may not be seen."""
-    left.write_bytes(b"")
+    scratch_file.write_bytes(b"")
     monkeypatch.setattr(files, "_this_machine", lambda: "f" * 8)
-    now = left.stat().st_mtime
+    now = scratch_file.stat().st_mtime
     monkeypatch.setattr(files.time, "time", lambda: now + files.ABANDONED_S - 1)
     files.write_file(tmp_path / "next", b"")
-    assert left.exists()
+    assert scratch_file.exists()
     monkeypatch.setattr(files.time, "time", lambda: now + files.ABANDONED_S + 1)
     files.write_file(tmp_path / "next", b"")
-    assert not left.exists()
+    assert not scratch_file.exists()
 
 
-def test_one_that_is_removed_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_write_file_recreates_scratch_removed_before_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flock, removed = files.fcntl.flock, []
 
     def taken_first(descriptor: int, how: int) -> None:
@@ -138,14 +142,14 @@ def test_one_that_is_removed_before_it_is_locked_is_made_again(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["x" * 240, "写" * 80, "x." + "y" * 200, ".hidden", "a.b.png", "a.", "x.mp4"])
-def test_any_name_that_the_disk_takes_is_written(tmp_path: Path, name: str):
+def test_open_atomic_accepts_any_valid_file_name(tmp_path: Path, name: str):
     """A scratch name that held the file's was longer than the disk takes."""
     with files.open_atomic(tmp_path / name) as scratch:
         scratch.write_bytes(b"1")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_without_locks_files_are_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_write_file_without_locks_writes_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "fcntl", None)
     files.write_file(tmp_path / "x.bin", b"1", mode=0o600)
     assert (tmp_path / "x.bin").stat().st_mode & 0o777 == 0o600

@@ -33,16 +33,16 @@ VIDEO = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2)
 SETTINGS = Settings(height=64, width=96, num_frames=9, num_inference_steps=6, guidance_scale=5.0)
 
 
-def test_modules_that_the_makers_have_as_one():
+def test_split_rows_and_swap_halves_return_row_slices():
     assert split_rows("q", "k", "v") == (RowSlice("q", (0,), 3), RowSlice("k", (1,), 3), RowSlice("v", (2,), 3))
     assert swap_halves("norm") == (RowSlice("norm", (1, 0), 2),)
 
 
-def test_a_config_value_of_a_length():
+def test_require_length_accepts_only_tuples_of_length():
     assert require_length(2)((1, 2)) and not require_length(2)((1, 2, 3)) and not require_length(2)([1, 2])
 
 
-def test_a_component_is_tiny_where_it_says_so_and_its_mappings_are_read_only():
+def test_component_tiny_config_overrides_config_and_is_read_only():
     given = {"layers": 40, "heads": 40}
     one = Component(name="a", library="diffusers", class_name="A", config=given, tiny={"layers": 2}, rules=())
     assert dict(one.tiny) == {"layers": 2, "heads": 40} and dict(one.config) == given and one.folder == "a"
@@ -57,7 +57,7 @@ def test_a_component_is_tiny_where_it_says_so_and_its_mappings_are_read_only():
             mapping["layers"] = 1  # type: ignore[index]
 
 
-def test_pixels_become_latents_and_tokens():
+def test_latent_geometry_computes_frames_shapes_and_tokens():
     assert [VIDEO.latent_frames(count) for count in (1, 4, 5, 8, 9, 13)] == [2, 2, 2, 2, 4, 4]
     assert VIDEO.latent_shape(SETTINGS) == (1, 16, 4, 8, 12)
     count = VIDEO.num_tokens((1, 16, 4, 8, 12))
@@ -68,12 +68,12 @@ def test_pixels_become_latents_and_tokens():
     assert picture.latent_shape(SETTINGS) == (1, 128, 4, 6) and picture.num_tokens((1, 128, 4, 6)) == 12
 
 
-def test_what_a_model_does_that_says_nothing_of_it():
+def test_recipe_defaults_are_empty():
     assert WAN.recipe.solver_arguments({}, (1,), 4, None) == {} and WAN.pictures.condition_shapes((1,)) == {}
     assert WAN.recipe.advice(SETTINGS) is None
 
 
-def test_noise_has_the_latents_shape_in_float32():
+def test_recipe_noise_has_latent_shape_in_float32():
     import torch
 
     noise = WAN.recipe.noise((1, 16, 3, 8, 12), torch.Generator().manual_seed(0))
@@ -84,16 +84,16 @@ def test_noise_has_the_latents_shape_in_float32():
 @pytest.mark.parametrize(
     ("chips", "branches", "shape"), [(8, 2, (2, 4)), (8, 1, (1, 8)), (3, 2, (1, 3)), (1, 2, (1, 1)), (2, 2, (2, 1))]
 )
-def test_two_branches_lie_side_by_side_where_the_count_is_even(chips: int, branches: int, shape: tuple[int, int]):
+def test_split_guidance_first_splits_branches_on_even_chip_count(chips: int, branches: int, shape: tuple[int, int]):
     assert split_guidance_first(chips, branches) == MeshShape(dp=shape[0], sp=shape[1])
 
 
-def test_guidance_of_one_or_less_is_one_branch():
+def test_branches_is_one_for_guidance_of_one_or_less():
     assert [WAN.branches(scale) for scale in (0.5, 1.0, 1.01, 5.0)] == [1, 1, 2, 2]
     assert FLUX.branches(5.0) == 1
 
 
-def test_what_is_not_given_is_the_models_default():
+def test_settings_use_model_defaults_for_missing_values():
     found = WAN.settings(height=None, num_frames=5, nothing_of_it="x")
     assert (found.height, found.num_frames, found.seed) == (WAN.inputs["height"].default, 5, WAN.inputs["seed"].default)
     assert found.shift == WAN.inputs["flow_shift"].default and found.step_cache is None
@@ -103,12 +103,12 @@ def test_what_is_not_given_is_the_models_default():
     assert WAN22.settings(guidance_scale_2=0.0).guidance_scale_2 is None
 
 
-def test_sigmas_say_how_many_steps_there_are():
+def test_settings_step_count_follows_sigmas():
     found = WAN.settings(sigmas="1, 0.5, 0.25", num_inference_steps=50)
     assert found.sigmas == (1.0, 0.5, 0.25) and found.num_inference_steps == 3
 
 
-def test_a_value_that_is_not_allowed_names_model_and_widget():
+def test_settings_invalid_value_names_model_and_input():
     with pytest.raises(
         ValueError, match=r"^Wan 2.1 T2V 14B: num_frames is 80; it must be 4k \+ 1 between .* Use 77 or"
     ):
@@ -118,7 +118,7 @@ def test_a_value_that_is_not_allowed_names_model_and_widget():
     WAN.check_input("no such widget", object())
 
 
-def test_settings_that_did_not_come_from_widgets_are_checked_too():
+def test_check_settings_rejects_invalid_values():
     WAN.check_settings(SETTINGS)
     for wrong, problem in [
         ({"height": 81}, "height is 81"),
@@ -130,7 +130,7 @@ def test_settings_that_did_not_come_from_widgets_are_checked_too():
             WAN.check_settings(replace(SETTINGS, **wrong))
 
 
-def test_a_step_cache_is_for_models_that_have_one():
+def test_check_settings_step_cache_requires_model_support():
     cached = replace(SETTINGS, step_cache=StepCache(start=1, end=5, interval=2))
     with pytest.raises(
         ValueError, match="^Wan 2.1 T2V 14B: step_cache is on, but this model has no cache_start, cache_end"
@@ -147,7 +147,7 @@ def test_a_step_cache_is_for_models_that_have_one():
     assert caching.settings(**widgets).step_cache == StepCache(start=2, end=4, interval=2)
 
 
-def test_every_model_has_a_choice_of_schedulers_and_of_steps():
+def test_spec_adds_scheduler_and_step_inputs():
     made = replace(
         WAN, inputs={"height": WAN.inputs["height"]}, recipe=replace(WAN.recipe, schedulers={"A": {}, "B": {}})
     )
@@ -158,20 +158,20 @@ def test_every_model_has_a_choice_of_schedulers_and_of_steps():
     assert dense.inputs == {**made.inputs, "quality": DENSE_QUALITY}
 
 
-def test_dimensions_of_a_condition_may_be_named():
+def test_condition_shapes_resolve_named_dimensions():
     shapes = ImageConditioning(condition_shapes=lambda latent: {"condition": ("dim", *latent[2:]), "text": (2, "dim")})
     shaped = replace(WAN, pictures=shapes)
     assert shaped.condition_shapes({"dim": 7.0}, (1, 16, 3, 8, 12)) == {"condition": (7, 3, 8, 12), "text": (2, 7)}
 
 
-def test_whole_numbers_are_those_of_a_widget_with_whole_numbers():
+def test_whole_numbers_requires_integer_input():
     assert WAN.whole_numbers("height") is WAN.inputs["height"]
     with pytest.raises(AssertionError):
         WAN.whole_numbers("guidance_scale")
     assert WAN.component("transformer").name == "transformer"
 
 
-def test_qualities_and_experts_are_written_as_plain_strings_everywhere():
+def test_quality_and_expert_members_serialize_as_strings():
     """Keys of caches and jobs are made by `repr`, records and messages by JSON."""
     for member in (*Quality, *Expert):
         plain = str(member.value)

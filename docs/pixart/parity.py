@@ -34,14 +34,14 @@ def texts() -> dict[str, np.ndarray]:
     return {"text": states, "text_length": masks.sum(axis=1).astype(np.int32)}
 
 
-def test_prompts_are_encoded_as_upstream_encodes_them(compare: Callable):
+def test_pixart_prompt_embeddings_match_diffusers(compare: Callable):
     embeds = parity.engine(8).encode(MODEL, PROMPT, NEGATIVE, SilentProgress())
     (prompt, said), (negative, _) = (branch[0] for branch in embeds)
     compare("embeddings", np.concatenate([prompt, negative]), texts()["text"])
     assert said["length"] == texts()["text_length"][0] == 2
 
 
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+def test_pixart_denoise_with_poisoned_padding_matches_diffusers(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """35 tokens on 4 chips, the added ones NaN; behind the texts' ends noise."""
     parity.poison_padding(monkeypatch)
     sample, given = parity.random_latents(SPEC, ODD), texts()
@@ -59,7 +59,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: 
     compare("denoiser", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy())
 
 
-def test_latents_and_picture_equal_upstreams(compare: Callable):
+def test_pixart_latents_and_image_match_diffusers(compare: Callable):
     runner, scale = parity.engine(8), pipeline().vae.config.scaling_factor
     expected = parity.generate(
         pipeline(), ODD, prompt=PROMPT, negative_prompt=NEGATIVE, use_resolution_binning=False, clean_caption=False

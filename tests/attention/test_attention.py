@@ -60,7 +60,7 @@ def poison(x: np.ndarray, lengths: list[int]) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", FORMS.values(), ids=FORMS)
-def test_each_form_equals_the_written_out_softmax(policy: AttentionPolicy, compare: Callable):
+def test_attention_every_form_matches_softmax(policy: AttentionPolicy, compare: Callable):
     q, k, v = inputs(4, 131, 229, 2, 64)
     lengths = [229, 1, 128, 197]
     run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, policy=policy))
@@ -70,7 +70,7 @@ def test_each_form_equals_the_written_out_softmax(policy: AttentionPolicy, compa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 40), (2, 40), (1, 80), (3, 64), (1, 96), (2, 128), (1, 256)])
-def test_the_kernel_knows_every_head_size(heads: int, head_dim: int, compare: Callable):
+def test_attention_kernel_every_head_size_matches_softmax(heads: int, head_dim: int, compare: Callable):
     q, k, v = inputs(1, 37, 67, heads, head_dim)
     out = jax.jit(lambda q, k, v: attention(q, k, v, policy=pallas()))(q, k, v)
     compare("attention", out, softmax_attention(q, k, v, [67]), error=OPERATION)
@@ -78,14 +78,14 @@ def test_the_kernel_knows_every_head_size(heads: int, head_dim: int, compare: Ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("q_seq", "kv_seq"), [(1, 1), (1, 331), (127, 17), (257, 1)])
-def test_the_kernel_takes_any_length(q_seq: int, kv_seq: int, compare: Callable):
+def test_attention_kernel_every_length_matches_softmax(q_seq: int, kv_seq: int, compare: Callable):
     q, k, v = inputs(1, q_seq, kv_seq, 2, 64)
     out = jax.jit(lambda q, k, v: attention(q, k, v, policy=pallas()))(q, k, v)
     compare("attention", out, softmax_attention(q, k, v, [kv_seq]), error=OPERATION)
 
 
 @pytest.mark.parametrize("name", ["reference", "bounded", "sampled", "online"])
-def test_a_row_without_keys_is_zeros(name: str, compare: Callable):
+def test_attention_row_without_keys_is_zeros(name: str, compare: Callable):
     q, k, v = inputs(2, 5, 40, 2, 64)
     run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, policy=FORMS[name]))
     out = run(q, poison(k, [0, 1]), poison(v, [0, 1]), jnp.array([0, 1]))
@@ -108,7 +108,7 @@ GAPS = (0, 90, 110, 125, 140, 400)
 
 
 @pytest.mark.parametrize("name", ["sampled", "online"])
-def test_keys_far_above_the_first_ones_take_over(name: str, compare: Callable):
+def test_attention_late_key_with_high_score_matches_softmax(name: str, compare: Callable):
     """The sampled maximum is that of 256 keys; where it is too low the kernel does the block of queries again."""
     random = np.random.default_rng(0)
     run = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS[name]))
@@ -121,7 +121,7 @@ def test_keys_far_above_the_first_ones_take_over(name: str, compare: Callable):
             compare(f"gap of {gap}", run(q, k, v), softmax_attention(q, k, v, [331]), error=SCORES)
 
 
-def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+def test_attention_without_rerun_is_not_finite_for_high_scores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_kernel.QueryBlock, "has_failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=pallas()))(q, k)
@@ -129,7 +129,7 @@ def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", ["sampled", "online"])
-def test_logits_of_two_hundred_and_equal_scores_are_exact(name: str, compare: Callable):
+def test_attention_large_and_equal_scores_match_softmax(name: str, compare: Callable):
     run = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS[name]))
     random = np.random.default_rng(1)
     v = random.normal(size=(1, 331, 2, 64)).astype(np.float32)
@@ -138,7 +138,7 @@ def test_logits_of_two_hundred_and_equal_scores_are_exact(name: str, compare: Ca
         compare("attention", run(q, k, v), softmax_attention(q, k, v, [331]), error=SCORES)
 
 
-def test_scores_within_the_bound_need_no_maximum(compare: Callable):
+def test_bounded_attention_within_score_bound_matches_softmax(compare: Callable):
     run = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS["bounded"]))
     random = np.random.default_rng(2)
     v = random.normal(size=(1, 331, 2, 64)).astype(np.float32)
@@ -149,7 +149,7 @@ def test_scores_within_the_bound_need_no_maximum(compare: Callable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bounded", "sampled", "online"])
-def test_in_bfloat16_the_error_is_its_rounding_and_no_scale(name: str, compare: Callable):
+def test_attention_bfloat16_error_stays_within_rounding(name: str, compare: Callable):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(1, 257, 1361, 2, 64))
     out = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS[name]))(q, k, v)
     expected = softmax_attention(*(np.asarray(x, np.float32) for x in (q, k, v)), [1361])
@@ -177,7 +177,7 @@ FEW_KEYS = ("all-to-all alone", "ring alone", "dp")
     ),
     ids=str,
 )  # fmt: skip
-def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int, compare: Callable):
+def test_attention_on_every_mesh_matches_softmax(shape: MeshShape, heads: int, length: int, compare: Callable):
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
     q, k, v = inputs(2, 48, 48, heads, 16)
     expected = softmax_attention(q, k, v, [length, length])
@@ -200,7 +200,7 @@ def test_every_mesh_gives_the_same(shape: MeshShape, heads: int, length: int, co
     ],
     ids=str,
 )
-def test_the_kernel_on_every_mesh_gives_the_same(shape: MeshShape | None, heads: int, compare: Callable):
+def test_attention_kernel_on_every_mesh_matches_softmax(shape: MeshShape | None, heads: int, compare: Callable):
     """All-to-alls, rings (sp 3, and 4 of the 8) and joint attention, padding full of NaN."""
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape) if shape else None
     latent, text = inputs(2, 48, 48, heads, 64), inputs(2, 7, 7, heads, 64)
@@ -219,7 +219,7 @@ def test_the_kernel_on_every_mesh_gives_the_same(shape: MeshShape | None, heads:
     compare("attention", text_out, expected[:, 41:], error=OPERATION)
 
 
-def test_lengths_may_differ_by_row_on_a_mesh(compare: Callable):
+def test_attention_lengths_per_row_on_mesh_match_softmax(compare: Callable):
     mesh = make_mesh(jax.devices(), MeshShape(dp=2, sp=4))
     q, k, v = inputs(2, 16, 16, 4, 8)
     run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, mesh=mesh))
@@ -240,7 +240,7 @@ def test_lengths_may_differ_by_row_on_a_mesh(compare: Callable):
     ],
     ids=str,
 )
-def test_sequences_attend_to_the_real_tokens_of_all(shape: MeshShape | None, heads: int, compare: Callable):
+def test_joint_attention_ignores_padding_of_every_sequence(shape: MeshShape | None, heads: int, compare: Callable):
     """41 latent tokens padded to 48, and a text with padding of its own, both full of NaN where nothing is."""
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape) if shape else None
     clean, text = inputs(2, 48, 48, heads, 16), inputs(2, 7, 7, heads, 16)
@@ -261,7 +261,7 @@ def test_sequences_attend_to_the_real_tokens_of_all(shape: MeshShape | None, hea
         compare("attention", text_out, expected[:, 41:], error=OPERATION)
 
 
-def test_a_scale_error_of_a_percent_would_be_seen():
+def test_closeness_detects_zeroed_keys_without_mask():
     """What zeroed keys instead of a mask do: the reason for `kv_length`."""
     q, k, v = map(jnp.asarray, inputs(1, 16, 40, 2, 8))
     zeroed = [jnp.where(jnp.arange(40)[None, :, None, None] < 30, x, 0) for x in (k, v)]
@@ -276,7 +276,7 @@ def test_a_scale_error_of_a_percent_would_be_seen():
         ((2, 16, 3, 8), "attention: heads of 3 does not divide over tp=2."),
     ],
 )
-def test_what_does_not_divide_is_refused(q_shape: tuple[int, ...], message: str):
+def test_attention_indivisible_axis_raises_value_error(q_shape: tuple[int, ...], message: str):
     mesh = make_mesh(jax.devices(), MeshShape(dp=2, sp=2, tp=2))
     x = jnp.zeros(q_shape)
     with pytest.raises(ValueError) as error:
@@ -292,7 +292,7 @@ def test_what_does_not_divide_is_refused(q_shape: tuple[int, ...], message: str)
         ({"unroll": 3}, "unroll=3 must be even: steps alternate between two buffers."),
     ],
 )
-def test_forms_are_checked(form: dict[str, int], message: str):
+def test_attention_config_invalid_field_raises_value_error(form: dict[str, int], message: str):
     with pytest.raises(ValueError) as error:
         AttentionConfig(**form)
     assert str(error.value) == message
@@ -313,7 +313,7 @@ HUNYUAN = {"q_seq": 111600, "kv_rows": [111600, 1256], "heads": 4, "head_dim": 1
         ("TPU v4", WAN, False, "online", True),
     ],
 )
-def test_the_form_follows_from_the_chip_the_size_and_the_weights(
+def test_choose_config_depends_on_chip_size_and_bound(
     kind: str, call: dict[str, Any], bounded: bool, maximum: str, divided: bool
 ):
     form = attention_config.choose_config(kind, AttentionPolicy(bounded=bounded).maximum(), **call)
@@ -324,7 +324,7 @@ def test_the_form_follows_from_the_chip_the_size_and_the_weights(
     assert used <= form.vmem_mib * 2**20 < hardware.VMEM_MIB[kind] * 2**20
 
 
-def test_tiles_are_those_of_the_nearest_entry(monkeypatch: pytest.MonkeyPatch):
+def test_choose_tiles_uses_nearest_tuned_entry(monkeypatch: pytest.MonkeyPatch):
     def entry(rows: int, step: int) -> dict[str, Any]:
         return {"device_kind": "TPU", "head_dim": 128, "kv_rows": rows, "libtpu": "1", "tiles": {"step": step}}
 

@@ -36,7 +36,7 @@ FORMS = {
 }
 
 
-def listed(count: int, size: int = 128, blocks: int = 7, keep: int = 1, seed: int = 0) -> BlockSparsity:
+def random_blocks(count: int, size: int = 128, blocks: int = 7, keep: int = 1, seed: int = 0) -> BlockSparsity:
     """Each block's own and others drawn, of `count`; of some blocks few rows are real, of one `keep`."""
     random = np.random.default_rng(seed)
     others = [random.permutation([n for n in range(blocks) if n != own])[: count - 1] for own in range(blocks)]
@@ -46,7 +46,7 @@ def listed(count: int, size: int = 128, blocks: int = 7, keep: int = 1, seed: in
     return BlockSparsity(size=size, real=real.astype(np.int32), kept=kept)
 
 
-def drawn(
+def random_qkv(
     blocks: BlockSparsity, heads: int, head_dim: int, extra: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values; of padding keys and values are NaN."""
@@ -83,7 +83,7 @@ def flat(x: Any) -> jax.Array:
     return jnp.asarray(x.reshape(*x.shape[:2], -1))
 
 
-def attended(name: str, q: Any, k: Any, v: Any, blocks: BlockSparsity, text: Any = None) -> jax.Array:
+def run_block_attention(name: str, q: Any, k: Any, v: Any, blocks: BlockSparsity, text: Any = None) -> jax.Array:
     """`[rows, heads, head_dim]` by the reference or by the kernel in the form of that name."""
     keys = [keys_in_blocks(flat(k), flat(v), blocks)]
     if text is not None:
@@ -98,11 +98,11 @@ def attended(name: str, q: Any, k: Any, v: Any, blocks: BlockSparsity, text: Any
     return jax.jit(lambda q: run(q, keys)[0])(flat(q)).reshape(q.shape[1:])
 
 
-def sparse_or_not(name: str, blocks: BlockSparsity, q: Any, k: Any, v: Any, is_sparse: Any) -> jax.Array:
-    return attended(name, q, k, v, replace(blocks, is_sparse=is_sparse))
+def run_with_sparsity_switch(name: str, blocks: BlockSparsity, q: Any, k: Any, v: Any, is_sparse: Any) -> jax.Array:
+    return run_block_attention(name, q, k, v, replace(blocks, is_sparse=is_sparse))
 
 
-def bound_of(name: str) -> float:
+def error_bound(name: str) -> float:
     """int8 rounds queries and keys, to about as much."""
     return 6e-2 if name.startswith("int8") else OPERATION
 
@@ -117,60 +117,62 @@ FEW_FORMS = ("reference", "sampled", "pieces", "online", "int8")
         ("reference", 64, 4), ("sampled", 128, 8), ("pieces", 64, 4), ("online", 128, 8), ("int8", 64, 4),
     ),
 )  # fmt: skip
-def test_the_last_of_a_list_are_left_out_where_the_program_says_so(name: str, head_dim: int, left_out: int):
+def test_block_attention_drops_left_out_blocks_when_sparse(name: str, head_dim: int, left_out: int):
     """Of eleven; one program."""
-    blocks = replace(listed(11, blocks=11), left_out=left_out)
-    q, k, v = drawn(blocks, 2, head_dim)
-    run = jax.jit(functools.partial(sparse_or_not, name, blocks))
+    blocks = replace(random_blocks(11, blocks=11), left_out=left_out)
+    q, k, v = random_qkv(blocks, 2, head_dim)
+    run = jax.jit(functools.partial(run_with_sparsity_switch, name, blocks))
     for is_sparse in (True, False):
         own = replace(blocks, kept=blocks.kept[:, : 11 - left_out * is_sparse], left_out=0)
-        assert closeness.difference(run(q, k, v, is_sparse), softmax(q, k, v, own)) <= bound_of(name)
+        assert closeness.difference(run(q, k, v, is_sparse), softmax(q, k, v, own)) <= error_bound(name)
 
 
 @pytest.mark.parametrize("name", FEW_FORMS)
-def test_each_query_sees_the_blocks_of_its_list(name: str, head_dim: int = 128):
+def test_block_attention_attends_to_listed_blocks_only(name: str, head_dim: int = 128):
     """Rows behind the last block, as on chips that do not divide them, are anything."""
-    blocks = listed(3)
-    q, k, v = drawn(blocks, 2, head_dim, extra=16)
-    found = attended(name, q, k, v, blocks)[: blocks.rows]
+    blocks = random_blocks(3)
+    q, k, v = random_qkv(blocks, 2, head_dim, extra=16)
+    found = run_block_attention(name, q, k, v, blocks)[: blocks.rows]
     wanted = softmax(q[:, : blocks.rows], k, v, blocks)
-    assert closeness.difference(found, wanted) <= bound_of(name)
-    other = replace(blocks, kept=listed(3, seed=5).kept)
+    assert closeness.difference(found, wanted) <= error_bound(name)
+    other = replace(blocks, kept=random_blocks(3, seed=5).kept)
     assert closeness.difference(found, softmax(q[:, : blocks.rows], k, v, other)) > 0.1
 
 
 @pytest.mark.parametrize("name", ["reference", "bounded", "int8, online"])
-def test_a_text_beside_it_is_seen_by_all(name: str):
+def test_block_attention_with_text_attends_to_all_text_keys(name: str):
     """And its own queries, of which all have one list, see every block."""
-    blocks = listed(3)
-    q, k, v = drawn(blocks, 2, 128)
+    blocks = random_blocks(3)
+    q, k, v = random_qkv(blocks, 2, 128)
     text = tuple(np.random.default_rng(2).normal(size=(2, 1, 37, 2, 128)).astype(np.float32))
-    assert closeness.difference(attended(name, q, k, v, blocks, text), softmax(q, k, v, blocks, text)) <= bound_of(name)
+    assert closeness.difference(
+        run_block_attention(name, q, k, v, blocks, text), softmax(q, k, v, blocks, text)
+    ) <= error_bound(name)
     every = replace(blocks, kept=np.arange(7, dtype=np.int32)[None])
-    found = attended(name, text[0], k, v, every, text)
-    assert closeness.difference(found, softmax(text[0], k, v, every, text)) <= bound_of(name)
+    found = run_block_attention(name, text[0], k, v, every, text)
+    assert closeness.difference(found, softmax(text[0], k, v, every, text)) <= error_bound(name)
 
 
 @pytest.mark.parametrize("name", ["bounded", "online"])
-def test_a_list_of_all_blocks_is_the_kernel_without_one(name: str):
+def test_block_attention_with_all_blocks_equals_dense_kernel(name: str):
     """To the bit, where no key is padding and no maximum is guessed from other keys."""
     blocks = BlockSparsity(size=128, real=np.full(7, 128, np.int32), kept=np.tile(np.arange(7, dtype=np.int32), (7, 1)))
-    q, k, v = drawn(blocks, 2, 128)
+    q, k, v = random_qkv(blocks, 2, 128)
     keys = [keys_of_length(flat(k), flat(v), blocks.rows)]
     how = {"head_dim": 128, "form": FORMS[name], "scale": 128**-0.5, "interpret": True, "log_sums": False}
     dense = jax.jit(lambda q: kernel.flat_attention(q, keys, **how)[0])(flat(q))
-    assert np.array_equal(attended(name, q, k, v, blocks).reshape(dense.shape), dense)
+    assert np.array_equal(run_block_attention(name, q, k, v, blocks).reshape(dense.shape), dense)
 
 
 @pytest.mark.parametrize("name", ["sampled", "online", "int8"])
-def test_a_block_done_again_is_done_from_its_own_keys(name: str):
+def test_block_attention_rerun_of_query_block_matches_softmax(name: str):
     """One key far above those of the guess, in a block that some lists have: 140 in base 2, of the last block."""
-    blocks = listed(3)
-    q, k, v = drawn(blocks, 2, 128)
+    blocks = random_blocks(3)
+    q, k, v = random_qkv(blocks, 2, 128)
     q[..., 0], q[..., 1:] = 8.0, 0.0
     k[:, :, :, 0] = np.where(np.isnan(k[..., 0]), np.nan, np.random.default_rng(3).uniform(-1, 1, k.shape[:3]))
     k[0, 6 * 128 + 1, :, 0] += 140 * np.log(2) * 128**0.5 / 8
-    found, wanted = attended(name, q, k, v, blocks), softmax(q, k, v, blocks)
+    found, wanted = run_block_attention(name, q, k, v, blocks), softmax(q, k, v, blocks)
     have = [6 in own for own in blocks.kept]
     assert 1 < sum(have) < 7
     for number, has_it in enumerate(have):
@@ -183,20 +185,20 @@ def test_a_block_done_again_is_done_from_its_own_keys(name: str):
             assert closeness.difference(found[rows], wanted[rows]) <= OPERATION
 
 
-def test_without_the_rerun_such_a_key_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    blocks = listed(3)
-    q, k, v = drawn(blocks, 2, 128)
+def test_block_attention_without_rerun_is_not_finite(monkeypatch: pytest.MonkeyPatch):
+    blocks = random_blocks(3)
+    q, k, v = random_qkv(blocks, 2, 128)
     q[..., 0], q[..., 1:] = 8.0, 0.0
     k[..., 0] = 0.0
     k[0, 6 * 128 + 1, :, 0] = 140 * np.log(2) * 128**0.5 / 8
     monkeypatch.setattr(attention_kernel.QueryBlock, "has_failed", lambda self: False)
-    assert not np.isfinite(attended("sampled", q, k, v, blocks)).all()
+    assert not np.isfinite(run_block_attention("sampled", q, k, v, blocks)).all()
 
 
 @pytest.mark.parametrize("name", ["reference", "sampled", "int8"])
-def test_log_sums_are_of_the_kept_keys(name: str):
-    blocks = listed(2)
-    q, k, v = drawn(blocks, 2, 128)
+def test_block_attention_log_sums_cover_kept_keys_only(name: str):
+    blocks = random_blocks(2)
+    q, k, v = random_qkv(blocks, 2, 128)
     keys = [keys_in_blocks(flat(k), flat(v), blocks)]
     if name == "reference":
         _, found = attention_reference.flat_attention(flat(q), keys, head_dim=128, log_sums=True)
@@ -214,17 +216,17 @@ def test_log_sums_are_of_the_kept_keys(name: str):
         assert error < (3e-2 if name == "int8" else 5e-5)
 
 
-def test_what_the_kernel_does_not_take_is_refused():
-    blocks = replace(listed(3), size=96)
+def test_block_sparsity_unsupported_sizes_raise_value_error():
+    blocks = replace(random_blocks(3), size=96)
     assert str(kernel.check_support(2, 64, blocks)).endswith("blocks of 96 keys are not a multiple of 128.")
     with pytest.raises(ValueError) as error:
-        replace(listed(7), left_out=3)
+        replace(random_blocks(7), left_out=3)
     assert str(error.value) == "left_out is 3; it must be a multiple of 4 and at most 5, so that 2 of 7 blocks remain."
     with pytest.raises(ValueError, match="left_out is 4; it must be .* at most 3"):
-        replace(listed(5, blocks=5), left_out=4)
+        replace(random_blocks(5, blocks=5), left_out=4)
     divided = replace(SMALL, maximum="online", block_kv=128)
-    assert "must all fit in VMEM at once" in str(kernel.check_support(2, 64, listed(3), divided))
-    assert not kernel.check_support(2, 64, listed(3), SMALL)
+    assert "must all fit in VMEM at once" in str(kernel.check_support(2, 64, random_blocks(3), divided))
+    assert not kernel.check_support(2, 64, random_blocks(3), SMALL)
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ WAN = (7, 9, 16)
 @pytest.mark.parametrize(
     "sizes", [(21, 45, 80), (31, 45, 80), (21, 30, 52), (5, 7, 11), (1, 45, 80), (2, 3, 1), (13, 61, 37)], ids=str
 )
-def test_every_token_has_a_row_of_a_tile_of_neighbours(sizes: tuple[int, int, int], tile: tuple[int, int, int]):
+def test_tiling_assigns_each_token_one_row_of_a_connected_tile(sizes: tuple[int, int, int], tile: tuple[int, int, int]):
     found, tokens, most = Tiling(sizes=sizes, tile=tile), int(np.prod(sizes)), int(np.prod(tile))
     assert found.real.sum() == tokens and found.real.max() - found.real.min() <= 1
     assert tokens <= found.count * most < tokens + most and 1 <= found.real.min() <= found.real.max() <= most
@@ -261,13 +263,13 @@ def is_one_piece(places: np.ndarray) -> bool:
     return not left
 
 
-def test_wans_720p_is_75_boxes_of_its_tile():
+def test_tiling_of_wan_720p_is_75_boxes():
     found = Tiling(sizes=(21, 45, 80), tile=WAN)
     assert (found.count, found.rows, set(found.real)) == (75, 1024, {1008})
     assert all(tuple(np.ptp(found.places[found.token_tiles == tile], axis=0) + 1) == WAN for tile in range(75))
 
 
-def test_hunyuanvideos_720p_is_109_tiles_with_hardly_any_padding():
+def test_tiling_of_hunyuanvideo_720p_is_109_tiles():
     found = Tiling(sizes=(31, 45, 80), tile=(8, 8, 16))
     assert (found.count, found.rows, set(found.real), found.left_out) == (109, 1024, {1023, 1024}, 56)
     # With a bend or without, a tile is about as long as the wanted one.
@@ -277,7 +279,7 @@ def test_hunyuanvideos_720p_is_109_tiles_with_hardly_any_padding():
     )
 
 
-def test_a_tile_keeps_itself_and_the_nearest_as_many_as_any_other():
+def test_tiling_blocks_keep_own_and_nearest_tiles():
     found = Tiling(sizes=(21, 45, 80), tile=WAN)
     blocks = found.blocks(None)
     assert found.left_out == blocks.left_out == 40
@@ -293,7 +295,7 @@ def test_a_tile_keeps_itself_and_the_nearest_as_many_as_any_other():
 @pytest.mark.parametrize(
     ("sizes", "count", "kept"), [((3, 3, 3), 1, 1), ((7, 9, 80), 5, 5), ((7, 18, 64), 8, 4), ((21, 16, 53), 18, 10)]
 )
-def test_about_half_are_kept_in_fours(sizes: tuple[int, int, int], count: int, kept: int):
+def test_tiling_keeps_about_half_of_the_tiles_in_fours(sizes: tuple[int, int, int], count: int, kept: int):
     found = Tiling(sizes=sizes, tile=WAN)
     assert (found.count, found.count - found.left_out) == (count, kept)
 
@@ -308,7 +310,7 @@ def test_about_half_are_kept_in_fours(sizes: tuple[int, int, int], count: int, k
     ],
     ids=str,
 )
-def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkeypatch: pytest.MonkeyPatch):
+def test_tile_attention_on_every_mesh_matches_softmax(shape: MeshShape, how: Kernel, monkeypatch: pytest.MonkeyPatch):
     """Each chip has its heads' whole lists; a text beside has all keys, and all have it."""
     monkeypatch.setattr(tiles, "TILE_ROWS_MULTIPLE", 128)
     found = Tiling(sizes=(3, 5, 11), tile=(1, 3, 7))
@@ -341,7 +343,7 @@ def test_every_mesh_attends_to_the_nearest(shape: MeshShape, how: Kernel, monkey
 
 
 @pytest.mark.parametrize("how", ["reference", "pallas"])
-def test_a_mesh_rounds_the_keys_of_tiles_as_one_chip_does(how: Kernel, monkeypatch: pytest.MonkeyPatch):
+def test_tile_attention_int8_on_two_chips_matches_one_chip(how: Kernel, monkeypatch: pytest.MonkeyPatch):
     """Before chips exchange them, by the real ones alone: padding in tiles, behind them and of a text is NaN."""
     monkeypatch.setattr(tiles, "TILE_ROWS_MULTIPLE", 128)
     monkeypatch.setattr("comfyui_tpu.attention.policy.LONG_SEQUENCE_TOKENS", 0)
@@ -368,7 +370,7 @@ def test_a_mesh_rounds_the_keys_of_tiles_as_one_chip_does(how: Kernel, monkeypat
     assert closeness.difference(text_out, wanted[1]) <= 2e-3
 
 
-def test_turns_of_the_loop_divide_what_is_left_out():
+def test_block_aligned_unroll_divides_left_out_blocks():
     for per_block in range(1, 9):
         for unroll in range(2, 17, 2):
             turn = attention_kernel.block_aligned_unroll(per_block, unroll)

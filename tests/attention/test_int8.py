@@ -21,7 +21,7 @@ from comfyui_tpu.tests.support import closeness
 from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tests.support.patience import mostly, slower
 
-from .test_attention import inputs, poison, scored, softmax_attention
+from .test_attention_kernel_has_no_races_and_matches_reference import inputs, poison, scored, softmax_attention
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def rounded(q: np.ndarray, k: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def round_to_int8(q: np.ndarray, k: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Queries and keys as int8 knows them: keys of a head by one scale, without their mean; a query by its own, which
     makes the scale of its scores in base 2 a power of two.
     """
@@ -74,19 +74,19 @@ def rounded(q: np.ndarray, k: np.ndarray, lengths: list[int]) -> tuple[np.ndarra
         ("reference", 64), ("sampled", 128), ("pieces", 128), ("online", 64), ("keys in the grid", 64),
     ),
 )  # fmt: skip
-def test_each_form_equals_the_softmax_of_rounded_scores(name: str, head_dim: int):
+def test_int8_attention_every_form_matches_softmax_of_rounded_scores(name: str, head_dim: int):
     q, k, v = inputs(4, 131, 229, 2, head_dim)
     lengths = [229, 1, 128, 197]
     policy = REFERENCE if name == "reference" else FORMS[name]
     run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, policy=policy))
     out = run(q, poison(k, lengths), poison(v, lengths), jnp.array(lengths))
-    wanted = softmax_attention(*rounded(q, k, lengths), v, lengths)
+    wanted = softmax_attention(*round_to_int8(q, k, lengths), v, lengths)
     assert closeness.difference(out, wanted) <= (HALVES if name == "reference" else WEIGHTS)
     exact = softmax_attention(q, k, v, lengths)
     assert OPERATION < closeness.difference(out, exact) < 6e-2
 
 
-def test_a_common_part_of_keys_costs_nothing():
+def test_int8_attention_key_offset_keeps_accuracy():
     """Which is large in trained models; without the mean taken off, it would take most of the 127 numbers."""
     q, k, v = inputs(1, 131, 229, 2, 64)
     offset = 40 * np.random.default_rng(3).normal(size=(1, 1, 2, 64)).astype(np.float32)
@@ -95,7 +95,7 @@ def test_a_common_part_of_keys_costs_nothing():
 
 
 @pytest.mark.parametrize("name", ["sampled", "online"])
-def test_keys_far_above_the_first_ones_take_over(name: str):
+def test_int8_attention_late_key_with_high_score_matches_softmax(name: str):
     random = np.random.default_rng(0)
     run = jax.jit(lambda q, k, v: attention(q, k, v, policy=FORMS[name]))
     v = random.normal(size=(1, 331, 2, 64)).astype(np.float32)
@@ -103,11 +103,11 @@ def test_keys_far_above_the_first_ones_take_over(name: str):
         targets = random.uniform(-1, 1, 331)
         targets[330] += gap
         q, k = scored(targets, 33)
-        wanted = softmax_attention(*rounded(q, k, [331]), v, [331])
+        wanted = softmax_attention(*round_to_int8(q, k, [331]), v, [331])
         assert closeness.difference(run(q, k, v), wanted) <= 2 * WEIGHTS, gap
 
 
-def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+def test_int8_attention_without_rerun_is_not_finite_for_high_scores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_kernel.QueryBlock, "has_failed", lambda self: False)
     q, k = scored(np.where(np.arange(331) == 300, 140.0, 0.0), 33)
     out = jax.jit(lambda q, k: attention(q, k, k, policy=FORMS["sampled"]))(q, k)
@@ -116,7 +116,7 @@ def test_without_the_rerun_a_gap_would_be_seen(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", ["reference", "sampled", "online"])
 @pytest.mark.parametrize("which", ["query", "key", "both"])
-def test_where_all_keys_count_the_same_the_mean_of_values_is_found(name: str, which: str):
+def test_int8_attention_zero_queries_or_keys_give_mean_of_values(name: str, which: str):
     """A head that was never trained, or trained away, has queries or keys of zeros."""
     q, k, v = inputs(1, 128, 128, 2, 64)
     q, k = q * (which == "key"), k * (which == "query")
@@ -126,7 +126,7 @@ def test_where_all_keys_count_the_same_the_mean_of_values_is_found(name: str, wh
 
 
 @pytest.mark.parametrize("name", ["sampled", "online"])
-def test_a_row_without_keys_is_zeros(name: str):
+def test_int8_attention_row_without_keys_is_zeros(name: str):
     q, k, v = inputs(2, 5, 40, 2, 64)
     run = jax.jit(lambda q, k, v, n: attention(q, k, v, kv_length=n, policy=FORMS[name]))
     out = run(q, poison(k, [0, 1]), poison(v, [0, 1]), jnp.array([0, 1]))
@@ -136,7 +136,7 @@ def test_a_row_without_keys_is_zeros(name: str):
 
 @pytest.mark.parametrize("name", ["sampled", "online"])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_what_is_not_a_number_stays_so(name: str, which: str):
+def test_int8_attention_nan_input_gives_nan_output(name: str, which: str):
     """A step's check for it must not be deceived: no whole number is NaN."""
     arrays = dict(zip(("query", "key", "value"), inputs(1, 5, 40, 2, 64), strict=True))
     arrays[which][0, 3] = np.nan
@@ -149,7 +149,7 @@ def test_what_is_not_a_number_stays_so(name: str, which: str):
 @pytest.mark.parametrize(
     "shape", slower([MeshShape(sp=2), MeshShape(sp=3), MeshShape(dp=2, sp=2, tp=2)], MeshShape(sp=2)), ids=str
 )
-def test_every_mesh_gives_nearly_the_same(shape: MeshShape, scores: str):
+def test_int8_attention_on_every_mesh_matches_softmax(shape: MeshShape, scores: str):
     """All-to-alls and a ring, of keys that are rounded before, by what all chips have; joint with a text of its own
     padding.
     """
@@ -169,13 +169,13 @@ def test_every_mesh_gives_nearly_the_same(shape: MeshShape, scores: str):
     expected = softmax_attention(*joint, [42, 46])
     assert closeness.difference(out[:, :41], expected[:, :41]) < 8e-2
     assert closeness.difference(text_out, expected[:, 41:]) < 8e-2
-    same = softmax_attention(*rounded(*joint[:2], [42, 46]), joint[2], [42, 46])
+    same = softmax_attention(*round_to_int8(*joint[:2], [42, 46]), joint[2], [42, 46])
     bound = HALVES if scores == "reference" else WEIGHTS
     assert closeness.difference(np.concatenate([out[:, :41], text_out], axis=1), same) <= bound
 
 
 @pytest.mark.parametrize("kernel", ["reference", "pallas"])
-def test_few_keys_are_attended_to_exactly(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, compare: Callable):
+def test_int8_attention_short_sequence_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, compare: Callable):
     q, k, v = inputs(2, 48, 7, 2, 64)
     run = functools.partial(attention, policy=AttentionPolicy(kernel=kernel, scores="int8"))
     wanted = softmax_attention(q, k, v, [7, 7])
@@ -184,13 +184,13 @@ def test_few_keys_are_attended_to_exactly(kernel: Kernel, monkeypatch: pytest.Mo
     compare("attention", jax.jit(functools.partial(run))(q, k, v), wanted, error=OPERATION)
 
 
-def test_chips_that_it_would_not_make_faster_attend_exactly():
+def test_choose_scores_uses_int8_only_on_chips_it_speeds_up():
     policy = AttentionPolicy(scores="int8")
     found = {kind: policy.choose_scores(75600, kind) for kind in ("TPU v6 lite", "TPU v5 lite", "TPU7x", "TPU v4")}
     assert found == {"TPU v6 lite": "int8", "TPU v5 lite": "exact", "TPU7x": "exact", "TPU v4": "exact"}
 
 
-def test_a_form_under_no_maximum_is_refused():
+def test_attention_config_int8_with_maximum_zero_raises_value_error():
     with pytest.raises(ValueError) as error:
         AttentionConfig(scores="int8", maximum="zero")
     assert str(error.value).startswith("maximum=zero is not supported with int8 scores. Use sampled or online")
@@ -200,7 +200,7 @@ def test_a_form_under_no_maximum_is_refused():
     ("kind", "divided"), [("TPU v6 lite", False), ("TPU v5 lite", False), ("TPU v4", True)], ids=str
 )
 @pytest.mark.parametrize("rows", [[75600], [111600, 1256]], ids=["Wan", "HunyuanVideo"])
-def test_the_form_follows_from_the_chip(kind: str, divided: bool, rows: list[int]):
+def test_choose_config_int8_depends_on_chip(kind: str, divided: bool, rows: list[int]):
     call: dict[str, Any] = {"q_seq": rows[0], "kv_rows": rows, "head_dim": 128, "itemsize": 2}
     policy = AttentionPolicy(bounded=True, scores="int8")
     form = attention_config.choose_config(kind, policy.maximum("int8"), scores="int8", heads=4, **call)
@@ -209,7 +209,7 @@ def test_the_form_follows_from_the_chip(kind: str, divided: bool, rows: list[int
     assert used <= form.vmem_mib * 2**20 < hardware.VMEM_MIB[kind] * 2**20
 
 
-def test_a_power_of_two_is_the_next():
+def test_round_up_to_power_of_two_matches_ceil_log2():
     values = jnp.array([1.0, 1.5, 2.0, 0.3, 1e-30, 127.0])
     assert np.array_equal(
         attention_int8.round_up_to_power_of_two(values), 2 ** np.ceil(np.log2(np.asarray(values, np.float64)))

@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 EPS = 1e-6
 
 
-def drawn(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(shape).normal(size=shape).astype(np.float32))
 
 
 def tables(seq: int, head_dim: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = drawn(rows, seq, head_dim // 2).repeat_interleave(2, dim=2) * 3
+    angles = random_tensor(rows, seq, head_dim // 2).repeat_interleave(2, dim=2) * 3
     return angles.cos(), angles.sin()
 
 
@@ -42,7 +42,7 @@ def norms(lanes: int, head_dim: int) -> dict[str, torch.nn.Module]:
     }
     for norm in found.values():
         for parameter in norm.parameters():
-            parameter.data = drawn(*parameter.shape)
+            parameter.data = random_tensor(*parameter.shape)
     return found
 
 
@@ -82,12 +82,12 @@ PAIRED, ONE_PAIR, WIDE, WIDE_ROWS, NARROW = SHAPES = (
     ),
     ids=str,
 )  # fmt: skip
-def test_queries_are_prepared_as_upstream_does(
+def test_head_layout_divide_matches_diffusers_norm_and_rotary(
     name: str, heads: int, head_dim: int, groups: int, rows: int, kernel: bool, compare: Callable
 ):
     """Rows share a table, or each has its own."""
     seq, lanes = 139, heads * head_dim  # not a whole number of blocks
-    module, rotary, x = norms(lanes, head_dim)[name], tables(seq, head_dim, rows), drawn(2, seq, lanes)
+    module, rotary, x = norms(lanes, head_dim)[name], tables(seq, head_dim, rows), random_tensor(2, seq, lanes)
     layout = HeadLayout(head_dim=head_dim, kernel=kernel, interpret=True)
     rotated = [jnp.asarray(table.numpy()) for table in rotary]
     found = layout.divide(jnp.asarray(x.numpy()), groups, 1, norm_of(module), tuple(rotated))
@@ -97,8 +97,8 @@ def test_queries_are_prepared_as_upstream_does(
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
-def test_groups_and_parts_join_again_as_they_were(kernel: bool):
-    x = jnp.asarray(drawn(2, 139, 6 * 128).numpy(), jnp.bfloat16)
+def test_head_layout_join_restores_divided_tensor(kernel: bool):
+    x = jnp.asarray(random_tensor(2, 139, 6 * 128).numpy(), jnp.bfloat16)
     layout = HeadLayout(head_dim=128, kernel=kernel, interpret=True)
     assert layout.parts(256) == layout.parts(384) == (2 if kernel else 1)
     assert layout.parts(128) == 1
@@ -114,23 +114,23 @@ def test_groups_and_parts_join_again_as_they_were(kernel: bool):
         (3, 1, False), (5, 2, False), (7, 3, False), (3, 2, True), (5, 3, True), (7, 1, True),
     ),
 )  # fmt: skip
-def test_an_odd_number_of_heads_is_in_parts_of_which_one_has_one_more(heads: int, groups: int, kernel: bool):
+def test_head_layout_odd_heads_split_into_unequal_parts(heads: int, groups: int, kernel: bool):
     """And a chip takes of them what it has, also where what is before a part is no multiple of its width."""
-    x = jnp.asarray(drawn(2, 139, groups * heads * 128).numpy(), jnp.bfloat16)
+    x = jnp.asarray(random_tensor(2, 139, groups * heads * 128).numpy(), jnp.bfloat16)
     layout = HeadLayout(head_dim=128, kernel=kernel, interpret=True)
     divided = layout.divide(x, groups, 2)
     assert [part.shape[3] // 128 for part in divided] == [heads // 2 + 1, heads // 2]
     np.testing.assert_array_equal(divided[1][:, -1], x[:, :, -(heads // 2) * 128 :])
     np.testing.assert_array_equal(layout.join(divided), x)
-    norm = Norm(weight=jnp.asarray(drawn(128).numpy()), eps=EPS)
+    norm = Norm(weight=jnp.asarray(random_tensor(128).numpy()), eps=EPS)
     every = layout.divide(x, groups, 2, norm)
     taken = layout.take(x, jnp.int32(groups - 1), groups, 2, norm, None)
     for part, own in zip(every, taken, strict=True):
         np.testing.assert_array_equal(part[:, groups - 1], own)
 
 
-def test_what_is_not_finite_stays_in_its_row():
-    x = drawn(1, 40, 256).numpy()
+def test_head_layout_nan_stays_in_its_row():
+    x = random_tensor(1, 40, 256).numpy()
     x[0, 17] = np.nan
     layout = HeadLayout(head_dim=128, kernel=True, interpret=True)
     norm = Norm(weight=jnp.ones(128), eps=EPS)
@@ -151,11 +151,11 @@ MESHES = (MeshShape(sp=4), 2), (MeshShape(sp=2, tp=2), 1), (MeshShape(dp=2, sp=3
     ),
     ids=str,
 )  # fmt: skip
-def test_on_every_mesh_the_prologue_is_the_same(shape: MeshShape, rows: int, name: str, compare: Callable):
+def test_prologue_on_every_mesh_matches_diffusers(shape: MeshShape, rows: int, name: str, compare: Callable):
     """Heads lie on several chips too, where a norm over all of them must not be taken over a chip's own."""
     heads, head_dim, seq = 8, 64, 48  # two parts of two heads where two chips exchange
     module, rotary = norms(heads * head_dim, head_dim)[name], tables(seq, head_dim, rows)
-    q, k, v = (drawn(2, seq, heads * head_dim) + shift for shift in (0.0, 0.1, 0.2))
+    q, k, v = (random_tensor(2, seq, heads * head_dim) + shift for shift in (0.0, 0.1, 0.2))
     with torch.no_grad():
         ready = [upstream(x, module, head_dim, rotary) for x in (q, k)]
         split = [x.unflatten(2, (heads, head_dim)).transpose(1, 2) for x in (*ready, v)]
@@ -170,12 +170,12 @@ def test_on_every_mesh_the_prologue_is_the_same(shape: MeshShape, rows: int, nam
 
 
 @pytest.mark.parametrize("scores", ["exact", "int8"])
-def test_chips_with_an_odd_number_of_heads_exchange_them_in_two_parts(scores: Any, monkeypatch: pytest.MonkeyPatch):
+def test_joint_attention_odd_heads_on_two_chips_match_one_chip(scores: Any, monkeypatch: pytest.MonkeyPatch):
     """Three heads each, latents beside a text that every chip has: as on one chip."""
     monkeypatch.setattr("comfyui_tpu.attention.policy.LONG_SEQUENCE_TOKENS", 0)
     monkeypatch.setattr("comfyui_tpu.attention.policy.INT8_ATTENTION_CHIPS", (jax.devices()[0].device_kind,))
     how = AttentionPolicy(kernel="pallas", scores=scores)
-    latents, text = ([drawn(1, seq, 6, 128).numpy() + shift for shift in (0, 0.1, 0.2)] for seq in (64, 9))
+    latents, text = ([random_tensor(1, seq, 6, 128).numpy() + shift for shift in (0, 0.1, 0.2)] for seq in (64, 9))
     chosen = {"lengths": (57, 9), "placements": ("sharded", "replicated"), "policy": how}
     run = jax.jit(lambda *streams, mesh: joint_attention(*streams, mesh=mesh, **chosen), static_argnames="mesh")
     mesh = make_mesh(jax.devices()[:2], MeshShape(sp=2))
@@ -187,8 +187,8 @@ def test_chips_with_an_odd_number_of_heads_exchange_them_in_two_parts(scores: An
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
 @pytest.mark.parametrize("name", ["RMS norm of heads", "RMS norm of all"])
-def test_one_chip_takes_its_own_groups_of_what_is_divided(name: str, kernel: bool, compare: Callable):
-    module, rotary, x = norms(8 * 64, 64)[name], tables(139, 64), drawn(2, 139, 8 * 64)
+def test_head_layout_take_equals_own_groups_of_divide(name: str, kernel: bool, compare: Callable):
+    module, rotary, x = norms(8 * 64, 64)[name], tables(139, 64), random_tensor(2, 139, 8 * 64)
     layout = HeadLayout(head_dim=64, kernel=kernel, interpret=True)
     rest = norm_of(module), tuple(jnp.asarray(table.numpy()) for table in rotary)
     divided = layout.divide(jnp.asarray(x.numpy()), 2, 2, *rest)

@@ -102,7 +102,7 @@ def _evaluate(evaluate: Callable[..., Any], seconds: float, expression: str, arg
     return evaluate(ENDS_IN_TIME, [expression, arg, seconds])
 
 
-def _loaded(page: Any, url: str) -> Any:
+def _open_page(page: Any, url: str) -> Any:
     patient(page)
     page.goto(url, wait_until="domcontentloaded")
     page.wait_for_function(READY)
@@ -115,7 +115,7 @@ def opened(server: Server) -> Iterator[Any]:
     # Its first visit would open a gallery of templates over the canvas.
     server.post("/settings", {"Comfy.TutorialCompleted": True})
     with launch_browser() as browser:
-        yield _loaded(browser.new_page(viewport={"width": 1600, "height": 1000}), server.url)
+        yield _open_page(browser.new_page(viewport={"width": 1600, "height": 1000}), server.url)
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def fresh(page: Any) -> Iterator[Any]:
     """The server's page as somebody sees it who was never there, next to `page`, with ComfyUI's default workflow."""
     context = page.context.browser.new_context(viewport=page.viewport_size)
     try:
-        yield _loaded(context.new_page(), page.url)
+        yield _open_page(context.new_page(), page.url)
     finally:
         context.close()
 

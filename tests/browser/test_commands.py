@@ -52,14 +52,14 @@ def says(page: Any, text: str) -> None:
     page.locator(NOTICE).get_by_text(text).first.wait_for()
 
 
-def test_the_tab_opens_and_closes(page: Any):
+def test_panel_shortcut_opens_and_closes_tab(page: Any):
     page.keyboard.press("Alt+Shift+T")
     page.locator(PANEL).wait_for()
     page.keyboard.press("Alt+Shift+T")
     page.locator(PANEL).wait_for(state="hidden")
 
 
-def test_programs_are_compiled_ahead_and_the_run_then_compiles_nothing(page: Any, server: Server):
+def test_warmup_shortcut_compiles_all_programs_of_next_run(page: Any, server: Server):
     """Also of another solver, and of a step cache's two kinds of steps."""
     page.evaluate(OTHERS)
     before = len(server.get("/history"))
@@ -75,7 +75,7 @@ def test_programs_are_compiled_ahead_and_the_run_then_compiles_nothing(page: Any
     assert server.get("/tpu/stats")["counts"]["compile"] == compiled
 
 
-def test_memory_is_freed(page: Any, server: Server):
+def test_free_memory_shortcut_unloads_resident_components(page: Any, server: Server):
     if not server.get("/tpu/stats")["resident"]:  # what the test before has run is
         page.evaluate("app.queuePrompt(0)")
         until(lambda: server.get("/tpu/stats")["resident"])
@@ -85,7 +85,7 @@ def test_memory_is_freed(page: Any, server: Server):
     until(lambda: not server.get("/tpu/stats")["resident"])
 
 
-def test_the_self_test_says_how_to_run_it_and_what_is_known(page: Any, server: Server):
+def test_selftest_command_shows_usage_and_recorded_findings(page: Any, server: Server):
     run = "app.extensionManager.command.execute('comfyui-tpu.selftest')"
     page.evaluate(run)
     says(page, "No self-test has run here yet.")
@@ -108,7 +108,7 @@ def test_the_self_test_says_how_to_run_it_and_what_is_known(page: Any, server: S
     page.evaluate("comfyAPI.api.api.getQueue = window.asked")
 
 
-def test_an_update_is_told_once_with_what_is_new(page: Any):
+def test_update_notice_is_shown_once_with_new_changes(page: Any):
     with fresh(page) as new:
         new.wait_for_function(f"localStorage.getItem('{SEEN}')")
         assert new.locator(NOTICE).count() == 0  # to a new user all is new
@@ -133,7 +133,7 @@ def test_an_update_is_told_once_with_what_is_new(page: Any):
         assert new.locator(NOTICE).count() == 0
 
 
-def test_packages_with_which_nothing_runs_are_told_at_every_opening(page: Any):
+def test_unsupported_packages_notice_is_shown_on_every_load(page: Any):
     refusals = ["torch 2.16.0 is not supported: TPU nodes run with torch <2.16,>=2.13. <b>", "jax is not installed"]
     with fresh(page) as new:
         answer = {"refusals": refusals, "changes": ["New."], "selftest": {}}
@@ -152,7 +152,7 @@ def test_packages_with_which_nothing_runs_are_told_at_every_opening(page: Any):
             answers.append(answers.pop(0))
 
 
-def test_a_plan_asks_for_the_tpu_and_a_wrong_one_is_a_sentence(page: Any):
+def test_plan_command_asks_for_topology_and_reports_unknown_one(page: Any):
     """The plan itself, of a real size, takes minutes: what it says is in `tests/plan`."""
     page.keyboard.press("Alt+Shift+P")
     dialog = page.get_by_role("dialog").filter(has_text="For which TPU?")
@@ -177,7 +177,7 @@ def widgets(page: Any) -> dict[str, Any]:
     )
 
 
-def test_a_real_model_without_a_tpu_is_cancelled_and_its_miniature_runs(page: Any, server: Server):
+def test_missing_tpu_notice_cancels_prompt_and_runs_tiny_model(page: Any, server: Server):
     """From the notice that comes with its prompt: nothing has to be changed by hand, and undo brings the model back."""
     page.evaluate(OPEN, examples.page("flux2_klein").stem)
     page.wait_for_function(IS_DRAWN)
@@ -208,7 +208,7 @@ def test_a_real_model_without_a_tpu_is_cancelled_and_its_miniature_runs(page: An
     says(page, "This workflow has no model that a tiny model can replace.")
 
 
-def test_nodes_in_a_subgraph_are_tried_compiled_and_planned_like_others(page: Any):
+def test_commands_apply_to_nodes_inside_subgraph(page: Any):
     page.evaluate(OPEN, examples.page("flux2_klein").stem)
     page.wait_for_function(IS_DRAWN)
     subgraph = page.evaluate(INTO_SUBGRAPH)

@@ -111,7 +111,7 @@ def nodes_of(workflow: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from graph["nodes"]
 
 
-def chosen(session: pytest.Session) -> list[str]:
+def select_templates(session: pytest.Session) -> list[str]:
     """The templates that this run tries: of the others no file is written, which takes longer than one of them."""
     calls = [getattr(item, "callspec", None) for item in session.items if item.path == Path(__file__)]
     return [call.params["name"] for call in calls if call]
@@ -154,7 +154,7 @@ def server(
     folders = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae",
                "LoraLoaderModelOnly": "loras"}  # fmt: skip
     (base / "input").mkdir(exist_ok=True)
-    for node in (node for name in chosen(request.session) for node in nodes_of(template(name))):
+    for node in (node for name in select_templates(request.session) for node in nodes_of(template(name))):
         if node["type"] == "LoadImage":
             Image.new("RGB", (96, 80), "red").save(base / "input" / node["widgets_values"][0], "PNG")
         elif (folder := folders.get(node["type"])) and node.get("widgets_values"):
@@ -172,7 +172,7 @@ def page(server: Server) -> Iterator[Any]:
         yield page
 
 
-def shrunk(prompt: dict[str, Any]) -> dict[str, Any]:
+def shrink_prompt(prompt: dict[str, Any]) -> dict[str, Any]:
     """A queued prompt at a miniature's size."""
     for node in prompt.values():
         inputs = node["inputs"]
@@ -193,7 +193,7 @@ def shrunk(prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, *(pytest.param(name, marks=pytest.mark.recorded) for name in MORE)])
-def test_a_template_runs_with_the_loaders_that_the_menu_swaps(page: Any, server: Server, name: str):
+def test_convert_command_swaps_core_loaders_and_template_runs(page: Any, server: Server, name: str):
     page.evaluate("(workflow) => app.loadGraphData(workflow)", template(name))
     page.evaluate("app.extensionManager.command.execute('comfyui-tpu.convert')")
     page.wait_for_selector(NOTICE)
@@ -204,7 +204,7 @@ def test_a_template_runs_with_the_loaders_that_the_menu_swaps(page: Any, server:
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     assert not {node["class_type"] for node in prompt.values()} & set(upgrade.LOADERS)
     with small(page):
-        server.run(shrunk(prompt))
+        server.run(shrink_prompt(prompt))
     # And back.
     page.evaluate("app.extensionManager.command.execute('comfyui-tpu.convert-back')")
     page.wait_for_function(f"document.querySelector('{NOTICE}')?.innerText.includes('is now UNETLoader.')")
@@ -213,7 +213,7 @@ def test_a_template_runs_with_the_loaders_that_the_menu_swaps(page: Any, server:
 
 
 @pytest.mark.slow
-def test_the_examples_are_templates_with_their_loaders_swapped():
+def test_core_examples_equal_templates_with_swapped_loaders():
     """And nothing else: as the command makes them of the installed templates, or of those of another version."""
     own = {path.stem: json.loads(path.read_text("utf-8")) for path in (PACK / "examples" / "core").glob("*.json")}
     assert own.keys() == {*TEMPLATES, *MORE}
@@ -225,7 +225,7 @@ def test_the_examples_are_templates_with_their_loaders_swapped():
         assert not kinds & set(upgrade.LOADERS) and kinds & {ours for ours, _ in upgrade.LOADERS.values()}
 
 
-def test_the_menu_has_the_entries(page: Any):
+def test_menu_lists_both_convert_commands(page: Any):
     commands = page.evaluate("app.extensionManager.command.commands.map((one) => [one.id, one.label])")
     found = {key: label for key, label in commands if key.startswith("comfyui-tpu.convert")}
     assert found["comfyui-tpu.convert"] == "Use TPU loaders in this workflow"

@@ -90,7 +90,7 @@ def constants(workflow: dict) -> dict[str, Any]:
     return {name: x for name, x in given if x or name not in ("height", "width", "num_frames")}
 
 
-def test_the_template_browser_shows_every_example_with_its_thumbnail_and_opens_it(page: Any):
+def test_template_browser_lists_every_example_with_thumbnail(page: Any):
     """And the page does complain of what it lacks: of its own default workflow's models."""
     with fresh(page) as page:
         page.wait_for_function(f"({COMPLAINTS})().length > 0")
@@ -117,7 +117,7 @@ def is_model(socket: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any, path: Path):
+def test_example_opens_with_all_nodes_and_widget_values(page: Any, path: Path):
     document = json.loads(path.read_text())
     page.evaluate(OPEN, path.stem)
     page.wait_for_function(IS_DRAWN)
@@ -148,7 +148,7 @@ def test_an_example_opens_with_every_node_and_every_value_in_its_place(page: Any
     assert sorted(queued) == sorted(expected)
 
 
-def test_a_bypassed_save_stage_gives_the_page_the_links_that_a_headless_run_has(page: Any):
+def test_bypassed_save_stage_gives_page_and_headless_run_same_links(page: Any):
     document = saved_page(OLD_ORDER)
     page.evaluate("(workflow) => app.loadGraphData(workflow)", document)
     queued = page.evaluate(FOUND)["queued"]
@@ -158,12 +158,12 @@ def test_a_bypassed_save_stage_gives_the_page_the_links_that_a_headless_run_has(
     assert "2" not in queued
 
 
-def ended(server: Server, count: int) -> list[dict[str, Any]]:
+def wait_for_finished_prompts(server: Server, count: int) -> list[dict[str, Any]]:
     """The prompts that have run, oldest first, once there are so many."""
     return until(lambda: len(found := list(server.get("/history").values())) >= count and found)
 
 
-def test_the_first_template_runs_as_it_opens_and_makes_another_video_the_next_time(page: Any, server: Server):
+def test_first_template_runs_twice_with_different_seeds(page: Any, server: Server):
     """Last, because ComfyUI then says in this page that jobs were completed."""
     page.evaluate(OPEN, examples.page("try_it_now").stem)
     page.wait_for_function(IS_DRAWN)
@@ -171,8 +171,8 @@ def test_the_first_template_runs_as_it_opens_and_makes_another_video_the_next_ti
     with small(page):
         for number in (1, 2):
             page.evaluate("app.queuePrompt(0)")
-            ended(server, before + number)
-    entries = ended(server, before + 2)[before:]
+            wait_for_finished_prompts(server, before + number)
+    entries = wait_for_finished_prompts(server, before + 2)[before:]
     assert [entry["status"]["status_str"] for entry in entries] == ["success", "success"], server.log_tail()
     seeds = [entry["prompt"][2]["2"]["inputs"]["seed"] for entry in entries]
     assert seeds[0] != seeds[1]

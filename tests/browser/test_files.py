@@ -57,7 +57,7 @@ def workflow(prefix: str, **loader: str) -> dict[str, Any]:
     return {**nodes, "90": {"class_type": "TPUModelLoader", "inputs": {"family": "Wan21", **loader}}}
 
 
-def test_the_loader_lists_files_and_takes_what_is_typed(page: Any):
+def test_model_loader_lists_files_and_accepts_typed_value(page: Any):
     node = page.evaluate(LOADER)
     listed = page.evaluate(VALUES, [node, "model_id"])
     assert {DENOISER, WAN.published.hub_id, WAN.miniature.id} <= set(listed)
@@ -77,13 +77,13 @@ def test_the_loader_lists_files_and_takes_what_is_typed(page: Any):
     assert typed == ["someone/model + another.gguf"] * 2
 
 
-def test_a_workflow_that_names_an_fp8_file_runs(server: Server):
+def test_workflow_with_fp8_file_runs(server: Server):
     entry = server.run(workflow("files", model_id=DENOISER, text_encoder=ENCODER))
     videos = [path for path in Path(server.base / "output").rglob("files*.mp4")]
     assert videos and entry["status"]["completed"]
 
 
-def test_a_file_that_is_missing_is_marked_before_anything_runs(server: Server):
+def test_queue_with_missing_model_file_returns_node_error(server: Server):
     refused = server.queue(workflow("missing", model_id="wan2.1_t2v_14B_fp8_e4m3fn.safetensors"))
     (error, *_), where = refused["node_errors"]["90"]["errors"], refused["node_errors"]["90"]["class_type"]
     assert where == "TPUModelLoader"

@@ -78,7 +78,7 @@ def is_hidden(page: Any, is_vue: bool, names: set[str], *, among: set[str], kind
     page.wait_for_function(wanted, arg=[[kind, is_vue], sorted(names & among), sorted(among - names)])
 
 
-def test_what_the_chosen_model_does_not_use_is_hidden_and_comes_back(page: Any, is_vue: bool):
+def test_sampler_hides_widgets_unused_by_chosen_model(page: Any, is_vue: bool):
     load(page)
     is_hidden(page, is_vue, OF_EXPERTS | REPLACED, among=OF_EXPERTS | REPLACED)
     shot(page, f"models-one-expert-{'vue' if is_vue else 'canvas'}")
@@ -91,7 +91,7 @@ def test_what_the_chosen_model_does_not_use_is_hidden_and_comes_back(page: Any, 
     is_hidden(page, is_vue, REPLACED, among=OF_EXPERTS | REPLACED)
 
 
-def test_without_a_loader_the_nodes_own_model_decides(page: Any, is_vue: bool):
+def test_sampler_without_loader_hides_widgets_by_default_model(page: Any, is_vue: bool):
     load(page)
     page.evaluate(
         """(type) => {
@@ -103,7 +103,7 @@ def test_without_a_loader_the_nodes_own_model_decides(page: Any, is_vue: bool):
     is_hidden(page, is_vue, OF_EXPERTS, among=OF_EXPERTS | REPLACED)
 
 
-def test_values_of_hidden_widgets_stay_in_the_saved_workflow(page: Any):
+def test_saved_workflow_keeps_values_of_hidden_widgets(page: Any):
     document = copy.deepcopy(EXAMPLE)
     (sampler,) = (node for node in document["nodes"] if node["type"] == SAMPLER)
     names = [widget["name"] for widget in sampler["inputs"] if "widget" in widget]
@@ -123,7 +123,7 @@ def test_values_of_hidden_widgets_stay_in_the_saved_workflow(page: Any):
     assert queued[str(sampler["id"])]["inputs"]["guidance_scale_2"] == 7.5
 
 
-def test_the_list_of_models_says_how_much_there_is_to_download(page: Any, is_vue: bool):
+def test_model_list_shows_download_sizes(page: Any, is_vue: bool):
     load(page)
     label = page.evaluate(
         """(id) => app.graph.nodes.find((one) => one.type === "TPUModelLoader")
@@ -147,7 +147,7 @@ def test_the_list_of_models_says_how_much_there_is_to_download(page: Any, is_vue
     page.keyboard.press("Escape")
 
 
-def test_schedulers_have_the_names_of_cores_samplers_too(page: Any, server: Server):
+def test_scheduler_labels_include_core_sampler_names(page: Any, server: Server):
     load(page)
     names = server.get("/object_info/Wan21TPUSampler")["Wan21TPUSampler"]["input"]["optional"]["scheduler"][1][
         "options"
@@ -161,7 +161,7 @@ def test_schedulers_have_the_names_of_cores_samplers_too(page: Any, server: Serv
     assert labels == ["checkpoint", *(f"{core} ({name})" for core, name in zip(own, names[1:], strict=True))]
 
 
-def test_the_list_begins_with_what_runs_without_a_tpu(server: Server, page: Any):
+def test_model_list_starts_with_tiny_models(server: Server, page: Any):
     (name, options) = server.get("/object_info/TPUModelLoader")["TPUModelLoader"]["input"]["required"]["model_id"]
     assert name == "COMBO" and options["default"] == ONE.published.hub_id  # a new node's value is what it was
     trained = [tiny.is_trained(one) for one in options["options"] if one.startswith("tiny/")]
@@ -178,7 +178,7 @@ def test_the_list_begins_with_what_runs_without_a_tpu(server: Server, page: Any)
 BUTTONS = {"Wan 2.1 TPU Sampler", "TPU Model Loader"}
 
 
-def test_advanced_inputs_are_hidden_until_they_are_shown_or_set(page: Any, is_vue: bool):
+def test_advanced_inputs_are_hidden_until_shown_or_set(page: Any, is_vue: bool):
     """Of a Vue node ComfyUI hides those that are set, too."""
     advanced = {"scheduler", "sigmas", "end_step", "step_cache"}
     toggle = f"""() => {{
@@ -216,7 +216,7 @@ def test_advanced_inputs_are_hidden_until_they_are_shown_or_set(page: Any, is_vu
 ALWAYS = "(is_on) => app.extensionManager.setting.set('Comfy.Node.AlwaysShowAdvancedWidgets', is_on)"
 
 
-def test_prompt_boxes_are_labelled_and_the_makers_negative_prompt_is_said_to_be_theirs(page: Any, is_vue: bool):
+def test_prompt_widgets_label_default_negative_prompt(page: Any, is_vue: bool):
     load(page)
     labels = f"""() => app.graph.nodes.find((one) => one.type === "{ENCODER}").widgets
         .filter((one) => one.name.endsWith("prompt")).map((one) => one.label ?? one.name)"""
@@ -232,7 +232,7 @@ def test_prompt_boxes_are_labelled_and_the_makers_negative_prompt_is_said_to_be_
     page.wait_for_function(f"({labels})()[1] === 'negative_prompt'")
 
 
-def test_every_model_is_known_by_its_ids(server: Server):
+def test_models_endpoint_returns_unused_widgets_by_model_id(server: Server):
     known = server.get("/tpu/models")
     assert set(known[ONE.published.hub_id]["unused"]) == OF_EXPERTS == set(list_unused_widgets(ONE))
     assert known[TWO.published.hub_id]["unused"] == []

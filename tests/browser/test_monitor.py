@@ -197,7 +197,7 @@ def resident(server: Server) -> int:
     return len(server.get("/tpu/stats")["resident"])
 
 
-def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, server: Server):
+def test_panel_shows_idle_running_and_finished_run(tab: Tab, server: Server):
     is_first = not server.get("/tpu/stats")["chips"]  # unless other tests have run a workflow there
     tab.open()
     if is_first:
@@ -225,32 +225,32 @@ def test_the_panel_follows_a_run_from_before_the_first_one_to_its_end(tab: Tab, 
     tab.screenshot("monitor-after-run")
 
 
-def test_free_frees_one_by_keyboard_and_then_all(tab: Tab, server: Server):
+def test_free_buttons_free_one_component_then_all(tab: Tab, server: Server):
     if not resident(server):
         server.run(tiny_workflow("free", seed=random.randrange(10**6)))
     tab.open()
     rows = tab.section("Loaded").locator("li")
     rows.first.wait_for()
-    before, used = rows.count(), _used(server)
+    before, used = rows.count(), _used_bytes(server)
     first = rows.first.get_by_role("button")
     assert first.get_attribute("aria-label").startswith("Free ")
     first.focus()
     tab.page.keyboard.press("Enter")
     playwright.expect(rows).to_have_count(before - 1)
     assert resident(server) == before - 1
-    until(lambda: _used(server) < used)
+    until(lambda: _used_bytes(server) < used)
     tab.page.wait_for_function("document.activeElement.closest('section')?.ariaLabel == 'Loaded'")
     tab.section("Loaded").get_by_role("button", name="Free all").click()
     tab.section("Loaded").get_by_text("Nothing is loaded.").wait_for()
-    until(lambda: resident(server) == 0 and _used(server) == 0)
+    until(lambda: resident(server) == 0 and _used_bytes(server) == 0)
 
 
-def _used(server: Server) -> int:
+def _used_bytes(server: Server) -> int:
     """Bytes in use on all chips, as of half a second ago."""
     return sum(chip["hbm_used"] or 0 for chip in server.get("/tpu/stats")["chips"])
 
 
-def test_nothing_is_asked_while_nobody_can_see_the_tab(tab: Tab):
+def test_hidden_tab_sends_no_stats_requests(tab: Tab):
     tab.page.wait_for_timeout(1500)
     assert tab.asked == [], "a closed tab asks"
     tab.open()
@@ -290,13 +290,13 @@ def _show_document(tab: Tab, is_visible: bool) -> None:
     )
 
 
-def test_modules_are_not_served_stale_after_an_update(server: Server):
+def test_panel_modules_are_served_with_no_cache(server: Server):
     with urllib.request.urlopen(f"{server.url}/extensions/ComfyUI-TPU/monitor/panel.mjs") as answer:
         assert answer.headers["Cache-Control"] == "no-cache"
         assert "javascript" in answer.headers["Content-Type"]
 
 
-def test_it_is_readable_in_both_themes_in_a_narrow_sidebar(tab: Tab):
+def test_panel_is_readable_in_both_themes_at_narrow_widths(tab: Tab):
     tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu returned 7 values for 8 chips."]))
     tab.open()
     tab.page.get_by_text("8 x TPU v6e").wait_for()
@@ -357,7 +357,7 @@ CONTRASTS = f"""() => {{
 }}"""
 
 
-def test_loading_and_downloads_are_in_bytes_and_memory_is_used_or_reserved(tab: Tab):
+def test_panel_shows_loading_in_bytes_and_reserved_memory(tab: Tab):
     loading = {"done": 12_000, "total": 27_000, "unit": "MiB", "seconds_per_unit": 2**20 / 0.85e9, "text": "Loading"}
     stats = fake()
     stats["running"] |= loading
@@ -388,7 +388,7 @@ def test_loading_and_downloads_are_in_bytes_and_memory_is_used_or_reserved(tab: 
     assert "8.00 GiB" in without.first.get_attribute("aria-valuetext")
 
 
-def test_256_chips_fit_and_notes_are_shown(tab: Tab):
+def test_panel_fits_256_chips_and_shows_notes(tab: Tab):
     tab.answer_with(fake(256, notes=["tensorcore_util is not known: libtpu raised RuntimeError: no chips"]))
     tab.open()
     playwright.expect(tab.section("Chips").locator("[role=progressbar]")).to_have_count(256)
@@ -401,7 +401,7 @@ def test_256_chips_fit_and_notes_are_shown(tab: Tab):
     tab.screenshot("monitor-256-chips")
 
 
-def test_chips_are_shown_before_the_first_run(tab: Tab, tmp_path: Path):
+def test_panel_shows_chips_before_first_run(tab: Tab, tmp_path: Path):
     """What `/tpu/stats` says on a machine whose chips nobody has started, and where another process holds them."""
     fake_tpu = pytest.importorskip("comfyui_tpu.tests.support.fake_tpu", reason="no tpu-info: it is for Linux")
     fake_tpu.plug(tmp_path, "v6e", 8)
@@ -421,7 +421,7 @@ def test_chips_are_shown_before_the_first_run(tab: Tab, tmp_path: Path):
         tab.screenshot(f"monitor-{'held' if is_held else 'not-started'}")
 
 
-def test_the_badge_shows_the_memory_and_opens_the_tab(tab: Tab):
+def test_badge_shows_memory_and_opens_tab(tab: Tab):
     badge = tab.page.locator(".comfyui-tpu-badge")
     if not badge.count():
         pytest.skip("this frontend has no buttons in the action bar")
@@ -451,7 +451,7 @@ def evil(value: Any, dice: random.Random) -> Any:
     return dice.choice(EVIL) if isinstance(value, str) and dice.random() < 0.7 else value
 
 
-def test_no_answer_can_put_script_into_the_page_or_break_it(tab: Tab):
+def test_hostile_stats_inject_no_elements_into_panel(tab: Tab):
     dice = random.Random(6)
     queue = iter([evil(fake(dice.choice((1, 8, 20)), notes=["a", "b"]), dice) for _ in range(30)])
     tab.answer_with(lambda: next(queue, fake(5)))  # five chips are shown when all has been
@@ -463,7 +463,7 @@ def test_no_answer_can_put_script_into_the_page_or_break_it(tab: Tab):
     assert tab.faults == []
 
 
-def test_the_tab_survives_a_killed_server(tab: Tab, server: Server):
+def test_tab_reconnects_after_server_restart(tab: Tab, server: Server):
     tab.open()
     tab.page.locator(PANEL).get_by_text("Host").wait_for()
     server.kill()

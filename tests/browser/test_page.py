@@ -20,7 +20,7 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "script", ["new Promise(() => {})", "() => new Promise(() => {})", "async () => { await new Promise(() => {}); }"]
 )
-def test_a_script_that_never_ends_is_an_error_that_shows_it(browser: Any, script: str):
+def test_evaluate_script_without_end_raises_error_with_script(browser: Any, script: str):
     page = patient(browser.new_page(), 0.2)
     with pytest.raises(playwright.Error, match=f"no end within 0.2 s: {re.escape(script)}"):
         page.evaluate(script)
@@ -37,13 +37,13 @@ def test_a_script_that_never_ends_is_an_error_that_shows_it(browser: Any, script
         ("Promise.resolve([1])", None, [1]),
     ],
 )
-def test_other_scripts_return_their_value(browser: Any, script: str, given: Any, result: Any):
+def test_evaluate_returns_script_result(browser: Any, script: str, given: Any, result: Any):
     page = patient(browser.new_page())
     assert page.evaluate(script, given) == result
     page.close()
 
 
-def test_a_script_that_fails_says_why(browser: Any):
+def test_evaluate_failing_script_raises_script_error(browser: Any):
     page = patient(browser.new_page())
     with pytest.raises(playwright.Error, match="of this kind"):
         page.evaluate("() => { throw new Error('of this kind'); }")

@@ -78,13 +78,13 @@ def drop(page: Any, path: Path) -> None:
     page.evaluate(DROP, [path.name, TYPES[path.suffix], base64.b64encode(path.read_bytes()).decode()])
 
 
-def saved(path: Path) -> dict[str, Any]:
+def read_saved_workflow(path: Path) -> dict[str, Any]:
     """The workflow in an MP4 of ComfyUI's."""
     with av.open(str(path)) as container:
         return json.loads(container.metadata["workflow"])
 
 
-def test_a_file_says_what_ran_for_it_when_it_is_dropped(page: Any, server: Server):
+def test_dropped_result_file_shows_run_record(page: Any, server: Server):
     open_example(page)
     page.evaluate(SAVE_TOO)
     queue(page, server)
@@ -102,7 +102,7 @@ def test_a_file_says_what_ran_for_it_when_it_is_dropped(page: Any, server: Serve
         assert page.evaluate(f"app.graph.serialize().extra['{KEY}']") is None
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / "ran.png")
-    text = json.dumps(saved(files[0])["extra"][KEY])
+    text = json.dumps(read_saved_workflow(files[0])["extra"][KEY])
     assert str(server.base) not in text and "/" not in text.replace("tiny/wan21", "")
     # Asked for once more, and gone with another workflow.
     page.evaluate(f"document.querySelector('{NOTICE}').remove()")
@@ -113,21 +113,21 @@ def test_a_file_says_what_ran_for_it_when_it_is_dropped(page: Any, server: Serve
     says(page, "Drop an image or video generated on a TPU here")
 
 
-def test_results_that_comfyui_had_in_its_cache_say_when_they_ran(page: Any, server: Server):
+def test_cached_results_keep_record_of_original_run(page: Any, server: Server):
     open_example(page)
     page.evaluate("app.graph.nodes.flatMap((node) => node.widgets ?? []).forEach((widget) => {"
                   " if (widget.name === 'control_after_generate') widget.value = 'fixed'; })")  # fmt: skip
     queue(page, server)
-    ran = saved(newest(server, ".mp4"))["extra"][KEY]
+    ran = read_saved_workflow(newest(server, ".mp4"))["extra"][KEY]
     page.evaluate("app.graph.nodes.find((node) => node.type === 'SaveVideo').widgets[0].value = 'again'")
     queue(page, server)
     assert newest(server, ".mp4").name.startswith("again")
-    assert saved(newest(server, ".mp4"))["extra"][KEY] == ran
+    assert read_saved_workflow(newest(server, ".mp4"))["extra"][KEY] == ran
     assert [notes[0]["stage"] for notes in ran.values()] == STAGES
 
 
 @pytest.mark.recorded
-def test_one_node_for_all_stages_notes_each(page: Any, server: Server):
+def test_pipeline_node_records_each_stage(page: Any, server: Server):
     pipeline = json.loads((examples.FOLDER / "pipeline" / "wan21_t2v_720p.json").read_text())
     page.evaluate("async (workflow) => { await app.loadGraphData(workflow, true, true, 'pipeline'); }", pipeline)
     page.evaluate("""() => {
@@ -137,11 +137,11 @@ def test_one_node_for_all_stages_notes_each(page: Any, server: Server):
         }
     }""")
     queue(page, server)
-    (notes,) = saved(newest(server, ".mp4"))["extra"][KEY].values()
+    (notes,) = read_saved_workflow(newest(server, ".mp4"))["extra"][KEY].values()
     assert [note["stage"] for note in notes] == STAGES
 
 
-def test_what_the_command_made_opens_in_the_page(page: Any, tmp_path: Path):
+def test_cli_result_opens_in_page_without_local_paths(page: Any, tmp_path: Path):
     """In API form, which holds what really ran; a picture's path on this machine is none of the file's."""
     workflow = tmp_path / "workflow.json"
     document = json.loads((examples.FOLDER / "api" / "wan22_i2v_720p.json").read_text())
@@ -192,7 +192,7 @@ def hostile(form: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["page", "api"])
-def test_a_hostile_file_does_not_break_the_page(page: Any, tmp_path: Path, form: str):
+def test_hostile_run_record_does_not_break_page(page: Any, tmp_path: Path, form: str):
     faults: list[str] = []
     page.on("pageerror", listener := lambda error: faults.append(str(error)))
     open_example(page)  # what is drawn where a file is refused

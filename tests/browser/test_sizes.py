@@ -48,7 +48,7 @@ def page(server: Server) -> Iterator[Any]:
     server.post("/settings", {RENDERER: False})
 
 
-def saved(name: str) -> dict[str, list[float]]:
+def read_saved_sizes(name: str) -> dict[str, list[float]]:
     """Width and height of each node by its id, as the file has them."""
     (path,) = (path for path in examples.PAGES if path.stem == name)
     return {str(node["id"]): node["size"] for node in json.loads(path.read_text("utf-8"))["nodes"]}
@@ -64,7 +64,7 @@ def different(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> 
     }
 
 
-def overlapping(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
+def list_overlaps(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
     return [
         (one, other)
         for (one, a), (other, b) in itertools.combinations(boxes.items(), 2)
@@ -91,12 +91,12 @@ def load(page: Any, name: str) -> dict[str, list[float]]:
 NAMES = [path.stem for path in examples.PAGES]
 
 
-def test_classic_nodes_have_the_sizes_of_their_files_and_lie_apart(page: Any):
+def test_classic_nodes_match_saved_sizes_without_overlap(page: Any):
     render(page, False)
     found = {}
     for name in NAMES:
         sizes = load(page, name)
-        found[name] = [different(sizes, saved(name)), overlapping(as_boxes(sizes, page))]
+        found[name] = [different(sizes, read_saved_sizes(name)), list_overlaps(as_boxes(sizes, page))]
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / "sizes-classic.png")
     assert found == {name: [{}, []] for name in NAMES}
@@ -104,16 +104,16 @@ def test_classic_nodes_have_the_sizes_of_their_files_and_lie_apart(page: Any):
 
 def wrong_boxes(page: Any, name: str) -> list[Any]:
     """Vue nodes that are of another width than the file says, or higher or lower than that and their content."""
-    boxes, wanted = page.evaluate(BOXES), saved(name)
+    boxes, wanted = page.evaluate(BOXES), read_saved_sizes(name)
     found = {key: [one["box"][2] - one["box"][0], one["box"][3] - one["box"][1]] for key, one in boxes.items()}
     own = {
         key: [width, max(height + TITLE, boxes[key]["content"]) if key in boxes else height + TITLE]
         for key, (width, height) in wanted.items()
     }
-    return [different(found, own), overlapping({key: one["box"] for key, one in boxes.items()})]
+    return [different(found, own), list_overlaps({key: one["box"] for key, one in boxes.items()})]
 
 
-def test_vue_nodes_are_as_large_as_their_files_and_their_content_say_and_lie_apart(page: Any):
+def test_vue_nodes_match_saved_sizes_without_overlap(page: Any):
     render(page, True)
     for name in NAMES:
         load(page, name)
@@ -125,7 +125,7 @@ def test_vue_nodes_are_as_large_as_their_files_and_their_content_say_and_lie_apa
     page.screenshot(path=SCREENSHOTS / "sizes-vue.png")
 
 
-def test_classic_nodes_keep_their_sizes_when_vue_nodes_were_shown_between(page: Any):
+def test_classic_nodes_keep_sizes_after_vue_rendering(page: Any):
     """The page makes room for every row that it finds shown, and what it has made stays."""
     name = examples.page("try_it_now").stem
     render(page, True)

@@ -14,7 +14,7 @@ __all__ = ["chromium", "loaded", "server", "tab"]
 pytestmark = [needs_comfyui, needs_browser]
 
 
-def test_nothing_moves_as_the_tab_opens(tab: Tab):
+def test_tab_opening_shifts_no_layout(tab: Tab):
     """For the first time in its page, which loads what it is made of: no other test may come before."""
     tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu returned 7 values for 8 chips."]))
     tab.page.evaluate(WATCH)
@@ -24,7 +24,7 @@ def test_nothing_moves_as_the_tab_opens(tab: Tab):
     assert tab.page.evaluate("window.shifted") == []
 
 
-def test_a_screen_reader_finds_names_and_values(tab: Tab):
+def test_tab_elements_have_accessible_names_and_values(tab: Tab):
     tab.answer_with(fake())
     tab.open()
     tab.page.get_by_text("8 x TPU v6e").wait_for()
@@ -42,7 +42,7 @@ def test_a_screen_reader_finds_names_and_values(tab: Tab):
     assert "TensorCore" in tab.section("Last two minutes").locator("canvas").get_attribute("aria-label")
 
 
-def test_it_fits_a_page_of_320_pixels_and_the_keyboard_reaches_all_of_it(tab: Tab):
+def test_tab_fits_320_pixels_and_keyboard_reaches_all_buttons(tab: Tab):
     tab.answer_with(fake(notes=["duty_cycle_pct is not known: libtpu returned 7 values for 8 chips."]))
     tab.open()
     tab.page.get_by_text("8 x TPU v6e").wait_for()
@@ -74,7 +74,7 @@ FOCUSED = f"""() => {{
 }}"""
 
 
-def test_the_keyboard_opens_the_tab_is_in_it_and_closes_it(tab: Tab):
+def test_tab_shortcut_toggles_panel_and_moves_focus(tab: Tab):
     tab.answer_with(fake())
     tab.page.locator("body").click(position={"x": 640, "y": 400})
     tab.page.keyboard.press("Alt+Shift+T")
@@ -87,7 +87,7 @@ def test_the_keyboard_opens_the_tab_is_in_it_and_closes_it(tab: Tab):
     tab.page.locator(PANEL).wait_for(state="detached")
 
 
-def test_nothing_moves_while_numbers_change(tab: Tab):
+def test_changing_stats_shift_no_layout(tab: Tab):
     """Chromium counts what shifts without the user's doing; entries of the page's own elements are left out."""
     dice = random.Random(3)
 
@@ -120,7 +120,7 @@ def test_nothing_moves_while_numbers_change(tab: Tab):
     tab.page.wait_for_function("window.shifted.length")
 
 
-def test_an_idle_tab_touches_nothing_but_what_changes(tab: Tab):
+def test_idle_tab_updates_only_changed_sections(tab: Tab):
     quiet = fake(running=None, behind=[], resident=[], queue=None)
     tab.answer_with(lambda: {**quiet, "host": quiet["host"] | {"cpu_percent": 100 * random.random()}})
     tab.open()

@@ -61,7 +61,7 @@ def fresh(page: Any) -> Any:
 
 
 @pytest.mark.parametrize("pack", slower(separate_packs.ALL, "cogvideox", "wan22_i2v"))
-def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, server: Server, pack: str):
+def test_separate_pack_workflow_opens_upgraded_with_one_notice_and_runs(fresh: Any, server: Server, pack: str):
     document = separate_packs.ALL[pack]()
     _, changes = upgrade_workflow(document, DECLARATIONS)
     fresh.evaluate(DROP, [f"{pack}.json", document])
@@ -90,7 +90,7 @@ def test_a_file_opens_with_todays_nodes_and_one_notice_and_runs(fresh: Any, serv
     assert [name for output in outputs.values() for name in output["images"]]
 
 
-def test_a_file_in_api_form_opens_with_todays_nodes_and_one_notice(fresh: Any):
+def test_api_workflow_opens_upgraded_with_one_notice(fresh: Any):
     workflow = in_api_form("cogvideox")
     _, changes = upgrade_workflow(workflow, DECLARATIONS)
     fresh.evaluate(DROP, ["exported.json", workflow])
@@ -101,7 +101,7 @@ def test_a_file_in_api_form_opens_with_todays_nodes_and_one_notice(fresh: Any):
     assert (inputs["prompt_embeds"], inputs["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
 
 
-def test_the_notices_button_saves_the_workflow_as_it_is_now(fresh: Any, server: Server):
+def test_upgrade_notice_button_saves_upgraded_workflow(fresh: Any, server: Server):
     fresh.evaluate(DROP, ["saved.json", separate_packs.cogvideox()])
     click(fresh, f"{NOTICE} button", "Save workflow")
     fresh.wait_for_function(f"!document.querySelector('{NOTICE}')")
@@ -113,7 +113,7 @@ def test_the_notices_button_saves_the_workflow_as_it_is_now(fresh: Any, server: 
     assert to_api(document, HEADLESS_NODES)["2"]["inputs"]["negative_prompt_embeds"] == ["1", 1]
 
 
-def test_a_workflow_of_today_opens_without_a_notice(fresh: Any):
+def test_current_workflow_opens_without_upgrade_notice(fresh: Any):
     document = json.loads(examples.page("cogvideox_t2v_768p").read_text())
     fresh.evaluate(DROP, ["today.json", document])
     fresh.wait_for_function(IS_DRAWN)

@@ -118,7 +118,7 @@ def shot(page: Any, name: str) -> None:
     page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
-def test_widgets_have_comfyuis_words(page: Any):
+def test_widgets_use_comfyui_labels(page: Any):
     sampler = page.evaluate(WORDS, SAMPLER)
     assert sampler["widgets"]["num_inference_steps"] == "steps"
     assert sampler["widgets"]["guidance_scale"] == "cfg"
@@ -128,7 +128,7 @@ def test_widgets_have_comfyuis_words(page: Any):
     shot(page, "words-english")
 
 
-def test_who_searches_for_tpu_finds_the_loader_first(page: Any):
+def test_node_search_for_tpu_lists_model_loader_first(page: Any):
     page.evaluate("app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
     search = page.locator("[role=dialog] input[type=text], [role=dialog] input[role=combobox]").first
     search.fill("tpu")
@@ -138,13 +138,13 @@ def test_who_searches_for_tpu_finds_the_loader_first(page: Any):
     page.keyboard.press("Escape")
 
 
-def test_what_is_queued_has_the_names_of_before(page: Any):
+def test_queued_prompt_keeps_declared_input_names(page: Any):
     queued = page.evaluate("async () => (await app.graphToPrompt()).output")
     (sampler,) = (node for node in queued.values() if node["class_type"] == SAMPLER)
     assert {"num_inference_steps", "guidance_scale", "num_frames", "prompt_embeds"} <= set(sampler["inputs"])
 
 
-def test_one_wrong_value_is_one_error_at_its_widget(page: Any):
+def test_invalid_length_reports_one_error_at_widget(page: Any):
     page.evaluate(SET_FRAMES, [SAMPLER, 80])
     with page.expect_response("**/prompt") as answer:
         page.evaluate(QUEUE)
@@ -156,7 +156,7 @@ def test_one_wrong_value_is_one_error_at_its_widget(page: Any):
     shot(page, "one-error")
 
 
-def test_a_narrow_node_has_room_for_all_that_it_says(page: Any):
+def test_narrow_node_shows_full_timing_text(page: Any):
     page.evaluate("(workflow) => app.loadApiJson(workflow, '')", tiny_workflow("words"))
     page.evaluate("() => { for (const node of app.graph.nodes) node.setSize([190, node.size[1]]); }")
     page.evaluate(QUEUE)
@@ -169,7 +169,7 @@ def test_a_narrow_node_has_room_for_all_that_it_says(page: Any):
 
 
 @pytest.mark.parametrize("is_vue", [False, True], ids=["classic", "vue"])
-def test_how_long_each_node_took_is_read_after_the_run(page: Any, server: Server, is_vue: bool):
+def test_node_timings_stay_visible_after_run(page: Any, server: Server, is_vue: bool):
     """Newer pages take the lines away as the job ends."""
     page.evaluate("(isVue) => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', isVue)", is_vue)
     try:
@@ -191,7 +191,7 @@ def test_how_long_each_node_took_is_read_after_the_run(page: Any, server: Server
         page.evaluate("app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
 
 
-def test_the_page_speaks_chinese(chinese: Any):
+def test_page_in_chinese_translates_nodes_notes_and_errors(chinese: Any):
     edited = json.dumps(EXAMPLE).replace("Use `flow_shift` 5", "I use `flow_shift` 5")
     chinese.evaluate("(workflow) => app.loadGraphData(workflow)", json.loads(edited))
     title, *lines = chinese.evaluate(NOTE)
@@ -227,7 +227,7 @@ def test_the_page_speaks_chinese(chinese: Any):
     shot(chinese, "words-chinese-run")
 
 
-def test_error_of_a_running_node_is_in_chinese_in_the_pages_dialog(chinese: Any):
+def test_node_error_dialog_is_translated_to_chinese(chinese: Any):
     chinese.wait_for_function("document.querySelector('canvas')")
     workflow = tiny_workflow("words")
     (sampler,) = (node for node in workflow.values() if node["class_type"].endswith("TPUSampler"))
@@ -238,7 +238,7 @@ def test_error_of_a_running_node_is_in_chinese_in_the_pages_dialog(chinese: Any)
     shot(chinese, "words-chinese-error")
 
 
-def test_notices_and_reports_of_commands_are_in_chinese(chinese: Any):
+def test_notices_and_command_reports_are_translated_to_chinese(chinese: Any):
     old = [upgrade_workflow(made, DECLARATIONS)[1] for pack in separate_packs.ALL for made in saved_by(pack)]
     loaders = [swap_loaders(CORE_LOADERS, (), back=back)[1] for back in (False, True)]
     lines = [line for lines in old + loaders for line in lines]
@@ -262,7 +262,7 @@ def saved_by(pack: str) -> tuple[Any, Any]:
     return separate_packs.ALL[pack](), in_api_form(pack)
 
 
-def test_the_help_of_a_node_is_in_chinese(chinese: Any):
+def test_node_help_is_translated_to_chinese(chinese: Any):
     chinese.evaluate("(workflow) => app.loadGraphData(workflow)", EXAMPLE)
     help_button = "[data-testid=info-button]"
 
@@ -277,7 +277,7 @@ def test_the_help_of_a_node_is_in_chinese(chinese: Any):
     shot(chinese, "words-chinese-help")
 
 
-def test_every_node_has_a_translation_in_the_page(server: Server):
+def test_i18n_endpoint_translates_every_node(server: Server):
     """Those of the loaders of ComfyUI's kind too, which the tool cannot import."""
     translated = server.get("/i18n")["zh"]["nodeDefs"]
     for name, node in server.get("/object_info").items():

@@ -24,7 +24,7 @@ def model(model_id: str | Path, **options) -> ModelRef:
 
 
 @pytest.fixture
-def copied(tmp_path: Path) -> Path:
+def checkpoint_copy(tmp_path: Path) -> Path:
     """A checkpoint of our own to damage."""
     return Path(shutil.copytree(tiny.ensure_random(SPEC), tmp_path / "model"))
 
@@ -45,13 +45,13 @@ def copied(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_ids_that_name_nothing(model_id: str, sentence: str):
+def test_model_check_unknown_id_raises_value_error(model_id: str, sentence: str):
     with pytest.raises(ValueError) as error:
         model(model_id).check()
     assert str(error.value) == sentence
 
 
-def test_a_folder_that_is_not_a_model(tmp_path: Path):
+def test_model_check_folder_without_index_raises_value_error(tmp_path: Path):
     with pytest.raises(ValueError) as error:
         model(tmp_path).check()
     assert str(error.value) == (
@@ -61,49 +61,50 @@ def test_a_folder_that_is_not_a_model(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"x"'])
-def test_an_index_that_is_no_object(copied: Path, content: str):
-    (copied / "model_index.json").write_text(content)
+def test_model_check_index_not_an_object_raises_value_error(checkpoint_copy: Path, content: str):
+    (checkpoint_copy / "model_index.json").write_text(content)
     with pytest.raises(ValueError, match=r"model_index\.json holds a JSON \w+; it must be an object"):
-        model(copied).check()
+        model(checkpoint_copy).check()
 
 
-def test_another_familys_checkpoint(copied: Path):
-    (copied / "model_index.json").write_text(json.dumps({"_class_name": "Flux2Pipeline"}))
+def test_model_check_other_family_raises_value_error(checkpoint_copy: Path):
+    (checkpoint_copy / "model_index.json").write_text(json.dumps({"_class_name": "Flux2Pipeline"}))
     with pytest.raises(ValueError) as error:
-        model(copied).check()
+        model(checkpoint_copy).check()
     assert str(error.value) == (
-        f"Wan 2.1 T2V 14B: the checkpoint {copied} is a Flux2Pipeline; this node needs a WanPipeline or "
+        f"Wan 2.1 T2V 14B: the checkpoint {checkpoint_copy} is a Flux2Pipeline; this node needs a WanPipeline or "
         "WanDMDPipeline or SkyReelsV2Pipeline, such as Wan-AI/Wan2.1-T2V-14B-Diffusers."
     )
 
 
-def test_a_component_of_another_class(copied: Path):
-    config = copied / "transformer" / "config.json"
+def test_model_check_other_component_class_raises_value_error(checkpoint_copy: Path):
+    config = checkpoint_copy / "transformer" / "config.json"
     config.write_text(config.read_text().replace("WanTransformer3DModel", "CogVideoXTransformer3DModel"))
     with pytest.raises(ValueError, match="transformer is a CogVideoXTransformer3DModel; Wan 2.1 T2V 14B needs a Wan"):
-        model(copied).check()
+        model(checkpoint_copy).check()
 
 
-def test_a_truncated_file_is_found_before_anything_is_loaded(copied: Path):
-    path = copied / "transformer" / "diffusion_pytorch_model-00002-of-00004.safetensors"
+def test_model_check_truncated_file_raises_value_error(checkpoint_copy: Path):
+    path = checkpoint_copy / "transformer" / "diffusion_pytorch_model-00002-of-00004.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError) as error:
-        model(copied).check()
+        model(checkpoint_copy).check()
     assert str(error.value).startswith(f"{path} is not a complete safetensors file (")
     assert str(error.value).endswith("it was probably cut off while downloading. Delete it and download it again.")
 
 
-def test_a_missing_shard(copied: Path):
-    (copied / "vae" / "diffusion_pytorch_model-00003-of-00003.safetensors").unlink()
+def test_model_check_missing_shard_raises_value_error(checkpoint_copy: Path):
+    (checkpoint_copy / "vae" / "diffusion_pytorch_model-00003-of-00003.safetensors").unlink()
     with pytest.raises(ValueError) as error:
-        model(copied).check()
+        model(checkpoint_copy).check()
     assert str(error.value) == (
-        f"{copied / 'vae'}: 1 of 2 weight files are missing: diffusion_pytorch_model-00003-of-00003.safetensors. "
+        f"{checkpoint_copy / 'vae'}: 1 of 2 weight files are missing: "
+        f"diffusion_pytorch_model-00003-of-00003.safetensors. "
         "Download the checkpoint again."
     )
 
 
-def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[str, str]:
+def shard_by_use(folder: Path, spec_name: str, component_name: str) -> dict[str, str]:
     """Writes a component's weights again: a file of those that are loaded, one of the others; gives their names."""
     spec = next(spec for spec in SPECS if spec.name == spec_name)
     component = spec.component(component_name)
@@ -129,9 +130,9 @@ def sharded_by_use(folder: Path, spec_name: str, component_name: str) -> dict[st
     ("spec_name", "component_name"),
     [("flux2-dev", "text_encoder"), ("hunyuanvideo1.5-t2v-720p", "text_encoder"), ("wan2.1-t2v-14b", "vae_decoder")],
 )
-def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path, spec_name: str, component_name: str):
+def test_read_headers_without_unused_shard_succeeds(tmp_path: Path, spec_name: str, component_name: str):
     """A quarter of FLUX.2's text encoder: layers after the last state, the vision tower, the head of a chatbot."""
-    files = sharded_by_use(tmp_path / "model", spec_name, component_name)
+    files = shard_by_use(tmp_path / "model", spec_name, component_name)
     spec = next(spec for spec in SPECS if spec.name == spec_name)
     folder = tmp_path / "model" / spec.component(component_name).folder
     (folder / files["other"]).unlink()
@@ -145,7 +146,7 @@ def test_a_file_without_a_tensor_that_is_loaded_need_not_be_there(tmp_path: Path
         checkpoint.read_headers(folder, component)
 
 
-def test_the_files_that_are_asked_for_are_those_of_the_weights():
+def test_match_weights_needs_every_file_of_read_headers():
     """What `only` and `layers` say of names is what a built network has."""
     for spec in SPECS:
         root = tiny.ensure_random(spec)
@@ -157,15 +158,15 @@ def test_the_files_that_are_asked_for_are_those_of_the_weights():
             assert needed == {file.path for file in headers.values()}, f"{spec.name} {component.name}"
 
 
-def test_a_weight_file_outside_the_folder_is_refused(copied: Path):
-    index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+def test_model_check_weight_file_outside_folder_raises_value_error(checkpoint_copy: Path):
+    index = checkpoint_copy / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     said = json.loads(index.read_text())
     said["weight_map"] = {name: f"../vae/{file}" for name, file in said["weight_map"].items()}
     index.write_text(json.dumps(said))
     with pytest.raises(
         ValueError, match=r"names a weight file '\.\./vae/.*'; only \.safetensors files in the same folder are read"
     ):
-        model(copied).check()
+        model(checkpoint_copy).check()
 
 
 @pytest.fixture
@@ -173,26 +174,27 @@ def runner() -> Runner:
     return Runner(jax.devices()[:3])
 
 
-def test_a_missing_weight(copied: Path, runner: Runner):
-    path = copied / "text_encoder" / "model.safetensors"
+def test_encode_missing_weight_raises_value_error(checkpoint_copy: Path, runner: Runner):
+    path = checkpoint_copy / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     del tensors["encoder.block.1.layer.0.SelfAttention.k.weight"]
     save_file(tensors, path)
     with pytest.raises(ValueError) as error:
-        runner.encode(model(copied), "cat", "", SilentProgress())
+        runner.encode(model(checkpoint_copy), "cat", "", SilentProgress())
     assert str(error.value) == (
-        f"{copied / 'text_encoder'}: the weight encoder.block.1.layer.0.SelfAttention.k.weight is missing; the "
+        f"{checkpoint_copy / 'text_encoder'}: the weight "
+        f"encoder.block.1.layer.0.SelfAttention.k.weight is missing; the "
         "checkpoint is incomplete. Download it again, or choose another."
     )
 
 
-def test_a_nan_weight(copied: Path, runner: Runner):
-    path = copied / "text_encoder" / "model.safetensors"
+def test_encode_nan_weight_raises_value_error(checkpoint_copy: Path, runner: Runner):
+    path = checkpoint_copy / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     tensors["encoder.block.1.layer.1.DenseReluDense.wo.weight"][0, 0] = float("nan")
     save_file(tensors, path)
     with pytest.raises(ValueError) as error:
-        runner.encode(model(copied), "cat", "", SilentProgress())
+        runner.encode(model(checkpoint_copy), "cat", "", SilentProgress())
     assert str(error.value) == (
         f"{path}: the weight encoder.block.1.layer.1.DenseReluDense.wo.weight holds NaN or infinity; the file is "
         "damaged. Download it again."
@@ -200,29 +202,27 @@ def test_a_nan_weight(copied: Path, runner: Runner):
     assert runner.device_cache.list() == ()
 
 
-def test_a_folder_of_comfyuis_models_is_found_by_name(copied: Path):
-    ref = model("model", folders=("/nowhere", str(copied.parent)))
+def test_model_ref_finds_folder_by_name(checkpoint_copy: Path):
+    ref = model("model", folders=("/nowhere", str(checkpoint_copy.parent)))
     ref.check()
-    assert ref.locate().root == copied
+    assert ref.locate().root == checkpoint_copy
 
 
-def test_a_single_weight_file_and_the_other_name_of_the_embedding_load_too(copied: Path, runner: Runner):
-    path = copied / "text_encoder" / "model.safetensors"
+def test_encode_embedding_under_alternative_name_is_unchanged(checkpoint_copy: Path, runner: Runner):
+    path = checkpoint_copy / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
     assert "shared.weight" in tensors
-    expected = runner.encode(model(copied), "cat", "", SilentProgress())[0][0][0]
+    expected = runner.encode(model(checkpoint_copy), "cat", "", SilentProgress())[0][0][0]
     tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
     save_file(tensors, path)
     runner.free()
     runner.prompt_cache = PromptCache()
-    assert (runner.encode(model(copied), "cat", "", SilentProgress())[0][0][0] == expected).all()
+    assert (runner.encode(model(checkpoint_copy), "cat", "", SilentProgress())[0][0][0] == expected).all()
 
 
 @pytest.mark.parametrize("shard", ["80KB", "1GB"], ids=["shards", "one file"])
 @pytest.mark.parametrize("variants", [["fp16"], ["bf16", "fp16"], ["fp16", None]], ids=str)
-def test_a_variant_of_diffusers_and_transformers_is_read_as_they_write_it(
-    variants: list[str | None], shard: str, tmp_path: Path
-):
+def test_read_headers_prefers_default_weights_over_variants(variants: list[str | None], shard: str, tmp_path: Path):
     """The usual files count where they are there too."""
     import diffusers
     import transformers
@@ -244,7 +244,7 @@ def test_a_variant_of_diffusers_and_transformers_is_read_as_they_write_it(
         assert (len(files) > 1) == (shard == "80KB")
 
 
-def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Runner):
+def test_encode_cancelled_while_loading_frees_device_cache(checkpoint_copy: Path, runner: Runner):
     class Cancelled(Exception):
         pass
 
@@ -254,19 +254,19 @@ def test_cancelling_while_loading_leaves_nothing_behind(copied: Path, runner: Ru
                 raise Cancelled
 
     with pytest.raises(Cancelled):
-        runner.encode(model(copied), "cat", "", CancelWhileLoading())
+        runner.encode(model(checkpoint_copy), "cat", "", CancelWhileLoading())
     assert runner.device_cache.list() == ()
-    assert runner.encode(model(copied), "cat", "", SilentProgress())
+    assert runner.encode(model(checkpoint_copy), "cat", "", SilentProgress())
 
 
-def test_a_stage_folder_of_another_model(tmp_path: Path):
+def test_load_latents_of_other_model_raises_value_error(tmp_path: Path):
     (tmp_path / stage_files.CONFIG).write_text(json.dumps({"model_name": "cogvideox1.5-5b"}))
     with pytest.raises(ValueError) as error:
         stage_files.load_latents(tmp_path, model("tiny/wan21"))
     assert str(error.value) == f"{tmp_path} was made by cogvideox1.5-5b; it cannot be continued with wan2.1-t2v-14b."
 
 
-def test_missing_and_damaged_stage_files(tmp_path: Path):
+def test_load_latents_missing_or_damaged_file_raises_value_error(tmp_path: Path):
     with pytest.raises(ValueError, match=r"stage2_latents.safetensors is missing; run `comfyui-tpu denoise --folder"):
         stage_files.load_latents(tmp_path, model("tiny/wan21"))
     (tmp_path / stage_files.LATENTS).write_bytes(b"damaged")

@@ -191,7 +191,7 @@ def write(spec: ModelSpec, folder: Path, index: Mapping[str, Any], changes: Mapp
         (folder / name / "config.json").write_text(json.dumps(config, default=dict))
 
 
-def problem(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: Mapping[str, Any]) -> str:
+def check_error(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: Mapping[str, Any]) -> str:
     """What a check says of the real model with changes to its index and its configs."""
     spec = lookup_spec(name)
     write(spec, folder, {**PUBLISHED[name][0], **index}, changes)
@@ -203,13 +203,13 @@ def problem(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: M
 @pytest.mark.parametrize(
     ("name", "index"), [pytest.param(name, index, id=name) for name, found in PUBLISHED.items() for index in found]
 )
-def test_a_published_pipeline_is_accepted(name: str, index: dict[str, Any]):
+def test_index_problem_published_pipeline_is_none(name: str, index: dict[str, Any]):
     assert compatibility.index_problem(lookup_spec(name), "owner/model", index) is None
 
 
-def test_a_published_checkpoint_passes_up_to_its_weights(tmp_path: Path):
+def test_model_check_published_configs_fail_only_at_weights(tmp_path: Path):
     for spec in SPECS:
-        assert problem(spec.name, tmp_path / spec.name).endswith(
+        assert check_error(spec.name, tmp_path / spec.name).endswith(
             "expected one .safetensors file or an index, found none."
         )
 
@@ -243,10 +243,10 @@ def test_a_published_checkpoint_passes_up_to_its_weights(tmp_path: Path):
         pytest.param(FLUX2, {"guider": ["diffusers", "AutoGuidance"]}, "guider (AutoGuidance)", id="a guider"),
     ],
 )
-def test_what_a_pipeline_has_beside_is_refused_by_name(tmp_path: Path, name: str, index: dict, found: str):
+def test_model_check_unknown_index_entry_raises_value_error(tmp_path: Path, name: str, index: dict, found: str):
     """Its first expert alone, or a picture half looked at, would be another model."""
     spec = lookup_spec(name)
-    assert problem(name, tmp_path, index) == (
+    assert check_error(name, tmp_path, index) == (
         f"{spec.title}: the model_index.json of FOLDER has {found}, which is not supported for this model; without it "
         f"the result would be wrong. Use another, such as {spec.published.hub_id}."
     )
@@ -259,9 +259,9 @@ def test_what_a_pipeline_has_beside_is_refused_by_name(tmp_path: Path, name: str
         (HUNYUAN_I2V, {"image_encoder": [None, None]}, "image_encoder"),
     ],
 )
-def test_what_a_pipeline_lacks_is_named(tmp_path: Path, name: str, index: dict, missing: str):
+def test_model_check_missing_index_entry_raises_value_error(tmp_path: Path, name: str, index: dict, missing: str):
     spec = lookup_spec(name)
-    assert problem(name, tmp_path, index) == (
+    assert check_error(name, tmp_path, index) == (
         f"{spec.title}: the model_index.json of FOLDER has no {missing}, which this model needs. Use one that has "
         f"it, such as {spec.published.hub_id}."
     )
@@ -295,15 +295,17 @@ def test_what_a_pipeline_lacks_is_named(tmp_path: Path, name: str, index: dict, 
     ],
     ids=str,
 )
-def test_a_number_that_cannot_be_served_is_named(tmp_path: Path, name: str, changes: dict, sentence: str):
+def test_model_check_unsupported_config_value_raises_value_error(
+    tmp_path: Path, name: str, changes: dict, sentence: str
+):
     spec = lookup_spec(name)
-    found = problem(name, tmp_path, **changes)
+    found = check_error(name, tmp_path, **changes)
     assert found.startswith(f"{spec.title}: {sentence}")
     assert " of FOLDER; supported is " in found
     assert found.endswith(f". Use a checkpoint such as {spec.published.hub_id}.")
 
 
-def test_a_key_that_must_be_there_is_missed(tmp_path: Path):
+def test_config_problem_names_missing_required_key(tmp_path: Path):
     """CogVideoX 1.0's config may not know the key at all."""
     spec = lookup_spec(COGVIDEOX)
     config = {key: value for key, value in spec.component("transformer").config.items() if key != "patch_size_t"}
@@ -344,26 +346,26 @@ def test_a_key_that_must_be_there_is_missed(tmp_path: Path):
     ],
     ids=lambda value: value if isinstance(value, str) and "-" in value else "",
 )
-def test_parts_that_do_not_belong_together_are_named(tmp_path: Path, name: str, changes: dict, sentence: str):
+def test_model_check_mismatched_components_raise_value_error(tmp_path: Path, name: str, changes: dict, sentence: str):
     title = lookup_spec(name).title
-    assert problem(name, tmp_path, **changes) == f"{title}: {sentence} Its components do not belong together."
+    assert check_error(name, tmp_path, **changes) == f"{title}: {sentence} Its components do not belong together."
 
 
 @pytest.mark.parametrize("name", [WAN21, "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"])
-def test_a_model_of_another_size_is_known_by_its_configs(tmp_path: Path, name: str):
+def test_resolve_variant_tells_model_size_from_configs(tmp_path: Path, name: str):
     """Wan 2.1's two sizes have one index, and each would run as the other."""
     write(lookup_spec(name), tmp_path, PUBLISHED[name][0], {})
     assert resolve_variant(lookup_spec(WAN21), str(tmp_path)).name == name
 
 
-def test_experts_of_two_architectures_are_refused(tmp_path: Path):
-    assert problem(WAN22, tmp_path, transformer_2={"num_layers": 30}) == (
+def test_model_check_experts_that_differ_raise_value_error(tmp_path: Path):
+    assert check_error(WAN22, tmp_path, transformer_2={"num_layers": 30}) == (
         "Wan 2.2 I2V A14B: num_layers is 30 in transformer_2 of FOLDER and 40 in transformer; the two must be "
         "equal. Choose two denoisers of one model."
     )
 
 
-def test_a_run_says_so_before_it_builds_anything(tmp_path: Path):
+def test_encode_incompatible_config_raises_before_building(tmp_path: Path):
     """Without a check before, as from another pack's node: not a TypeError in a traced product."""
     spec = lookup_spec(HUNYUAN)
     write(spec, tmp_path, PUBLISHED[HUNYUAN][0], {"transformer": {"in_channels": 17}})
@@ -374,7 +376,7 @@ def test_a_run_says_so_before_it_builds_anything(tmp_path: Path):
     assert not any(runner.counts.values())
 
 
-def needs() -> list:
+def component_params() -> list:
     return [
         pytest.param(spec, component, id=f"{spec.name}.{component.name}")
         for spec in SPECS
@@ -382,8 +384,8 @@ def needs() -> list:
     ]
 
 
-@pytest.mark.parametrize(("spec", "component"), needs())
-def test_needs_are_upstreams_keys_and_hold_for_its_defaults(spec: ModelSpec, component: Component):
+@pytest.mark.parametrize(("spec", "component"), component_params())
+def test_component_needs_exist_upstream_and_accept_defaults(spec: ModelSpec, component: Component):
     """A config that lacks a key means upstream's default: that must be one that is supported."""
     upstream = upstream_network.upstream_class(component)
     if component.library == "diffusers":

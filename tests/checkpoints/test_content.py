@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_the_mark_of_a_folder_is_of_names_and_contents(folder: Path):
+def test_hash_model_folder_depends_on_names_and_contents(folder: Path):
     """Written down, so that jobs are the same on every machine and in the next version."""
     own = mark(folder)
     assert own == "e54f6b0462d1a19a"
@@ -44,17 +44,17 @@ def test_the_mark_of_a_folder_is_of_names_and_contents(folder: Path):
     assert len(seen) == 7
 
 
-def test_a_folder_is_found_by_name_and_with_blanks_around_it(folder: Path):
+def test_hash_model_finds_folder_by_name_with_surrounding_blanks(folder: Path):
     assert content_hash.hash_model(f" {folder.name} ", (str(folder.parent),), SilentProgress()) == mark(folder)
 
 
-def test_built_in_models_have_marks_of_their_own():
+def test_hash_model_tiny_ids_have_their_own_hashes():
     assert content_hash.hash_model("tiny/random-wan21", (), SilentProgress()) == f"miniature {tiny.VERSION}"
     trained = tiny.find_trained("tiny/wan21")
     assert trained is not None and content_hash.hash_model("tiny/wan21", (), SilentProgress()) == mark(trained)
 
 
-def test_a_hub_id_is_known_by_its_newest_commit(monkeypatch: pytest.MonkeyPatch):
+def test_hash_model_hub_id_is_newest_commit(monkeypatch: pytest.MonkeyPatch):
     progress, asked = SilentProgress(), []
 
     def snapshot(model_id: str, watching: SilentProgress) -> SimpleNamespace:
@@ -65,7 +65,7 @@ def test_a_hub_id_is_known_by_its_newest_commit(monkeypatch: pytest.MonkeyPatch)
     assert content_hash.hash_model(" owner/name ", (), progress) == "0123abc" and asked == [("owner/name", progress)]
 
 
-def test_what_is_no_model_is_a_sentence():
+def test_hash_model_invalid_id_raises_checkpoint_error():
     with pytest.raises(CheckpointError, match="model_id is 'no model'; it is neither a folder nor a Hugging Face id"):
         content_hash.hash_model("no model", (), SilentProgress())
 
@@ -82,7 +82,7 @@ def change(path: Path, place: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE])
-def test_every_byte_of_a_small_file_counts(tmp_path: Path, size: int):
+def test_hash_file_small_file_depends_on_every_byte(tmp_path: Path, size: int):
     path = file(tmp_path / "a", size)
     marks = {content_hash.hash_file(path), content_hash.hash_file(file(tmp_path / "b", size + 1))}
     assert content_hash.hash_file(file(tmp_path / "c", size)) in marks and all(len(one) == 16 for one in marks)
@@ -92,7 +92,7 @@ def test_every_byte_of_a_small_file_counts(tmp_path: Path, size: int):
     assert len(marks) == 2 + len({0, size // 2, size - 1} if size else ())
 
 
-def test_a_large_file_is_known_by_its_size_and_by_samples_from_end_to_end(tmp_path: Path):
+def test_hash_file_large_file_depends_on_size_and_samples(tmp_path: Path):
     size = 2 * LARGE
     path = file(tmp_path / "a", size)
     step = (size - content_hash.SAMPLE_BYTES) / (content_hash.SAMPLES - 1)

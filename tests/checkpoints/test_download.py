@@ -38,37 +38,37 @@ def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fa
     return server
 
 
-def named(folder: Path) -> set[str]:
+def final_names(folder: Path) -> set[str]:
     """What lies in a folder under its final name."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {path.as_posix() for path in files if path.parts[0] != ".cache" and path.suffix != ".part"}
 
 
-def encoded(prompt: str, model_id: str) -> list[float]:
+def encode_prompt(prompt: str, model_id: str) -> list[float]:
     model = ModelRef(spec_name=SPEC.name, model_id=model_id, precision="float32")
     model.check()
     return Runner(jax.devices()[:1]).encode(model, prompt, "", SilentProgress())[0][0][0].flatten().tolist()
 
 
-def test_a_folder_gets_what_is_loaded_and_then_serves_as_the_model(
+def test_download_to_folder_fetches_needed_files_only(
     fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     to = tmp_path / "models" / "wan"
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
-    assert named(to) == set(fake.files(SPEC.published.hub_id)) - UNUSED
+    assert final_names(to) == set(fake.files(SPEC.published.hub_id)) - UNUSED
     out = capsys.readouterr().out
     assert f"Wan 2.1 T2V 14B: {SPEC.published.hub_id}, to {to}\n  part          files" in out
     assert f"complete: Wan 2.1 T2V 14B; model_id is {to}" in out
     assert not (tmp_path / "hf").exists(), "the Hub's cache was written to"
     prompt = new_prompt()
-    assert encoded(prompt, str(to)) == encoded(prompt, SPEC.miniature.random_id)
+    assert encode_prompt(prompt, str(to)) == encode_prompt(prompt, SPEC.miniature.random_id)
     # Again: all is there, and no weight is asked for.
     fake.asked.clear()
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
     assert not fake.weights() and "to download: 0.0 MiB" in capsys.readouterr().out
 
 
-def test_doctor_asks_how_much_is_missing_and_downloads_no_weights(fake: FakeHub):
+def test_doctor_download_bytes_counts_missing_without_weights(fake: FakeHub):
     missing, total = doctor.download_bytes(SPEC.name)
     sizes = [path.stat().st_size for path in fake.repositories[SPEC.published.hub_id].rglob("*.safetensors")]
     assert 0 < missing == total < sum(sizes) and not fake.weights()
@@ -76,7 +76,7 @@ def test_doctor_asks_how_much_is_missing_and_downloads_no_weights(fake: FakeHub)
     assert doctor.download_bytes(SPEC.name) == (0, total)
 
 
-def test_without_a_folder_the_nodes_find_it(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_download_without_folder_fills_hub_cache(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     """By a name, and by the id of somebody's copy, whose family its index says."""
     fake.repositories["owner/ti2v"] = tiny.ensure_random(TI2V)
     for model in (SPEC.name, "owner/ti2v"):
@@ -90,7 +90,7 @@ def test_without_a_folder_the_nodes_find_it(fake: FakeHub, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["cache", "folder"])
-def test_a_cut_download_goes_on_where_it_stopped(
+def test_download_resumes_after_interrupted_connection(
     fake: FakeHub, tmp_path: Path, own: bool, capsys: pytest.CaptureFixture[str]
 ):
     """At once where the connection comes back; else what came is kept for the next call, under no final name."""
@@ -110,7 +110,7 @@ def test_a_cut_download_goes_on_where_it_stopped(
     assert ENCODER not in [name for name, _ in fake.ranges]
 
 
-def test_a_cancelled_download_keeps_what_came(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_download_after_cancel_completes_on_next_call(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ctrl-C while the bytes come; after the next call they are the Hub's."""
 
     def interrupt(self: BarContext, *_: object) -> None:
@@ -121,11 +121,11 @@ def test_a_cancelled_download_keeps_what_came(fake: FakeHub, tmp_path: Path, mon
         patched.setattr(BarContext, "step", interrupt)
         assert main(["download", SPEC.name, "--to", str(to)]) == 130
     assert main(["download", SPEC.name, "--to", str(to)]) == 0
-    for name in named(to):
+    for name in final_names(to):
         assert (to / name).read_bytes() == (fake.repositories[SPEC.published.hub_id] / name).read_bytes(), name
 
 
-def test_a_damaged_part_is_found_and_thrown_away(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_download_damaged_part_is_deleted(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     to = tmp_path / "wan"
     fake.cuts[DENOISER] = [2000] + [0] * downloads.MAX_RETRIES
     main(["download", SPEC.name, "--to", str(to)])
@@ -137,7 +137,7 @@ def test_a_damaged_part_is_found_and_thrown_away(fake: FakeHub, tmp_path: Path, 
     assert not part.exists() and not (to / "transformer" / DENOISER).exists()
 
 
-def test_what_does_not_fit_is_refused_before_any_weight(
+def test_download_on_full_disk_fails_before_weights(
     fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(hub, "free_bytes", lambda folder: 2**16)
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused_before_any_weight(
         ("owner/other", "owner/other is a StableDiffusionPipeline, which is not supported; supported are WanPipeline,"),
     ],
 )
-def test_a_model_that_is_none(
+def test_download_unusable_model_prints_error(
     fake: FakeHub, tmp_path: Path, model: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "other").mkdir()
@@ -172,7 +172,7 @@ def test_a_model_that_is_none(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_gated_model_says_the_way_in_and_no_token(
+def test_download_gated_model_explains_access_without_token(
     fake: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -189,7 +189,9 @@ def test_a_gated_model_says_the_way_in_and_no_token(
     assert TOKEN not in out + err
 
 
-def test_a_folder_of_something_else_is_left_alone(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_download_to_foreign_folder_leaves_it_unchanged(
+    fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """The folder of all models instead of one in it, and another model's."""
     (tmp_path / "diffusers" / "mine").mkdir(parents=True)
     assert main(["download", SPEC.name, "--to", str(tmp_path / "diffusers")]) == 2
@@ -198,12 +200,12 @@ def test_a_folder_of_something_else_is_left_alone(fake: FakeHub, tmp_path: Path,
     assert [path.name for path in (tmp_path / "diffusers").iterdir()] == ["mine"]
 
 
-def test_the_bar():
+def test_format_bar_shows_amount_rate_and_time_left():
     assert format_bar(512, 2048, 256, 2.0) == "[######..................] 0.5 GiB of 2.0 GiB, 128 MiB/s, 0:12 left"
     assert format_bar(0, 2048, 0, 0.0) == "[........................] 0.0 MiB of 2.0 GiB"
 
 
-def test_a_download_shows_its_bytes_and_can_be_cancelled():
+def test_hub_progress_bar_reports_mib_and_can_be_cancelled():
     class Cancelled(Exception):
         pass
 

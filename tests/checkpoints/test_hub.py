@@ -44,7 +44,7 @@ def fake(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fa
     return server
 
 
-def changed(folder: Path, spec=SPEC, **index: object) -> Path:
+def copy_with_index(folder: Path, spec=SPEC, **index: object) -> Path:
     """A copy of a built-in checkpoint whose index says something else."""
     shutil.copytree(tiny.ensure_random(spec), folder)
     said = json.loads((folder / "model_index.json").read_text())
@@ -61,10 +61,10 @@ def error_of(action: Callable[[], object]) -> str:
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 
-def test_the_index_comes_first_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: Path):
+def test_encode_hub_model_wrong_index_fetches_index_only(fake: FakeHub, tmp_path: Path):
     """Wan 2.2 T2V-A14B in the Wan 2.1 nodes: nothing but its index is fetched, and its second expert is named."""
     second = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
-    fake.repositories[ID] = changed(tmp_path / "experts", **second)
+    fake.repositories[ID] = copy_with_index(tmp_path / "experts", **second)
     sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", SilentProgress()))
     assert "has transformer_2 (WanTransformer3DModel) and boundary_ratio 0.875" in sentence
     assert fake.served() == ["model_index.json"]
@@ -74,8 +74,8 @@ def test_the_index_comes_first_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: 
     assert not fake.asked
 
 
-def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_path: Path):
-    fake.repositories[ID] = changed(tmp_path / "other")
+def test_encode_hub_model_wrong_config_fetches_no_weights(fake: FakeHub, tmp_path: Path):
+    fake.repositories[ID] = copy_with_index(tmp_path / "other")
     config = tmp_path / "other" / "vae" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "z_dim": 48}))
     sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", SilentProgress()))
@@ -84,7 +84,7 @@ def test_configs_come_before_weights_and_a_wrong_one_ends_it(fake: FakeHub, tmp_
     assert error_of(lambda: MODEL.check()) == sentence
 
 
-def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_encode_hub_model_fetches_only_files_of_the_stage(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     runner = Runner(jax.devices()[:1])
     local = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id, precision="float32")
     prompt = new_prompt()
@@ -113,7 +113,7 @@ def test_a_hub_model_runs_and_takes_only_what_a_stage_needs(fake: FakeHub, monke
     )
 
 
-def test_a_hub_models_denoiser_is_there_before_its_program_is_chosen(fake: FakeHub):
+def test_denoise_hub_model_fetches_denoiser_weights(fake: FakeHub):
     """Which kernel runs depends on the weights: a Hub model's have to be fetched for that."""
     fake.repositories[ID] = tiny.ensure_random(COGVIDEOX)
     model = ModelRef(spec_name=COGVIDEOX.name, model_id=ID, precision="float32")
@@ -124,7 +124,7 @@ def test_a_hub_models_denoiser_is_there_before_its_program_is_chosen(fake: FakeH
     assert found.shape == (1, 16, 1, 8, 8)
 
 
-def test_known_prompts_need_no_text_encoder(fake: FakeHub):
+def test_encode_hub_model_cached_prompt_fetches_no_text_encoder(fake: FakeHub):
     """Their key is the commit's, not that of files which may not be here yet."""
     runner, progress = Runner(jax.devices()[:1]), SilentProgress()
     before = MODEL.locate().identity("text_encoder", progress)
@@ -136,14 +136,14 @@ def test_known_prompts_need_no_text_encoder(fake: FakeHub):
     assert not fake.weights()
 
 
-def test_a_new_commit_is_another_model(fake: FakeHub, tmp_path: Path):
-    fake.repositories[ID] = changed(tmp_path / "first")
+def test_hub_model_new_commit_changes_identity(fake: FakeHub, tmp_path: Path):
+    fake.repositories[ID] = copy_with_index(tmp_path / "first")
     before = MODEL.locate().identity("vae", SilentProgress())
     (tmp_path / "first" / "README.md").write_text("new")
     assert MODEL.locate().identity("vae", SilentProgress()) != before
 
 
-def test_only_files_with_a_tensor_that_is_loaded_are_fetched(fake: FakeHub):
+def test_fetch_weights_skips_shards_without_loaded_tensors(fake: FakeHub):
     """The decoder of a VAE of three files, then its encoder: each file once, none for nothing."""
     fake.repositories[ID] = tiny.ensure_random(WAN22)
     found = checkpoint.locate(WAN22, ID)
@@ -154,8 +154,8 @@ def test_only_files_with_a_tensor_that_is_loaded_are_fetched(fake: FakeHub):
     assert len(fake.weights()) == 3 == len(set(fake.weights()))
 
 
-def test_code_and_pickles_are_left_where_they_are(fake: FakeHub, tmp_path: Path):
-    folder = changed(tmp_path / "more")
+def test_fetch_weights_skips_code_and_pickles(fake: FakeHub, tmp_path: Path):
+    folder = copy_with_index(tmp_path / "more")
     for name in (
         "tokenizer/tokenizer.py",
         "transformer/diffusion_pytorch_model.bin",
@@ -180,9 +180,9 @@ def test_code_and_pickles_are_left_where_they_are(fake: FakeHub, tmp_path: Path)
         ("owner/720p", lookup_spec("hunyuanvideo1.5-i2v-480p-step-distilled"), "t2v"),
     ],
 )
-def test_the_variant_is_what_the_index_and_the_configs_say(fake: FakeHub, tmp_path: Path, name: str, spec, task: str):
+def test_resolve_variant_hub_model_uses_index_and_configs(fake: FakeHub, tmp_path: Path, name: str, spec, task: str):
     """Neither its name decides, nor `task_type`: one published text-to-video checkpoint calls itself i2v."""
-    folder = changed(tmp_path / "model", spec)
+    folder = copy_with_index(tmp_path / "model", spec)
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "task_type": task}))
     fake.repositories[name] = folder
@@ -197,14 +197,14 @@ def test_the_variant_is_what_the_index_and_the_configs_say(fake: FakeHub, tmp_pa
     assert model_ref.resolve_variant(HUNYUAN, name) is spec and not fake.asked
 
 
-def test_the_command_takes_the_variant_too(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_cli_encode_resolves_variant_of_hub_model(fake: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     fake.repositories["owner/480p"] = tiny.ensure_random(HUNYUAN_I2V)
     arguments = ["encode", "--folder", str(tmp_path), "--family", HUNYUAN.family, "--model", "owner/480p"]
     assert cli.main(arguments) == 2
     assert "HunyuanVideo 1.5 I2V starts from one image, but none was given." in capsys.readouterr().err
 
 
-def test_a_workflow_is_checked_without_a_network(fake: FakeHub):
+def test_validate_constants_hub_model_uses_no_network(fake: FakeHub):
     """A model that is not here may be on the Hub: that shows when it runs."""
     fake.repositories.clear()
     SAMPLER.validate_constants(Folders(), {"model_id": "owner/unknown"})
@@ -214,7 +214,7 @@ def test_a_workflow_is_checked_without_a_network(fake: FakeHub):
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_a_repository_that_does_not_exist(fake: FakeHub):
+def test_hub_missing_repository_raises_value_error(fake: FakeHub):
     fake.repositories.clear()
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         "owner/model was not found on the Hugging Face Hub, or it is private. Check the spelling; for a private model "
@@ -225,7 +225,7 @@ def test_a_repository_that_does_not_exist(fake: FakeHub):
 @pytest.mark.parametrize(
     ("status", "why"), [(401, ""), (403, ", and the account of the token that was sent has no access to it")]
 )
-def test_a_gated_repository(fake: FakeHub, status: int, why: str):
+def test_hub_gated_repository_raises_value_error(fake: FakeHub, status: int, why: str):
     """Its listing is public, its files are not."""
     fake.answers["/resolve/"] = Answer(status=status, headers={"X-Error-Code": "GatedRepo"})
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
@@ -235,7 +235,7 @@ def test_a_gated_repository(fake: FakeHub, status: int, why: str):
     )
 
 
-def test_a_repository_in_another_layout(fake: FakeHub, tmp_path: Path):
+def test_hub_repository_without_index_raises_value_error(fake: FakeHub, tmp_path: Path):
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "model.pt").write_text("x")
     fake.repositories[ID] = tmp_path / "original"
@@ -245,8 +245,8 @@ def test_a_repository_in_another_layout(fake: FakeHub, tmp_path: Path):
     )
 
 
-def test_a_repository_without_safetensors(fake: FakeHub, tmp_path: Path):
-    folder = changed(tmp_path / "pickles")
+def test_hub_repository_without_safetensors_raises_value_error(fake: FakeHub, tmp_path: Path):
+    folder = copy_with_index(tmp_path / "pickles")
     (folder / "text_encoder" / "model.safetensors").rename(folder / "text_encoder" / "pytorch_model.bin")
     fake.repositories[ID] = folder
     found = MODEL.locate()
@@ -256,7 +256,7 @@ def test_a_repository_without_safetensors(fake: FakeHub, tmp_path: Path):
     )
 
 
-def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_hub_offline_after_index_raises_value_error(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
@@ -266,7 +266,7 @@ def test_a_network_that_is_gone_after_the_index(fake: FakeHub, monkeypatch: pyte
     )
 
 
-def test_what_the_hub_answers_after_the_index(fake: FakeHub):
+def test_hub_rate_limit_after_index_raises_value_error(fake: FakeHub):
     """Its client takes what is here, though that is the index alone."""
     model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     fake.answers["/api/"] = Answer(status=429, headers={"Retry-After": "42"})
@@ -276,7 +276,7 @@ def test_what_the_hub_answers_after_the_index(fake: FakeHub):
     )
 
 
-def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_hub_unreachable_raises_value_error(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
         "owner/model is not on this machine, or is incomplete, and the Hugging Face Hub cannot be reached "
@@ -322,13 +322,13 @@ def test_no_network(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     ],
     ids=lambda value: str(value.status) if isinstance(value, Answer) else "",
 )
-def test_what_the_hub_answers(fake: FakeHub, answer: Answer, sentence: str):
+def test_hub_error_status_raises_value_error_without_retry(fake: FakeHub, answer: Answer, sentence: str):
     fake.answers["/api/"] = answer
     assert error_of(lambda: MODEL.locate().home(SilentProgress())) == sentence
     assert len(fake.asked) == 1, "it was asked again and again"
 
 
-def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
+def test_hub_cached_config_is_used_while_hub_is_down(fake: FakeHub):
     MODEL.locate().home(SilentProgress())
     fake.answers["/"] = Answer(status=429, headers={"Retry-After": "1000"})
     assert MODEL.locate().config(SPEC.component("vae_decoder"), SilentProgress())
@@ -367,7 +367,9 @@ def test_what_is_here_serves_while_the_hub_is_down(fake: FakeHub):
     ],
     ids=["full", "quota", "full-by-xet", "no-permission", "read-only", "broken-off"],
 )
-def test_what_the_disk_says(fake: FakeHub, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str):
+def test_fetch_weights_disk_error_raises_value_error(
+    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
+):
     found = MODEL.locate()
     found.home(SilentProgress())
 
@@ -379,7 +381,7 @@ def test_what_the_disk_says(fake: FakeHub, monkeypatch: pytest.MonkeyPatch, erro
         found.fetch_weights(SPEC.component("text_encoder"), SilentProgress())
 
 
-def test_a_file_in_the_way_of_the_cache_is_named(fake: FakeHub, tmp_path: Path):
+def test_hub_cache_path_that_is_a_file_raises_value_error(fake: FakeHub, tmp_path: Path):
     (tmp_path / "hf").write_text("in the way")
     sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
     assert sentence.startswith(f"{tmp_path / 'hf'}")
@@ -390,7 +392,7 @@ def test_a_file_in_the_way_of_the_cache_is_named(fake: FakeHub, tmp_path: Path):
 
 
 @pytest.mark.parametrize("token", [TOKEN, ODD_TOKEN])
-def test_a_hub_that_repeats_the_token_tells_nobody(
+def test_hub_error_with_echoed_token_is_redacted(
     fake: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, token: str
 ):
     """In the environment and in the address; the answer, the library's errors and its log lines all hold it."""
@@ -410,7 +412,7 @@ def test_a_hub_that_repeats_the_token_tells_nobody(
 
 
 @pytest.mark.slow
-def test_the_command_prints_no_token(fake: FakeHub, tmp_path: Path):
+def test_cli_encode_debug_output_has_no_token(fake: FakeHub, tmp_path: Path):
     """In a process of its own, with every log line and a traceback: it is in the environment and in the answer."""
     fake.answers["/api/"] = Answer(status=403, headers={"X-Error-Message": f"no rights for {TOKEN}"})
     environment = {**os.environ, "HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}

@@ -45,7 +45,7 @@ SHAPES = [(16, 3), (7, 5), (3, 24, 5), (1, 1001), (1,), (3, 129, 2), (2, 0)]
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.int8], ids=str)
 @pytest.mark.parametrize("chips", [1, 2, 3, 8])
-def test_a_replicated_array_crosses_once_and_keeps_its_bits(chips: int, dtype: Any, put_bytes: list[int]):
+def test_place_replicated_array_puts_each_byte_once(chips: int, dtype: Any, put_bytes: list[int]):
     for shape in SHAPES:
         put_bytes.clear()
         array = random_bits(shape, dtype)
@@ -69,9 +69,7 @@ def test_a_replicated_array_crosses_once_and_keeps_its_bits(chips: int, dtype: A
         ((1, 8), P(None, "dp"), 8),
     ],
 )
-def test_shards_with_copies_are_gathered_among_their_chips_alone(
-    sizes: tuple[int, ...], spec: P, copies: int, put_bytes: list[int]
-):
+def test_place_sharded_array_with_copies_keeps_bits(sizes: tuple[int, ...], spec: P, copies: int, put_bytes: list[int]):
     array = random_bits((8, 12, 5), ml_dtypes.bfloat16)
     sharding = NamedSharding(mesh_of(*sizes), spec)
     placed = placement.place(array.shape, sharding, lambda index: array[index], PutsInFlight())
@@ -83,7 +81,7 @@ def test_shards_with_copies_are_gathered_among_their_chips_alone(
     assert np.asarray(placed).tobytes() == array.tobytes()
 
 
-def test_small_arrays_are_put_on_every_chip(monkeypatch: pytest.MonkeyPatch):
+def test_place_small_array_is_put_on_every_chip(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(placement, "_gather", lambda *args, **more: pytest.fail("a small array was split"))
     array = np.arange(12, dtype=np.float32)
     placed = placement.place((12,), NamedSharding(mesh_of(8), P()), lambda index: array, PutsInFlight())
@@ -111,7 +109,7 @@ class Slow:
         self.waited.append(self.name)
 
 
-def test_the_put_two_pieces_back_is_waited_for():
+def test_puts_in_flight_keeps_at_most_two_puts():
     waited: list[str] = []
     in_flight = PutsInFlight()
     for number in range(4):
@@ -122,7 +120,7 @@ def test_the_put_two_pieces_back_is_waited_for():
     assert in_flight.size_bytes == 0 and waited[-1] == "3b"
 
 
-def test_what_was_deleted_meanwhile_is_not_waited_for():
+def test_puts_in_flight_ignores_deleted_arrays():
     in_flight, waited = PutsInFlight(), list[str]()
     in_flight.add([Slow("rounded", waited, is_deleted=True)], 10)
     assert in_flight.size_bytes == 0
@@ -133,7 +131,7 @@ def test_what_was_deleted_meanwhile_is_not_waited_for():
 
 
 @pytest.mark.parametrize("piece_bytes", [40, 100, 300])
-def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
+def test_read_shards_host_memory_stays_within_read_ahead(monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
     """A disk that is faster than the chips: nothing arrives until it is waited for."""
     held, most = [0], [0]
     monkeypatch.setattr(weight_loader, "READ_AHEAD_BYTES", 100)
@@ -164,7 +162,7 @@ def test_the_host_holds_no_more_than_the_bound_or_one_piece(monkeypatch: pytest.
     assert count == 9 and most[0] <= max(100, piece_bytes)
 
 
-def test_a_model_is_loaded_with_each_replicated_byte_put_once(put_bytes: list[int], tmp_path: Any):
+def test_load_weights_replicated_weight_puts_each_byte_once(put_bytes: list[int], tmp_path: Any):
     """Through `load` itself, from a file that another library wrote."""
     from comfyui_tpu.tpu_runtime.files import TensorFile
     from comfyui_tpu.tpu_runtime.programs.upstream_network import Weight

@@ -67,7 +67,7 @@ def component_of(spec: str, name: str) -> Component:
 
 
 @functools.cache
-def written(spec: str, name: str) -> Path:
+def component_folder(spec: str, name: str) -> Path:
     """The folder of a component as the installed versions write it."""
     return tiny.ensure_random(lookup_spec(spec)) / component_of(spec, name).folder
 
@@ -92,13 +92,13 @@ def upstream(component: Component, folder: Path, dtype: torch.dtype) -> dict[str
 
 
 @functools.cache
-def expected(spec: str, name: str) -> tuple[Loaded, dict[str, torch.Tensor]]:
-    component, folder = component_of(spec, name), written(spec, name)
+def load_expected_weights(spec: str, name: str) -> tuple[Loaded, dict[str, torch.Tensor]]:
+    component, folder = component_of(spec, name), component_folder(spec, name)
     return load_component(component, folder), upstream(component, folder, torch.float32)
 
 
 def assert_same_weights(spec: str, name: str, folder: Path) -> None:
-    (weights, buffers), _ = expected(spec, name)
+    (weights, buffers), _ = load_expected_weights(spec, name)
     found, computed = load_component(component_of(spec, name), folder)
     assert found.keys() == weights.keys() and computed.keys() == buffers.keys()
     for key, weight in weights.items():
@@ -116,37 +116,37 @@ def assert_same_weights(spec: str, name: str, folder: Path) -> None:
         for what, rename in {"other files": moved(), **RENAMED.get(component_of(spec, name).class_name, {})}.items()
     ],
 )
-def test_the_names_and_configs_of_other_versions_give_the_same_weights(
+def test_published_names_and_configs_load_equal_weights(
     spec: str, name: str, what: str, rename: Rename, tmp_path: Path
 ):
     """Upstream too loads the same from both: so these are names that it knows, if not yet in the oldest version."""
     component, folder = component_of(spec, name), tmp_path / "published"
     # Upstream knows attention's old names only in a file that is alone.
-    rewrite(written(spec, name), folder, rename, shards=1 if component.folder == "vae" else 2)
+    rewrite(component_folder(spec, name), folder, rename, shards=1 if component.folder == "vae" else 2)
     assert_same_weights(spec, name, folder)
     if Version(transformers.__version__) < KNOWN_SINCE.get(what, Version("0")):
         return
     theirs = upstream(component, folder, torch.float32)
-    for key, tensor in expected(spec, name)[1].items():
+    for key, tensor in load_expected_weights(spec, name)[1].items():
         # A head that is not tied is not in the file.
         assert torch.equal(theirs[key], tensor) or key == "lm_head.weight", key
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model."])
-def test_the_language_model_of_a_whole_qwen_loads_by_itself(prefix: str, tmp_path: Path):
+def test_language_model_of_whole_qwen_loads_equal_weights(prefix: str, tmp_path: Path):
     """Upstream does not know these names for the language model alone."""
     part = ("hunyuanvideo1.5-t2v-720p", "text_encoder")
-    rewrite(written(*part), tmp_path / "whole", moved(("", prefix)))
+    rewrite(component_folder(*part), tmp_path / "whole", moved(("", prefix)))
     assert_same_weights(*part, tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("spec", "name"), PARTS)
-def test_what_upstream_keeps_in_float32_is_kept_and_nothing_else(spec: str, name: str):
+def test_weight_dtype_bfloat16_matches_upstream_float32_modules(spec: str, name: str):
     """diffusers' list holds in bfloat16, transformers' only in float16."""
     assert formats(spec, name) == formats_upstream(spec, name)
 
 
-def test_what_transformers_keeps_in_float32_strictly_is_kept(monkeypatch: pytest.MonkeyPatch):
+def test_weight_dtype_keeps_strict_float32_modules_of_transformers(monkeypatch: pytest.MonkeyPatch):
     from transformers import T5EncoderModel
 
     monkeypatch.setattr(T5EncoderModel, "_keep_in_fp32_modules_strict", ["wo", "shared"])
@@ -160,7 +160,9 @@ def test_what_transformers_keeps_in_float32_strictly_is_kept(monkeypatch: pytest
 
 def formats(spec: str, name: str) -> dict[str, torch.dtype]:
     """The format of each weight of a component in bfloat16."""
-    network = upstream_network.build_network(component_of(spec, name), read_json(written(spec, name) / "config.json"))
+    network = upstream_network.build_network(
+        component_of(spec, name), read_json(component_folder(spec, name) / "config.json")
+    )
     float32 = {key for key in network.weights if weights.weight_dtype(network, key, "bfloat16") == np.float32}
     return {
         source: torch.float32 if key in float32 else torch.bfloat16
@@ -172,6 +174,6 @@ def formats(spec: str, name: str) -> dict[str, torch.dtype]:
 def formats_upstream(spec: str, name: str) -> dict[str, torch.dtype]:
     """The same as upstream has it."""
     component = component_of(spec, name)
-    theirs = upstream(component, written(spec, name), torch.bfloat16)
+    theirs = upstream(component, component_folder(spec, name), torch.bfloat16)
     named = {weight_names.to_module_name(key, component.aliases): tensor.dtype for key, tensor in theirs.items()}
     return {key: named[key] for key in formats(spec, name)}

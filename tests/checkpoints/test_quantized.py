@@ -95,7 +95,7 @@ def quantize(folder: Path, make: Callable[[torch.Tensor], Tensors] | None, confi
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_the_config_says_comes_before_what_the_files_hold(writer: str, tmp_path: Path):
+def test_choose_model_quantization_config_raises_checkpoint_error(writer: str, tmp_path: Path):
     config, make, _ = WRITERS[writer]
     folder = quantize(tmp_path / "model", make, config)
     with pytest.raises(CheckpointError) as error:
@@ -108,7 +108,7 @@ def test_what_the_config_says_comes_before_what_the_files_hold(writer: str, tmp_
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_codes_are_seen_in_the_files_headers(writer: str, tmp_path: Path):
+def test_choose_model_quantized_tensors_raise_checkpoint_error(writer: str, tmp_path: Path):
     """Repackaged files often come with the config of the original."""
     _, make, method = WRITERS[writer]
     folder = quantize(tmp_path / "model", make, None)
@@ -119,7 +119,7 @@ def test_codes_are_seen_in_the_files_headers(writer: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
-def test_codes_that_are_pickled_are_not_called_an_incomplete_download(part: str, tmp_path: Path):
+def test_choose_model_pickled_quantized_weights_name_the_method(part: str, tmp_path: Path):
     """As torchao's were, before it wrote safetensors."""
     folder = quantize(tmp_path / "model", None, None)
     for path in (folder / part).glob("*.safetensors*"):
@@ -133,7 +133,7 @@ def test_codes_that_are_pickled_are_not_called_an_incomplete_download(part: str,
     assert "incomplete" not in str(error.value) and "ownload" not in str(error.value)
 
 
-def test_quantization_of_a_model_of_several_parts_is_found():
+def test_detect_in_config_finds_nested_quantization():
     assert (
         quantization_detect.detect_in_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
     )
@@ -150,11 +150,11 @@ def test_quantization_of_a_model_of_several_parts_is_found():
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_no_published_config_is_taken_for_a_quantized_one(spec):
+def test_detect_in_config_of_published_configs_is_none(spec):
     assert not any(quantization_detect.detect_in_config(component.config) for component in spec.components)
 
 
-def test_plain_fp8_is_a_cast_although_names_hold_scale(tmp_path: Path):
+def test_choose_model_plain_fp8_cast_is_accepted(tmp_path: Path):
     """`scale_shift_table` is a weight of Wan's blocks, and no scale of its neighbours."""
     folder = quantize(tmp_path / "model", None, None)
     path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -167,7 +167,7 @@ def test_plain_fp8_is_a_cast_although_names_hold_scale(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [FP8, torch.float8_e5m2], ids=str)
-def test_a_layer_of_plain_fp8_is_read_as_the_numbers_it_holds(kind: torch.dtype, tmp_path: Path):
+def test_read_layer_plain_fp8_matches_cast_values(kind: torch.dtype, tmp_path: Path):
     """As where a LoRA changes it; torch cannot tell whether fp8 is finite."""
     folder = quantize(tmp_path / "model", None, None) / "transformer"
     path = folder / "diffusion_pytorch_model.safetensors"
@@ -184,7 +184,7 @@ def test_a_layer_of_plain_fp8_is_read_as_the_numbers_it_holds(kind: torch.dtype,
     assert np.array_equal(np.asarray(layer, np.float32), cast[f"{LAYER}.weight"].float().numpy())
 
 
-def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
+def test_match_weights_integer_weight_raises_checkpoint_error(tmp_path: Path):
     folder = quantize(tmp_path / "model", lambda weight: {"weight": torch.zeros(weight.shape, dtype=torch.int8)}, None)
     component = SPEC.component("transformer")
     headers = checkpoint.read_headers(folder / "transformer", component)
@@ -192,7 +192,7 @@ def test_integers_are_no_weights_even_without_a_scale(tmp_path: Path):
         checkpoint.match_weights(upstream_network.build_network(component, component.tiny), headers, folder)
 
 
-def test_positions_beside_weights_are_left_aside():
+def test_detect_in_tensors_ignores_position_ids():
     """CLIP's published files have them."""
     names = {"embeddings.position_ids": "I64", "embeddings.position_embedding.weight": "F16", "logit_scale": "F32"}
     assert quantization_detect.detect_in_tensors(names) is None
@@ -212,7 +212,7 @@ def test_positions_beside_weights_are_left_aside():
         ({"a.weight": "F8_E4M3", "a.bias": "F16"}, None),
     ],
 )
-def test_codes_are_known_by_what_stands_in_their_layer(names: dict[str, str], found: tuple[str, str] | None):
+def test_detect_in_tensors_finds_codes_by_neighbouring_names(names: dict[str, str], found: tuple[str, str] | None):
     assert quantization_detect.detect_in_tensors(names) == found
     turned = dict(reversed(names.items()))
     assert quantization_detect.detect_in_tensors(turned) == found

@@ -37,27 +37,27 @@ def largest_score(gain: np.ndarray, bias: np.ndarray, k_gain: np.ndarray) -> flo
     return np.log2(np.e) / np.sqrt(DIM) * float((gain * q + bias) @ (k_gain * k))
 
 
-def test_plain_gains_allow_the_length_of_a_head(tmp_path: Path):
+def test_score_bound_unit_gains_give_root_of_head_size(tmp_path: Path):
     write(tmp_path)
     assert bound(tmp_path) == pytest.approx(np.log2(np.e) * np.sqrt(DIM))
 
 
 @pytest.mark.parametrize("place", ["blocks__1__norm_q__weight", "blocks__0__text_q__weight"])
-def test_the_worst_layer_and_the_worst_norm_count(tmp_path: Path, place: str):
+def test_score_bound_uses_worst_layer_and_norm(tmp_path: Path, place: str):
     gain = np.ones(DIM)
     gain[7] = -3.0
     write(tmp_path, **{place: gain})
     assert bound(tmp_path) == pytest.approx(3 * np.log2(np.e) * np.sqrt(DIM))
 
 
-def test_gains_of_different_pairs_do_not_multiply_and_those_of_one_pair_do(tmp_path: Path):
+def test_score_bound_multiplies_gains_of_the_same_pair_only(tmp_path: Path):
     gain, key_gain = np.ones(DIM), np.ones(DIM)
     gain[6], key_gain[7], key_gain[30] = 3.0, 2.0, 2.5
     write(tmp_path, blocks__0__norm_q__weight=gain, blocks__0__norm_k__weight=key_gain)
     assert bound(tmp_path) == pytest.approx(6 * np.log2(np.e) * np.sqrt(DIM))
 
 
-def test_no_query_and_key_pass_the_bound_and_some_come_near(tmp_path: Path):
+def test_score_bound_covers_worst_query_and_key(tmp_path: Path):
     random = np.random.default_rng(1)
     gain, key_gain = random.uniform(0.5, 2, (2, DIM))
     bias = random.normal(size=DIM) * 0.1
@@ -66,7 +66,7 @@ def test_no_query_and_key_pass_the_bound_and_some_come_near(tmp_path: Path):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_the_built_in_checkpoints_norms_have_the_names_of_their_specs(spec: ModelSpec):
+def test_score_bound_finds_head_norms_of_tiny_checkpoints(spec: ModelSpec):
     component = spec.component(spec.denoiser.experts[0])
     folder = tiny.ensure_random(spec) / component.folder
     names = weight_names.key_by_module_name(checkpoint.read_headers(folder, component), component.aliases)

@@ -41,18 +41,18 @@ def error_of(action: Callable[[], object]) -> str:
         ("owner/model@main: 3 files", "owner/model@main: 3 files"),
     ],
 )
-def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, text: str, clean: str):
+def test_redact_replaces_secrets_with_asterisks(monkeypatch: pytest.MonkeyPatch, text: str, clean: str):
     monkeypatch.setenv("HF_TOKEN", ODD_TOKEN)
     assert redact.redact(text) == clean
 
 
-def test_a_link_with_a_token_for_a_model_id(caplog: pytest.LogCaptureFixture):
+def test_model_ref_url_with_token_is_redacted_in_error(caplog: pytest.LogCaptureFixture):
     model_id = f"https://user:{TOKEN}@huggingface.co/owner/model"
     sentence = error_of(lambda: ModelRef(spec_name=SPEC.name, model_id=model_id).check())
     assert "https://***@huggingface.co/owner/model" in sentence and TOKEN not in sentence + caplog.text
 
 
-def test_every_load_says_that_no_foreign_code_is_run():
+def test_from_pretrained_calls_disable_remote_code():
     pack = Path(api.__file__).parents[1]
     calls = [
         (path, call)
@@ -67,7 +67,7 @@ def test_every_load_says_that_no_foreign_code_is_run():
         assert said.get("trust_remote_code") is False, f"{path}:{call.lineno}"
 
 
-def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path):
+def test_load_tokenizer_custom_code_is_not_executed(tmp_path: Path):
     folder = Path(shutil.copytree(tiny.ensure_random(SPEC), tmp_path / "model"))
     (folder / "tokenizer" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     path = folder / "tokenizer" / "tokenizer_config.json"

@@ -15,12 +15,12 @@ from comfyui_tpu.tpu_runtime.models import published
 STRANGERS = {name: why for why, names in NOT_OURS.items() for name in names}
 
 
-def test_every_name_of_the_record_is_known_as_its_model_and_nothing_else():
+def test_list_models_maps_recorded_files_to_their_models():
     found = {name: published.list_models().get(f"{name}.safetensors") for name in (*OURS, *STRANGERS)}
     assert found == {**OURS, **dict.fromkeys(STRANGERS)}
 
 
-def test_no_name_is_known_that_is_not_on_record():
+def test_list_models_has_no_files_outside_the_record():
     """But for text encoders, whose loaders go by their type."""
     encoders = {file.name for formats in published.SETS.values() for files in formats.values() for file in files}
     encoders = {file for file in encoders if any(word in file for word in ("xxl", "qwen_", "mistral", "byt5"))}
@@ -31,14 +31,14 @@ def test_no_name_is_known_that_is_not_on_record():
 
 @pytest.mark.parametrize("name", ["qwen_image_fp8_e4m3fn", "qwen_image_edit_2509_fp8_e4m3fn", "wan2.1_vace_14B_fp16"])
 @pytest.mark.parametrize("folder", ["", "Qwen/", "a\\b\\"])
-def test_a_fresh_template_is_swapped_by_the_name_alone(name: str, folder: str):
+def test_swap_loaders_fresh_template_swaps_known_file_names(name: str, folder: str):
     api = {"1": {"class_type": "UNETLoader", "inputs": {"unet_name": f"{folder}{name}.safetensors"}}}
     found, (said,) = swap_loaders(api, [])
     wanted = "TPUUNETLoader" if name in OURS and "\\" not in folder else "UNETLoader"
     assert found["1"]["class_type"] == wanted and ("is now" in said) == (wanted != "UNETLoader")
 
 
-def test_the_page_knows_what_such_a_file_has_no_use_for():
+def test_build_catalogue_includes_published_file_names():
     known = build_catalogue()
     assert known["qwen_image_fp8_e4m3fn.safetensors"]["name"] == "qwen-image-2512"
     assert (
@@ -62,9 +62,7 @@ LATE = "Only part of this workflow can run on the TPU: ComfyUI runs {} on the CP
         ([(UNET, "wan2.1_i2v_480p_14B_fp16"), ("CLIPVisionLoader", "clip_vision_g")], ""),  # that takes seconds
     ],
 )  # fmt: skip
-def test_a_graph_of_which_a_part_stays_says_first_that_it_takes_too_long_and_why(
-    files: list[tuple[str, str]], slow: str
-):
+def test_swap_loaders_partial_graph_warns_first_about_cpu_nodes(files: list[tuple[str, str]], slow: str):
     api = {
         str(number): {"class_type": kind, "inputs": {LOADERS[kind][1][0]: f"{name}.safetensors"}}
         for number, (kind, name) in enumerate(files)
@@ -79,7 +77,7 @@ def templates() -> Path | None:
     return Path(str(spec.origin)).parent / "templates" if spec else None
 
 
-def named(document: Any) -> Iterator[str]:
+def loader_files(document: Any) -> Iterator[str]:
     """Files that the loaders of a template name which are known by their file."""
     graphs = [document, *(document.get("definitions") or {}).get("subgraphs", [])]
     for node in (node for graph in graphs for node in graph.get("nodes", [])):
@@ -89,14 +87,14 @@ def named(document: Any) -> Iterator[str]:
 
 
 @pytest.mark.skipif(templates() is None, reason="ComfyUI's templates are not installed")
-def test_every_file_of_our_families_that_installed_templates_name_is_on_record():
+def test_installed_templates_name_only_recorded_files():
     folder = templates()
     assert folder is not None
     found: dict[str, list[str]] = {}
     for path in folder.glob("*.json"):
         document = json.loads(path.read_text("utf-8"))
         if not path.name.startswith("index") and isinstance(document, dict):
-            for name in named(document):
+            for name in loader_files(document):
                 found.setdefault(name.rpartition("/")[2].removesuffix(".safetensors"), []).append(path.stem)
     unknown = {name: sorted(of) for name, of in found.items() if FAMILY.search(name)}
     unknown = {name: of for name, of in unknown.items() if name not in OURS and name not in STRANGERS}

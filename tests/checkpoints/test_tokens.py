@@ -25,7 +25,7 @@ def umt5(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer"
 
 
-def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
+def test_load_tokenizer_umt5_matches_tokenizer_json(umt5: Path):
     """A T5Tokenizer, which its config names, is made anew by transformers 5, with the unknown token at 2."""
     ids, mask = text_encoder.tokenize(tokenization.load_tokenizer(umt5), PROMPTS)
     file = Tokenizer.from_file(str(umt5 / "tokenizer.json"))
@@ -38,7 +38,7 @@ def test_wans_tokenizer_is_the_one_in_its_file(umt5: Path):
     assert ids[2].tolist() == [END] + [PAD] * 511 and ids[4, -1] == END
 
 
-def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
+def test_published_umt5_tokenizer_matches_load_tokenizer(umt5: Path):
     ours, theirs = (
         text_encoder.tokenize(each, PROMPTS)
         for each in (tokenization.load_tokenizer(umt5), umt5_tokenizer(umt5.parent))
@@ -48,7 +48,7 @@ def test_the_tests_oracle_has_the_same_tokens(umt5: Path):
 
 @pytest.mark.parametrize("family", ["Flux2", "HunyuanVideo15"])
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
-def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_path: Path):
+def test_load_tokenizer_finds_chat_template_in_each_location(family: str, place: str, tmp_path: Path):
     text = spec_for_family(family).text_encoders[0]
     folder = Path(
         shutil.copytree(tiny.ensure_random(spec_for_family(family)) / text.tokenizer_folder, tmp_path / "tokenizer")
@@ -66,7 +66,7 @@ def test_a_chat_template_is_found_wherever_it_is(family: str, place: str, tmp_pa
     assert [x.tolist() for x in after] == [x.tolist() for x in before]
 
 
-def test_a_template_of_the_tokenizers_own_comes_before_the_processors(tmp_path: Path):
+def test_load_tokenizer_prefers_own_chat_template(tmp_path: Path):
     spec = spec_for_family("Flux2")
     folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
@@ -74,7 +74,7 @@ def test_a_template_of_the_tokenizers_own_comes_before_the_processors(tmp_path: 
 
 
 @pytest.mark.parametrize("family", ["Flux2", "HunyuanVideo15"])
-def test_a_folder_without_a_template_is_named(family: str, tmp_path: Path):
+def test_tokenize_without_chat_template_raises_checkpoint_error(family: str, tmp_path: Path):
     spec = spec_for_family(family)
     folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").unlink()

@@ -27,7 +27,7 @@ def tensors_of(name: str, folder: str = "transformer") -> dict[str, torch.Tensor
     return denoiser(lookup_spec(name), folder)
 
 
-def resolved(model_id: str, name: str, **options: bool) -> file_resolution.ResolvedFiles:
+def resolve_files(model_id: str, name: str, **options: bool) -> file_resolution.ResolvedFiles:
     """Return the model that an id resolves to, within the family of `name`."""
     family = [one for one in SPECS if one.family == lookup_spec(name).family]
     return file_resolution.resolve(model_id, family, **options)
@@ -67,7 +67,7 @@ ZERO_TIME = [
 
 
 @pytest.mark.parametrize(("name", "is_marked", "said", "more", "wanted"), ZERO_TIME)
-def test_images_have_a_time_of_their_own_in_2511_alone(
+def test_resolve_sets_zero_cond_t_for_qwen_image_edit_2511_only(
     name: str, is_marked: bool, said: dict[str, str], more: str, wanted: bool | str, tmp_path: Path
 ):
     tensors = {**tensors_of(EDIT.name), **({MARK: torch.zeros(0)} if is_marked else {})}
@@ -79,31 +79,27 @@ def test_images_have_a_time_of_their_own_in_2511_alone(
     model_id = " + ".join(filter(None, [path, more if "/" not in more else "", rest]))
     if isinstance(wanted, str):
         with pytest.raises(CheckpointError, match=wanted):
-            resolved(model_id, EDIT.name)
+            resolve_files(model_id, EDIT.name)
         return
-    found = resolved(model_id, EDIT.name)
+    found = resolve_files(model_id, EDIT.name)
     assert (found.spec.name, found.configs["transformer"]["zero_cond_t"]) == (EDIT.name, wanted)
 
 
-def test_without_a_mark_or_a_name_comfyuis_graph_runs_as_comfyui_runs_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_resolve_ambiguous_edit_for_comfyui_graph_warns_and_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """`default_ref_method` of its `model_detection.py` is "index" there; its own node chooses another."""
     path = write_safetensors(tmp_path / "my_qwen_image_edit.safetensors", tensors_of(EDIT.name))
     with caplog.at_level(logging.WARNING):
-        found = resolved(path, EDIT.name, needs_all=False)
+        found = resolve_files(path, EDIT.name, needs_all=False)
     assert found.configs["transformer"]["zero_cond_t"] is False
     assert EDITS in caplog.text and "Until then it runs as ComfyUI runs it" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["qwen_image_2512_bf16.safetensors", "my_portraits.safetensors"])
-def test_text_to_image_is_told_nothing_of_what_edit_leaves_open(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_resolve_text_to_image_file_has_no_edit_warning(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write_safetensors(tmp_path / name, tensors_of(EDIT.name))
     with caplog.at_level(logging.WARNING):
         assert choose_partial_model(SPECS, path).spec.name == "qwen-image-2512"
-        assert resolved(f"{path} + {tmp_path / 'folder'}", EDIT.name).spec.name == "qwen-image-2512"
+        assert resolve_files(f"{path} + {tmp_path / 'folder'}", EDIT.name).spec.name == "qwen-image-2512"
     assert "zero_cond_t" not in caplog.text and EDITS not in caplog.text
 
 
@@ -119,7 +115,7 @@ BIASED = {"blk.0.attn_k.bias": (32,)}
     ("model", "architecture", "more"),
     [("flux2-klein-4b", "qwen3", NORMED), ("qwen-image-2512", "qwen2vl", BIASED), ("flux2-dev", "other", {})],
 )
-def test_numbers_of_a_language_model_are_those_that_a_gguf_says(
+def test_resolve_gguf_language_model_takes_rope_and_eps_from_fields(
     model: str, architecture: str, more: dict, tmp_path: Path
 ):
     """Qwen3 of 2507 has another base of its rotary embedding than the one before, and the same tensors."""
@@ -167,22 +163,20 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("model", "name", "wanted"), MODELS)
-def test_a_model_that_runs_otherwise_is_told_by_its_name_or_asked_for(
-    model: str, name: str, wanted: str | None, tmp_path: Path
-):
+def test_resolve_ambiguous_model_uses_file_name_or_raises(model: str, name: str, wanted: str | None, tmp_path: Path):
     spec = lookup_spec(model)
     write = write_gguf if name.endswith(".gguf") else write_safetensors
     path = write(tmp_path / name, tensors_of(model), *(["any"] if write is write_gguf else []))
     others = tmp_path / "folder"  # of a model that says nothing of itself
     if wanted:
-        found = resolved(f"{path} + {others}", model)
+        found = resolve_files(f"{path} + {others}", model)
         assert (found.spec.name, found.assumed) == (wanted, "")
         return
     with pytest.raises(CheckpointError, match=f"Add .*[+] {spec.name}") as error:
-        resolved(f"{path} + {others}", model)
+        resolve_files(f"{path} + {others}", model)
     assert "which run differently, and the files' names do not tell which they are" in str(error.value)
-    assert resolved(f"{path} + {spec.name} + {others}", model).spec is spec
-    assert resolved(f"{path} + {spec.published.hub_id}", model).spec is spec
+    assert resolve_files(f"{path} + {spec.name} + {others}", model).spec is spec
+    assert resolve_files(f"{path} + {spec.published.hub_id}", model).spec is spec
     # ComfyUI's own samplers are told shift and guidance by the graph.
     choose_partial_model(SPECS, path)
 
@@ -197,30 +191,30 @@ def test_a_model_that_runs_otherwise_is_told_by_its_name_or_asked_for(
         ("my_portraits.safetensors", False, "qwen-image-2512", True),
     ],
 )
-def test_a_mark_or_a_name_says_that_it_is_edit(
+def test_resolve_edit_model_by_marker_or_file_name(
     name: str, is_marked: bool, wanted: str, is_assumed: bool, tmp_path: Path
 ):
     tensors = {**tensors_of(EDIT.name), **({MARK: torch.zeros(0)} if is_marked else {})}
     write = write_gguf if name.endswith(".gguf") else write_safetensors
     path = write(tmp_path / name, tensors, *(["any"] if write is write_gguf else []))
-    found = resolved(f"{path} + {tmp_path / 'folder'}", EDIT.name)
+    found = resolve_files(f"{path} + {tmp_path / 'folder'}", EDIT.name)
     assert found.spec.name == wanted
     assert ("neither tensors nor names tell it from another" in found.assumed) == is_assumed
 
 
-def test_a_model_that_differs_in_defaults_alone_is_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_resolve_models_with_equal_network_assumes_first_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write_safetensors(tmp_path / "my_video.safetensors", tensors_of("wan2.1-i2v-14b-480p"))
     model_id = f"{path} + {tmp_path / 'folder'}"
     with caplog.at_level(logging.WARNING):
-        found = resolved(model_id, "wan2.1-i2v-14b-480p")
+        found = resolve_files(model_id, "wan2.1-i2v-14b-480p")
     others = {"wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p"} - {found.spec.name}
     said = f"neither tensors nor names tell it from another: add + {others.pop()} to model_id if it is that"
     assert found.assumed == said and said in caplog.text
     assert describe_ambiguity(found.spec, model_id) == said
-    assert resolved(f"{path} + wan2.1-i2v-14b-720p + {tmp_path}", "wan2.1-i2v-14b-480p").spec.name.endswith("720p")
+    assert resolve_files(f"{path} + wan2.1-i2v-14b-720p + {tmp_path}", "wan2.1-i2v-14b-480p").spec.name.endswith("720p")
 
 
-def test_a_part_that_is_looked_for_is_the_one_that_is_published_with_the_model(tmp_path: Path):
+def test_resolve_folder_prefers_published_vae_name(tmp_path: Path):
     """Qwen-Image's VAE has the tensors of Wan 2.1's, with other values."""
     wan, source = lookup_spec("wan2.1-t2v-14b"), tiny.ensure_random(lookup_spec("wan2.1-t2v-14b"))
     vae, encoder = tmp_path / "vae", tmp_path / "text_encoders"
@@ -291,7 +285,9 @@ RELATIVES = [
 
 
 @pytest.mark.parametrize(("model", "name", "what"), RELATIVES)
-def test_a_relative_of_the_same_tensors_is_refused_by_its_name(model: str, name: str, what: str, tmp_path: Path):
+def test_resolve_incompatible_relative_by_name_raises_checkpoint_error(
+    model: str, name: str, what: str, tmp_path: Path
+):
     names = [name.format(noise) for noise in ("High", "Low")] if "{}" in name else [name]
     paths = []
     for one in names:
@@ -299,10 +295,10 @@ def test_a_relative_of_the_same_tensors_is_refused_by_its_name(model: str, name:
         paths.append(write(tmp_path / one, tensors_of(model), *(["any"] if write is write_gguf else [])))
     model_id = " + ".join(paths)
     with pytest.raises(CheckpointError) as error:
-        resolved(model_id, model)
+        resolve_files(model_id, model)
     assert what in str(error.value) and "to model_id" in str(error.value)
     # A model that the user names is used; with ComfyUI's own nodes, the graph determines the rest.
-    assert resolved(f"{model_id} + {model} + {tmp_path}", model).spec.name == model
+    assert resolve_files(f"{model_id} + {model} + {tmp_path}", model).spec.name == model
     assert choose_partial_model(SPECS, paths[0]).spec.family == lookup_spec(model).family
 
 
@@ -320,9 +316,9 @@ def test_a_relative_of_the_same_tensors_is_refused_by_its_name(model: str, name:
         ("wan2.1_t2v_14B_4steps", "distilled by its name (4steps)"),
     ],
 )
-def test_a_relative_of_the_same_network_runs_and_is_told_of_its_steps(name: str, said: str, tmp_path: Path):
+def test_resolve_distilled_relative_reports_assumption(name: str, said: str, tmp_path: Path):
     path = write_safetensors(tmp_path / f"{name}.safetensors", tensors_of("wan2.1-t2v-14b"))
-    found = resolved(f"{path} + wan2.1-t2v-14b + {tmp_path / 'folder'}", "wan2.1-t2v-14b")
+    found = resolve_files(f"{path} + wan2.1-t2v-14b + {tmp_path / 'folder'}", "wan2.1-t2v-14b")
     assert found.spec.name == "wan2.1-t2v-14b" and said in found.assumed and bool(said) == bool(found.assumed)
 
 
@@ -377,26 +373,28 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("model", "more", "what"), OTHERS)
-def test_another_network_is_called_by_its_name(model: str, more: dict[str, tuple], what: str, tmp_path: Path):
+def test_resolve_other_network_raises_checkpoint_error_with_its_name(
+    model: str, more: dict[str, tuple], what: str, tmp_path: Path
+):
     tensors = {**tensors_of(model), **{name: torch.zeros(shape) for name, shape in more.items()}}
     path = write_safetensors(tmp_path / "file.safetensors", tensors)
     with pytest.raises(CheckpointError) as error:
-        resolved(f"{path} + {tmp_path / 'folder'}", model)
+        resolve_files(f"{path} + {tmp_path / 'folder'}", model)
     assert what in str(error.value) and "not supported here. Use a" in str(error.value)
 
 
-def test_titles_that_are_no_text_say_nothing(tmp_path: Path):
+def test_resolve_gguf_with_invalid_title_bytes_ignores_title(tmp_path: Path):
     """A field may contain any bytes."""
     path = Path(
         write_gguf(tmp_path / "my.gguf", tensors_of("z-image-turbo"), "any", **{"general.name": "z image turbo"})
     )
-    assert resolved(f"{path} + {tmp_path}", "z-image-turbo").spec.name == "z-image-turbo"
+    assert resolve_files(f"{path} + {tmp_path}", "z-image-turbo").spec.name == "z-image-turbo"
     path.write_bytes(path.read_bytes().replace(b"z image turbo", b"z image \xff\xfe\xfdbo"))
     with pytest.raises(CheckpointError, match="which run differently, and the files' names do not tell"):
-        resolved(f"{path} + {tmp_path}", "z-image-turbo")
+        resolve_files(f"{path} + {tmp_path}", "z-image-turbo")
 
 
-def test_numbers_in_the_metadata_of_another_format_say_nothing(tmp_path: Path):
+def test_resolve_safetensors_ignores_non_numeric_metadata(tmp_path: Path):
     spec = lookup_spec("qwen-image-2512")
     layers = {"model.layers.0.self_attn.q_proj.weight": (64, 32), "model.layers.0.self_attn.k_proj.weight": (32, 32)}
     layers |= {"model.layers.0.self_attn.k_proj.bias": (32,), "model.layers.0.mlp.gate_proj.weight": (48, 32)}
@@ -408,7 +406,7 @@ def test_numbers_in_the_metadata_of_another_format_say_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("said", [{"causal_ar": True}, {"model_type": "flow_rvs"}, {"model_type": "vace"}], ids=str)
-def test_what_comfyuis_metadata_says_of_another_wan_counts(said: dict, tmp_path: Path):
+def test_choose_partial_model_reads_comfyui_metadata(said: dict, tmp_path: Path):
     """As in `detect_unet_config`."""
     metadata = {"config": json.dumps({"transformer": said})}
     path = write_safetensors(tmp_path / "file.safetensors", tensors_of("wan2.1-t2v-14b"), metadata)

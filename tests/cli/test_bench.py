@@ -32,7 +32,7 @@ def read(record: Path) -> bench.BenchResult:
 
 
 @pytest.mark.slow
-def test_every_program_of_the_miniature_is_timed_and_recorded(record: Path):
+def test_bench_times_and_records_every_program_of_tiny_model(record: Path):
     found = read(record)
     assert (found.model, found.is_tiny, found.precision) == (MODEL, True, "float32")
     assert found.settings["quality"] == "int8"
@@ -57,7 +57,7 @@ def test_every_program_has_a_profiler_trace(record: Path):
 
 
 @pytest.mark.slow
-def test_the_report_says_what_was_measured_and_on_what(record: Path):
+def test_bench_report_states_measurements_and_hardware(record: Path):
     found = read(record)
     text = bench.format_report(found)
     assert text.startswith(f"the tiny model of FLUX.2 klein 4B on {found.num_devices} x ")
@@ -90,12 +90,14 @@ def test_the_report_says_what_was_measured_and_on_what(record: Path):
         ([MODEL, "--quality", "int8+sparse"], "but not TI2V, and HunyuanVideo have; it must be one of exact, int8."),
     ],
 )
-def test_wrong_words_are_answered_with_what_would_do(words: list[str], problem: str, capsys: pytest.CaptureFixture):
+def test_bench_invalid_argument_error_lists_allowed_values(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture
+):
     assert main(["bench", *words]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_texts_are_taken_as_whole_ones():
+def test_bench_inputs_use_full_text_length():
     """A text's length decides how much attention there is."""
     import jax
 

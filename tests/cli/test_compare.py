@@ -28,7 +28,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("name", slower(["api/wan21_t2v_720p", "pipeline/wan21_t2v_720p"], "pipeline/wan21_t2v_720p"))
-def test_a_workflow_is_rendered_in_each_quality(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_compare_renders_workflow_in_each_quality(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     import av
 
     steps = "Wan21TPUPipeline" if name.startswith("pipeline") else "Wan21TPUSampler"
@@ -52,12 +52,12 @@ def test_a_workflow_is_rendered_in_each_quality(name: str, tmp_path: Path, capsy
         ("", "--quality is ''; name two or more to compare, such as exact,int8."),
     ],
 )
-def test_qualities_are_checked_before_anything_runs(text: str, message: str, capsys: pytest.CaptureFixture):
+def test_compare_invalid_quality_is_refused_before_run(text: str, message: str, capsys: pytest.CaptureFixture):
     assert cli.main(["compare", str(EXAMPLES / "api/wan21_t2v_720p.json"), "--tiny", "--quality", text]) == 2
     assert capsys.readouterr().err == f"comfyui-tpu: {message}\n"
 
 
-def test_a_workflow_without_a_sampler_is_refused():
+def test_set_quality_without_sampler_raises_value_error():
     workflow: dict[str, Any] = {"1": {"class_type": "LoadImage", "inputs": {"image": "x.png"}}}
     with pytest.raises(ValueError, match="no TPU sampler or pipeline, whose quality could be compared"):
         compare.set_quality(workflow, "int8")
@@ -67,7 +67,7 @@ def test_a_workflow_without_a_sampler_is_refused():
     ("example", "changes"),
     [("flux2_klein", []), ("wan22_i2v_720p", ["--set", "TPUModelLoader.model_id=tiny/wan22ti2v"])],
 )
-def test_a_quality_that_a_model_does_not_have_is_refused_before_anything_runs(
+def test_compare_quality_unsupported_by_model_is_refused_before_run(
     example: str, changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     """Of a family without it, and of one whose other models have it."""
@@ -83,17 +83,17 @@ def video(frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
     return torch.linspace(0.2, 0.9, frames)[:, None, None, None].expand(frames, height, width, 3)
 
 
-def compared(**given: Any) -> torch.Tensor:
+def run_compare_node(**given: Any) -> torch.Tensor:
     node = HEADLESS_NODES["TPUCompare"]
     assert isinstance(node, Node)
     (found,) = node.run(Host(), **node.values(given))
     return found
 
 
-def test_the_node_puts_results_side_by_side_below_their_labels():
+def test_compare_node_side_by_side_places_results_below_labels():
     """A shorter one stays on its last frame; one of another shape is seen whole, between bars."""
     first, second = video(5), torch.full((3, 64, 48, 3), 0.5)
-    found = compared(frames=first, frames_2=second, layout="side by side", labels="exact, int8")
+    found = run_compare_node(frames=first, frames_2=second, layout="side by side", labels="exact, int8")
     assert found.shape == (5, 32 + media.LABEL_HEIGHT, 2 * 48, 3)
     labels, below = found[:, : media.LABEL_HEIGHT], found[:, media.LABEL_HEIGHT :]
     assert torch.equal(below[:, :, :48], first)
@@ -103,19 +103,19 @@ def test_the_node_puts_results_side_by_side_below_their_labels():
         and labels[:, :, 48:].any()
         and not torch.equal(labels[..., :48, :], labels[..., 48:, :])
     )
-    unnamed = compared(frames=first, frames_2=second, layout="side by side", labels="")
+    unnamed = run_compare_node(frames=first, frames_2=second, layout="side by side", labels="")
     assert torch.equal(unnamed[:, media.LABEL_HEIGHT :], below) and not torch.equal(unnamed, found)
 
 
-def test_a_contact_sheet_holds_frames_from_the_first_to_the_last():
+def test_compare_node_contact_sheet_spans_first_to_last_frame():
     frames = video(81)
-    found = compared(frames=frames, layout="contact sheet", pictures=5, columns=3)
+    found = run_compare_node(frames=frames, layout="contact sheet", pictures=5, columns=3)
     tall = 32 + media.LABEL_HEIGHT
     assert found.shape == (1, 2 * tall, 3 * 48, 3)
     middles = found[0, media.LABEL_HEIGHT + 16 :: tall, 24::48, 0].flatten().tolist()
     assert middles == pytest.approx([*(frames[at, 0, 0, 0].item() for at in (0, 20, 40, 60, 80)), 0.0])
     # A video and a picture: rows of their own, as wide as each other.
-    both = compared(frames=frames, frames_2=video(1), layout="contact sheet", pictures=5, columns=3)
+    both = run_compare_node(frames=frames, frames_2=video(1), layout="contact sheet", pictures=5, columns=3)
     assert both.shape == (1, 3 * tall, 3 * 48, 3)
     assert torch.equal(both[:, media.LABEL_HEIGHT : tall], found[:, media.LABEL_HEIGHT : tall])
 
@@ -130,6 +130,6 @@ def test_a_contact_sheet_holds_frames_from_the_first_to_the_last():
     ],
     ids=["labels", "empty", "NaN", "huge"],
 )
-def test_what_cannot_be_compared_is_a_sentence(given: dict[str, Any], sentence: str):
+def test_compare_node_invalid_inputs_raise_value_error(given: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        compared(**{"frames": video(2), "layout": "side by side", **given})
+        run_compare_node(**{"frames": video(2), "layout": "side by side", **given})

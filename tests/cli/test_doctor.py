@@ -219,7 +219,7 @@ CASES: dict[str, tuple[Callable, Harm, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", CASES)
-def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well: HostMachine):
+def test_doctor_check_reports_fault_with_remedy(fault: str, well: HostMachine):
     check, harm, found, remedy = CASES[fault]
     assert [finding for finding in check(well) if finding.remedy] == []
     (finding,) = [finding for finding in check(harm(well) or dataclasses.replace(well)) if finding.remedy]
@@ -227,13 +227,13 @@ def test_a_fault_is_found_with_its_command_and_only_where_it_is(fault: str, well
     assert "\n" not in finding.found + finding.remedy and "secret" not in str(finding)
 
 
-def test_every_check_is_shown_to_find_something():
+def test_doctor_cases_cover_every_check():
     # tests/cli/test_versions.py, below, and what is no fault
     elsewhere = {packages.check_versions, packages.check_companions, host.check_pack}
     assert {check for check, *_ in CASES.values()} | elsewhere == {*packages.CHECKS, *CHECKS}
 
 
-def test_a_torchvision_for_another_torch_is_named(well: HostMachine, monkeypatch: pytest.MonkeyPatch):
+def test_check_companions_names_mismatched_torchvision(well: HostMachine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packages, "_requires", lambda name: ["numpy", "torch==2.13.0"])
     assert list(packages.check_companions(well)) == []
     (finding,) = packages.check_companions(installed(torch="2.12.1+cpu")(well))
@@ -241,7 +241,7 @@ def test_a_torchvision_for_another_torch_is_named(well: HostMachine, monkeypatch
     assert finding.remedy.endswith("torch==2.12.1 torchvision")
 
 
-def test_a_machine_that_is_well_needs_nothing(well: HostMachine, capsys: pytest.CaptureFixture[str]):
+def test_doctor_on_healthy_machine_reports_ready(well: HostMachine, capsys: pytest.CaptureFixture[str]):
     assert checks.run(SimpleNamespace(json=False, start=False, model=""), well) == 0
     text = capsys.readouterr().out
     assert "devices                8 x v6e, 32.0 GiB each\nmesh with guidance     dp=2 sp=4 tp=1\n" in text
@@ -252,7 +252,7 @@ def test_a_machine_that_is_well_needs_nothing(well: HostMachine, capsys: pytest.
 
 
 @pytest.mark.parametrize(("harm", "code"), [(no_token, 0), (held, 1)])
-def test_json_has_every_finding_and_advice_is_no_fault(
+def test_doctor_json_lists_findings_and_advice_exits_zero(
     harm: Harm, code: int, well: HostMachine, capsys: pytest.CaptureFixture[str]
 ):
     harm(well)
@@ -271,14 +271,14 @@ def metrics(kind: str) -> Iterator[Harm]:
         yield env(TPU_RUNTIME_METRICS_PORTS=str(port))
 
 
-def test_the_metrics_service_tells_of_a_process_that_cannot_be_seen(well: HostMachine):
+def test_check_holders_reports_process_of_another_user(well: HostMachine):
     with metrics("serving") as harm:
         (finding,) = chips.check_holders(harm(well))
     assert finding.found == "by a process of another user, 36.0 GiB of 248.0 GiB used"
     assert finding.remedy.startswith("sudo lsof /dev/accel* /dev/vfio/*")
 
 
-def test_what_a_first_run_measured_is_told(well: HostMachine):
+def test_check_fallbacks_reports_first_run_measurements(well: HostMachine):
     found = {"reserve_share": 0.08, "compilers_behind": 1, "keeps_programs": False, "rates": {"to_chips": 12.34}}
     write(well.home / ".cache/comfyui-tpu/machine.json", json.dumps({"8 x TPU v6 lite": found}))
     (finding,) = chips.check_fallbacks(well)
@@ -288,7 +288,7 @@ def test_what_a_first_run_measured_is_told(well: HostMachine):
     )
 
 
-def test_comfyui_may_hold_the_chips(well: HostMachine):
+def test_check_holders_accepts_comfyui_on_chips(well: HostMachine):
     server(well, 77, "/dev/vfio/0", environ={"PIP_CONSTRAINT": "/constraints.txt"})
     with metrics("serving") as harm:
         (finding,) = chips.check_holders(harm(well))
@@ -296,21 +296,21 @@ def test_comfyui_may_hold_the_chips(well: HostMachine):
     assert not finding.remedy and list(comfyui.check_running(well)) == []
 
 
-def test_a_silent_metrics_service_is_said_within_its_deadline(well: HostMachine):
+def test_check_holders_reports_silent_metrics_service(well: HostMachine):
     with metrics("silent") as harm:
         (finding,) = chips.check_holders(harm(well))
     assert "does not answer: the process that holds the chips hangs" in finding.found
 
 
-def test_comfyui_at_its_port_is_no_fault(well: HostMachine):
+def test_check_running_accepts_comfyui_on_port_8188(well: HostMachine):
     server(well, 77, "socket:[5555]", environ={"PIP_CONSTRAINT": "/constraints.txt"})
     listening(well)
     (finding,) = comfyui.check_running(well)
     assert (finding.topic, finding.found, finding.remedy) == ("port 8188", "ComfyUI, process 77", "")
 
 
-def test_the_environment_beside_comfyui_is_compared_too(well: HostMachine):
-    versions = {name: package.version for name, package in _tested().items()}
+def test_check_environment_reports_unsupported_versions_in_venv(well: HostMachine):
+    versions = {name: package.version for name, package in _tested_packages().items()}
     environment(well, **versions)
     assert list(packages.check_environment(well)) == []
     environment(well, ".comfyui-tpu/venv", **{**versions, "diffusers": "0.30.0", "jax": "0.5.0"})
@@ -319,20 +319,20 @@ def test_the_environment_beside_comfyui_is_compared_too(well: HostMachine):
     assert found["diffusers 0.30.0"].endswith(".comfyui-tpu/venv/bin/python -m pip install 'diffusers<0.43,>=0.42.1'")
 
 
-def _tested() -> Mapping[str, SimpleNamespace]:
+def _tested_packages() -> Mapping[str, SimpleNamespace]:
     from comfyui_tpu.tpu_runtime import versions
 
     return {package.name: SimpleNamespace(version=package.installed) for package in versions.list_packages()}
 
 
-def test_without_chips_programs_run_on_the_cpu(well: HostMachine):
+def test_check_chips_without_tpu_reports_simulated_cpu_chips(well: HostMachine):
     shutil.rmtree(well.root)
     found = [one.found for one in chips.check_chips(env(XLA_FLAGS="--xla_force_host_platform_device_count=3")(well))]
     assert found[0] == "no TPU; programs run on the CPU, as 3 simulated chips"
     assert found[1] == "dp=1 sp=3 tp=1"
 
 
-def test_jax_is_started_only_when_asked_and_an_abort_of_it_is_a_finding(well: HostMachine):
+def test_check_jax_start_reports_devices_or_abort(well: HostMachine):
     environ = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     (finding,) = chips.check_jax_start(dataclasses.replace(well, environ=environ))
     assert (finding.found, "unset JAX_PLATFORMS" in finding.remedy) == ("starts: 1 x cpu (cpu)", True)

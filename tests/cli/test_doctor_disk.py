@@ -35,7 +35,7 @@ def machine(home: Path, free_gib: float, missing_gib: float, *, model: str = MOD
         (1, 0, "programs and videos need 2.0 GiB", True),
     ],
 )
-def test_the_chosen_model_has_room_or_not(
+def test_check_free_space_compares_model_size_with_free_disk(
     tmp_path: Path, free_gib: float, missing_gib: float, said: str, is_fault: bool
 ):
     (finding,) = disk.check_free_space(machine(tmp_path / "home", free_gib, missing_gib))
@@ -43,7 +43,7 @@ def test_the_chosen_model_has_room_or_not(
     assert ("not here yet" in finding.found) == bool(missing_gib)
 
 
-def test_without_a_network_the_free_disk_is_still_told(tmp_path: Path):
+def test_check_free_space_without_network_reports_free_disk(tmp_path: Path):
     def fails(name: str) -> tuple[int, int]:
         raise ValueError("The Hub does not answer.")
 
@@ -52,7 +52,7 @@ def test_without_a_network_the_free_disk_is_still_told(tmp_path: Path):
     assert not finding.remedy
 
 
-def test_the_largest_file_of_a_model_is_read_and_says_how_long_the_chosen_one_takes(tmp_path: Path):
+def test_check_read_rate_reads_largest_file_and_estimates_model(tmp_path: Path):
     found = machine(tmp_path / "home", 100, 0)
     assert list(disk.check_read_rate(found)) == []
     for name, size in {"small": 1, "large": 300, "larger/than": 200}.items():
@@ -67,7 +67,7 @@ def test_the_largest_file_of_a_model_is_read_and_says_how_long_the_chosen_one_ta
     assert finding.found.endswith("large.safetensors")
 
 
-def test_a_rate_is_that_of_the_bytes_which_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_rate_divides_bytes_read_by_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     size = 3 * machines.PIECE_BYTES + 5
     file = tmp_path / "weights"
     file.write_bytes(bytes(size))
@@ -76,7 +76,7 @@ def test_a_rate_is_that_of_the_bytes_which_were_read(tmp_path: Path, monkeypatch
     assert machines.read_rate(file) == pytest.approx(size / GB / 0.5)
 
 
-def test_no_rate_takes_longer_than_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_rate_stops_at_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "weights"
     file.write_bytes(bytes(2 * machines.PIECE_BYTES))
     clock = iter([10.0, 10.0, 10.0 + machines.READ_S, 14.0])
@@ -85,6 +85,6 @@ def test_no_rate_takes_longer_than_its_time(tmp_path: Path, monkeypatch: pytest.
     assert machines.read_rate(file) == pytest.approx(machines.PIECE_BYTES / GB / 4.0)
 
 
-def test_a_model_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_doctor_unknown_model_error_lists_models(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--model", "nothing"]) == 2
     assert MODEL in capsys.readouterr().err

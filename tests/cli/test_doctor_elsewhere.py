@@ -13,7 +13,7 @@ __all__ = ["well"]  # a fixture
 
 
 @pytest.mark.parametrize("fault", [fault for fault, case in CASES.items() if "setup.py" in case[3]])
-def test_no_setup_is_named_where_none_is(fault: str, well: HostMachine, tmp_path: Path):
+def test_remedy_without_setup_py_clones_repository(fault: str, well: HostMachine, tmp_path: Path):
     """As Manager or pip installs the pack: no setup.py, which a clone brings."""
     archive = tmp_path / "archive"
     for name in ("pyproject.toml", "requirements.txt", "constraints.txt", "supported.txt"):
@@ -29,7 +29,7 @@ def test_no_setup_is_named_where_none_is(fault: str, well: HostMachine, tmp_path
 
 
 @pytest.mark.parametrize(("fault", "command"), [("unconstrained", "kill 77; cd "), ("port in use", "cd ")])
-def test_without_setup_comfyui_is_started_by_itself(fault: str, command: str, well: HostMachine, tmp_path: Path):
+def test_remedy_without_setup_py_starts_comfyui_directly(fault: str, command: str, well: HostMachine, tmp_path: Path):
     unlinked(well)
     check, harm, *_ = CASES[fault]
     harm(well)
@@ -38,7 +38,7 @@ def test_without_setup_comfyui_is_started_by_itself(fault: str, command: str, we
     assert "python main.py --cpu" in finding.remedy
 
 
-def test_setup_is_named_by_the_clone_in_custom_nodes(well: HostMachine, tmp_path: Path):
+def test_setup_command_uses_clone_in_custom_nodes(well: HostMachine, tmp_path: Path):
     """Where the command itself comes from a wheel."""
     command = comfyui.setup_command(dataclasses.replace(well, pack=tmp_path), "update")
     assert command == f"python3 {well.pack / 'setup.py'} update --comfyui {well.comfyui}"

@@ -17,7 +17,7 @@ from comfyui_tpu.tpu_runtime.progress import SHOWN_TO_USER
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_a_command_explains_every_option_and_shows_an_example_that_it_takes(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_command_help_describes_options_and_valid_example(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
     verb = VERBS[name]
     said = [action.help for action in verb._actions]
@@ -28,14 +28,14 @@ def test_a_command_explains_every_option_and_shows_an_example_that_it_takes(name
     assert _parser().parse_args(shlex.split(example)[1:]).command is verb.get_default("command")
 
 
-def test_what_needs_the_network_says_so():
+def test_help_marks_commands_that_need_network():
     assert {name for name, verb in VERBS.items() if DOWNLOADS in (verb.epilog or "")} == {
         "run", "compare", "batch", "serve", "encode", "denoise", "decode", "calibrate", "warmup", "follow",
     }  # fmt: skip
     assert "(needs the network)" in DOWNLOADS and "(needs the network)" in VERBS["download"].description
 
 
-def test_the_command_lists_the_models_by_name(capsys: pytest.CaptureFixture):
+def test_main_help_lists_models_by_name(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         main(["--help"])
     lines = capsys.readouterr().out.splitlines()
@@ -54,15 +54,13 @@ def test_the_command_lists_the_models_by_name(capsys: pytest.CaptureFixture):
         (["calibrate", "flux2-dev"], "this model has no cache_threshold"),
     ],
 )
-def test_a_wrong_name_is_answered_with_the_names_a_line_each(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture
-):
+def test_command_unknown_name_error_lists_known_names(words: list[str], sentence: str, capsys: pytest.CaptureFixture):
     assert main(words) == 2
     assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help", "doctor", "plan z-image --topology nowhere:1x1"])
-def test_a_command_whose_output_nobody_reads_ends_without_a_word(words: str):
+def test_command_with_closed_output_exits_without_traceback(words: str):
     """As behind `| head`, of both its streams or of one."""
     read, write = os.pipe()
     os.close(read)
@@ -76,7 +74,7 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_word(words: str):
         os.close(write)
 
 
-def test_a_terminal_has_once_what_is_told_and_logged():
+def test_terminal_log_handler_skips_records_shown_to_user():
     assert main(["plan", "nothing"]) == 2
     assert logging.lastResort
     records = [logging.makeLogRecord(given) for given in ({}, {SHOWN_TO_USER: True})]

@@ -23,46 +23,53 @@ def notebook() -> Any:
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def tagged(found: Any, tag: str) -> Any:
+def find_cell(found: Any, tag: str) -> Any:
     (cell,) = (cell for cell in found.cells if tag in cell.metadata.get("tags", ()))
     return cell
 
 
-def said(cell: Any) -> str:
+def cell_output(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
 @pytest.mark.recorded
 @pytest.mark.parametrize("selftest", [[], ["--first-run"]], ids=["short", "in full"])
-def test_its_cells_run_from_top_to_bottom(selftest: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_notebook_cells_run_in_order(selftest: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With this environment in place of an installation, and one miniature in place of all in the self-test."""
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     found = notebook()
-    settings = tagged(found, "settings")
+    settings = find_cell(found, "settings")
     settings.source += (
         f"\nPACK = Path({str(ROOT)!r})\nCOMMAND = Path({str(Path(sys.executable).with_name('comfyui-tpu'))!r})\n"
         f"OUTPUT = Path({str(tmp_path / 'output')!r})\nCOMFYUI = Path({str(tmp_path / 'ComfyUI')!r})\n"
         f'TINY, STEPS, SELFTEST = ["--tiny"], [4], {[*selftest, "--model", "flux2-klein-4b"]}\n'
     )
     NotebookClient(found, timeout=4 * PATIENCE_S, kernel_name="python3").execute(cwd=str(tmp_path))
-    assert "doctor" in tagged(found, "install").source and "Cloning into" not in said(tagged(found, "install"))
-    assert "All forms agree." in said(tagged(found, "verify"))
+    assert "doctor" in find_cell(found, "install").source and "Cloning into" not in cell_output(
+        find_cell(found, "install")
+    )
+    assert "All forms agree." in cell_output(find_cell(found, "verify"))
     shown = {
-        kind for tag in ("picture", "video") for output in tagged(found, tag).outputs for kind in output.get("data", {})
+        kind
+        for tag in ("picture", "video")
+        for output in find_cell(found, tag).outputs
+        for kind in output.get("data", {})
     }
     assert {"image/png", "text/html"} <= shown
     assert list((tmp_path / "output").rglob("*.mp4")) and list((tmp_path / "output").rglob("*.png"))
-    assert "first_run.json" in said(tagged(found, "record")) and "verify.json" in said(tagged(found, "record"))
+    assert "first_run.json" in cell_output(find_cell(found, "record")) and "verify.json" in cell_output(
+        find_cell(found, "record")
+    )
     record = json.loads((tmp_path / "output" / "first_run.json").read_text())
     assert str(tmp_path) not in json.dumps(record) and os.path.expanduser("~") not in json.dumps(record)
 
 
-def test_what_is_found_wrong_does_not_stop_the_notebook(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_notebook_continues_after_failed_check(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """A red row is for the record; a download that fails stops it."""
     found = notebook()
     (function,) = (
-        node for node in ast.parse(tagged(found, "install").source).body if isinstance(node, ast.FunctionDef)
+        node for node in ast.parse(find_cell(found, "install").source).body if isinstance(node, ast.FunctionDef)
     )
     (tmp_path / "run.py").write_text(ast.unparse(function))
     names = runpy.run_path(
@@ -77,7 +84,7 @@ def test_what_is_found_wrong_does_not_stop_the_notebook(capsys: pytest.CaptureFi
         assert line.endswith("stops=False)"), line
 
 
-def test_it_says_sizes_before_it_downloads_holds_no_outputs_and_names_files_that_are_there():
+def test_notebook_states_sizes_has_no_outputs_and_existing_paths():
     found = notebook()
     nbformat.validate(found)
     named = [
@@ -91,4 +98,4 @@ def test_it_says_sizes_before_it_downloads_holds_no_outputs_and_names_files_that
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found.cells)
     downloads = [index for index, cell in enumerate(found.cells) if '"download"' in cell.source]
     assert downloads and min(downloads) > 0
-    assert tagged(found, "settings").source.count("TINY = []") == 1
+    assert find_cell(found, "settings").source.count("TINY = []") == 1

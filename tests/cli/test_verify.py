@@ -21,7 +21,7 @@ MODEL = "cogvideox1.5-5b"
 WORDS = ["bench", MODEL, "--verify", "--runs", "1", "--num-frames", "9", "--height", "64", "--width", "80"]
 
 
-def verified(tmp_path: Path) -> dict[str, Any]:
+def run_verify(tmp_path: Path) -> dict[str, Any]:
     """The record of a run; its forms by name."""
     path = tmp_path / "verified.json"
     assert main([*WORDS, "--json", str(path)]) == 0
@@ -31,8 +31,8 @@ def verified(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_forms_of_the_miniature_agree_and_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    record = verified(tmp_path)
+def test_verify_tiny_model_variants_agree_and_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    record = run_verify(tmp_path)
     assert (record["model"], record["is_tiny"], record["label"]) == (MODEL, True, "measured")
     names = ["as chosen", "as chosen (part)", "without the kernels attention (part)"]
     assert list(record["forms"]) == names
@@ -61,7 +61,7 @@ WITHOUT_ATTENTION = "without the kernels attention (part)"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", slower(["float32", "bfloat16"], "bfloat16"))
-def test_a_kernel_that_computes_something_else_is_found(precision: str, monkeypatch: pytest.MonkeyPatch):
+def test_verify_detects_scaled_attention_kernel(precision: str, monkeypatch: pytest.MonkeyPatch):
     """By a hundredth of attention's result alone, which in bfloat16 is less than rounding."""
     sound = part_forms(precision)[WITHOUT_ATTENTION]
     assert sound.difference is not None and not sound.problem
@@ -87,7 +87,7 @@ def test_a_kernel_that_computes_something_else_is_found(precision: str, monkeypa
 
 
 @pytest.mark.slow
-def test_a_form_that_does_not_run_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
+def test_verify_continues_after_variant_fails_to_run(monkeypatch: pytest.MonkeyPatch):
     right = Program.compile
 
     def refused(program: Program, *args: Any) -> Any:
@@ -102,7 +102,7 @@ def test_a_form_that_does_not_run_leaves_the_others(monkeypatch: pytest.MonkeyPa
     assert found.median_s is None and forms and not any(form.problem for form in forms.values())
 
 
-def test_of_forms_that_are_predicted_one_that_does_not_compile_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
+def test_verify_prediction_continues_after_compile_failure(monkeypatch: pytest.MonkeyPatch):
     def refused(program: Program, topology: chips.Topology) -> compile.CompiledProgram:
         if not program.compiler_options:
             raise RuntimeError("the TPU's compiler failed: INTERNAL: no such luck\nand a trace")
@@ -123,7 +123,7 @@ def test_of_forms_that_are_predicted_one_that_does_not_compile_leaves_the_others
 
 
 @pytest.mark.parametrize("spec", FLAGSHIPS, ids=lambda spec: spec.name)
-def test_every_group_of_options_and_every_kernel_is_left_out_once(spec: Any):
+def test_list_variants_omits_each_option_group_and_kernel_once(spec: Any):
     """Of the real size, whose blocks are as wide as the model's and run in a loop, as in a step."""
     settings = spec.settings()
     devices = chips.compile_devices(chips.topology("v6e:2x4"))
@@ -162,17 +162,17 @@ def _size(weight: Any) -> int:
         (["--no-prediction"], "--no-prediction is not for --verify: it measures, and predicts only with --topology."),
     ],
 )
-def test_options_that_it_has_no_use_for_are_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]):
+def test_verify_refuses_unused_options(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]):
     assert main([*WORDS, *words]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_a_topology_is_for_verifying_alone(capsys: pytest.CaptureFixture[str]):
+def test_bench_topology_without_verify_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["bench", MODEL, "--topology", "v6e:2x4"]) == 2
     assert "--topology is for --verify" in capsys.readouterr().err
 
 
-def test_what_is_apart_is_said_as_a_share():
+def test_relative_rms_returns_share_of_reference():
     import numpy as np
 
     ones = np.ones((4, 4))
@@ -181,7 +181,7 @@ def test_what_is_apart_is_said_as_a_share():
     assert not np.isfinite(verify.relative_rms(ones * np.nan, ones))
 
 
-def test_a_pull_is_found_below_rounding_that_is_larger():
+def test_attribute_error_finds_direction_below_larger_noise():
     """A hundredth of one, nothing of another that is not at right angles to it, in noise of three times as much."""
     import numpy as np
 
@@ -194,7 +194,7 @@ def test_a_pull_is_found_below_rounding_that_is_larger():
     assert np.isnan(verify.attribute_error(noise * np.nan, pulls)["first"])
 
 
-def test_the_report_is_read_in_one_go():
+def test_format_verification_lists_times_memory_and_problems():
     rows = (
         verify.FormResult(
             name="as chosen", compile_s=3.0, median_s=0.5, predicted_s=None, peak_bytes=2**30, difference=None,

@@ -20,7 +20,7 @@ TORCH = f"pip install --index-url {versions.TORCH_INDEX} 'torch<2.16,>=2.13' tor
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def installed_versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Versions that count as installed in place of the real ones, by package; an empty one is not installed."""
     others: dict[str, str] = {}
     real = importlib.metadata.version
@@ -55,7 +55,7 @@ def pins(file: str) -> dict[str, Version]:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_the_range_ends_with_the_newest_version_that_was_run(name: str):
+def test_package_range_ends_at_newest_tested_version(name: str):
     """A later minor version was not run, so it is not claimed."""
     ranges = {package.name: package.range for package in versions.list_packages()}
     run = [pins(file)[name] for file in SETS]
@@ -67,7 +67,7 @@ def test_the_range_ends_with_the_newest_version_that_was_run(name: str):
 
 
 @pytest.mark.parametrize("file", SETS)
-def test_each_set_of_versions_is_in_range(file: str):
+def test_version_set_is_within_package_ranges(file: str):
     ranges = {
         package.name: package.range
         for package in versions.list_packages()
@@ -79,11 +79,11 @@ def test_each_set_of_versions_is_in_range(file: str):
     assert outside == {}
 
 
-def test_each_set_names_what_results_depend_on():
+def test_version_sets_pin_packages_that_affect_results():
     assert all({*BOUNDED, "jaxlib", "libtpu", "numpy"} <= pins(file).keys() for file in SETS)
 
 
-def test_every_version_of_this_environment_was_run():
+def test_environment_versions_are_all_tested():
     installed = {package: package.installed for package in versions.list_packages()}
     assert [package.name for package, version in installed.items() if version and package.describe_doubt(version)] == []
 
@@ -98,26 +98,26 @@ def test_every_version_of_this_environment_was_run():
         ("torch", "2.16.0", "<2.16,>=2.13", TORCH),
     ],
 )
-def test_doctor_names_a_version_that_was_not_run_and_the_command(
-    name: str, version: str, tested: str, command: str, installed: dict[str, str]
+def test_doctor_names_untested_version_and_pip_command(
+    name: str, version: str, tested: str, command: str, installed_versions: dict[str, str]
 ):
     assert findings(name)[0][1] == ""
-    installed[name] = version
+    installed_versions[name] = version
     assert findings(name) == [(f"{version}; tested with {tested}", command)]
 
 
-def test_a_newer_version_of_what_comfyui_brings_is_no_fault(installed: dict[str, str]):
+def test_check_versions_newer_package_is_not_fault(installed_versions: dict[str, str]):
     """ComfyUI's requirements bring the newest there is: an installation by the book must end well."""
     for name, newer in {"diffusers": "0.43.0", "av": "20.0.1", "tpu-info": "0.15.0"}.items():
-        installed[name] = newer
+        installed_versions[name] = newer
         assert [each.is_fault for each in packages.check_versions(HostMachine()) if each.topic == name] == [False]
-    installed["transformers"] = "5.25.1"
+    installed_versions["transformers"] = "5.25.1"
     (found,) = [each for each in packages.check_versions(HostMachine()) if each.topic == "transformers"]
     assert not found.is_fault and found.remedy == "pip install 'transformers<5.25,>=5.6.0'"
     assert found.found.startswith("5.25.1; newer than the tested versions, <5.25,>=5.6.0")
 
 
-def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
+def test_doctor_without_packaging_still_reports(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     for module in ("cli.doctor.packages", "tpu_runtime.versions"):
         monkeypatch.setitem(sys.modules, f"comfyui_tpu.{module}", None)
@@ -128,12 +128,12 @@ def test_doctor_reports_without_packaging(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("version", "wanted"), [("2.15.0+cu132", "torch==2.15.0"), ("2.16.0+cu132", "'torch<2.16,>=2.13'")]
 )
-def test_a_gpu_build_is_replaced_by_the_same_version_where_that_runs(version: str, wanted: str):
+def test_check_torch_build_gpu_build_remedy_pins_supported_version(version: str, wanted: str):
     (finding,) = packages.check_torch_build(HostMachine(packages={"torch": version}))
     assert finding.remedy == f"pip install --force-reinstall --no-deps --index-url {versions.TORCH_INDEX} {wanted}"
 
 
-def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
+def test_check_requirements_reports_untested_comfyui_requirement(tmp_path: Path):
     file = tmp_path / "requirements.txt"
     machine = HostMachine(environ={"COMFYUI_PATH": str(tmp_path)})
     file.write_text("transformers>=4.50.3\nsafetensors>=0.4.2\ntorch\ntqdm\nav>=16.0.0\nnumpy>=1.25.0\nother==1\n")
@@ -146,10 +146,10 @@ def test_a_comfyui_that_asks_for_versions_never_run_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "version"), [("transformers", "5.25.0"), ("transformers", "4.57.6"), ("av", "17.0.0")]
 )
-def test_a_version_that_was_not_run_is_warned_of_once_in_doctors_words(
-    name: str, version: str, installed: dict[str, str], caplog: pytest.LogCaptureFixture
+def test_check_packages_warns_once_about_untested_version(
+    name: str, version: str, installed_versions: dict[str, str], caplog: pytest.LogCaptureFixture
 ):
-    installed[name] = version
+    installed_versions[name] = version
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             api.check_packages()
@@ -159,8 +159,10 @@ def test_a_version_that_was_not_run_is_warned_of_once_in_doctors_words(
 
 
 @pytest.mark.parametrize("name", ["tpu-info", "ftfy"])
-def test_a_package_that_is_missing_is_warned_of(name: str, installed: dict[str, str], caplog: pytest.LogCaptureFixture):
-    installed[name] = ""
+def test_check_packages_warns_about_missing_package(
+    name: str, installed_versions: dict[str, str], caplog: pytest.LogCaptureFixture
+):
+    installed_versions[name] = ""
     api.check_packages()
     (record,) = [record for record in caplog.records if record.name == versions.log.name]
     assert record.getMessage() == f"{name} is not installed. To install it: {findings(name)[0][1]}"
@@ -181,9 +183,11 @@ def test_a_package_that_is_missing_is_warned_of(name: str, installed: dict[str, 
         ("torchax", "0.0.14", "==0.0.13"),
     ],
 )
-def test_a_version_with_which_nothing_runs_is_refused(name: str, version: str, allowed: str, installed: dict[str, str]):
+def test_check_packages_unsupported_version_raises_runtime_error(
+    name: str, version: str, allowed: str, installed_versions: dict[str, str]
+):
     """By the value that came, the allowed ones, and a command for this very environment."""
-    installed[name] = version
+    installed_versions[name] = version
     with pytest.raises(RuntimeError) as refused:
         api.check_packages()
     ((_, command),) = findings(name)
@@ -194,26 +198,26 @@ def test_a_version_with_which_nothing_runs_is_refused(name: str, version: str, a
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.14.1", "2.15.0+cu132", "2.15.9"])
-def test_a_torch_in_range_is_not_refused(version: str, installed: dict[str, str]):
-    installed["torch"] = version
+def test_check_packages_accepts_supported_torch_version(version: str, installed_versions: dict[str, str]):
+    installed_versions["torch"] = version
     api.check_packages()
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "jaxlib", "torchax", "diffusers", "transformers"])
-def test_what_nothing_runs_without_is_refused_where_it_is_missing(name: str, installed: dict[str, str]):
-    installed[name] = ""
+def test_check_packages_missing_package_raises_runtime_error(name: str, installed_versions: dict[str, str]):
+    installed_versions[name] = ""
     with pytest.raises(RuntimeError, match=f"^{name} is not installed: no TPU node runs without it. Run this command"):
         api.check_packages()
 
 
-def test_several_refusals_are_lines(installed: dict[str, str]):
-    installed |= {"torch": "2.16.0", "diffusers": ""}
+def test_check_packages_lists_each_refusal_on_one_line(installed_versions: dict[str, str]):
+    installed_versions |= {"torch": "2.16.0", "diffusers": ""}
     with pytest.raises(RuntimeError) as refused:
         api.check_packages()
     assert [line.split()[0] for line in str(refused.value).splitlines()] == ["torch", "diffusers"]
 
 
-def test_a_missing_packaging_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch):
+def test_check_packages_without_packaging_raises_runtime_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "comfyui_tpu.tpu_runtime.versions")
     monkeypatch.delattr("comfyui_tpu.tpu_runtime.versions")
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
@@ -221,11 +225,13 @@ def test_a_missing_packaging_is_refused_with_its_command(monkeypatch: pytest.Mon
         api.check_packages()
 
 
-def test_the_bridge_refuses_before_it_imports_torchax(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_torch_bridge_refuses_before_importing_torchax(
+    installed_versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
     """Whatever asks for it: an engine, a plan, a batch."""
     from comfyui_tpu.tpu_runtime.programs import torch_bridge
 
-    installed["torch"] = "2.16.0"
+    installed_versions["torch"] = "2.16.0"
     torch_bridge._environment.cache_clear()
     monkeypatch.setattr(torch_bridge, "_import_torchax", lambda: pytest.fail("torchax was imported"))
     with pytest.raises(versions.UnsupportedPackages, match="^torch 2.16.0 is not supported"):

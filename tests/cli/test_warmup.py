@@ -43,7 +43,7 @@ Asked = list[tuple[ModelRef, Settings]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def requested_generations(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The generations that are to be compiled for, in place of compiling."""
     found: Asked = []
 
@@ -93,9 +93,9 @@ def widgets_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_tiny", [False, True], ids=["real", "tiny"])
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_an_example_is_warmed_at_its_own_sizes(path: Path, is_tiny: bool, asked: Asked):
+def test_warmup_example_uses_sizes_of_workflow(path: Path, is_tiny: bool, requested_generations: Asked):
     assert cli.main(["warmup", str(path), *(["--tiny"] if is_tiny else [])]) == 0
-    ((model, settings),) = asked
+    ((model, settings),) = requested_generations
     widgets = widgets_of(path)
     if is_tiny:
         widgets |= {"model_id": model.spec.miniature.id, **model.spec.miniature.inputs}
@@ -111,17 +111,17 @@ def test_an_example_is_warmed_at_its_own_sizes(path: Path, is_tiny: bool, asked:
 
 @pytest.mark.parametrize("command", ["warmup", "run"])
 @pytest.mark.parametrize("path", CORE, ids=name)
-def test_a_workflow_of_comfyuis_own_nodes_is_sent_there(
-    path: Path, command: str, asked: Asked, capsys: pytest.CaptureFixture
+def test_warmup_and_run_refuse_workflow_of_core_nodes(
+    path: Path, command: str, requested_generations: Asked, capsys: pytest.CaptureFixture
 ):
     assert cli.main([command, str(path)]) == 2
     assert ", which does not run without ComfyUI: queue this workflow there. Known here: " in capsys.readouterr().err
-    assert not asked
+    assert not requested_generations
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", slower(examples.PIPELINES, *SIBLINGS), ids=name)
-def test_an_examples_programs_are_built_at_its_tiny_sizes(path: Path, programs: list[Program]):
+def test_warmup_tiny_builds_programs_at_tiny_sizes(path: Path, programs: list[Program]):
     """The whole way through the engine and the tiny checkpoint, but for the compiler."""
     assert cli.main(["warmup", str(path), "--tiny"]) == 0
     ((model, settings),) = generations_of_tiny(path)
@@ -141,40 +141,40 @@ def generations_of_tiny(path: Path) -> Asked:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_named_model_is_warmed_at_its_tiny_or_given_sizes(spec: ModelSpec, asked: Asked):
+def test_warmup_model_uses_tiny_or_given_sizes(spec: ModelSpec, requested_generations: Asked):
     assert cli.main(["warmup", "--model", spec.name]) == 0
     assert cli.main(["warmup", "--model", spec.name, "--tiny"]) == 0
     assert cli.main(["warmup", "--model", spec.name, "--tiny", "--height", "96", "--guidance-scale", "1"]) == 0
     shown = spec.settings()
-    assert asked[0] == (ModelRef(spec_name=spec.name, model_id=spec.published.hub_id), shown)
-    assert asked[1][0].model_id == spec.miniature.id
-    sizes = [(settings.height, settings.width, settings.num_frames) for _, settings in asked[1:]]
+    assert requested_generations[0] == (ModelRef(spec_name=spec.name, model_id=spec.published.hub_id), shown)
+    assert requested_generations[1][0].model_id == spec.miniature.id
+    sizes = [(settings.height, settings.width, settings.num_frames) for _, settings in requested_generations[1:]]
     num_frames = spec.miniature.inputs.get("num_frames", shown.num_frames)
     height, width = (spec.miniature.inputs[name] for name in ("height", "width"))
     assert sizes == [(height, width, num_frames), (96, width, num_frames)]
-    assert asked[2][1].guidance_scale == 1.0
+    assert requested_generations[2][1].guidance_scale == 1.0
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_the_node_warms_what_it_is_told(spec: ModelSpec, asked: Asked):
+def test_warmup_node_uses_given_sizes(spec: ModelSpec, requested_generations: Asked):
     node, model = HEADLESS_NODES["TPUWarmup"], ModelRef(spec_name=spec.name, model_id=spec.miniature.id)
     sizes = {"height": 96, "width": 0, "num_frames": 17, "num_inference_steps": 3, "guidance_scale": 0.0}
     (report,) = node.run(TerminalContext(Folders(), stream=io.StringIO()), **node.values({"model": model, **sizes}))
     shown = spec.settings()
     num_frames = shown.num_frames if spec.is_image else 17
-    assert asked[0][1] == spec.settings(height=96, num_frames=num_frames, num_inference_steps=3)
+    assert requested_generations[0][1] == spec.settings(height=96, num_frames=num_frames, num_inference_steps=3)
     assert report.startswith(f"{spec.title}, {shown.width}x96")
 
 
-def test_the_node_warms_in_the_quality_that_the_loader_chose(asked: Asked):
+def test_warmup_node_uses_quality_of_loader(requested_generations: Asked):
     node, spec = HEADLESS_NODES["TPUWarmup"], lookup_spec("wan2.1-t2v-14b")
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, quality="int8")
     node.run(TerminalContext(Folders(), stream=io.StringIO()), **node.values({"model": model}))
-    assert [settings.quality for _, settings in asked] == ["int8"]
+    assert [settings.quality for _, settings in requested_generations] == ["int8"]
 
 
-def test_the_node_without_a_model_warms_what_the_samplers_of_its_workflow_run(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_warmup_node_without_model_uses_samplers_of_workflow(
+    requested_generations: Asked, monkeypatch: pytest.MonkeyPatch
 ):
     """One with a step cache and another solver, one whose model is on another machine."""
     model_id, address = lookup_spec("wan2.1-t2v-14b").published.hub_id, "10.0.0.7:8190"
@@ -189,13 +189,18 @@ def test_the_node_without_a_model_warms_what_the_samplers_of_its_workflow_run(
     workflow = {key: node for key, node in workflow.items() if not HEADLESS_NODES[node["class_type"]].is_output}
     workflow |= {"warmup": {"class_type": "TPUWarmup", "inputs": {}}}
     ((report,),) = run_workflow(workflow, TerminalContext(Folders(), stream=io.StringIO())).values()
-    assert asked == wanted and len(asked) == 2
-    found = [(model.address, settings.step_cache is not None, settings.scheduler) for model, settings in asked]
+    assert requested_generations == wanted and len(requested_generations) == 2
+    found = [
+        (model.address, settings.step_cache is not None, settings.scheduler)
+        for model, settings in requested_generations
+    ]
     assert found == [("", True, euler), (address, False, euler)]
-    assert [line.split(",")[0] for line in report.splitlines()] == [model.spec.title for model, _ in asked]
+    assert [line.split(",")[0] for line in report.splitlines()] == [
+        model.spec.title for model, _ in requested_generations
+    ]
 
 
-def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
+def test_warmup_applies_step_cache_options(tmp_path: Path, requested_generations: Asked):
     """From a workflow's widgets, and from the options of the command."""
     path = tmp_path / "cached.json"
     path.write_text(json.dumps(workflow_of(examples.page("hunyuan15_t2v_720p"), step_cache=True, cache_end=40)))
@@ -204,7 +209,7 @@ def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
     assert cli.main(["warmup", "--model", HUNYUAN.name, *options]) == 0
     assert cli.main(["warmup", "--model", HUNYUAN.name, "--cache-start", "3"]) == 0
     assert cli.main(["warmup", "--model", "wan2.1-t2v-14b", "--step-cache", "--cache-threshold", "0.1"]) == 0
-    assert [settings.step_cache for _, settings in asked] == [
+    assert [settings.step_cache for _, settings in requested_generations] == [
         StepCache(start=11, end=40, interval=4),
         StepCache(start=3, end=45, interval=2),
         None,
@@ -212,28 +217,30 @@ def test_a_step_cache_is_warmed_as_it_runs(tmp_path: Path, asked: Asked):
     ]
 
 
-def test_the_schedulers_options_are_taken(asked: Asked):
+def test_warmup_accepts_scheduler_options(requested_generations: Asked):
     name, options = "cogvideox1.5-5b", ["--scheduler", "CogVideoXDPMScheduler", "--use-dynamic-cfg"]
     assert cli.main(["warmup", "--model", name]) == 0
     assert cli.main(["warmup", "--model", name, *options]) == 0
-    found = [(settings.scheduler, settings.use_dynamic_cfg) for _, settings in asked]
+    found = [(settings.scheduler, settings.use_dynamic_cfg) for _, settings in requested_generations]
     assert found == [("checkpoint", False), ("CogVideoXDPMScheduler", True)]
 
 
-def test_a_cached_steps_two_programs_are_built(programs: list[Program]):
+def test_warmup_step_cache_builds_both_step_programs(programs: list[Program]):
     options = ["--step-cache", "--cache-start", "1", "--cache-end", "4", "--num-inference-steps", "5"]
     assert cli.main(["warmup", "--model", HUNYUAN.name, "--tiny", *options]) == 0
     names = [program.name for program in programs]
     assert (names.count("denoise_step"), names.count("denoise_step.from_features")) == (1, 1)
 
 
-def test_both_programs_of_a_published_curve_are_built(programs: list[Program]):
+def test_warmup_mag_cache_builds_both_step_programs(programs: list[Program]):
     assert cli.main(["warmup", "--model", "wan2.1-t2v-14b", "--tiny", "--step-cache", "--num-frames", "5"]) == 0
     names = [program.name for program in programs]
     assert (names.count("denoise_step"), names.count("denoise_step.from_features")) == (1, 1)
 
 
-def test_a_picture_that_was_encoded_elsewhere_is_asked_for(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_warmup_takes_size_from_linked_image_encoder_or_refuses(
+    requested_generations: Asked, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     """Its size is followed through nodes that pass it on, and cannot be known from a folder of stage files."""
     workflow = workflow_of(WAN22, height=480, width=832)
     workflow["20"] = {"class_type": "TPUFreeMemory", "inputs": {"anything": ["3", 0]}}
@@ -241,7 +248,11 @@ def test_a_picture_that_was_encoded_elsewhere_is_asked_for(asked: Asked, tmp_pat
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(workflow))
     assert cli.main(["warmup", str(path)]) == 0
-    assert (asked[0][1].height, asked[0][1].width, asked[0][1].num_frames) == (480, 832, 81)
+    assert (
+        requested_generations[0][1].height,
+        requested_generations[0][1].width,
+        requested_generations[0][1].num_frames,
+    ) == (480, 832, 81)
     workflow["20"] = {"class_type": "TPULoadStage", "inputs": {"folder": "stages", "model": ["21", 0]}}
     workflow["4"]["inputs"]["condition"] = ["20", 3]
     path.write_text(json.dumps(workflow))
@@ -252,7 +263,9 @@ def test_a_picture_that_was_encoded_elsewhere_is_asked_for(asked: Asked, tmp_pat
     )
 
 
-def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_warmup_uses_model_connected_to_pipeline(
+    requested_generations: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "ComfyUI" / "models" / "vae").mkdir(parents=True)
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "ComfyUI"))
     workflow = workflow_of(EXAMPLES / "pipeline" / "wan21_t2v_720p.json")
@@ -262,10 +275,12 @@ def test_a_connected_model_is_the_one_that_is_warmed(asked: Asked, tmp_path: Pat
     path.write_text(json.dumps(workflow))
     assert cli.main(["warmup", str(path)]) == 0
     folders = (str(tmp_path / "ComfyUI" / "models" / "vae"),)
-    assert asked[0][0] == ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", folders=folders)
+    assert requested_generations[0][0] == ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", folders=folders)
 
 
-def test_a_loaders_quality_is_one_that_its_model_has(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_warmup_refuses_quality_unsupported_by_model(
+    requested_generations: Asked, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     """A loader offers what any model has."""
     workflow = workflow_of(EXAMPLES / "pipeline" / "flux2_t2i.json")
     workflow["20"] = {"class_type": "TPUModelLoader",
@@ -275,7 +290,7 @@ def test_a_loaders_quality_is_one_that_its_model_has(asked: Asked, tmp_path: Pat
     path.write_text(json.dumps(workflow))
     assert cli.main(["warmup", str(path)]) == 2
     assert "quality is 'int8+sparse', which Wan, but not TI2V, and HunyuanVideo have" in capsys.readouterr().err
-    assert asked == []
+    assert requested_generations == []
 
 
 @pytest.mark.parametrize(
@@ -291,15 +306,15 @@ def test_a_loaders_quality_is_one_that_its_model_has(asked: Asked, tmp_path: Pat
         (["--model", "wan2.1-t2v-14b", "--height", "81"], "Wan 2.1 T2V 14B: height is 81; it must be a multiple of 16"),
     ],
 )
-def test_what_cannot_be_warmed_is_refused(
-    arguments: list[str], message: str, asked: Asked, capsys: pytest.CaptureFixture
+def test_warmup_invalid_arguments_are_refused(
+    arguments: list[str], message: str, requested_generations: Asked, capsys: pytest.CaptureFixture
 ):
     assert cli.main(["warmup", *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"comfyui-tpu: {message}")
-    assert asked == []
+    assert requested_generations == []
 
 
-def test_widgets_become_settings_in_one_place_only():
+def test_settings_are_constructed_only_in_model_module():
     """`ModelSpec.settings`: elsewhere a new widget would be forgotten."""
     files = [path for room in ("cli", "nodes", "tpu_runtime") for path in (ROOT / room).rglob("*.py")]
     calls = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]

@@ -269,7 +269,7 @@ def sampler(name: str) -> Graph:
     return lambda graphs, model: graphs.sample(model, name, steps=3 if name in LOOKING_BACK else 2)
 
 
-def shifted(graphs: Graphs, model: Any) -> Any:
+def sample_with_shift(graphs: Graphs, model: Any) -> Any:
     from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
     return graphs.sample(ModelSamplingSD3().patch(model, 3.0)[0], scheduler="beta")
@@ -279,7 +279,7 @@ def batch(graphs: Graphs, model: Any) -> Any:
     return graphs.sample(model, steps=2, latent={"samples": graphs.torch.cat([graphs.samples] * 2)})
 
 
-def masked(graphs: Graphs, model: Any) -> Any:
+def sample_masked_latents(graphs: Graphs, model: Any) -> Any:
     height, width = (8 * size for size in graphs.samples.shape[-2:])
     mask = graphs.torch.zeros(1, height, width)
     mask[:, height // 4 : height // 2] = 1.0
@@ -319,7 +319,7 @@ def guider(graphs: Graphs, model: Any) -> Any:
     return found.result[0]["samples"]
 
 
-def timed(graphs: Graphs, model: Any) -> Any:
+def sample_timed_prompts(graphs: Graphs, model: Any) -> Any:
     """ConditioningCombine of two prompts, each for a part of the steps."""
     import node_helpers
 
@@ -371,14 +371,14 @@ def first_frame(graphs: Graphs, model: Any) -> Any:
 
 CASES: dict[str, Graph] = {
     **{name: sampler(name) for name in ("euler", "dpmpp_2m", "uni_pc", "res_multistep", "dpmpp_sde")},
-    "another shift": shifted,
+    "another shift": sample_with_shift,
     "a batch of two": batch,
-    "from latents, masked": masked,
+    "from latents, masked": sample_masked_latents,
     "two samplers": in_two,
     "a LoRA": one_lora,
     "LoRAs": two_loras,
     "a guider": guider,
-    "timed prompts": timed,
+    "timed prompts": sample_timed_prompts,
     "regions": regions,
     "context windows": context_windows,
     "a first frame": first_frame,

@@ -43,7 +43,7 @@ def relative(found: Any, theirs: Any) -> float:
     return ((found - theirs).norm() / theirs.norm()).item()
 
 
-def named(path: str) -> Any:
+def import_by_name(path: str) -> Any:
     module, name = path.split(".")
     return getattr(importlib.import_module(f"comfy.text_encoders.{module}"), name)
 
@@ -60,7 +60,7 @@ def texts(job: Mapping[str, Any]) -> dict[str, float]:
     for name, sizes in job.get("sizes", {}).items():
         make_smaller(name, sizes)
     target, files = core_text_and_vae.ClipTarget(), [comfy.utils.load_torch_file(path) for path in job["paths"]]
-    target.clip, target.tokenizer = named(job["te"])(), named(job["tokenizer"])
+    target.clip, target.tokenizer = import_by_name(job["te"])(), import_by_name(job["tokenizer"])
     carried = {name: files[0][name] for name in ("spiece_model", "tekken_model") if name in files[0]}
     options = {**job["options"], "dtype": torch.float32}
     theirs = comfy.sd.CLIP(target, tokenizer_data=carried, model_options=options, state_dict=files)

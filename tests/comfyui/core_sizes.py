@@ -65,7 +65,7 @@ def main(comfyui: str, text: str) -> None:
     with torch.inference_mode():
         for name in job["nodes"]:
             run(job, name, results)
-        shapes = {name: [described(value) for value in values] for name, values in results.items()}
+        shapes = {name: [describe_output(value) for value in values] for name, values in results.items()}
         for name, kind in job["latents"].items():
             model = SimpleNamespace(get_model_object=lambda _, kind=kind: getattr(comfy.latent_formats, kind)())
             latent = results[name][0]
@@ -109,7 +109,7 @@ def execute(job: Job, kind: str, values: dict[str, Any]) -> tuple[Any, ...]:
     return getattr(node(), node.FUNCTION)(**values)
 
 
-def described(value: Any) -> Any:
+def describe_output(value: Any) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):

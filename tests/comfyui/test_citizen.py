@@ -27,7 +27,7 @@ MIB = 2**20
 ASK_AGAIN_S = 2
 
 
-def held(server: Server) -> int:
+def fullest_chip_bytes(server: Server) -> int:
     """Bytes on the chip that holds most."""
     return max((chip["hbm_used"] for chip in server.get("/citizen/stats")["chips"]), default=0)
 
@@ -91,7 +91,7 @@ def server(start: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture(autouse=True)
-def undisturbed(request: pytest.FixtureRequest) -> Iterator[None]:
+def release_server(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "server" in request.fixturenames:
         found = request.getfixturevalue("server")
@@ -134,7 +134,7 @@ SLOWER = (
 
 # The first template has the nodes and the miniature of Wan 2.1's, and `tests/browser/test_examples.py` runs it.
 @pytest.mark.parametrize("stem", slower(RUNNABLE, *SLOWER, "try_it_now"))
-def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(server: Server, stem: str):
+def test_example_run_returns_result_progress_text_and_previews(server: Server, stem: str):
     """On the built-in checkpoints at their sizes; the picture came with the pack."""
     forget(server)  # what an earlier test loaded is not loaded again
     graph = example(stem, is_random=False, num_inference_steps=3, seed=11, filename_prefix=stem)
@@ -165,7 +165,7 @@ def test_an_example_gives_its_result_and_clients_see_progress_text_and_previews(
 
 
 @pytest.mark.parametrize("stem", slower(PIPELINES, *SLOWER))
-def test_an_example_of_a_pipeline_node_gives_its_result(server: Server, stem: str):
+def test_pipeline_example_run_returns_result(server: Server, stem: str):
     """Pipeline nodes have no API form of their own: theirs is made from the page's. Its checkpoint is the stages'."""
     prefix = f"{stem}_pipeline"
     graph = example(stem, is_random=False, is_pipeline=True, filename_prefix=prefix)
@@ -173,7 +173,7 @@ def test_an_example_of_a_pipeline_node_gives_its_result(server: Server, stem: st
     check_result(server, graph, prefix)
 
 
-def test_outputs_that_comfyui_keeps_hold_no_device_memory(server: Server):
+def test_cached_outputs_hold_no_device_memory(server: Server):
     server.run(workflow("Wan22I2V", seed=12, num_frames=1))
     found = server.get("/citizen/walk")
     assert found["executors"] == 1 and found["seen"] > 20 and found["wrong"] == []
@@ -199,17 +199,17 @@ WAYS = {
 @pytest.mark.parametrize(
     "way", slower(WAYS, "the menu and Manager's button", "Manager's second button", "TPUFreeMemory")
 )
-def test_every_way_to_unload_frees_and_the_prompt_works_again(server: Server, way: str):
+def test_unload_frees_memory_and_next_run_gives_same_result(server: Server, way: str):
     forget(server)
     before = digest(server.run(workflow("Wan21", seed=21)))
-    peak = held(server)
+    peak = fullest_chip_bytes(server)
     assert peak > 0 and resident(server)
-    ask_until(server, WAYS[way], lambda: held(server) <= 0.01 * peak and resident(server) == [])
+    ask_until(server, WAYS[way], lambda: fullest_chip_bytes(server) <= 0.01 * peak and resident(server) == [])
     forget(server)
     assert digest(server.run(workflow("Wan21", seed=21))) == before
 
 
-def test_unloads_that_wait_for_a_stage_do_not_hinder_each_other(server: Server):
+def test_concurrent_unloads_during_stage_all_finish(server: Server):
     graph = workflow("Wan21", seed=22)
     hold(server, "step")
     prompt_id = server.queue(graph)["prompt_id"]
@@ -224,7 +224,7 @@ def test_unloads_that_wait_for_a_stage_do_not_hinder_each_other(server: Server):
     server.run({**graph, "2": {**graph["2"], "inputs": {**graph["2"]["inputs"], "seed": 23}}})
 
 
-def test_an_unload_on_the_event_loop_does_not_wait_for_a_stage(server: Server):
+def test_unload_on_event_loop_does_not_wait_for_running_stage(server: Server):
     """Other packs call it there; whoever waited would freeze the page until the stage ends."""
     hold(server, "step")
     prompt_id = server.queue(workflow("Wan21", seed=24))["prompt_id"]
@@ -233,7 +233,7 @@ def test_an_unload_on_the_event_loop_does_not_wait_for_a_stage(server: Server):
     assert is_held(server), "the page was frozen until the stage ended"
     release(server)
     assert server.finish(prompt_id)["status"]["status_str"] == "success", server.log_tail()
-    until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)
+    until(lambda: fullest_chip_bytes(server) == 0 and resident(server) == [], server.log_tail)
 
 
 # --- cancelling -------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ CANCELS = {
 
 
 @pytest.mark.parametrize("where", CANCELS)
-def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Server, where: str):
+def test_cancel_stops_within_one_unit_and_next_runs_agree(server: Server, where: str):
     cancel = CANCELS[where]
     steps = 8 if where == "step" else 4
     seed = 100 + sum(map(ord, where))
@@ -276,7 +276,7 @@ def test_a_cancel_ends_within_one_unit_and_leaves_nothing_half_done(server: Serv
 
 
 @pytest.mark.parametrize("where", slower(("load", "step", "decode"), "load", "decode"))
-def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Server, where: str):
+def test_out_of_memory_error_gives_advice_and_frees_memory(server: Server, where: str):
     server.get("/citizen/unload")
     graph = workflow("Wan21", seed=sum(map(ord, where)))
     server.post("/citizen/faults", {"fail": where})
@@ -288,7 +288,7 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
     assert "To use less: " in message and "comfyui-tpu plan --model wan2.1-t2v-14b" in message
     if where == "step":
         assert "num_frames 1 instead of 5 (50 % less next to the weights)" in message, message
-    until(lambda: held(server) == 0 and resident(server) == [], server.log_tail)
+    until(lambda: fullest_chip_bytes(server) == 0 and resident(server) == [], server.log_tail)
     assert "trying once more" in server.log_tail()
     release(server)
     server.run(graph)
@@ -298,7 +298,7 @@ def test_out_of_memory_is_said_with_advice_and_everything_is_freed(server: Serve
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.recorded)])
-def test_many_prompts_leak_nothing_and_compile_nothing(server: Server, count: int):
+def test_repeated_prompts_leak_no_memory_and_compile_nothing(server: Server, count: int):
     graph = workflow("Wan21", num_inference_steps=1, num_frames=1)
     sampler = next(node for node in graph.values() if node["class_type"] == "Wan21TPUSampler")
     encoder = next(node for node in graph.values() if node["class_type"] == "Wan21TextEncoder")
@@ -341,7 +341,7 @@ TWO = ("Wan21", "HunyuanVideo15")
 
 
 @pytest.mark.parametrize("families", [TWO, pytest.param(tuple(EXAMPLES), marks=pytest.mark.recorded)], ids=len)
-def test_prompts_of_many_families_in_turn_stay_under_a_budget(server: Server, families: Sequence[str]):
+def test_alternating_families_stay_within_memory_budget(server: Server, families: Sequence[str]):
     """The neediest program, HunyuanVideo's step, fits with its own weights and no other family's beside it."""
     server.get("/citizen/unload")
     server.post("/citizen/budget", {"gib": BUDGET_MIB / 1024})
@@ -365,7 +365,7 @@ def test_prompts_of_many_families_in_turn_stay_under_a_budget(server: Server, fa
     assert len(left) >= len(families) // 2 and len(lines) > len(families), lines
 
 
-def test_what_cannot_fit_is_refused_before_a_byte_is_read(server: Server):
+def test_model_over_memory_budget_is_refused_before_loading(server: Server):
     server.get("/citizen/unload")
     server.post("/citizen/budget", {"gib": 0.0001})
     assert resident(server) == []
@@ -380,7 +380,7 @@ def test_what_cannot_fit_is_refused_before_a_byte_is_read(server: Server):
 # --- warm starts, broken caches ---------------------------------------------------------------------------------------
 
 
-def test_a_second_process_compiles_and_encodes_nothing(start: Callable[..., Server], server: Server):
+def test_second_process_compiles_and_encodes_nothing(start: Callable[..., Server], server: Server):
     first = digest(server.run(workflow("Wan21", seed=51)))
     second = start()
     assert digest(second.run(workflow("Wan21", seed=51))) == first
@@ -412,7 +412,7 @@ def right(server: Server) -> tuple[dict, str]:
 
 
 @pytest.mark.recorded
-def test_damaged_entries_and_a_process_killed_while_it_makes_them_anew_hurt_nobody(
+def test_damaged_cache_entries_and_killed_writer_are_recovered(
     start: Callable[..., Server], right: tuple[dict, str], own_cache: Path
 ):
     for kind in ("xla", "prompts"):
@@ -432,7 +432,7 @@ def test_damaged_entries_and_a_process_killed_while_it_makes_them_anew_hurt_nobo
 
 
 @pytest.mark.recorded
-def test_a_folder_that_cannot_be_written_is_replaced(
+def test_unwritable_cache_folder_falls_back_to_temporary_folder(
     start: Callable[..., Server], right: tuple[dict, str], own_cache: Path, tmp_path: Path
 ):
     """No folder can be made where a file lies: not even root writes there."""
@@ -445,7 +445,9 @@ def test_a_folder_that_cannot_be_written_is_replaced(
     blocked.stop()
 
 
-def test_a_full_disk_costs_the_cache_only(start: Callable[..., Server], right: tuple[dict, str], own_cache: Path):
+def test_full_disk_skips_cache_write_and_run_succeeds(
+    start: Callable[..., Server], right: tuple[dict, str], own_cache: Path
+):
     """The kernel refuses to let the process's files grow, as a full disk does."""
     shutil.rmtree(own_cache / "xla")
     full = start(cache=own_cache)

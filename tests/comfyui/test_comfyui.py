@@ -58,18 +58,18 @@ def server(start_comfyui: Callable[..., Server]) -> Server:
     return found
 
 
-def test_the_pack_is_imported(server: Server):
+def test_server_log_shows_pack_import_without_failure(server: Server):
     """How long that takes ComfyUI says itself; `tests/test_setup.py` holds what it may bring along."""
     seconds, line = re.findall(r"([\d.]+) seconds(.*ComfyUI-TPU)$", server.log.read_text(), re.MULTILINE)[0]
     assert "FAILED" not in line, server.log_tail()
     print(f"imported in {seconds} s")
 
 
-def test_the_pictures_that_examples_start_from_lie_in_the_input_folder(server: Server):
+def test_example_input_images_are_in_input_folder(server: Server):
     assert {"wan_i2v_input.jpg", "wan_i2v_shapes.png"} <= {path.name for path in (server.base / "input").iterdir()}
 
 
-def test_every_node_is_offered_with_a_tooltip_on_every_input(server: Server):
+def test_object_info_lists_every_node_with_input_tooltips(server: Server):
     offered = server.get("/object_info")
     for declaration in DECLARATIONS.values():
         info = offered[declaration.id]
@@ -86,7 +86,7 @@ def _position(declaration, name: str) -> tuple[bool, int]:
     return declaration.input(name).is_listed_optional, names.index(name)
 
 
-def test_loras_are_offered_found_and_refused_as_core_does_it(server: Server):
+def test_lora_loader_lists_applies_and_refuses_files(server: Server):
     """What is merged does not need a server; what ComfyUI lists, checks and caches does."""
     folder, module = server.base / "models" / "loras", "diffusion_model.blocks.0.self_attn.q"
     tensors = {f"{module}.lora_A.weight": torch.ones(2, 144), f"{module}.lora_B.weight": torch.ones(144, 2)}
@@ -112,7 +112,7 @@ def test_loras_are_offered_found_and_refused_as_core_does_it(server: Server):
     assert "must be a file below" in str(refusal["node_errors"]["2"])
 
 
-def test_the_api_workflow_gives_the_video_and_leaves_torch_as_it_was(server: Server):
+def test_api_workflow_saves_video_and_keeps_torch_state(server: Server):
     workflow = tiny_workflow("stages")
     workflow["probe"] = {"class_type": "TorchProbe", "inputs": {"after": ["3", 0]}}
     entry = server.run(workflow)
@@ -122,7 +122,7 @@ def test_the_api_workflow_gives_the_video_and_leaves_torch_as_it_was(server: Ser
     assert entry["outputs"]["probe"]["facts"] == facts
 
 
-def test_the_pipeline_node_gives_the_same_video(server: Server):
+def test_pipeline_node_saves_video_of_same_shape(server: Server):
     inputs = {
         "height": 80,
         "width": 112,
@@ -154,7 +154,7 @@ def test_the_pipeline_node_gives_the_same_video(server: Server):
         ({"num_inference_steps": -1}, "Value -1 smaller than min of 1"),
     ],
 )
-def test_a_bad_input_is_rejected_when_queued(server: Server, change: dict, sentence: str):
+def test_queue_with_invalid_input_returns_node_error(server: Server, change: dict, sentence: str):
     answer = server.queue(tiny_workflow("never", **change))
     (error,) = answer["node_errors"]["2"]["errors"]
     assert sentence in f"{error['message']} {error['details']}", error
@@ -171,7 +171,7 @@ def test_a_bad_input_is_rejected_when_queued(server: Server, change: dict, sente
         ({"folder": "/tmp/never"}, "folder is '/tmp/never'; stage files stay in ComfyUI's output folder."),
     ],
 )
-def test_a_save_stage_that_cannot_be_is_rejected_when_queued(server: Server, change: dict, sentence: str):
+def test_queue_with_invalid_save_stage_returns_node_error(server: Server, change: dict, sentence: str):
     """Its page lists `model` among the optional inputs, and ComfyUI leaves its links to us."""
     inputs = {"folder": "never", "model": ["6", 0], "prompt_embeds": ["1", 0], **change}
     encoder, loader = (tiny_workflow("never")[node_id] for node_id in ("1", "6"))
@@ -202,7 +202,7 @@ def sentences(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_a_wrong_value_in_a_widget_is_a_sentence(server: Server, example: str):
+def test_validation_of_random_widget_values_returns_no_traceback(server: Server, example: str):
     draw, refused = random.Random(example), 0
     for _ in range(20):
         workflow = copy.deepcopy(EXAMPLES[example])
@@ -225,7 +225,7 @@ def test_a_wrong_value_in_a_widget_is_a_sentence(server: Server, example: str):
 
 
 @pytest.mark.parametrize("pack", ["cogvideox", "flux2"])
-def test_what_a_script_queues_has_todays_nodes(server: Server, pack: str):
+def test_queued_separate_pack_workflow_is_upgraded(server: Server, pack: str):
     """At ComfyUI's own address. That the model is not on this machine ends it before anything is loaded."""
     workflow = in_api_form(pack)
     for node in workflow.values():

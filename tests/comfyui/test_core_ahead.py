@@ -36,7 +36,7 @@ def events(folder: Path, *prompts: dict[str, Any], cache: str = "CLASSIC") -> li
 
 
 @pytest.mark.parametrize("cache", ["CLASSIC", "LRU", "NONE"])
-def test_what_a_node_gives_is_prepared_before_the_sampler_runs(cache: str, tmp_path: Path):
+def test_sampler_is_announced_from_node_results_before_run(cache: str, tmp_path: Path):
     """The size of an unknown node's image, and a prompt that an unknown node has encoded."""
     (found,) = events(tmp_path, prompt(), cache=cache)
     assert found.index("sampler of 10x8") < found.index("sampler runs") < found.index("frames runs")
@@ -45,7 +45,7 @@ def test_what_a_node_gives_is_prepared_before_the_sampler_runs(cache: str, tmp_p
     assert found.index("frames of 10x8") < found.index("sampler runs")
 
 
-def test_a_prompt_whose_loaders_are_kept_is_announced_too(tmp_path: Path):
+def test_sampler_with_cached_loaders_is_announced_before_run(tmp_path: Path):
     """ComfyUI does not run a node again whose inputs stay: another size was compiled at the first step."""
     first = prompt(text=node("Text"), latent=node("EmptySD3LatentImage", width=64, height=64))
     second = {**first, "latent": node("EmptySD3LatentImage", width=64, height=96)}
@@ -54,7 +54,7 @@ def test_a_prompt_whose_loaders_are_kept_is_announced_too(tmp_path: Path):
     assert "unet runs" not in after and after.index("sampler of 12x8") < after.index("sampler runs")
 
 
-def test_a_number_that_comes_late_is_prepared_for(tmp_path: Path):
+def test_sampler_with_late_number_is_announced_before_run(tmp_path: Path):
     latent = node("EmptySD3LatentImage", width=64, height=["number", 0])
     (found,) = events(tmp_path, prompt(number=node("Counter", side=160), latent=latent))
     assert found.index("number runs") < found.index("sampler of 20x8") < found.index("sampler runs")

@@ -51,12 +51,12 @@ class Facts:
         return 16 if "flux2" in str(loaded.values) else 8
 
 
-def predicted(finished: Mapping[str, Outputs] | None = None, **changed: Mapping[str, Any]) -> Prediction:
+def predict_calls(finished: Mapping[str, Outputs] | None = None, **changed: Mapping[str, Any]) -> Prediction:
     return core_calls.predict(workflow(**changed), Facts(), finished)
 
 
-def sampling(finished: Mapping[str, Outputs] | None = None, **changed: Mapping[str, Any]) -> SamplerCall:
-    (found,) = predicted(finished, **changed).samplings
+def predict_sampling(finished: Mapping[str, Outputs] | None = None, **changed: Mapping[str, Any]) -> SamplerCall:
+    (found,) = predict_calls(finished, **changed).samplings
     return found
 
 
@@ -64,21 +64,21 @@ def size(latent: LatentSize, stride: int = 8) -> tuple[int, ...]:
     return (latent.batch, latent.num_frames, *latent.size(stride))
 
 
-def test_a_sampler_is_understood_through_what_changes_no_shape():
-    found = sampling()
+def test_predict_follows_sampler_inputs_through_lora_and_shift():
+    found = predict_sampling()
     assert (found.model.kind, found.model.values["unet_name"]) == ("TPUUNETLoader", "wan.safetensors")
     assert size(found.latent) == (1, 9, 6, 8) and found.conditionings == (Conditioning(), Conditioning())
-    assert [one.vae.values["vae_name"] for one in predicted().decodings] == ["vae.safetensors"]
-    assert {one.clip.values["clip_name"] for one in predicted().encodings} == {"umt5.safetensors"}
+    assert [one.vae.values["vae_name"] for one in predict_calls().decodings] == ["vae.safetensors"]
+    assert {one.clip.values["clip_name"] for one in predict_calls().encodings} == {"umt5.safetensors"}
 
 
 @pytest.mark.parametrize("cfg, rows", [(1.0, 1), (1.5, 2), (1, 1)])
-def test_without_guidance_one_prompt_runs(cfg: float, rows: int):
-    assert len(sampling(sampler=sampler(cfg=cfg)).conditionings) == rows
+def test_predict_conditioning_count_depends_on_cfg(cfg: float, rows: int):
+    assert len(predict_sampling(sampler=sampler(cfg=cfg)).conditionings) == rows
 
 
 @pytest.mark.parametrize(("guider", "rows"), [("DualCFGGuider", 3), ("CFGGuider", 2), ("BasicGuider", 1)])
-def test_a_guider_says_how_many_prompts_run(guider: str, rows: int):
+def test_predict_conditioning_count_depends_on_guider(guider: str, rows: int):
     given = {
         "BasicGuider": {"conditioning": ["positive", 0]},
         "CFGGuider": {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 4.0},
@@ -89,49 +89,52 @@ def test_a_guider_says_how_many_prompts_run(guider: str, rows: int):
     }[guider]  # fmt: skip
     made = node("SamplerCustomAdvanced", guider=["guider", 0], latent_image=["latent", 0])
     changed = {"sampler": made, "guider": node(guider, model=["unet", 0], **given)}
-    assert len(sampling(**changed).conditionings) == rows and len(predicted(**changed).decodings) == 1
+    assert len(predict_sampling(**changed).conditionings) == rows and len(predict_calls(**changed).decodings) == 1
 
 
-def test_windows_say_for_how_many_frames_the_network_is_asked():
+def test_predict_context_windows_set_model_window():
     windows = node("WanContextWindowsManual", model=["lora", 0], context_length=5)
-    assert (sampling(shift=windows).model.window, sampling(shift=windows).model.kind) == (5, "TPUUNETLoader")
+    assert (predict_sampling(shift=windows).model.window, predict_sampling(shift=windows).model.kind) == (
+        5,
+        "TPUUNETLoader",
+    )
 
 
-def test_two_samplers_of_two_denoisers_are_two():
+def test_predict_two_samplers_returns_both_models():
     second = sampler("KSamplerAdvanced", model=["low", 0], latent_image=["sampler", 0])
-    found = predicted(second=second, low=node("TPUUNETLoader", unet_name="low.safetensors")).samplings
+    found = predict_calls(second=second, low=node("TPUUNETLoader", unet_name="low.safetensors")).samplings
     assert [one.model.values["unet_name"] for one in found] == ["wan.safetensors", "low.safetensors"]
     assert size(found[1].latent) == size(found[0].latent)
 
 
-def test_calls_come_in_the_order_in_which_they_run():
+def test_predict_orders_samplings_by_execution():
     nodes = {"second": sampler(latent_image=["sampler", 0]), **workflow()}
     assert [one.node_id for one in core_calls.predict(nodes).samplings] == ["sampler", "second"]
 
 
-def test_a_picture_of_a_video_is_known_by_its_node():
+def test_predict_image_to_video_node_sets_conditioning_images():
     made = node(
         "WanImageToVideo", positive=["positive", 0], negative=["negative", 0], width=64, height=48, length=9,
         batch_size=1, start_image=["image", 0], clip_vision_output=["seen", 0],
     )  # fmt: skip
     own = sampler(positive=["latent", 0], negative=["latent", 1], latent_image=["latent", 2])
-    found = sampling(latent=made, sampler=own)
+    found = predict_sampling(latent=made, sampler=own)
     assert found.conditionings == 2 * (Conditioning(pictures=frozenset({"start_image", "clip_vision_output"})),)
     assert found.latent.num_frames == 9
     # The node encodes a whole video, grey but for its first frame.
     made["inputs"]["vae"] = ["vae", 0]
-    assert [one.images for one in predicted(latent=made, sampler=own).images] == [
+    assert [one.images for one in predict_calls(latent=made, sampler=own).images] == [
         ImageSize(height=48, width=64, batch=9)
     ]
 
 
-def test_two_images_of_a_video_are_two_for_its_image_encoder():
+def test_predict_first_last_frame_node_sets_two_clip_vision_outputs():
     made = node(
         "WanFirstLastFrameToVideo", positive=["positive", 0], negative=["negative", 0], vae=["vae", 0], width=64,
         height=48, length=9, batch_size=1, clip_vision_start_image=["a", 0], clip_vision_end_image=["b", 0],
     )  # fmt: skip
     own = sampler(positive=["latent", 0], negative=["latent", 1], latent_image=["latent", 2])
-    found = sampling(latent=made, sampler=own)
+    found = predict_sampling(latent=made, sampler=own)
     assert found.conditionings[0].pictures == {"clip_vision_output", "second_clip_vision_output"}
 
 
@@ -139,10 +142,10 @@ SWITCH = {"turbo": node("PrimitiveBoolean", value=True)}
 
 
 @pytest.mark.parametrize("turbo", [True, False])
-def test_a_switch_passes_on_what_it_chooses(turbo: bool):
+def test_predict_switch_passes_chosen_model_number_and_size(turbo: bool):
     """Of models, numbers and prompts, as in the templates with a fast mode; the other branch may be unknown."""
     unknown = ["nothing", 0]
-    found = sampling(
+    found = predict_sampling(
         turbo=node("PrimitiveBoolean", value=turbo),
         shift=node("ComfySwitchNode", switch=["turbo", 0], on_true=["lora", 0], on_false=["unet", 0]),
         cfg=node("ComfySwitchNode", switch=["turbo", 0], on_true=["one", 0], on_false=["four", 0]),
@@ -155,16 +158,16 @@ def test_a_switch_passes_on_what_it_chooses(turbo: bool):
     assert len(found.conditionings) == (1 if turbo else 2) and size(found.latent) == (2, 1, 6, 10)
 
 
-def test_only_the_branch_that_a_switch_chooses_runs():
+def test_predict_switch_runs_only_chosen_branch():
     low = {"second": sampler(latent_image=["sampler", 0])}
     frames = node("VAEDecode", samples=["chosen", 0], vae=["vae", 0])
     chosen = node("ComfySwitchNode", switch=["turbo", 0], on_true=["sampler", 0], on_false=["second", 0])
-    found = predicted(**SWITCH, **low, chosen=chosen, frames=frames)
+    found = predict_calls(**SWITCH, **low, chosen=chosen, frames=frames)
     assert [one.node_id for one in found.samplings] == ["sampler"] and len(found.decodings) == 1
     # While the choice is not known, neither does; with it, the one.
     asked = node("SomeQuestion")
-    assert not predicted(**low, turbo=asked, chosen=chosen, frames=frames).samplings
-    found = predicted({"turbo": (False,)}, **low, turbo=asked, chosen=chosen, frames=frames)
+    assert not predict_calls(**low, turbo=asked, chosen=chosen, frames=frames).samplings
+    found = predict_calls({"turbo": (False,)}, **low, turbo=asked, chosen=chosen, frames=frames)
     assert [one.node_id for one in found.samplings] == ["sampler", "second"]
 
 
@@ -186,7 +189,7 @@ def edit(**changed: Mapping[str, Any]) -> Nodes:
     return workflow(**{**nodes, **changed})
 
 
-def test_an_edit_has_the_sizes_of_its_images():
+def test_predict_edit_workflow_uses_scaled_image_sizes():
     # 1328 x 1000 becomes 1184 x 880, and 1024 x 1024 pixels in multiples of 8: 1184 x 888, 1184 x 888.
     (found,) = core_calls.predict(edit(), Facts()).samplings
     assert found.latent.size(8) == (110, 148) and found.latent.images == 1
@@ -197,7 +200,7 @@ def test_an_edit_has_the_sizes_of_its_images():
     assert not core_calls.predict(edit(), Facts()).encodings  # a prompt with images is another call
 
 
-def test_an_unknown_image_is_known_once_it_is_loaded():
+def test_predict_unknown_image_waits_until_loader_finishes():
     nodes = edit(image=node("SomeCamera"))
     first = core_calls.predict(nodes, Facts())
     assert not first.samplings and first.waiting == {"image"}
@@ -205,8 +208,8 @@ def test_an_unknown_image_is_known_once_it_is_loaded():
     assert found.latent.size(8) == (1248 // 8, 832 // 8)  # by hand: the Kontext size nearest to 2:3
 
 
-def test_references_follow_the_conditionings_that_have_them():
-    found = sampling(
+def test_predict_reference_latents_follow_conditionings():
+    found = predict_sampling(
         image=node("LoadImage", image="a landscape.png"),
         scaled=node("ImageScaleToTotalPixels", image=["image", 0], megapixels=1.0, upscale_method="area"),
         encoded=node("VAEEncode", pixels=["scaled", 0], vae=["vae", 0]),
@@ -221,8 +224,8 @@ def test_references_follow_the_conditionings_that_have_them():
     assert found.conditionings[0] == found.conditionings[1] and found.latent.size(16) == (63, 64)
 
 
-def test_conditionings_of_unlike_references_are_told_apart():
-    found = sampling(
+def test_predict_conditionings_keep_separate_reference_counts():
+    found = predict_sampling(
         given=node("ReferenceLatent", conditioning=["positive", 0], latent=["latent", 0]),
         sampler=sampler(positive=["given", 0]),
     )
@@ -253,16 +256,16 @@ def test_conditionings_of_unlike_references_are_told_apart():
         {"sampler": node("SamplerCustomAdvanced", guider=["guider", 0]), "guider": node("DualModelGuider")},
     ],
 )
-def test_what_is_not_understood_is_left_out(changed: Mapping[str, Any]):
-    assert not predicted(**changed).samplings
+def test_predict_unsupported_graph_returns_no_samplings(changed: Mapping[str, Any]):
+    assert not predict_calls(**changed).samplings
 
 
-def test_an_unknown_node_stops_only_what_depends_on_it():
+def test_predict_unknown_node_excludes_only_dependent_samplings():
     second = {
         "other": sampler(model=["patched", 0]), "patched": node("SomeOtherPatch", model=["unet", 0]),
         "seen": node("VAEDecode", samples=["other", 0], vae=["vae", 0]),
     }  # fmt: skip
-    found = predicted(**second)
+    found = predict_calls(**second)
     assert [one.node_id for one in found.samplings] == ["sampler"] and found.waiting == {"patched"}
     # The size of the other's result is known all the same.
     assert {one.node_id for one in found.decodings} == {"frames", "seen"}

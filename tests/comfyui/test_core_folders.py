@@ -45,14 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("expert", "cases"), [(0, ("LoRAs",)), (1, ("euler",))])
-def test_each_denoiser_is_a_model_of_its_own(folder: Path, tmp_path: Path, expert: int, cases: tuple[str, ...]):
+def test_folder_denoiser_matches_core_model(folder: Path, tmp_path: Path, expert: int, cases: tuple[str, ...]):
     name = SPEC.denoiser.experts[expert]
     path = single_files.write(tmp_path / "one.safetensors", folder / name, WAN)
     job = {**replace(ONE, cases=cases, latent="").job(path), "folder": ["Wan21", str(folder), expert]}
     check(run_script("core_graphs.py", job, tmp_path))
 
 
-def test_texts_are_those_of_cores_clip_of_the_same_weights(folder: Path, tmp_path: Path):
+def test_folder_text_encoder_matches_core_clip(folder: Path, tmp_path: Path):
     carried = tokenizer_files.read_folder_tokenizer(folder / "tokenizer")
     assert list(carried) == ["spiece_model"]
     tokenizer = torch.frombuffer(bytearray(carried["spiece_model"]), dtype=torch.uint8)
@@ -68,7 +68,7 @@ def test_texts_are_those_of_cores_clip_of_the_same_weights(folder: Path, tmp_pat
     check(run_script("core_parts.py", job, tmp_path))
 
 
-def test_frames_and_latents_are_those_of_cores_vae_of_the_same_weights(folder: Path, tmp_path: Path):
+def test_folder_vae_matches_core_vae(folder: Path, tmp_path: Path):
     kind, _, frames, latents, smaller = VAES["wan"]
     path = single_files.write(tmp_path / "vae.safetensors", folder / "vae", kind)
     job = {
@@ -78,7 +78,7 @@ def test_frames_and_latents_are_those_of_cores_vae_of_the_same_weights(folder: P
     check(run_script("core_parts.py", job, tmp_path))
 
 
-def test_a_tokenizer_in_a_folder_is_taken_as_it_is_there(tmp_path: Path):
+def test_read_folder_tokenizer_returns_sentencepiece_file(tmp_path: Path):
     content = test_comfyui_encoders.sentencepiece_model()
     (tmp_path / "spiece.model").write_bytes(content)
     assert tokenizer_files.read_folder_tokenizer(tmp_path) == {"spiece_model": content}

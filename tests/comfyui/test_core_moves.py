@@ -78,7 +78,7 @@ def tree(path: str) -> ast.Module:
     return ast.parse((COMFYUI / path).read_text("utf-8"))
 
 
-def found(path: str, owner: str, name: str) -> ast.FunctionDef:
+def find_function(path: str, owner: str, name: str) -> ast.FunctionDef:
     classes = [node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name == owner]
     bodies = [one.body for one in classes] if owner else [tree(path).body]
     functions = [node for body in bodies for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
@@ -87,24 +87,24 @@ def found(path: str, owner: str, name: str) -> ast.FunctionDef:
 
 
 @pytest.mark.parametrize(("path", "owner", "name", "wanted"), FUNCTIONS, ids=lambda part: part.replace(" ", ","))
-def test_a_function_is_where_it_was_and_takes_what_it_took(path: str, owner: str, name: str, wanted: str):
-    own = [argument.arg for argument in found(path, owner, name).args.args]
+def test_core_function_keeps_location_and_arguments(path: str, owner: str, name: str, wanted: str):
+    own = [argument.arg for argument in find_function(path, owner, name).args.args]
     is_network = name == "_forward"
     assert (own if is_network else own[: len(wanted.split())]) == wanted.split()
 
 
 @pytest.mark.parametrize("path", CALLED)
-def test_a_network_is_called_through_the_objects_own_attribute(path: str):
+def test_core_network_calls_forward_through_attribute(path: str):
     assert "self._forward,\n" in (COMFYUI / path).read_text("utf-8")
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_loras_tensors_are_kept_in_a_tuple_by_the_kinds_name(kind: str):
+def test_core_weight_adapter_keeps_name_and_weights_attribute(kind: str):
     source = (COMFYUI / "comfy" / "weight_adapter" / f"{kind}.py").read_text("utf-8")
     assert f'name = "{kind}"' in source and "self.weights = weights" in source
 
 
-def test_no_other_file_of_the_pack_knows_these_parts():
+def test_core_internals_are_imported_only_in_known_files():
     """ComfyUI's models, patchers and samplers, beside the memory's patcher."""
     folder = Path(__file__).parents[2] / "nodes" / "comfyui"
     knows = re.compile(

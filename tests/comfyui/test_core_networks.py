@@ -59,7 +59,7 @@ class Denoiser:
         }  # fmt: skip
 
 
-def given(*shape: int) -> dict[str, Any]:
+def image_conditioning(*shape: int) -> dict[str, Any]:
     """What image to video adds to a conditioning."""
     return {"concat_latent_image": shape, "concat_mask": (1, 1, *shape[2:])}
 
@@ -82,20 +82,21 @@ DENOISERS_BY_NAME = {
         latent="EmptyHunyuanLatentVideo",
     ),
     "wan 2.2 i2v": Denoiser(
-        kind=WAN, config={"in_channels": 36}, latents=WAN_LATENTS, width=4096, more=given(*WAN_LATENTS),
+        kind=WAN, config={"in_channels": 36}, latents=WAN_LATENTS, width=4096, more=image_conditioning(*WAN_LATENTS),
         cases=(*SAMPLERS, "a batch of two"),
         latent="WanImageToVideo",
     ),
     "wan 2.1 i2v": Denoiser(
         kind=WAN, config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128}, latents=WAN_LATENTS,
-        width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 257, 1280)},
+        width=4096, more={**image_conditioning(*WAN_LATENTS), "clip_vision_output": (1, 257, 1280)},
         cases=("euler", "no pictures", "two seen"),
         latent="WanImageToVideo",
     ),
     "wan 2.1 flf2v": Denoiser(
         kind=WAN,
         config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 128, "pos_embed_seq_len": 514},
-        latents=WAN_LATENTS, width=4096, more={**given(*WAN_LATENTS), "clip_vision_output": (1, 514, 1280)},
+        latents=WAN_LATENTS, width=4096, more={**image_conditioning(*WAN_LATENTS), "clip_vision_output": (1, 514,
+        1280)},
         cases=("uni_pc", "no pictures"),
         latent="WanFirstLastFrameToVideo",
     ),
@@ -149,7 +150,8 @@ DENOISERS_BY_NAME = {
         kind=HUNYUAN15, config={"image_embed_dim": 1152, "use_meanflow": True}, latents=(1, 32, 3, 5, 6), width=96,
         tokens=(40, 17, 33),
         more={
-            "conditioning_byt5small": (1, 19, 1472), "clip_vision_output": (1, 729, 1152), **given(1, 32, 3, 5, 6),
+            "conditioning_byt5small": (1, 19, 1472), "clip_vision_output": (1, 729, 1152),
+            **image_conditioning(1, 32, 3, 5, 6),
         },
         cases=("euler", "dpmpp_sde", "no pictures"),
         latent="HunyuanVideo15ImageToVideo", stride=16,
@@ -195,7 +197,7 @@ def check(errors: Mapping[str, float], bound: float = BOUND) -> None:
     ),
     ids=lambda value: {False: "", True: "repeats"}.get(value, value),
 )  # fmt: skip
-def test_samplers_of_core_give_what_they_give_on_its_own_model(name: str, repeats: bool, tmp_path: Path):
+def test_core_samplers_match_core_torch_model(name: str, repeats: bool, tmp_path: Path):
     one = DENOISERS_BY_NAME[name]
     # The first of them is also compiled ahead.
     one = replace(one, cases=(one.cases[0], *one.repeats)) if repeats else one
@@ -250,7 +252,7 @@ TEXTS: Mapping[str, tuple[str, str, str, Sequence[tuple[Encoder, str]]]] = {
 
 # Both have the other's encoder, Qwen3 and T5.
 @pytest.mark.parametrize("name", slower(TEXTS, "z-image", "cogvideox"))
-def test_texts_are_encoded_as_core_encodes_them(name: str, tmp_path: Path):
+def test_text_encoder_matches_core_clip(name: str, tmp_path: Path):
     """With its weights of words, templates, and what goes along with a conditioning."""
     kind, te, tokenizer, encoders = TEXTS[name]
     paths, options = [], {}
@@ -281,7 +283,7 @@ def check_refused(name: str, refused: Mapping[str, str]) -> None:
         assert said in refused[change], refused[change]
 
 
-def test_prompts_about_pictures_are_encoded_as_core_encodes_them(tmp_path: Path):
+def test_text_encoder_with_image_prompts_matches_core_clip(tmp_path: Path):
     """Qwen-Image Edit's, with pictures of other shapes, by core's own node."""
     spec = lookup_spec("qwen-image-edit-2511")
     whole = tiny.list_networks(spec)["text_encoder"]
@@ -302,7 +304,7 @@ def test_prompts_about_pictures_are_encoded_as_core_encodes_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["wan2.1-i2v-14b-480p", "hunyuanvideo1.5-i2v-720p"])
-def test_pictures_are_looked_at_as_cores_clip_vision_looks(name: str, tmp_path: Path):
+def test_image_encoder_matches_core_clip_vision(name: str, tmp_path: Path):
     spec = lookup_spec(name)
     component = spec.component("image_encoder")
     tiny.write_weights(component, tmp_path / "image_encoder", 0)
@@ -315,7 +317,7 @@ def test_pictures_are_looked_at_as_cores_clip_vision_looks(name: str, tmp_path: 
     check(run_script("core_parts.py", job, tmp_path))
 
 
-def test_nodes_that_patch_a_model_work_as_on_cores_or_are_refused_before_the_first_step(tmp_path: Path):
+def test_model_patch_nodes_match_core_or_are_refused(tmp_path: Path):
     path = write_denoiser(tmp_path, DENOISERS_BY_NAME["wan t2v"], "wan")
     found = run_script("core_refusals.py", str(path), tmp_path)
     for name, what in found.items():
@@ -335,7 +337,7 @@ def test_nodes_that_patch_a_model_work_as_on_cores_or_are_refused_before_the_fir
     )
 
 
-def test_a_text_encoder_that_cannot_see_is_named_where_a_prompt_holds_a_picture(tmp_path: Path):
+def test_text_encoder_without_vision_refuses_prompt_with_image(tmp_path: Path):
     said = run_script("core_blind.py", {"qwen-image-2512": "blind.safetensors", "z-image": "qwen_3_4b.gguf"}, tmp_path)
     assert said == {
         "qwen-image-2512": "Qwen-Image 2512: the prompt has an image, but the text encoder blind.safetensors "
@@ -346,7 +348,7 @@ def test_a_text_encoder_that_cannot_see_is_named_where_a_prompt_holds_a_picture(
     }
 
 
-def test_what_other_packs_hang_on_a_model_runs_in_cores_order_or_is_refused(tmp_path: Path):
+def test_model_hooks_run_in_core_order_or_are_refused(tmp_path: Path):
     path = write_denoiser(tmp_path, DENOISERS_BY_NAME["wan t2v"], "wan")
     found = run_script("core/hooks.py", str(path), tmp_path)
     # Both round to bfloat16, each in its own places; with the sampler's own sample it would be 1.
@@ -400,7 +402,7 @@ VAES = {
 
 
 @pytest.mark.parametrize("name", slower(VAES, "flux.2", "z-image"))
-def test_pixels_and_latents_are_those_of_cores_vae(name: str, tmp_path: Path):
+def test_vae_matches_core_vae(name: str, tmp_path: Path):
     kind, config, frames, latents, smaller = VAES[name]
     path = single_files.write(tmp_path / "vae.safetensors", saved(kind, tmp_path / "vae", **config), kind)
     job = {"kind": "vae", "paths": [str(path)], "frames": frames, "latents": latents, "sizes": smaller}
@@ -415,7 +417,7 @@ def test_pixels_and_latents_are_those_of_cores_vae(name: str, tmp_path: Path):
     ("name", "latents"),
     [("lighttaew2_1", (2, 16, 3, 5, 6)), pytest.param("lighttaew2_2", (1, 48, 2, 3, 4), marks=pytest.mark.recorded)],
 )
-def test_a_light_decoder_is_cores_vae_too(name: str, latents: tuple[int, ...], tmp_path: Path):
+def test_light_decoder_matches_core_vae(name: str, latents: tuple[int, ...], tmp_path: Path):
     torch.manual_seed(0)
     module = TAEHV(latent_channels=latents[1], patch_size=1 if latents[1] == 16 else 2)
     for weight in module.parameters():

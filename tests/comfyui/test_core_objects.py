@@ -92,7 +92,7 @@ def pictures(server: Server, prefix: str) -> torch.Tensor:
     return torch.stack([torch.from_numpy(np.asarray(Image.open(path))).float() for path in paths])
 
 
-def test_loaders_are_one_for_one_with_cores(server: Server):
+def test_tpu_loaders_have_same_inputs_and_outputs_as_core_loaders(server: Server):
     """The same widgets, in the same order, with the same choices and defaults; the same outputs."""
     offered = server.get("/object_info")
     for theirs, ours in SWAPS.items():
@@ -112,7 +112,7 @@ def choices(declared: list[Any]) -> list[str]:
     return [choice for choice in found if choice != "pixel_space"]  # no VAE, and no file
 
 
-def test_a_graph_of_core_gives_the_same_pictures(server: Server):
+def test_core_graph_on_tpu_matches_core_images(server: Server):
     """But for steps of 8 bits that float32's rounding turns. Core makes this text encoder in one size only."""
     server.run(on_tpu(graph("theirs"), ["CLIPLoader"]))
     server.run(on_tpu(graph("ours")))
@@ -134,12 +134,12 @@ def of_model_loader(output: int = 1, prefix: str = "core") -> dict[str, Any]:
     return {name: node for name, node in workflow.items() if name not in ("unet", "clip", "vae")}
 
 
-def test_the_model_loader_gives_cores_objects(server: Server):
+def test_model_loader_objects_run_in_core_nodes(server: Server):
     server.run(of_model_loader(prefix="loader"))
     assert pictures(server, "loader").shape == (5, 48, 64, 3)
 
 
-def test_a_second_denoiser_that_is_not_there_is_refused_where_it_is_used(server: Server):
+def test_model_loader_without_second_denoiser_fails_at_sampler(server: Server):
     answer = server.queue(of_model_loader(output=4))
     assert not answer.get("node_errors"), answer
     messages = server.finish(answer["prompt_id"])["status"]["messages"]
@@ -147,7 +147,7 @@ def test_a_second_denoiser_that_is_not_there_is_refused_where_it_is_used(server:
     assert error["node_type"] == "KSampler" and "has one denoiser" in error["exception_message"], error
 
 
-def patched(node: str, inputs: Mapping[str, Any], output: int = 0) -> dict[str, Any]:
+def graph_with_node(node: str, inputs: Mapping[str, Any], output: int = 0) -> dict[str, Any]:
     """The graph with a node between the loader and the sampler."""
     workflow = on_tpu(graph())
     workflow["patch"] = {"class_type": node, "inputs": {"model": ["unet", 0], **inputs}}
@@ -172,9 +172,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("node", REFUSED)
-def test_what_works_inside_the_network_is_refused_with_a_sentence(server: Server, node: str):
+def test_unsupported_model_node_is_refused_at_sampler(server: Server, node: str):
     inputs, sentence = REFUSED[node]
-    answer = server.queue(patched(node, inputs))
+    answer = server.queue(graph_with_node(node, inputs))
     assert not answer.get("node_errors"), answer
     status = server.finish(answer["prompt_id"])["status"]
     (error,) = [said for kind, said in status["messages"] if kind == "execution_error"]
@@ -193,11 +193,11 @@ AROUND = {
 
 
 @pytest.mark.parametrize("node", AROUND)
-def test_what_works_around_the_network_runs(server: Server, node: str):
-    server.run(patched(node, AROUND[node]))
+def test_supported_model_node_runs_with_tpu_model(server: Server, node: str):
+    server.run(graph_with_node(node, AROUND[node]))
 
 
-def test_what_the_loaders_do_not_run_is_said(server: Server):
+def test_clip_loader_unsupported_type_error_lists_types(server: Server):
     workflow = on_tpu(graph())
     workflow["clip"]["inputs"]["type"] = "sd3"
     answer = server.queue(workflow)
@@ -207,13 +207,13 @@ def test_what_the_loaders_do_not_run_is_said(server: Server):
     assert "type is sd3; the TPU runs text encoders of the types wan, flux2" in error["exception_message"]
 
 
-def test_a_file_outside_cores_folders_is_not_read(server: Server):
+def test_unet_name_outside_model_folder_is_refused(server: Server):
     workflow = on_tpu(graph())
     workflow["unet"]["inputs"]["unet_name"] = "../vae/wan_vae.safetensors"
     assert "value_not_in_list" in json.dumps(server.queue(workflow)["node_errors"])
 
 
-def test_free_empties_the_chips_and_the_next_run_loads_again(server: Server):
+def test_free_unloads_core_models_and_next_run_reloads(server: Server):
     server.run(on_tpu(graph(seed=11)))
     assert server.get("/tpu/stats")["resident"]
     server.post("/free", {"unload_models": True, "free_memory": True})
@@ -222,7 +222,7 @@ def test_free_empties_the_chips_and_the_next_run_loads_again(server: Server):
     assert server.get("/tpu/stats")["resident"]
 
 
-def test_cancel_ends_between_two_steps_and_the_next_run_works(server: Server):
+def test_cancel_interrupts_core_sampler_and_next_run_succeeds(server: Server):
     server.run(on_tpu(graph(seed=20)))
     answer = server.queue(on_tpu(graph(seed=21, steps=5000)))
     until(lambda: server.get("/queue")["queue_running"], lambda: "nothing ran")
@@ -233,7 +233,7 @@ def test_cancel_ends_between_two_steps_and_the_next_run_works(server: Server):
 
 
 @pytest.mark.recorded
-def test_a_hundred_prompts_of_core_and_of_ours_fail_nowhere_and_leave_nothing(server: Server):
+def test_hundred_mixed_prompts_leak_no_memory(server: Server):
     """Ten workflows in turn, with a cancel, an unload and a refusal among each ten."""
 
     def held() -> int:
@@ -247,9 +247,11 @@ def test_a_hundred_prompts_of_core_and_of_ours_fail_nowhere_and_leave_nothing(se
         seed = 1000 + number
         workflows = [
             on_tpu(graph(seed=seed)), comfyui_server.tiny_workflow("ours", seed=seed),
-            patched("LoraLoaderModelOnly", AROUND["LoraLoaderModelOnly"]), patched("EasyCache", AROUND["EasyCache"]),
+            graph_with_node("LoraLoaderModelOnly", AROUND["LoraLoaderModelOnly"]), graph_with_node("EasyCache",
+            AROUND["EasyCache"]),
             on_tpu(graph(seed=seed, sampler_name="dpmpp_2m")), comfyui_server.tiny_workflow("again", seed=seed),
-            on_tpu(graph(seed=seed, cfg=1.0)), on_tpu(graph(seed=seed, scheduler="beta")), ours, patched(node, inputs),
+            on_tpu(graph(seed=seed, cfg=1.0)), on_tpu(graph(seed=seed, scheduler="beta")), ours,
+            graph_with_node(node, inputs),
         ]  # fmt: skip
         workflow = workflows[number % 10]
         for part in workflow.values():
@@ -273,7 +275,7 @@ def test_a_hundred_prompts_of_core_and_of_ours_fail_nowhere_and_leave_nothing(se
 
 
 @pytest.mark.recorded
-def test_too_little_memory_is_comfyuis_own_error_with_advice(
+def test_memory_limit_raises_comfyui_out_of_memory_error(
     start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ):
     base = tmp_path_factory.mktemp("comfyui")

@@ -53,12 +53,12 @@ class Folder:
         return int(loaded.values["stride"])  # type: ignore[arg-type]
 
 
-def returned(folder: Path, nodes: Nodes, **latents: str) -> dict[str, list[Any]]:
+def run_core_nodes(folder: Path, nodes: Nodes, **latents: str) -> dict[str, list[Any]]:
     job = {"nodes": nodes, "folder": str(folder), "classes": CLASSES, "stubs": STUBS, "latents": latents}
     return run_script("core_sizes.py", job, folder)
 
 
-def predicted(folder: Path, nodes: Nodes) -> dict[str, tuple[Known, ...]]:
+def predict_outputs(folder: Path, nodes: Nodes) -> dict[str, tuple[Known, ...]]:
     def vae(node: Any) -> Any:
         yield "stride"
         return (LoaderOutput(node_id=node.node_id, kind=node.kind, values=node.inputs, output=0),)
@@ -68,7 +68,7 @@ def predicted(folder: Path, nodes: Nodes) -> dict[str, tuple[Known, ...]]:
     return {name: interpreter.evaluate(name) for name in nodes}
 
 
-def described(value: Known, shape: Any) -> Any:
+def describe_prediction(value: Known, shape: Any) -> Any:
     """A prediction as the script describes what a node returned: `shape`, which says how many dimensions it has."""
     if isinstance(value, ImageSize):
         return {"image": [value.batch, value.height, value.width]}
@@ -86,12 +86,12 @@ def latent_shape(latent: LatentSize, actual: list[int], stride: int = 0) -> list
     return [batch, actual[1], *frames, *latent.size(stride or latent.stride)]
 
 
-def resized(kind: str, **more: Any) -> dict[str, Any]:
+def resize_node(kind: str, **more: Any) -> dict[str, Any]:
     inputs = {f"resize_type.{name}": value for name, value in more.items()}
     return node("ResizeImageMaskNode", input=["image", 0], resize_type=kind, scale_method="area", **inputs)
 
 
-def scaled(kind: str, **more: Any) -> dict[str, Any]:
+def scale_node(kind: str, **more: Any) -> dict[str, Any]:
     return node(kind, image=["image", 0], upscale_method="bilinear", **more)
 
 
@@ -108,17 +108,20 @@ def images(width: int, height: int) -> Nodes:
         "to height": node("ImageScale", image=["image", 0], upscale_method="area", width=0, height=31, crop="center"),
         "to both": node("ImageScale", image=["image", 0], upscale_method="area", width=9, height=31, crop="center"),
         "as it is": node("ImageScale", image=["image", 0], upscale_method="area", width=0, height=0, crop="center"),
-        "by": scaled("ImageScaleBy", scale_by=0.7),
-        "total": scaled("ImageScaleToTotalPixels", megapixels=0.01, resolution_steps=1),
-        "total in steps": scaled("ImageScaleToTotalPixels", megapixels=0.03, resolution_steps=16),
-        "largest": scaled("ImageScaleToMaxDimension", largest_size=77),
+        "by": scale_node("ImageScaleBy", scale_by=0.7),
+        "total": scale_node("ImageScaleToTotalPixels", megapixels=0.01, resolution_steps=1),
+        "total in steps": scale_node("ImageScaleToTotalPixels", megapixels=0.03, resolution_steps=16),
+        "largest": scale_node("ImageScaleToMaxDimension", largest_size=77),
         "kontext": node("FluxKontextImageScale", image=["image", 0]),
-        "multiplier": resized("scale by multiplier", multiplier=1.37),
-        "dimensions": resized("scale dimensions", width=0, height=40, crop="center"),
-        "longer": resized("scale longer dimension", longer_size=90), "of width": resized("scale width", width=33),
-        "shorter": resized("scale shorter dimension", shorter_size=21), "of height": resized("scale height", height=35),
-        "pixels": resized("scale total pixels", megapixels=0.01), "multiple": resized("scale to multiple", multiple=8),
-        "match": resized("match size", match=["largest", 0], crop="disabled"),
+        "multiplier": resize_node("scale by multiplier", multiplier=1.37),
+        "dimensions": resize_node("scale dimensions", width=0, height=40, crop="center"),
+        "longer": resize_node("scale longer dimension", longer_size=90), "of width": resize_node("scale width",
+            width=33),
+        "shorter": resize_node("scale shorter dimension", shorter_size=21), "of height": resize_node("scale height",
+            height=35),
+        "pixels": resize_node("scale total pixels", megapixels=0.01), "multiple": resize_node("scale to multiple",
+            multiple=8),
+        "match": resize_node("match size", match=["largest", 0], crop="disabled"),
         "padded": node("ImagePadForOutpaint", image=["image", 0], left=8, top=0, right=16, bottom=24, feathering=0),
         "cropped": node("ImageCrop", image=["image", 0], width=20, height=200, x=25, y=13),
         "turned": node("ImageRotate", image=["image", 0], rotation="270 degrees"),
@@ -156,16 +159,16 @@ def images(width: int, height: int) -> Nodes:
 
 
 @pytest.mark.parametrize(("width", "height"), [(37, 29), (29, 50), (48, 48)])
-def test_sizes_are_those_of_comfyuis_nodes(width: int, height: int, tmp_path: Path):
+def test_predicted_sizes_match_core_nodes(width: int, height: int, tmp_path: Path):
     Pillow.new("RGB", (width, height)).save(tmp_path / f"{width}x{height}.png")
     nodes = images(width, height)
     fixed = {"hunyuan": "HunyuanVideo15", "empty": "Wan21", "sd3": "Flux", "hunyuan 15": "Wan21"}
-    actual, ours = returned(tmp_path, nodes, **fixed), predicted(tmp_path, nodes)
+    actual, ours = run_core_nodes(tmp_path, nodes, **fixed), predict_outputs(tmp_path, nodes)
     checked = {name for name, node in nodes.items() if node["class_type"] not in ("Vae", "Clip")}
     for name in checked:
         assert ours[name] and UNKNOWN not in ours[name], name
         pairs = zip(ours[name], actual[name], strict=False)
-        assert [described(value, shape) for value, shape in pairs] == actual[name][: len(ours[name])], name
+        assert [describe_prediction(value, shape) for value, shape in pairs] == actual[name][: len(ours[name])], name
     for name, kind in fixed.items():
         (shape,) = actual[f"{name} for {kind}"]
         latent = ours[name][0]
@@ -182,7 +185,7 @@ EXPRESSIONS = (
 )  # fmt: skip
 
 
-def test_expressions_are_those_of_comfyuis_node(tmp_path: Path):
+def test_predicted_expressions_match_core_nodes(tmp_path: Path):
     values = {"values.a": 5, "values.b": 16.5}
     nodes: Nodes = {text: node("ComfyMathExpression", expression=text, **values) for text in EXPRESSIONS}
     nodes |= {
@@ -202,13 +205,13 @@ def test_expressions_are_those_of_comfyuis_node(tmp_path: Path):
             for pixels, multiple in ((1.0, 8), (0.37, 20))
         },
     }  # fmt: skip
-    actual = returned(tmp_path, nodes)
-    ours = {name: list(values) for name, values in predicted(tmp_path, nodes).items()}
+    actual = run_core_nodes(tmp_path, nodes)
+    ours = {name: list(values) for name, values in predict_outputs(tmp_path, nodes).items()}
     assert ours == actual
     assert all(type(one) is type(other) for name in ours for one, other in zip(ours[name], actual[name], strict=True))
 
 
-def test_a_files_size_is_that_which_comfyui_loads(tmp_path: Path):
+def test_image_size_matches_loaded_image_or_is_none(tmp_path: Path):
     """Of files that Pillow writes, some of them turned, moving or of a kind that is not read: these are left out."""
     picture = Pillow.fromarray(torch.zeros(29, 37, 3, dtype=torch.uint8).numpy())
     turned = Pillow.Exif()
@@ -229,12 +232,12 @@ def test_a_files_size_is_that_which_comfyui_loads(tmp_path: Path):
     picture.convert("L").save(tmp_path / "grey.jpg")
     picture.convert("RGBA").save(tmp_path / "alpha.webp")
     names = sorted(path.name for path in tmp_path.iterdir())
-    actual = returned(tmp_path, {name: node("LoadImage", image=name) for name in names})
+    actual = run_core_nodes(tmp_path, {name: node("LoadImage", image=name) for name in names})
     known = {name: Folder(tmp_path).image_size(name) for name in names}
     assert {name for name, size in known.items() if size is None} == {
         "turned.jpg", "turned.webp", "turned.png", "plain.bmp", "plain.gif", "moving.png",
     }  # fmt: skip
     for name, size in known.items():
         if size is not None:
-            assert described(size, None) == actual[name][0], name
+            assert describe_prediction(size, None) == actual[name][0], name
     assert math.prod(actual["plain.png"][0]["image"]) == 37 * 29

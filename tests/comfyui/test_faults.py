@@ -70,7 +70,7 @@ def server(start_comfyui: Callable[..., Server]) -> Server:
     return start_comfyui(packs={"probe": PROBE})
 
 
-def test_the_page_is_answered_while_a_prompt_is_looked_at(server: Server):
+def test_stats_endpoint_answers_during_prompt_validation(server: Server):
     """The check ends only once the page was answered: on one loop with it, that would never be."""
     model_id = "no such model + nothing.safetensors"
     workflow = {"1": {"class_type": "TPUModelLoader", "inputs": {"model_id": model_id, "family": "Wan21"}}}
@@ -87,7 +87,7 @@ def test_the_page_is_answered_while_a_prompt_is_looked_at(server: Server):
     assert "There is no file nothing.safetensors" in str(answers[0]["node_errors"])
 
 
-def test_prompts_go_on_after_a_library_ended_a_node(server: Server):
+def test_server_runs_prompts_after_node_panic(server: Server):
     server.get("/probe/panic")
     workflow = tiny_workflow("after_a_panic")
     failed = server.finish(server.queue(workflow)["prompt_id"])
@@ -96,14 +96,14 @@ def test_prompts_go_on_after_a_library_ended_a_node(server: Server):
     server.run(workflow)
 
 
-def test_comfyuis_search_for_garbage_leaves_out_what_imports_made(server: Server):
+def test_garbage_collection_skips_imported_objects(server: Server):
     """It took half a second, every ten seconds, in which the page stood still."""
     server.run(tiny_workflow("imported", seed=8))
     found = server.get("/probe/garbage")
     assert found["aside"] > 300_000 and found["searched"] < 200_000, found
 
 
-def test_a_prompt_runs_while_hundreds_of_requests_come(server: Server):
+def test_prompt_runs_during_hundreds_of_requests(server: Server):
     """Each is answered, from one sample, and the prompt ends well."""
     done, answers, paths = threading.Event(), [], ("/tpu/stats", "/tpu/models", "/tpu/about", "/tpu/stats")
 

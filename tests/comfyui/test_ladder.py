@@ -38,7 +38,7 @@ ATTENTION = r'["/]attention(_with_rerun)?/while'  # not the folder
 Starts = Callable[..., Server]
 
 
-def begun(layer: Layer, base: Path, **environment: str) -> Server:
+def start_server(layer: Layer, base: Path, **environment: str) -> Server:
     """A ComfyUI on the machine of a layer, with a cache of its own."""
     # Quicker with one chip.
     flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
@@ -58,7 +58,7 @@ def on_machine(tmp_path: Path) -> Iterator[Starts]:
     started: list[Server] = []
 
     def start(layer: Layer, **environment: str) -> Server:
-        started.append(begun(layer, tmp_path / f"server{len(started)}", **environment))
+        started.append(start_server(layer, tmp_path / f"server{len(started)}", **environment))
         return started[-1]
 
     yield start
@@ -86,9 +86,9 @@ def rungs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
             Fault(at="run", option=SPARSE, does="nonsense"),
         ],
     )  # fmt: skip
-    server = begun(layer, tmp_path_factory.mktemp("rungs"))
+    server = start_server(layer, tmp_path_factory.mktemp("rungs"))
     try:
-        yield Ran(server, *ran(server, "rungs"))
+        yield Ran(server, *run_prompt(server, "rungs"))
     finally:
         server.stop()
 
@@ -109,7 +109,7 @@ def frames(folder: Path, prefix: str) -> np.ndarray:
     return np.stack(pictures).astype(int)
 
 
-def ran(server: Server, prefix: str) -> tuple[dict[str, Any], list[str]]:
+def run_prompt(server: Server, prefix: str) -> tuple[dict[str, Any], list[str]]:
     """The history entry of a prompt, and what stood on its nodes."""
     with Listener(server) as listener:
         entry = listener.finish(listener.queue(workflow(prefix)))
@@ -121,7 +121,7 @@ def machine(server: Server) -> dict[str, Any]:
     return found
 
 
-def compiled(server: Server) -> list[list[str]]:
+def compiled_options(server: Server) -> list[list[str]]:
     """The options of each denoising step that was compiled, in order."""
     return [json.loads(line) for line in re.findall(r"^FAKE_PJRT options (\[.+\])$", server.log.read_text(), re.M)]
 
@@ -150,7 +150,7 @@ def assert_right(found: np.ndarray, right: np.ndarray) -> None:
 
 
 @pytest.mark.recorded
-def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(rungs: Ran, right: np.ndarray):
+def test_fallbacks_handle_refused_options_kernels_and_nonfinite_values(rungs: Ran, right: np.ndarray):
     """Four rungs in one prompt; the next prompt of another process takes none of them again."""
     server, entry, texts = rungs.server, rungs.entry, rungs.texts
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
@@ -165,21 +165,21 @@ def test_options_and_kernels_that_are_refused_and_nonsense_with_overlap(rungs: R
     assert found["kernels_off"] == found["kernels_small"] == ["attention"]
     assert any(SPARSE.startswith(one) for one in found["options_off"]) and ASYNC in found["options_off"]
     # What ran in their place: steps with the option, without, on smaller tiles, by XLA, and without overlap.
-    assert compiled(server)[0] == list(OPTIONS) and compiled(server)[-1] == [VMEM]
+    assert compiled_options(server)[0] == list(OPTIONS) and compiled_options(server)[-1] == [VMEM]
     stats = server.get("/tpu/stats")
     assert stats["notes"] == found["sentences"]
     (chip,) = stats["chips"]
     assert (chip["hbm_limit"], chip["hbm_reserved"], chip["hbm_reserved_peak"]) == (2**31, 2**27, 2**27)
     assert 0 < chip["hbm_used"] <= chip["hbm_peak"] < 2**31
     server.restart()
-    entry, texts = ran(server, "again")
+    entry, texts = run_prompt(server, "again")
     assert entry["status"]["status_str"] == "success"
     assert not [text for text in texts if "this machine" in text or "once more" in text]
     assert_right(frames(server.base / "output", "again"), right)
 
 
 @pytest.mark.recorded
-def test_the_tab_says_what_runs_in_the_place_of_what_was_refused(rungs: Ran):
+def test_panel_shows_active_fallbacks(rungs: Ran):
     from comfyui_tpu.tests.browser.page import BROWSER, launch_browser
     from comfyui_tpu.tests.browser.test_monitor import PANEL, Tab, playwright
 
@@ -197,7 +197,7 @@ def test_the_tab_says_what_runs_in_the_place_of_what_was_refused(rungs: Ran):
         assert tab.faults == []
 
 
-def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_machine: Starts, right: np.ndarray):
+def test_halting_kernel_is_disabled_after_process_restart(on_machine: Starts, right: np.ndarray):
     layer = Layer(pallas=True, faults=[Fault(at="run", holds=ATTENTION, does="halt", says=HALT)])
     server = on_machine(layer, COMFYUI_TPU_RESTARTS="1")
     assert server.process is not None
@@ -212,47 +212,47 @@ def test_a_halt_is_named_and_the_process_starts_again_without_the_kernel(on_mach
     assert "restart it, unless it restarts by itself" in server.log.read_text()
     assert server.is_running and server.process.pid == before[0]
     assert machine(server)["kernels_off"] == ["attention"]
-    entry, _ = ran(server, "after")
+    entry, _ = run_prompt(server, "after")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert_right(frames(server.base / "output", "after"), right)
     assert "halted the chips" in server.get("/tpu/stats")["notes"][0]
 
 
 @pytest.mark.recorded
-def test_memory_of_the_host_and_of_the_chips_that_runs_out(on_machine: Starts, right: np.ndarray):
+def test_host_memory_error_gives_advice_and_chip_memory_error_retries(on_machine: Starts, right: np.ndarray):
     """The first is the user's to mend; of the chips everything is unloaded, and it is tried once more."""
     layer = Layer(faults=[Fault(at="run", says=HOST, times=1), Fault(at="run", says=fake_pjrt.NO_ROOM, times=1)])
     server = on_machine(layer)
-    entry, _ = ran(server, "host")
+    entry, _ = run_prompt(server, "host")
     assert entry["status"]["status_str"] == "error"
     assert "The host could not map memory" in str(entry["status"]) and "ulimit -l unlimited" in str(entry["status"])
-    entry, texts = ran(server, "chips")
+    entry, texts = run_prompt(server, "chips")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert any(text.startswith("Out of memory: unloaded ") for text in texts)
     assert_right(frames(server.base / "output", "chips"), right)
 
 
-def test_memory_that_runs_out_while_weights_are_put(on_machine: Starts, right: np.ndarray):
+def test_out_of_memory_during_weight_transfer_retries_loading(on_machine: Starts, right: np.ndarray):
     """What was on the chips so far leaves, and loading begins again; of the host it is said what to allow."""
     full = Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5, times=1)
     unmapped = Fault(at="put", holds=WEIGHT, says=HOST, after=5 + 30, times=1)  # of the second loading
     server = on_machine(Layer(faults=[full, unmapped]))
-    entry, texts = ran(server, "put")
+    entry, texts = run_prompt(server, "put")
     assert any(text.startswith("Out of memory: unloaded ") for text in texts)
     assert entry["status"]["status_str"] == "error" and "The host could not map memory" in str(entry["status"])
-    entry, texts = ran(server, "after")
+    entry, texts = run_prompt(server, "after")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert_right(frames(server.base / "output", "after"), right)
 
 
 @pytest.mark.recorded
-def test_memory_that_runs_out_while_a_stored_program_is_loaded_keeps_it(on_machine: Starts, right: np.ndarray):
+def test_out_of_memory_loading_cached_program_keeps_cache_entry(on_machine: Starts, right: np.ndarray):
     layer = Layer(faults=[Fault(at="load", says=fake_pjrt.NO_ROOM, times=1)])
     server = on_machine(layer)
-    ran(server, "stored")
+    run_prompt(server, "stored")
     entries = {path.name for path in (server.cache / "xla").rglob("*") if path.is_file()}
     server.restart()
-    entry, _ = ran(server, "loaded")
+    entry, _ = run_prompt(server, "loaded")
     assert entry["status"]["status_str"] == "success", f"{entry['status']}\n{server.log_tail()}"
     assert entries <= {path.name for path in (server.cache / "xla").rglob("*") if path.is_file()}
     assert_right(frames(server.base / "output", "loaded"), right)

@@ -22,12 +22,12 @@ def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPa
     return start_comfyui(base=base)
 
 
-def test_the_log_says_it_at_the_start(server: Server):
+def test_server_log_reports_unsupported_torch_at_start(server: Server):
     log = server.log.read_text(errors="replace")
     assert log.count(SENTENCE) == 1 and log.index(SENTENCE) < log.index("To see the GUI")
 
 
-def test_the_page_is_told(server: Server):
+def test_about_endpoint_reports_unsupported_torch(server: Server):
     (refusal,) = server.get("/tpu/about")["refusals"]
     assert refusal.startswith(SENTENCE)
     assert refusal.endswith(" -m pip install --index-url https://download.pytorch.org/whl/cpu 'torch<2.16,>=2.13' "
@@ -35,7 +35,7 @@ def test_the_page_is_told(server: Server):
 
 
 @pytest.mark.parametrize("node", ["TPUModelLoader", "TPUFreeMemory"])
-def test_every_node_says_it(node: str, server: Server):
+def test_node_with_unsupported_torch_raises_unsupported_packages(node: str, server: Server):
     workflow = tiny_workflow("refused")
     if node == "TPUFreeMemory":
         workflow = {

@@ -31,7 +31,7 @@ def lora(clip: Any, strengths: tuple[float, ...] = (0.8,)) -> Any:
     return clip
 
 
-def merged(name: str, *numbers: float) -> Change:
+def merge_change(name: str, *numbers: float) -> Change:
     """A CLIP with a LoRA, merged with one that has another strength of it."""
     from comfy_extras import nodes_model_merging
 
@@ -42,7 +42,7 @@ def with_difference(clip: Any) -> Any:
     """As a model is made of two others' difference."""
     from comfy_extras import nodes_model_merging
 
-    return nodes_model_merging.CLIPAdd().merge(clip, merged("CLIPSubtract", 0.2)(clip))[0]
+    return nodes_model_merging.CLIPAdd().merge(clip, merge_change("CLIPSubtract", 0.2)(clip))[0]
 
 
 def last_layer(number: int) -> Change:
@@ -51,14 +51,14 @@ def last_layer(number: int) -> Change:
     return lambda clip: nodes.CLIPSetLastLayer().set_last_layer(clip, number)[0]
 
 
-def multiplied(clip: Any) -> Any:
+def multiply_attention(clip: Any) -> Any:
     """Of queries and keys, where core's names have these."""
     from comfy_extras.nodes_attention_multiply import CLIPAttentionMultiply
 
     return CLIPAttentionMultiply.execute(clip, 1.3, 0.8, 1.0, 1.1).result[0]
 
 
-def padded(clip: Any) -> Any:
+def pad_tokens(clip: Any) -> Any:
     """As T5TokenizerOptions does."""
     found = clip.clone()
     for kind in ("t5xxl", "umt5xxl"):
@@ -70,13 +70,13 @@ def changes() -> dict[str, Change]:
     return {
         "LoraLoader": lora,
         "two LoRAs": lambda clip: lora(clip, (0.8, -0.3)),
-        "CLIPMergeSimple": merged("CLIPMergeSimple", 0.3),
-        "CLIPMergeAdd": merged("CLIPAdd"),
+        "CLIPMergeSimple": merge_change("CLIPMergeSimple", 0.3),
+        "CLIPMergeAdd": merge_change("CLIPAdd"),
         "CLIPMergeSubtract": with_difference,
         **{f"CLIPSetLastLayer {number}": last_layer(number) for number in (-1, -2, -3, -24)},
         "CLIPSetLastLayer and LoraLoader": lambda clip: last_layer(-2)(lora(clip)),
-        "tokenizer options": padded,
-        "CLIPAttentionMultiply": multiplied,
+        "tokenizer options": pad_tokens,
+        "CLIPAttentionMultiply": multiply_attention,
     }
 
 
@@ -93,7 +93,7 @@ FEW = (
 
 def compared(ours: Any, theirs: Any, relative: Callable[[Any, Any], float], *, every: bool) -> dict[str, float | str]:
     """The relative L2 of the states by change, or the sentence that refuses it: of `every` change, or of a `FEW`."""
-    assert _named(ours).items() <= _named(theirs).items()
+    assert _tensor_shapes(ours).items() <= _tensor_shapes(theirs).items()
 
     def encode(clip: Any) -> Any:
         return clip.encode_from_tokens_scheduled(clip.tokenize(PROMPT))[0][0]
@@ -110,14 +110,14 @@ def compared(ours: Any, theirs: Any, relative: Callable[[Any, Any], float], *, e
         if "Lora" in name or "Merge" in name:
             assert relative(plain, wanted) > 1e-3, (name, "changes nothing")
     assert relative(encode(ours), plain) < 1e-4, "a clone's change stays"
-    return found | dict(_bypassed(ours))
+    return found | dict(_bypass_refusals(ours))
 
 
-def _named(clip: Any) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(clip: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in clip.cond_stage_model.state_dict().items()}
 
 
-def _bypassed(clip: Any) -> Iterator[tuple[str, str]]:
+def _bypass_refusals(clip: Any) -> Iterator[tuple[str, str]]:
     found = clip.clone()
     found.patcher.set_injections("bypass_lora", [object()])
     try:

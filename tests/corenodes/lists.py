@@ -48,7 +48,7 @@ class Pipeline:
             self.nodes[stage.node_id] = self.saying(stage)
 
     def saying(self, stage: Any) -> type:
-        return told_class(list(stage.inputs), 3, lambda given: said(stage.name, given))
+        return told_class(list(stage.inputs), 3, lambda given: describe_inputs(stage.name, given))
 
     def ordinary(self) -> type:
         """All stages in one call."""
@@ -68,7 +68,7 @@ class Pipeline:
                     else value
                     for name, value in stage.inputs.items()
                 }
-                results[stage.name] = said(stage.name, {n: v for n, v in inputs.items() if v is not None})
+                results[stage.name] = describe_inputs(stage.name, {n: v for n, v in inputs.items() if v is not None})
             return tuple(results[link.stage][link.output] for link in declaration.results)
 
         return told_class([one.name for one in declaration.inputs], len(declaration.results), run)
@@ -116,7 +116,7 @@ class Pipeline:
         return SEEN.pop("ours"), SEEN.pop("ordinary")
 
 
-def said(stage: str, given: Mapping[str, Any]) -> tuple[str, str, str]:
+def describe_inputs(stage: str, given: Mapping[str, Any]) -> tuple[str, str, str]:
     text = f"{stage}({', '.join(f'{name}={given[name]}' for name in sorted(given))})"
     return tuple(f"{text}[{place}]" for place in range(3))
 

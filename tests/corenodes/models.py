@@ -199,7 +199,7 @@ class Models:
                 use = functools.partial(calls.resolve, found, name)
                 if name == "generate":
                     use = functools.partial(found.generate, found.tokenize("a cat"))
-                sentence = said(use)
+                sentence = error_message(use)
                 assert "For that node, load" in sentence, (kind, name, sentence)
         for name in calls.ABSENT["MODEL"].split():
             assert type(attempt(self.ours, name)) is type(attempt(self.theirs, name)), name
@@ -228,7 +228,7 @@ class Models:
             "its memory": lambda: self.ours.model_state_dict()["diffusion_model.head.head.weight"].data_ptr(),
             "a part of the VAE": lambda: vae.first_stage_model.per_channel_statistics,
         }  # fmt: skip
-        found = {name: said(use) for name, use in uses.items()}
+        found = {name: error_message(use) for name, use in uses.items()}
         comfy.model_management.interrupt_current_processing()
         try:
             self.saved("ModelSave", self.ours)
@@ -247,7 +247,7 @@ def attempt(found: Any, name: str) -> Any:
         return None
 
 
-def said(use: Callable[[], Any]) -> str:
+def error_message(use: Callable[[], Any]) -> str:
     try:
         use()
     except (ValueError, AttributeError) as error:

@@ -8,7 +8,7 @@ pytestmark = needs_comfyui
 
 
 @pytest.mark.parametrize("kind", calls.KINDS)
-def test_each_name_that_nodes_ask_for_is_known(kind: str):
+def test_attribute_tables_match_names_used_by_core_nodes(kind: str):
     """`models.py` looks whether ours has what works, and says of the rest what it is."""
     found = calls.asked(COMFYUI)[kind]
     known = {name for table in (calls.WORKS, calls.REFUSED, calls.ABSENT) for name in table.get(kind, "").split()}
@@ -16,7 +16,7 @@ def test_each_name_that_nodes_ask_for_is_known(kind: str):
     assert known - found.keys() == set()
 
 
-def test_a_new_name_is_found_in_both_forms_of_a_node(tmp_path):
+def test_attribute_scan_finds_names_in_both_node_forms(tmp_path):
     (tmp_path / "comfy_extras").mkdir()
     (tmp_path / "nodes.py").write_text(
         "class Old:\n"

@@ -10,7 +10,7 @@ from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
 pytestmark = needs_comfyui
 
 
-def test_lists_go_through_a_pipeline_as_through_an_ordinary_node(tmp_path: Path):
+def test_pipeline_node_maps_lists_like_ordinary_node(tmp_path: Path):
     """Every input, alone and with others, of every node that expands; its outputs in their places."""
     found = run_script(Path(__file__).with_name("lists.py"), "", tmp_path)
     assert found.keys() == {one.id for one in DECLARATIONS.values() if isinstance(one, Expansion)}

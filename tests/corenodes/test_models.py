@@ -16,7 +16,7 @@ from comfyui_tpu.tpu_runtime.models import lookup_spec
 pytestmark = [needs_comfyui, pytest.mark.slow]
 
 
-def test_models_are_merged_and_saved_as_core_does_it(tmp_path: Path):
+def test_merge_and_save_nodes_match_core_or_are_refused(tmp_path: Path):
     one = DENOISERS_BY_NAME["wan t2v"]
     path = write_denoiser(tmp_path, replace(one, config={"num_layers": 2}), "wan")
     other = write_denoiser(tmp_path, replace(one, config={"num_layers": 2, "ffn_dim": 384}), "sibling")

@@ -14,14 +14,14 @@ MXUS = {"v4": (8, 128, 1), "v5e": (4, 128, 1), "v5p": (8, 128, 1), "v6e": (2, 25
 
 
 @pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.generation)
-def test_peak_and_clock_agree_with_the_matrix_units(chip: chips.Chip):
+def test_chip_peak_flops_match_matrix_units(chip: chips.Chip):
     count, width, rows = MXUS[chip.generation]
     assert chip.flop_per_cycle == pytest.approx(count * width * width * rows * 2, rel=2e-3)
     assert chip.mxu_width == width
 
 
 @pytest.mark.parametrize("target", chips.TOPOLOGIES, ids=lambda target: target.name)
-def test_libtpu_describes_every_slice_as_the_table_does(target: chips.Topology):
+def test_topology_matches_libtpu_devices(target: chips.Topology):
     devices = chips.compile_devices(target)
     assert len(devices) == target.num_devices
     assert {device.device_kind for device in devices} == {target.chip.device_kind}
@@ -43,7 +43,7 @@ HOSTS = [target for target in chips.TOPOLOGIES if not target.options and target.
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_rows_of_a_mesh_are_neighbours_of_as_few_hosts_as_can_be(
+def test_make_mesh_rows_lie_on_fewest_neighbouring_hosts(
     target: chips.Topology, shape: MeshShape, hosts: list[set[int]] | None
 ):
     """Whatever order devices come in: of the innermost axis that has several, each row fills a box of whole hosts."""
@@ -62,21 +62,21 @@ def test_rows_of_a_mesh_are_neighbours_of_as_few_hosts_as_can_be(
 @pytest.mark.parametrize(
     ("said", "meant"), [("v6e-8", "v6e:2x4"), ("V6E:2x4 ", "v6e:2x4"), ("v5p-8", "v5p:2x2x1"), ("7x-8", "tpu7x:2x2x1")]
 )
-def test_slices_have_the_names_that_users_say(said: str, meant: str):
+def test_topology_accepts_common_slice_names(said: str, meant: str):
     assert chips.topology(said).name == meant
 
 
-def test_an_unknown_slice_is_answered_with_the_known_ones():
+def test_topology_unknown_name_lists_known_slices():
     with pytest.raises(ValueError, match=r"no topology 'v6e:3x3'; there are v6e:1x1 \(v6e-1\), .*tpu7x:2x2x1"):
         chips.topology("v6e:3x3")
 
 
-def test_larger_slices_are_of_the_same_generation():
+def test_larger_returns_slices_of_the_same_generation():
     assert [found.name for found in chips.larger(chips.topology("v5e-1"))] == ["v5e:2x2", "v5e:2x4"]
     assert chips.larger(chips.topology("v6e-64")) == ()
 
 
-def test_without_libtpu_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_compile_devices_without_libtpu_names_package_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"libtpu.* is not installed.*pip install libtpu=="):
@@ -105,12 +105,12 @@ PAIRS = ((0, 4), (1, 5), (2, 6), (3, 7))
         ("collective-permute", ((3, 3),), 0),
     ],
 )  # fmt: skip
-def test_the_busiest_link_carries_what_a_hand_count_says(kind: str, groups: interconnect.Groups, share: float):
+def test_link_bytes_of_busiest_link_match_hand_count(kind: str, groups: interconnect.Groups, share: float):
     devices = chips.compile_devices(chips.topology("v6e-8"))
     loads = interconnect.link_bytes(kind, 1000.0, groups, devices)
     assert max(loads.values(), default=0) == pytest.approx(1000 * share)
 
 
-def test_the_two_devices_of_a_chip_exchange_for_nothing():
+def test_link_bytes_between_devices_of_one_chip_are_zero():
     devices = chips.compile_devices(chips.topology("tpu7x:2x2x1"))
     assert not any(interconnect.link_bytes("all-gather", 1.0, ((0, 1), (2, 3)), devices).values())

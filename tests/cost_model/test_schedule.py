@@ -56,12 +56,12 @@ def timing_of(text: str, start_s: float = START_S) -> step_time.Timing:
     ],
     ids=["too low an estimate", "a high one", "of bytes", "a batch"],
 )
-def test_a_product_is_never_quicker_than_the_chips_peak(given: dict, estimate: int, cycles: float):
+def test_predict_timing_matmul_is_bounded_by_chip_peak(given: dict, estimate: int, cycles: float):
     assert timing_of(PRODUCT.format(**given, estimate=estimate)).xla == pytest.approx(cycles)
 
 
 @pytest.mark.parametrize(("pair", "times"), [("0,1", 2), ("1,0", 1), ("2,3", 1)])
-def test_transfers_wait_for_each_other_only_on_the_same_link(pair: str, times: int):
+def test_predict_timing_transfers_on_one_link_are_serialised(pair: str, times: int):
     chip = TARGET.chip
     waiting = times * (START_S + 2 * 1048576 / (chip.link_gb_s * 1e9)) * chip.clock_hz
     assert timing_of(PERMUTES.format(pair=pair)).waiting == pytest.approx(waiting)
@@ -92,7 +92,7 @@ NEXT = "source_target_pairs={{0,1},{1,0}}"
     ],
 )
 @pytest.mark.parametrize("size", [18432, 2**20])
-def test_every_collective_costs_its_start_and_its_bytes(kind: str, groups: str, share: float, starts: int, size: int):
+def test_predict_timing_collective_costs_start_and_bytes(kind: str, groups: str, share: float, starts: int, size: int):
     """Three of 1 MiB take 3 x (4 us + 1 MiB x share / 90 GB/s); of 18 KiB nearly nothing but the starts."""
     chip = TARGET.chip
     found = timing_of(DEPENDENT.format(array=f"u8[{size}]", kind=kind, groups=groups))
@@ -122,7 +122,7 @@ ENTRY %main (x: u8[90000], y: f32[1024]) -> u8[90000] {{
 
 
 @pytest.mark.parametrize(("beside_us", "exposed_us"), [(0, 5), (2, 3), (4.5, 0.5), (6, 0)])
-def test_computation_covers_the_start_of_a_transfer_too(beside_us: float, exposed_us: float):
+def test_predict_timing_computation_overlaps_transfer_start(beside_us: float, exposed_us: float):
     """90 kB take 1 us on a link of 90 GB/s, after 4 us of starting."""
     found = timing_of(BESIDE.format(cycles=round(beside_us * 1750)))
     assert found.waiting == pytest.approx(exposed_us * 1750, rel=1e-3)
@@ -130,7 +130,7 @@ def test_computation_covers_the_start_of_a_transfer_too(beside_us: float, expose
     assert collective.seconds == pytest.approx(5e-6) and collective.overlapped == (exposed_us == 0)
 
 
-def test_the_devices_of_one_chip_start_an_exchange_too():
+def test_predict_timing_counts_start_between_devices_of_one_chip():
     target = chips.topology("tpu7x:2x2x1")
     machine = step_time.TimingTarget(chip=target.chip, devices=chips.compile_devices(target), start_s=START_S)
     text = DEPENDENT.format(array="u8[1048576]", kind="collective-permute", groups=NEXT)

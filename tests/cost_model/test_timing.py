@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 V6E = chips.topology("v6e-1").chip
 
 
-def shaped(mesh: Mesh, shape: tuple[int, ...], *axes: Any, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def abstract_array(mesh: Mesh, shape: tuple[int, ...], *axes: Any, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
 
@@ -53,9 +53,9 @@ def timing_of(text: str, mesh: Mesh, at_best: bool = False) -> step_time.Timing:
 # --- XLA's own operations ---------------------------------------------------------------------------------------------
 
 
-def test_a_matmul_costs_what_the_matrix_units_need():
+def test_predict_timing_matmul_matches_matrix_unit_cycles():
     """4096^3: 2 * 4096^3 FLOP over 2 units of 256 x 256, two rows a cycle. The compiler's schedule adds 15 %."""
-    square = shaped(ONE(), (4096, 4096))
+    square = abstract_array(ONE(), (4096, 4096))
     found = timing_of(text_of(ONE(), lambda a, b: a @ b, square, square), ONE())
     by_hand = 2 * 4096**3 / (2 * 256 * 256 * 2 * 2)
     assert by_hand <= found.xla <= 1.25 * by_hand
@@ -66,10 +66,10 @@ def chain(a: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda x, matrix: (x @ matrix, None), a, w)[0]
 
 
-def test_a_loop_costs_its_trips():
-    square = shaped(ONE(), (2048, 2048))
+def test_predict_timing_loop_scales_with_trip_count():
+    square = abstract_array(ONE(), (2048, 2048))
     five, ten = (
-        timing_of(text_of(ONE(), chain, square, shaped(ONE(), (trips, 2048, 2048))), ONE()) for trips in (5, 10)
+        timing_of(text_of(ONE(), chain, square, abstract_array(ONE(), (trips, 2048, 2048))), ONE()) for trips in (5, 10)
     )
     (body,) = {operation.cycles / 10 for operation in ten.operations if "dot_general" in operation.op_name}
     assert 2 * 2048**3 / 524288 <= body <= 1.5 * 2 * 2048**3 / 524288
@@ -78,7 +78,7 @@ def test_a_loop_costs_its_trips():
     assert ten.xla - five.xla == pytest.approx(5 * per_trip, rel=1e-6)
 
 
-def test_a_loop_in_a_loop_costs_both_trips():
+def test_predict_timing_nested_loop_multiplies_trip_counts():
     def nested(x: jax.Array) -> jax.Array:
         def outer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
             inner = jax.lax.fori_loop(3, 10, lambda j, y: jnp.sin(y @ y) + j.astype(y.dtype), x)
@@ -86,24 +86,24 @@ def test_a_loop_in_a_loop_costs_both_trips():
 
         return jax.lax.scan(outer, x, jnp.arange(5))[0]
 
-    found = timing_of(text_of(ONE(), nested, shaped(ONE(), (512, 512))), ONE())
+    found = timing_of(text_of(ONE(), nested, abstract_array(ONE(), (512, 512))), ONE())
     assert max(operation.times for operation in found.operations) == 5 * 7
 
 
-def test_a_loop_that_depends_on_data_is_refused():
+def test_predict_timing_data_dependent_loop_raises_not_implemented():
     def until(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda x: x[0, 0] < 5, lambda x: x @ x + 1, x)
 
-    text = text_of(ONE(), until, shaped(ONE(), (512, 512)))
+    text = text_of(ONE(), until, abstract_array(ONE(), (512, 512)))
     with pytest.raises(NotImplementedError, match=r"loop \S+ \(jit\(until\)/while\).* depends on data"):
         timing_of(text, ONE())
 
 
-def test_of_a_conditional_the_dearest_branch_counts_and_at_best_the_cheapest():
+def test_predict_timing_conditional_uses_longest_or_shortest_branch():
     def either(x: jax.Array, cheap: jax.Array) -> jax.Array:
         return jax.lax.cond(cheap, lambda x: x + 1, lambda x: x @ x @ x @ x, x)
 
-    text = text_of(ONE(), either, shaped(ONE(), (1024, 1024)), shaped(ONE(), (), dtype=jnp.bool_))
+    text = text_of(ONE(), either, abstract_array(ONE(), (1024, 1024)), abstract_array(ONE(), (), dtype=jnp.bool_))
     dear, cheap = (timing_of(text, ONE(), at_best=at_best).xla for at_best in (False, True))
     assert dear > 3 * 2 * 1024**3 / 524288
     assert dear > 2 * cheap > 0
@@ -218,19 +218,24 @@ def costs() -> Mapping[str, bundles.Cost]:
     found = {
         name: kernels.find_kernels(hlo.parse_module(text_of(ONE(), fn, *arrays)))[0]
         for name, fn, *arrays in (
-            ("8 steps", matmul_kernel, shaped(ONE(), (1024, 2048)), shaped(ONE(), (2048, 2048))),
-            ("32 steps", matmul_kernel, shaped(ONE(), (4096, 2048)), shaped(ONE(), (2048, 2048))),
-            ("parts", branching_kernel, shaped(ONE(), (8192, 256))),
-            ("checked", checking_kernel, shaped(ONE(), (8192, 256))),
-            ("rerun", rerunning_kernel, shaped(ONE(), (8192, 256))),
-            ("skips", skipping_kernel, shaped(ONE(), (8192, 256)), shaped(ONE(), (1,), dtype=jnp.int32)),
+            ("8 steps", matmul_kernel, abstract_array(ONE(), (1024, 2048)), abstract_array(ONE(), (2048, 2048))),
+            ("32 steps", matmul_kernel, abstract_array(ONE(), (4096, 2048)), abstract_array(ONE(), (2048, 2048))),
+            ("parts", branching_kernel, abstract_array(ONE(), (8192, 256))),
+            ("checked", checking_kernel, abstract_array(ONE(), (8192, 256))),
+            ("rerun", rerunning_kernel, abstract_array(ONE(), (8192, 256))),
+            (
+                "skips",
+                skipping_kernel,
+                abstract_array(ONE(), (8192, 256)),
+                abstract_array(ONE(), (1,), dtype=jnp.int32),
+            ),
         )
     }
     measured = kernels.measure_kernels(found.values(), chips.topology("v6e-1"))
     return {name: measured[kernel.key] for name, kernel in found.items()}
 
 
-def test_a_kernel_costs_its_body_times_its_grid(costs: Mapping[str, bundles.Cost]):
+def test_measure_kernels_cost_is_body_times_grid(costs: Mapping[str, bundles.Cost]):
     """One step: 512 x 512 x 2048. The matrix units need 2048 cycles; with loads and stores the schedule takes more."""
     by_hand = 2 * 512 * 512 * 2048 / 524288
     for cost, steps in ((costs["8 steps"], 8), (costs["32 steps"], 32)):
@@ -241,21 +246,21 @@ def test_a_kernel_costs_its_body_times_its_grid(costs: Mapping[str, bundles.Cost
     assert added == pytest.approx(costs["8 steps"].step, rel=0.02)
 
 
-def test_loops_in_a_kernel_multiply_and_of_two_exclusive_parts_one_counts(costs: Mapping[str, bundles.Cost]):
+def test_measure_kernels_counts_inner_loops_and_one_exclusive_branch(costs: Mapping[str, bundles.Cost]):
     cost = costs["parts"]
     assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
     # 512 x 256 sums pass the two store slots of 1024 lanes in 64 bundles; so at least does each of the eight products.
     assert 16 * 8 * 64 < cost.shortest < cost.longest
 
 
-def test_turns_that_need_not_be_taken_are_left_out_of_the_shortest_way(costs: Mapping[str, bundles.Cost]):
+def test_measure_kernels_shortest_path_omits_skippable_turns(costs: Mapping[str, bundles.Cost]):
     cost = costs["skips"]
     assert (cost.steps, cost.unknown_loops, cost.error) == (16, 0, "")
     assert cost.longest - cost.shortest > 16 * 6 * 64
     assert cost.longest / 8 < cost.shortest < cost.longest / 2
 
 
-def test_what_a_kernel_repeats_only_on_a_flag_is_counted_apart(costs: Mapping[str, bundles.Cost]):
+def test_measure_kernels_counts_rerun_separately(costs: Mapping[str, bundles.Cost]):
     """8 products of which each passes 64 bundles of stores at least, in each of 16 steps; beside them only the flag."""
     without, cost = costs["checked"], costs["rerun"]
     assert (without.rerun, cost.steps, cost.unknown_loops, cost.error) == (0, 16, 0, "")
@@ -263,11 +268,11 @@ def test_what_a_kernel_repeats_only_on_a_flag_is_counted_apart(costs: Mapping[st
     assert without.longest < cost.longest < without.longest + cost.rerun / 4
 
 
-def test_a_kernel_in_a_program_costs_what_was_measured_and_at_best_its_shortest_way(costs: Mapping[str, bundles.Cost]):
+def test_predict_timing_kernel_uses_measured_cost(costs: Mapping[str, bundles.Cost]):
     def twice(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (branching_kernel(x).astype(x.dtype), None), x, None, length=5)[0]
 
-    module = hlo.parse_module(text_of(ONE(), twice, shaped(ONE(), (8192, 256))))
+    module = hlo.parse_module(text_of(ONE(), twice, abstract_array(ONE(), (8192, 256))))
     (kernel,) = kernels.find_kernels(module)
     known = {kernel.key: replace(costs["parts"], estimated=None)}
     for at_best, cycles in ((False, costs["parts"].longest), (True, costs["parts"].shortest)):
@@ -310,11 +315,11 @@ def layers(overlapped: bool, options: Mapping[str, str] = MappingProxyType({})) 
             x, _ = jax.lax.scan(at_once, x, w)
         return jax.lax.all_to_all(x, "sp", split_axis=2, concat_axis=1, tiled=True).reshape(x.shape)
 
-    arrays = shaped(mesh, (2, rows, size), "dp", "sp"), shaped(mesh, (6, size, size), None, "sp")
+    arrays = abstract_array(mesh, (2, rows, size), "dp", "sp"), abstract_array(mesh, (6, size, size), None, "sp")
     return text_of(mesh, run, *arrays, **options), size * size * 2
 
 
-def test_collectives_are_found_with_their_bytes_and_waited_for():
+def test_predict_timing_exposed_collectives_add_waiting_time():
     text, size = layers(overlapped=False)
     found = timing_of(text, EIGHT())
     gathers = [each for each in found.collectives if each.kind == "all-gather"]
@@ -329,21 +334,21 @@ def test_collectives_are_found_with_their_bytes_and_waited_for():
     assert any("all_gather" in sentence for sentence in findings.find_exposed_collectives(found))
 
 
-def test_a_collective_behind_computation_is_not_waited_for():
+def test_predict_timing_overlapped_collective_adds_no_waiting_time():
     text, _ = layers(overlapped=True, options=FUSED)
     found = timing_of(text, EIGHT())
     inside = [each for each in found.collectives if each.kind == "all-gather" and each.times == 6]
     assert inside and all(each.overlapped for each in inside), found.collectives
 
 
-def test_a_collective_on_the_sparse_core_takes_its_time_too():
+def test_predict_timing_sparse_core_collective_has_same_duration():
     text, size = layers(overlapped=False, options=ON_SPARSE_CORE)
     assert " call-start(" in text
     gathers = [each for each in timing_of(text, EIGHT()).collectives if each.kind == "all-gather"]
     assert sum(each.seconds for each in gathers) == pytest.approx(6 * (interconnect.START_S + size * 3 / 8 / 90e9))
 
 
-def test_a_kernel_takes_as_long_as_its_arrays_to_move():
+def test_predict_timing_unmeasured_kernel_costs_memory_traffic():
     def doubled(x: jax.Array) -> jax.Array:
         def body(x: Any, out: Any) -> None:
             out[...] = x[...] * 2
@@ -351,7 +356,7 @@ def test_a_kernel_takes_as_long_as_its_arrays_to_move():
         blocks = pl.BlockSpec((512, 1024), lambda at: (at, 0))
         return pl.pallas_call(body, grid=(16,), in_specs=[blocks], out_specs=blocks, out_shape=x)(x)
 
-    text = text_of(ONE(), doubled, shaped(ONE(), (8192, 1024)))
+    text = text_of(ONE(), doubled, abstract_array(ONE(), (8192, 1024)))
     by_hand = 2 * 8192 * 1024 * 2 / (V6E.hbm_gb_s * 1e9) * V6E.clock_hz
     assert timing_of(text, ONE()).kernels == pytest.approx(by_hand)  # nothing was measured of it
 
@@ -369,7 +374,7 @@ def test_a_kernel_takes_as_long_as_its_arrays_to_move():
         ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
     ],
 )
-def test_groups_of_devices_are_read_in_every_form(written: str, groups: tuple):
+def test_parse_groups_reads_every_replica_group_format(written: str, groups: tuple):
     found = hlo.Instruction(
         name="x", shape="f32[8]", opcode="all-gather", operands=(), operand_text="", attributes=written
     )
@@ -379,7 +384,7 @@ def test_groups_of_devices_are_read_in_every_form(written: str, groups: tuple):
 # --- FLOPs ------------------------------------------------------------------------------------------------------------
 
 
-def test_flops_are_counted_over_loops_shards_and_kernels():
+def test_count_flops_includes_loops_shards_and_kernels():
     mesh = EIGHT()
 
     @functools.partial(
@@ -392,7 +397,7 @@ def test_flops_are_counted_over_loops_shards_and_kernels():
         x = jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=3)[0]
         return shards(x, w)
 
-    arrays = shaped(mesh, (1, 4096, 512), None, "sp"), shaped(mesh, (512, 512))
+    arrays = abstract_array(mesh, (1, 4096, 512), None, "sp"), abstract_array(mesh, (512, 512))
     counted = flops.count_flops(flops.trace_program(program(mesh, run, *arrays)), mxu_width=256)
     # All of `dp` do the same, so `sp` counts and `dp` does not.
     assert counted.total == 4 * 2 * 4096 * 512 * 512
@@ -400,23 +405,23 @@ def test_flops_are_counted_over_loops_shards_and_kernels():
     assert counted.charged == counted.total
 
 
-def test_shallow_products_are_charged_for_the_whole_matrix_unit():
+def test_count_flops_charges_shallow_matmul_for_full_matrix_unit():
     def attend(q: jax.Array, k: jax.Array) -> jax.Array:
         return (q @ k.T) @ k
 
-    arrays = shaped(ONE(), (1024, 128)), shaped(ONE(), (1024, 128))
+    arrays = abstract_array(ONE(), (1024, 128)), abstract_array(ONE(), (1024, 128))
     counted = flops.count_flops(flops.trace_program(program(ONE(), attend, *arrays)), mxu_width=256)
     assert counted.total / counted.charged == pytest.approx(2 / 3)
 
 
-def test_products_of_int8_are_charged_half_in_a_kernel_too():
+def test_count_flops_charges_int8_matmul_half():
     """Or no kernel of theirs would be predicted faster than bfloat16's peak."""
 
     def run(x: jax.Array, w: jax.Array) -> list[jax.Array]:
         weight = linear_int8.Int8Weight(w, jnp.ones(w.shape[0]))
         return linear_int8.linear_int8_kernel([x], [weight], block=256, activation=None, turned=False)
 
-    arrays = shaped(ONE(), (1, 1024, 512)), shaped(ONE(), (1024, 512), dtype=jnp.int8)
+    arrays = abstract_array(ONE(), (1, 1024, 512)), abstract_array(ONE(), (1024, 512), dtype=jnp.int8)
     counted = flops.count_flops(flops.trace_program(program(ONE(), run, *arrays)), mxu_width=256)
     assert counted.total == 2 * 1024 * 512 * 1024
     # A quarter of the work, that of rotating tokens 256 deep for 1024 results, is in bfloat16.
@@ -426,8 +431,11 @@ def test_products_of_int8_are_charged_half_in_a_kernel_too():
 # --- what is wasteful -------------------------------------------------------------------------------------------------
 
 
-def test_a_replicated_weight_is_named():
-    arrays = {"ffn": {"weight": shaped(EIGHT(), (8192, 8192))}, "fine": shaped(EIGHT(), (8192, 8192), "sp")}
+def test_find_replicated_weights_names_large_weight():
+    arrays = {
+        "ffn": {"weight": abstract_array(EIGHT(), (8192, 8192))},
+        "fine": abstract_array(EIGHT(), (8192, 8192), "sp"),
+    }
     found = findings.find_replicated_weights(
         program(EIGHT(), lambda weights: weights, arrays, components=("transformer",))
     )
@@ -441,21 +449,23 @@ def rope_by_scatter(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return out.at[..., 1::2].set(even * sin + odd * cos)
 
 
-def test_a_scatter_is_named_with_its_source():
-    angles = shaped(ONE(), (4096, 1, 64))
-    found = findings.find_scatters(text_of(ONE(), rope_by_scatter, shaped(ONE(), (4096, 4, 128)), angles, angles))
+def test_find_scatters_names_source_line():
+    angles = abstract_array(ONE(), (4096, 1, 64))
+    found = findings.find_scatters(
+        text_of(ONE(), rope_by_scatter, abstract_array(ONE(), (4096, 4, 128)), angles, angles)
+    )
     assert len(found) == 2
     assert all("jit(rope_by_scatter)/scatter; " in each and "test_timing.py:" in each for each in found), found
 
 
-def test_attention_scores_in_float32_are_named():
+def test_find_float32_scores_names_attention_scores():
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32)
         out = jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
         # Without the sums XLA would make it a kernel of its own, which keeps the scores on the chip.
         return out, jax.nn.logsumexp(scores, axis=-1)
 
-    heads = shaped(ONE(), (4, 4096, 128))
+    heads = abstract_array(ONE(), (4, 4096, 128))
     text = text_of(ONE(), attend, heads, heads, heads)
     found = findings.find_float32_scores(text, limit=128 * 2**20)
     assert len(found) == 1
@@ -466,20 +476,20 @@ def test_attention_scores_in_float32_are_named():
     assert all("test_timing.py:" in operation.source for operation in dearest)
 
 
-def test_scores_that_no_chip_can_hold_are_named_before_the_compiler_refuses_them():
+def test_find_huge_matmuls_names_oversized_scores():
     def attend(q: jax.Array, k: jax.Array) -> jax.Array:
         return jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32).max()
 
-    heads = shaped(EIGHT(), (8, 65536, 128), None, "sp")
+    heads = abstract_array(EIGHT(), (8, 65536, 128), None, "sp")
     found = findings.find_huge_matmuls(program(EIGHT(), attend, heads, heads))
     assert len(found) == 1 and "float32 matrix product of 16.0 GiB per device" in found[0]
     assert "hqd,hkd->hqk/dot_general at " in found[0] and "test_timing.py" in found[0]
 
 
-def test_copies_around_a_kernel_are_named():
+def test_find_layout_copies_names_copy_before_kernel():
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
         return matmul_kernel(a.reshape(4, 512, 512).swapaxes(0, 1).reshape(2048, 512), b).T
 
-    text = text_of(ONE(), run, shaped(ONE(), (2048, 512)), shaped(ONE(), (512, 512)))
+    text = text_of(ONE(), run, abstract_array(ONE(), (2048, 512)), abstract_array(ONE(), (512, 512)))
     found = findings.find_layout_copies(text, timing_of(text, ONE()))
     assert any("before a kernel" in sentence and "test_timing.py" in sentence for sentence in found), text

@@ -35,7 +35,7 @@ assert issubclass(transformers.UMT5EncoderModel, transformers.PreTrainedModel)
 """
 
 
-def test_libraries_are_imported_while_the_chips_are_opened():
+def test_get_engine_imports_libraries_while_devices_open():
     chips = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**os.environ, **chips}, capture_output=True, text=True, timeout=200

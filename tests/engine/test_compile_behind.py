@@ -119,7 +119,7 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
     return result
 
 
-def test_two_are_compiled_at_a_time_in_the_order_in_which_they_were_noted(compiler: Compiler):
+def test_program_cache_compiles_two_programs_at_a_time_in_order(compiler: Compiler):
     compiler.note("denoiser", "decoder", "rest", "denoiser")
     until(lambda: len(compiler.begun) == 2)
     assert set(compiler.begun) == {"denoiser", "decoder"}
@@ -133,7 +133,7 @@ def test_two_are_compiled_at_a_time_in_the_order_in_which_they_were_noted(compil
     assert len(compiler.begun) == compiler.counts["compile"] == 3
 
 
-def test_a_stage_waits_for_what_is_compiled_behind_it_and_can_be_cancelled(compiler: Compiler):
+def test_program_cache_get_waits_for_background_compile_and_cancels(compiler: Compiler):
     compiler.note("decoder")
     until(lambda: compiler.begun)
     waiting = in_thread(lambda: compiler.get("decoder"))
@@ -147,7 +147,7 @@ def test_a_stage_waits_for_what_is_compiled_behind_it_and_can_be_cancelled(compi
     assert compiler.get("decoder") == "decoder" and compiler.begun == ["decoder"]
 
 
-def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compiler: Compiler):
+def test_program_cache_reports_last_compile_time_of_other_size(compiler: Compiler):
     def wanted(size: str) -> ProgramRequest:
         return ProgramRequest(
             title=f"the denoiser for {size}", key=("denoise", "m", size[:1] == "8"), build=lambda: size
@@ -181,7 +181,7 @@ def test_who_waits_is_told_how_long_it_took_the_last_time_for_another_size(compi
         assert program_cache._last_compile_s(wanted("832x480")) == 0
 
 
-def test_what_is_cached_is_not_said_to_be_compiled(compiler: Compiler):
+def test_program_cache_cached_program_reports_no_compiling(compiler: Compiler):
     compiler.cached = {"decoder"}
     activity = telemetry.Activity(stage="decode", model="m")
     watched = telemetry.TrackedProgress(host=compiler.host, activity=activity)
@@ -193,7 +193,7 @@ def test_what_is_cached_is_not_said_to_be_compiled(compiler: Compiler):
     assert compiler.host.said == ["Preparing the program of the decoder"]
 
 
-def test_a_stage_need_not_wait_for_others_programs(compiler: Compiler):
+def test_program_cache_get_skips_queue_of_other_programs(compiler: Compiler):
     compiler.note("one", "two", "three")
     until(lambda: len(compiler.begun) == 2)
     compiler.allow("three")
@@ -203,14 +203,14 @@ def test_a_stage_need_not_wait_for_others_programs(compiler: Compiler):
     assert sorted(compiler.begun) == ["one", "three", "two"]
 
 
-def test_a_compile_of_ones_own_can_be_cancelled_too(compiler: Compiler):
+def test_program_cache_foreground_compile_can_be_cancelled(compiler: Compiler):
     waiting = in_thread(lambda: compiler.get("denoiser"))
     until(lambda: compiler.begun)
     compiler.host.is_cancelled = True
     assert isinstance(waiting(), Cancelled)
 
 
-def test_what_is_dropped_is_not_begun(compiler: Compiler):
+def test_program_cache_drop_prevents_queued_compiles(compiler: Compiler):
     compiler.note("one", "two", "three")
     until(lambda: len(compiler.begun) == 2)
     compiler.cache.drop()
@@ -220,7 +220,7 @@ def test_what_is_dropped_is_not_begun(compiler: Compiler):
 
 
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["before it is needed", "while a stage waits"])
-def test_a_failure_behind_is_logged_once_and_the_stage_compiles_itself(
+def test_program_cache_background_failure_is_logged_and_retried(
     is_waiting: bool, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ):
     compiler.fails["decoder"] = [RuntimeError("no luck")]
@@ -234,7 +234,7 @@ def test_a_failure_behind_is_logged_once_and_the_stage_compiles_itself(
     assert compiler.begun == ["decoder"] * 2 and caplog.text.count("no luck") == 1
 
 
-def test_a_failure_of_the_stages_own_is_the_stages(compiler: Compiler):
+def test_program_cache_foreground_failure_is_raised(compiler: Compiler):
     compiler.fails["decoder"] = [RuntimeError("no luck")] * 2
     compiler.allow("decoder")
     with pytest.raises(RuntimeError, match="no luck"):
@@ -242,7 +242,7 @@ def test_a_failure_of_the_stages_own_is_the_stages(compiler: Compiler):
     assert compiler.begun == ["decoder"]
 
 
-def test_a_refusal_is_kept_for_the_stage_that_asks(compiler: Compiler, caplog: pytest.LogCaptureFixture):
+def test_program_cache_background_refusal_is_raised_by_get(compiler: Compiler, caplog: pytest.LogCaptureFixture):
     compiler.fails["decoder"] = [TOO_LARGE]
     compiler.note("decoder")
     compiler.allow("decoder")
@@ -253,9 +253,7 @@ def test_a_refusal_is_kept_for_the_stage_that_asks(compiler: Compiler, caplog: p
     assert compiler.get("decoder") == "decoder"  # with other sizes loaded, say: it may be asked again
 
 
-def test_what_has_no_room_beside_the_running_program_is_left_to_the_disk(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-):
+def test_program_cache_without_room_leaves_program_on_disk(compiler: Compiler, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(DeviceCache, "has_room", lambda *_: False)
     compiler.allow("decoder")
     compiler.note("decoder")
@@ -264,7 +262,7 @@ def test_what_has_no_room_beside_the_running_program_is_left_to_the_disk(
     assert compiler.begun == ["decoder"] * 2  # the second finds it there
 
 
-def test_unloading_waits_for_no_compiler(compiler: Compiler):
+def test_program_cache_clear_keeps_background_compile(compiler: Compiler):
     compiler.note("decoder")
     until(lambda: compiler.begun)
     compiler.device_cache.clear()
@@ -281,7 +279,7 @@ def generate(engine: Runner) -> list[torch.Tensor]:
     return [embeds[0][0][0], latents["samples"], engine.decode(MODEL, latents, SilentProgress())]
 
 
-def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engine_expect_gives_equal_results_without_recompiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The very same programs: XLA finds those of the first run in its own cache."""
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
     plain, ahead = Runner(jax.devices()[:2]), Runner(jax.devices()[:2])
@@ -300,7 +298,7 @@ def test_results_are_the_same_to_the_bit_and_nothing_is_compiled_twice(tmp_path:
     assert list(titles) == ["the denoiser", "the vae decoder"] and ahead.program_cache.list_background() == []
 
 
-def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch):
+def test_engine_without_expectation_precompiles_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stage_functions, "precompile_stages", lambda *_: pytest.fail("nobody said that this would run"))
     engine = Runner(jax.devices()[:2])
     embeds = engine.encode(MODEL, "a cat", "", SilentProgress())
@@ -308,7 +306,7 @@ def test_without_an_expectation_nothing_is_compiled_ahead(monkeypatch: pytest.Mo
     engine.denoise(MODEL, SETTINGS, *embeds, SilentProgress())
 
 
-def test_a_model_with_a_lora_is_the_one_that_was_expected(monkeypatch: pytest.MonkeyPatch):
+def test_engine_expect_matches_model_with_lora(monkeypatch: pytest.MonkeyPatch):
     """A workflow's expectations know no LoRAs, another machine's stages bring them: neither begins again for them."""
     noted: list[tuple[ModelRef, list[str]]] = []
     done = threading.Semaphore(0)
@@ -330,7 +328,7 @@ def test_a_model_with_a_lora_is_the_one_that_was_expected(monkeypatch: pytest.Mo
     assert noted == [(changed, ["denoise", "decode"]), (changed, ["decode"])]
 
 
-def test_a_cancelled_stage_drops_what_was_noted(monkeypatch: pytest.MonkeyPatch):
+def test_engine_cancelled_stage_drops_precompilation(monkeypatch: pytest.MonkeyPatch):
     noting, dropped = threading.Event(), threading.Event()
 
     def note(stage: Any, *_: Any) -> None:
@@ -378,7 +376,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize(("how", "printed"), [("leave", "ends\n"), ("in order", "ends\ncompiled\n")])
-def test_a_process_ends_with_its_own_exit_code_while_xla_compiles(how: str, printed: str):
+def test_exit_process_during_compile_keeps_exit_code(how: str, printed: str):
     """Left by its host, at once; otherwise after XLA is done, where a signal would kill it (see `current`)."""
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": ""}
     ended = subprocess.run(

@@ -82,30 +82,30 @@ def run(settings: Settings, latents: Any = None, progress: Any = None) -> Any:
 
 
 @functools.cache
-def whole(case: str) -> torch.Tensor:
+def full_run(case: str) -> torch.Tensor:
     return run(CASES[case])["samples"]
 
 
-def normalised(samples: torch.Tensor) -> torch.Tensor:
+def normalise_latents(samples: torch.Tensor) -> torch.Tensor:
     mean, std = wan_vae.latent_stats(SPEC.component(SPEC.vae.component).config)
     return (samples - mean) / std
 
 
-def halves(case: str) -> tuple[Settings, Settings]:
+def split_settings(case: str) -> tuple[Settings, Settings]:
     """Two samplers of 2 + 2 steps; the seed of the second does not matter."""
     first = replace(CASES[case], end_step=2, return_with_leftover_noise=True)
     return first, replace(CASES[case], start_step=2, add_noise=False, seed=99)
 
 
 @each_case
-def test_latents_equal_upstreams(case: str, compare: Callable):
-    compare(f"latents, {case}", normalised(whole(case)).numpy(), oracle(case))
+def test_denoise_schedulers_match_diffusers(case: str, compare: Callable):
+    compare(f"latents, {case}", normalise_latents(full_run(case)).numpy(), oracle(case))
 
 
 @each_case
-def test_two_samplers_in_a_row_equal_one_to_the_bit(case: str, tmp_path: Path):
+def test_denoise_in_two_parts_equals_one_run(case: str, tmp_path: Path):
     """Also over a file."""
-    expected, (first, second) = whole(case), halves(case)
+    expected, (first, second) = full_run(case), split_settings(case)
     left = run(first)
     assert not torch.equal(left["samples"], expected)
     assert torch.equal(run(second, left)["samples"], expected)
@@ -113,10 +113,10 @@ def test_two_samplers_in_a_row_equal_one_to_the_bit(case: str, tmp_path: Path):
     assert torch.equal(run(second, stage_files.load_latents(tmp_path, MODEL))["samples"], expected)
 
 
-def test_numbers_of_steps_compile_nothing():
+def test_denoise_other_step_settings_compile_nothing():
     """Other steps, sigmas, parts and a single step run one program for each solver."""
     for case in CASES:
-        whole(case)
+        full_run(case)
     runner = engine(CHIPS)
     before = [*runner.device_cache.programs()], runner.counts["compile"]
     for name in (EULER, UNIPC, LCM):
@@ -128,7 +128,7 @@ def test_numbers_of_steps_compile_nothing():
             replace(settings, num_inference_steps=2, shift=3.0),
         ):
             run(few)
-    run(replace(SETTINGS, scheduler=UNIPC, start_step=3), {"samples": whole("UniPC")})
+    run(replace(SETTINGS, scheduler=UNIPC, start_step=3), {"samples": full_run("UniPC")})
     assert {*map(id, before[0])} == {*map(id, runner.device_cache.programs())}
     assert runner.counts["compile"] == before[1]
 
@@ -142,11 +142,11 @@ def test_numbers_of_steps_compile_nothing():
         ({"start_step": 3}, "they were left before step 2, and start_step is 3"),
     ],
 )
-def test_what_latents_carry_is_only_used_where_it_fits(
+def test_denoise_mismatched_solver_state_is_ignored_with_warning(
     change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ):
     """Otherwise they are latents as any, and the user is told."""
-    first, second = halves("UniPC")
+    first, second = split_settings("UniPC")
     left, progress = run(first), Host()
     other = replace(second, **change)
     with caplog.at_level(logging.WARNING):
@@ -155,13 +155,13 @@ def test_what_latents_carry_is_only_used_where_it_fits(
     assert torch.equal(found, run(other, {"samples": left["samples"]})["samples"])
 
 
-def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
-    first, second = halves("UniPC")
+def test_denoise_modified_latents_drop_solver_state_with_message():
+    first, second = split_settings("UniPC")
     left, progress = run(first), Host()
     changed = {**left, "samples": left["samples"] * 1.01}
     found = run(second, changed, progress)["samples"]
     assert "Continuing without the state of the solver: another node changed the latents" in progress.said
-    assert not torch.equal(found, whole("UniPC"))
+    assert not torch.equal(found, full_run("UniPC"))
     for generator in (torch.zeros(3, dtype=torch.uint8), left[SOLVER_KEY]["generator"].float()):
         damaged, progress = {**left, SOLVER_KEY: {**left[SOLVER_KEY], "generator": generator}}, Host()
         run(second, damaged, progress)
@@ -169,23 +169,23 @@ def test_latents_that_a_node_changed_are_not_gone_on_from_in_silence():
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 0, 8, 6), (0, 16, 2, 8, 6), (1, 16, 2, 0, 6)])
-def test_an_empty_latent_is_refused(shape: tuple[int, ...]):
+def test_decode_empty_latent_raises_value_error(shape: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"the LATENT has shape \(.*\), which is empty\. Sample it again\."):
         engine(CHIPS).decode(MODEL, {"samples": torch.zeros(shape)}, SilentProgress())
 
 
-def test_leftover_latents_are_in_comfyuis_scale(compare: Callable):
+def test_denoise_leftover_latents_use_comfyui_scale(compare: Callable):
     """As its flow models' samplers leave them, over 1 - sigma: so a solver without memory nearly goes on from these."""
-    first, second = halves("Euler, given sigmas")
+    first, second = split_settings("Euler, given sigmas")
     left = run(first)
     sigma = 5 * 0.5 / (1 + 4 * 0.5)
     state = left[SOLVER_KEY]["state"][:1]
-    compare("leftover", normalised(left["samples"]).numpy(), (state / (1 - sigma)).numpy(), error=OPERATION)
+    compare("leftover", normalise_latents(left["samples"]).numpy(), (state / (1 - sigma)).numpy(), error=OPERATION)
     found = run(second, {"samples": left["samples"]})["samples"]
-    compare("going on from it", found.numpy(), whole("Euler, given sigmas").numpy())
+    compare("going on from it", found.numpy(), full_run("Euler, given sigmas").numpy())
 
 
-def test_without_leftover_noise_an_early_end_is_the_estimate(compare: Callable):
+def test_denoise_early_end_without_leftover_noise_is_final_estimate(compare: Callable):
     """What an Euler step to 0 gives."""
     settings = replace(CASES["Euler, given sigmas"], end_step=3)
     shorter = replace(settings, num_inference_steps=3, sigmas=(1.0, 0.75, 0.5), end_step=0)
@@ -193,7 +193,7 @@ def test_without_leftover_noise_an_early_end_is_the_estimate(compare: Callable):
 
 
 @pytest.mark.parametrize("name", FLOW_SCHEDULERS)
-def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Callable):
+def test_initial_state_adds_noise_as_diffusers(name: str, compare: Callable):
     """And the solver begins there as new, as in upstream's image to image."""
     settings = replace(SETTINGS, scheduler=name, start_step=2)
     plan = DenoisingPlan.published(SPEC, settings)
@@ -237,7 +237,7 @@ def test_noise_is_added_to_latents_as_upstream_adds_it(name: str, compare: Calla
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_begun_is_refused_before_a_weight_is_read(
+def test_denoise_invalid_start_raises_before_loading_weights(
     change: dict[str, Any], latents: torch.Tensor | None, sentence: str
 ):
     embeds()

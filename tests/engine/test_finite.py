@@ -51,17 +51,17 @@ def decode(model: ModelRef) -> Any:
     return engine().decode(model, LATENT, SilentProgress())
 
 
-def damaged(folder: Path, part: str, weight: str) -> ModelRef:
+def damage_checkpoint(folder: Path, part: str, weight: str) -> ModelRef:
     """The built-in checkpoint with one weight so large that what follows overflows; it is finite itself."""
     shutil.copytree(tiny.ensure_random(SPEC), folder)
-    (path,) = (path for path in (folder / part).glob("*.safetensors") if _named(load_file(path), weight))
+    (path,) = (path for path in (folder / part).glob("*.safetensors") if _find_weights(load_file(path), weight))
     weights = load_file(path)
-    _named(weights, weight)[0].fill_(3e38)
+    _find_weights(weights, weight)[0].fill_(3e38)
     save_file(weights, path, metadata={"format": "pt"})
     return replace(MODEL, model_id=str(folder))
 
 
-def _named(weights: dict[str, torch.Tensor], ending: str) -> list[torch.Tensor]:
+def _find_weights(weights: dict[str, torch.Tensor], ending: str) -> list[torch.Tensor]:
     return [weight for name, weight in weights.items() if name.endswith(ending)]
 
 
@@ -76,8 +76,10 @@ def _named(weights: dict[str, torch.Tensor], ending: str) -> list[torch.Tensor]:
     ],
     ids=["encode", "encode image", "denoise", "decode, first layer", "decode, last layer"],
 )  # fmt: skip
-def test_a_stage_that_computes_nonsense_stops(tmp_path: Path, stage: Callable, part: str, weight: str, what: str):
-    model = damaged(tmp_path / "damaged", part, weight)
+def test_stage_with_overflowing_weight_raises_value_error(
+    tmp_path: Path, stage: Callable, part: str, weight: str, what: str
+):
+    model = damage_checkpoint(tmp_path / "damaged", part, weight)
     for _ in range(2):  # nothing of it is kept
         with pytest.raises(ValueError) as error:
             stage(model)
@@ -96,7 +98,7 @@ class Steps(SilentProgress):
             self.done.append(done)
 
 
-def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytest.MonkeyPatch):
+def test_denoise_stops_at_first_non_finite_step(monkeypatch: pytest.MonkeyPatch):
     tabulate, progress = solver_table.tabulate, Steps()
 
     def spoilt(*args: Any, **keywords: Any) -> solver_table.SolverTable:
@@ -110,10 +112,10 @@ def test_denoising_stops_at_the_first_step_that_is_not_finite(monkeypatch: pytes
     assert progress.done == [0, 1, 2]
 
 
-def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
+def test_denoise_overflowing_lora_names_lora_in_error(tmp_path: Path):
     """Every number in the file is finite, and so is its alpha; what they make of a weight is not."""
     files = (tiny.ensure_random(SPEC) / "transformer").glob("*.safetensors")
-    ((out, inner),) = (weight.shape for file in files for weight in _named(load_file(file), "proj_out.weight"))
+    ((out, inner),) = (weight.shape for file in files for weight in _find_weights(load_file(file), "proj_out.weight"))
     tensors = {
         "proj_out.lora_A.weight": torch.full((1, inner), 1e30),
         "proj_out.lora_B.weight": torch.full((out, 1), 1e30),
@@ -133,7 +135,7 @@ def test_where_a_lora_is_merged_the_checkpoint_is_not_blamed(tmp_path: Path):
     assert np.isfinite(np.asarray(denoise()["samples"])).all()  # the same engine, without it
 
 
-def test_in_bfloat16_that_is_the_likely_cause():
+def test_not_finite_error_in_bfloat16_suggests_float32():
     assert str(finite_check.not_finite_error("Some model", "its values", "bfloat16")) == (
         "Some model: its values are not finite (NaN or infinite), in bfloat16. Set precision to float32: bfloat16 is "
         "probably too coarse for it. If that does not help, the checkpoint is damaged."
@@ -146,7 +148,7 @@ def test_in_bfloat16_that_is_the_likely_cause():
     )
 
 
-def test_what_comes_in_from_elsewhere_is_named():
+def test_stage_non_finite_input_raises_before_loading():
     """Before a weight is read: it is not the model's fault."""
     runner = Runner(jax.devices()[:2])
     bad = torch.full((1, 512, 120), torch.inf)
@@ -161,13 +163,13 @@ def test_what_comes_in_from_elsewhere_is_named():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_number_among_many_is_seen(value: float):
+def test_all_finite_detects_single_non_finite_value(value: float):
     good, whole = jnp.ones((3, 5)), jnp.arange(4)
     assert bool(jax.jit(finite_check.all_finite)({"a": good, "b": [whole]})) and bool(finite_check.all_finite([whole]))
     assert not bool(jax.jit(finite_check.all_finite)({"a": good, "b": [good.at[2, 4].set(value).astype(jnp.bfloat16)]}))
 
 
-def test_infinite_pixels_are_not_clamped_to_black_and_white():
+def test_to_pixels_keeps_non_finite_values_as_nan():
     found = frames.to_pixels(torch.tensor([-1.5, -1.0, 0.0, 1.0, 1.5, torch.inf, -torch.inf, torch.nan]))
     assert found.isnan().tolist() == [False] * 5 + [True] * 3
     assert found[:5].tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]

@@ -26,35 +26,35 @@ def frames_on_chips(values: np.ndarray, shape: MeshShape, order: tuple[int, ...]
     return jax.jit(lambda x: x + 0, out_shardings=sharding)(values)
 
 
-def pending(array: jax.Array, is_finite: bool = True) -> PendingFrames:
+def pending_frames(array: jax.Array, is_finite: bool = True) -> PendingFrames:
     return PendingFrames(array, jnp.asarray(is_finite), lambda: NotFinite("not finite"))
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
 @pytest.mark.parametrize("shape", [MeshShape(), MeshShape(sp=3), MeshShape(dp=2, sp=2, tp=2), MeshShape(sp=8)])
-def test_parts_of_all_chips_are_put_together(shape: MeshShape, order: tuple[int, ...]):
+def test_frame_buffer_joins_shards_of_all_chips(shape: MeshShape, order: tuple[int, ...]):
     values = np.random.default_rng(0).random((5, 6, 24, 3), np.float32)
     array = frames_on_chips(values, shape, order)
     buffer = FrameBuffer(expected=7)
     for kept in (slice(1), slice(None), slice(3, 4)):
-        buffer.add(pending(array)[kept])
+        buffer.add(pending_frames(array)[kept])
     expected = np.concatenate([values[:1], values, values[3:4]])
     assert buffer.frames.numpy().tobytes() == expected.tobytes()
     assert buffer.frames.is_contiguous()
 
 
-def test_the_tensor_is_allocated_once_where_the_number_of_frames_was_known():
+def test_frame_buffer_known_frame_count_allocates_once():
     array = frames_on_chips(np.ones((2, 4, 4, 3), np.float32), MeshShape(), LAYOUTS[0])
     buffer = FrameBuffer(expected=4)
-    buffer.add(pending(array))
+    buffer.add(pending_frames(array))
     first = buffer.frames.data_ptr()
-    buffer.add(pending(array))
+    buffer.add(pending_frames(array))
     assert buffer.frames.data_ptr() == first and buffer.frames.shape == (4, 4, 4, 3)
-    buffer.add(pending(array))
+    buffer.add(pending_frames(array))
     assert torch.equal(buffer.frames, torch.ones(6, 4, 4, 3))
 
 
-def test_each_chunk_is_fetched_after_the_next_was_launched():
+def test_consume_with_lookahead_fetches_after_next_launch():
     events: list[str] = []
 
     def chunks():
@@ -66,8 +66,8 @@ def test_each_chunk_is_fetched_after_the_next_was_launched():
     assert events == ["launch 0", "launch 1", "fetch 0", "launch 2", "fetch 1", "fetch 2"]
 
 
-def test_values_that_are_not_finite_raise_when_they_are_fetched():
+def test_frame_buffer_non_finite_frames_raise_on_add():
     array = frames_on_chips(np.ones((2, 4, 4, 3), np.float32), MeshShape(), LAYOUTS[0])
-    chunk = pending(array, is_finite=False)
+    chunk = pending_frames(array, is_finite=False)
     with pytest.raises(NotFinite):
         FrameBuffer(expected=2).add(chunk)

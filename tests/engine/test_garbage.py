@@ -14,7 +14,7 @@ class Model:
 
 
 @pytest.fixture(autouse=True)
-def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def isolated_gc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few objects are many, and what other tests set aside is not; afterwards nothing is that was not before."""
     was_frozen = gc.get_freeze_count() > 0
     gc.collect()
@@ -28,7 +28,7 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.freeze()
 
 
-def many() -> list[list[int]]:
+def make_tracked_objects() -> list[list[int]]:
     """Objects that a search has found to live."""
     found: list[list[int]] = [[number] for number in range(2000)]
     gc.collect()
@@ -40,8 +40,8 @@ class Circle:
         self.me = self
 
 
-def test_many_objects_are_set_aside_and_garbage_is_freed_before():
-    kept, circle = many(), Circle()
+def test_set_aside_freezes_many_objects_after_collecting():
+    kept, circle = make_tracked_objects(), Circle()
     gone = weakref.ref(circle)
     del circle
     before = gc.get_freeze_count()
@@ -99,29 +99,29 @@ def test_pause_while_importing_beside_a_network_with_weights_freezes_nothing():
     assert gc.get_freeze_count() == before and kept and network
 
 
-def test_few_objects_are_not(monkeypatch: pytest.MonkeyPatch):
+def test_set_aside_few_objects_returns_false(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "MANY", 10**9)
-    many_objects = many()
+    many_objects = make_tracked_objects()
     assert not garbage.set_aside() and many_objects
 
 
-def test_nothing_is_set_aside_beside_anothers_model():
-    model, kept = Model(), many()
+def test_set_aside_with_live_model_of_given_class_returns_false():
+    model, kept = Model(), make_tracked_objects()
     assert not garbage.set_aside([Model])
     assert not garbage.set_aside([Model]), "the same objects are looked through once"
     del model
-    more = many()
+    more = make_tracked_objects()
     assert garbage.set_aside([Model]) and kept and more
 
 
 @pytest.mark.parametrize(("device", "is_set_aside"), [("cpu", False), ("meta", True)])
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_a_network_with_weights_in_memory_is_anothers(device: str, is_set_aside: bool, kind: str):
+def test_set_aside_with_network_weights_in_memory_returns_false(device: str, is_set_aside: bool, kind: str):
     inner = torch.nn.Module()
     weights = torch.zeros(2**19, device=device)
     if kind == "parameter":
         inner.weight = torch.nn.Parameter(weights)
     else:
         inner.register_buffer("weight", weights)
-    outer, kept = torch.nn.Sequential(torch.nn.Sequential(inner)), many()
+    outer, kept = torch.nn.Sequential(torch.nn.Sequential(inner)), make_tracked_objects()
     assert garbage.set_aside() is is_set_aside and outer and kept

@@ -69,7 +69,7 @@ V1 = "sys/fs/cgroup/memory"
         ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "\n0\n:\n", f"{V2}/memory.max": "many"}, 8 * GIB),
     ],
 )  # fmt: skip
-def test_the_least_of_all_limits_is_left(
+def test_available_bytes_is_minimum_of_all_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], left: int | None
 ):
     for name, text in files.items():
@@ -79,7 +79,7 @@ def test_the_least_of_all_limits_is_left(
     assert host_memory.available_bytes() == left
 
 
-def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch):
+def test_available_bytes_respects_process_limit(monkeypatch: pytest.MonkeyPatch):
     held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
     limit = int(held.split()[1]) * 1024 + 100 * MIB
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -112,7 +112,7 @@ def system_maps() -> None:
 
 
 @pytest.mark.parametrize("allocate", [torch_allocates, numpy_allocates, no_pages, rust_maps, system_maps])
-def test_what_the_kernel_refuses_is_a_sentence(allocate: Callable[[], None]):
+def test_translate_errors_allocation_failure_raises_host_memory_error(allocate: Callable[[], None]):
     with pytest.raises(HostMemoryError, match=r"Decoding got no more host memory; .* are free. End other"):
         with host_memory.translate_errors("Decoding"):
             allocate()
@@ -125,7 +125,7 @@ def test_what_the_kernel_refuses_is_a_sentence(allocate: Callable[[], None]):
         RuntimeError("RESOURCE_EXHAUSTED: ioctl: Cannot allocate memory"), HostMemoryError("said"), KeyboardInterrupt(),
     ],
 )  # fmt: skip
-def test_other_errors_stay(error: BaseException):
+def test_translate_errors_passes_other_errors(error: BaseException):
     with pytest.raises(type(error)) as raised, host_memory.translate_errors("Decoding"):
         raise error
     assert raised.value is error
@@ -146,9 +146,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_the_largest_model_that_fits_loads_and_the_next_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
-):
+def test_encode_checks_host_memory_before_loading_weights(monkeypatch: pytest.MonkeyPatch, sizes: list[int]):
     """The kernel would have ended the server. Afterwards what fits runs again."""
     runner = Runner(jax.devices()[:2])
     first = runner.encode(MODEL, "a cat", "", SilentProgress())
@@ -173,7 +171,7 @@ def test_the_largest_model_that_fits_loads_and_the_next_is_a_sentence(
     runner.encode(MODEL, "a bird", "", SilentProgress())
 
 
-def test_other_models_leave_a_host_that_is_full(monkeypatch: pytest.MonkeyPatch):
+def test_encode_on_full_host_evicts_other_models(monkeypatch: pytest.MonkeyPatch):
     """Without a TPU their weights are in the host's memory."""
     other = spec_for_family("ZImage")
     runner = Runner(jax.devices()[:2])
@@ -189,7 +187,7 @@ def test_other_models_leave_a_host_that_is_full(monkeypatch: pytest.MonkeyPatch)
     assert [one.model for one in cache.list()] == [MODEL.model_id]
 
 
-def test_a_process_with_a_limit_of_its_own_gets_a_sentence():
+def test_encode_under_process_limit_raises_host_memory_error():
     runner = Runner(jax.devices()[:2])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))

@@ -52,7 +52,7 @@ def large_scratch(x: jax.Array) -> jax.Array:
     return pl.pallas_call(_through_scratch, out_shape=x, scratch_shapes=shapes, name="deep")(x)
 
 
-def for_a_tpu(function: Any, shape: tuple[int, ...]) -> Program:
+def tpu_program(function: Any, shape: tuple[int, ...]) -> Program:
     mesh = Mesh(np.array(chips.compile_devices(chips.topology("v6e-1"))), ("sp",))
     arg = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
     return Program(name="small", fn=function, args=(arg,), mesh=mesh, precision="bfloat16")
@@ -68,8 +68,10 @@ def for_a_tpu(function: Any, shape: tuple[int, ...]) -> Program:
     ],
     ids=["HBM", "VMEM of blocks", "VMEM of scratch"],
 )
-def test_libtpus_refusal_says_which_memory(function: Any, shape: tuple[int, ...], memory: str, sentence: str):
-    program = for_a_tpu(function, shape)
+def test_compile_or_load_oversized_program_names_exhausted_memory(
+    function: Any, shape: tuple[int, ...], memory: str, sentence: str
+):
+    program = tpu_program(function, shape)
     with pytest.raises(CompileOutOfMemory) as refused:
         executables.compile_or_load(program)
     assert refused.value.refused.memory == memory
@@ -104,7 +106,7 @@ FULL = (
     ],
     ids=["HBM", "VMEM", "memory that is full only now"],
 )
-def test_what_the_compiler_refuses_is_not_tried_again(
+def test_warmup_compiler_refusal_raises_out_of_memory_without_retry(
     message: str, tries: int, sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     tried = []
@@ -122,7 +124,7 @@ def test_what_the_compiler_refuses_is_not_tried_again(
     assert ("not tried again" in str(refused.value)) == (tries == 1)
 
 
-def test_older_texts_and_other_complaints():
+def test_parse_compile_error_reads_older_messages():
     nameless = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 16.75M of 16.00M vmem."
     assert memory_errors.parse_compile_error(nameless).sentence.startswith(
         "a kernel needs 16.75M of the 16.00M on-chip memory (VMEM)"
@@ -182,7 +184,7 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
     return Chip(monkeypatch)
 
 
-def test_the_code_of_loaded_programs_counts_in_the_budget(chip: Chip):
+def test_device_cache_counts_program_code_in_budget(chip: Chip):
     old, new = Loaded(code=30), Loaded(code=10, workspace=20)
     chip.device_cache.add_program("old", old)
     chip.run("a", 30, old)
@@ -194,7 +196,7 @@ def test_the_code_of_loaded_programs_counts_in_the_budget(chip: Chip):
     assert chip.device_cache.code_bytes == 10 * MIB and chip.device_cache.size_bytes == 60 * MIB
 
 
-def test_the_longest_unused_leaves_be_it_weights_or_a_program(chip: Chip):
+def test_device_cache_evicts_least_recently_used_weights_or_program(chip: Chip):
     first, second = Loaded(code=20), Loaded(code=20)
     chip.device_cache.add_program("first", first)
     chip.run("a", 20, first)
@@ -207,7 +209,7 @@ def test_the_longest_unused_leaves_be_it_weights_or_a_program(chip: Chip):
     assert chip.loads == ["a", "b", "c", "a"]
 
 
-def test_the_running_programs_own_code_stays_and_must_fit(chip: Chip):
+def test_device_cache_keeps_running_program_or_raises_out_of_memory(chip: Chip):
     running = Loaded(code=40, workspace=30)
     chip.device_cache.add_program("running", running)
     chip.run("a", 30, running)
@@ -216,7 +218,7 @@ def test_the_running_programs_own_code_stays_and_must_fit(chip: Chip):
     assert chip.device_cache.programs() == (running,) and chip.held == "a"
 
 
-def test_programs_of_many_sizes_do_not_stay_for_ever(chip: Chip, monkeypatch: pytest.MonkeyPatch):
+def test_device_cache_limits_number_of_programs(chip: Chip, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(HBM_VARIABLE)
     monkeypatch.setattr(device_cache, "MAX_PROGRAMS", 2)
     for name in "abc":
@@ -241,7 +243,7 @@ def resident(cache: DeviceCache, name: str, **more: Any) -> device_cache.Residen
     return cache.get((name,), **{"load": lambda held: ({name: Array()}, frozenset()), **options})
 
 
-def test_a_residents_weights_are_deleted_as_it_leaves(chip: Chip):
+def test_device_cache_drop_deletes_weights(chip: Chip):
     cache = chip.device_cache
     one, two = resident(cache, "a"), resident(cache, "b")
     assert (one.title, one.size_bytes, one.variant, one.changed) == ("a of m", MIB, "", frozenset())
@@ -254,7 +256,7 @@ def test_a_residents_weights_are_deleted_as_it_leaves(chip: Chip):
     assert cache.list() == () and two.weights["b"].is_deleted
 
 
-def test_clearing_drops_programs_and_what_the_last_one_needed(chip: Chip):
+def test_device_cache_clear_drops_programs_and_workspace(chip: Chip):
     running = Loaded(code=30, workspace=40)
     chip.device_cache.add_program("a", running)
     chip.run("x", 20, running)
@@ -265,7 +267,7 @@ def test_clearing_drops_programs_and_what_the_last_one_needed(chip: Chip):
     assert not chip.device_cache.has_room(Loaded(code=101))
 
 
-def test_there_is_room_for_everything_where_nobody_says_how_much(chip: Chip, monkeypatch: pytest.MonkeyPatch):
+def test_device_cache_without_budget_never_evicts(chip: Chip, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(HBM_VARIABLE)
     assert chip.device_cache.has_room(Loaded(code=10**9))
     chip.run("a", 10**6, Loaded(code=10**6))
@@ -273,7 +275,7 @@ def test_there_is_room_for_everything_where_nobody_says_how_much(chip: Chip, mon
     assert chip.held == "ab"
 
 
-def test_another_variant_gets_what_is_there_and_takes_its_place(chip: Chip):
+def test_device_cache_new_variant_replaces_resident_weights(chip: Chip):
     cache, given = chip.device_cache, []
 
     def load(held: device_cache.ResidentWeights | None) -> tuple[dict[str, Any], frozenset[str]]:
@@ -289,7 +291,7 @@ def test_another_variant_gets_what_is_there_and_takes_its_place(chip: Chip):
     assert chip.held == "a" and cache.state(("a",), "lora") == "resident"
 
 
-def test_what_fails_half_way_leaves_the_devices(chip: Chip):
+def test_device_cache_failed_load_leaves_no_weights(chip: Chip):
     def fails(held: object) -> Any:
         raise KeyboardInterrupt
 
@@ -302,7 +304,7 @@ def test_what_fails_half_way_leaves_the_devices(chip: Chip):
     assert chip.held == ""
 
 
-def test_a_program_that_is_dropped_is_gone_and_no_other(chip: Chip):
+def test_device_cache_drop_program_removes_only_that_program(chip: Chip):
     chip.device_cache.add_program("a", Loaded(code=1))
     chip.device_cache.add_program("b", keeps := Loaded(code=2))
     chip.device_cache.drop_program("a")
@@ -310,7 +312,7 @@ def test_a_program_that_is_dropped_is_gone_and_no_other(chip: Chip):
     assert chip.device_cache.program("a") is None and chip.device_cache.program("b") is keeps
 
 
-def test_using_a_resident_again_makes_it_the_last_to_leave(chip: Chip):
+def test_device_cache_get_updates_last_used(chip: Chip):
     first = resident(chip.device_cache, "a")
     first.last_used = 0.0
     resident(chip.device_cache, "b")
@@ -319,7 +321,7 @@ def test_using_a_resident_again_makes_it_the_last_to_leave(chip: Chip):
     assert chip.held == "ac"
 
 
-def test_the_budget_is_the_chips_less_a_reserve_or_what_is_set(monkeypatch: pytest.MonkeyPatch):
+def test_budget_bytes_uses_device_limit_or_environment(monkeypatch: pytest.MonkeyPatch):
     class Device:
         platform = "tpu"
         stats: Any = {"bytes_limit": 1000}
@@ -342,8 +344,8 @@ def test_the_budget_is_the_chips_less_a_reserve_or_what_is_set(monkeypatch: pyte
     assert device_cache.budget_bytes(device) is None
 
 
-def test_a_programs_code_is_what_the_compiler_says():
-    program = for_a_tpu(lambda x: x + 1, (8, 128))
+def test_executable_code_bytes_match_compiler_analysis():
+    program = tpu_program(lambda x: x + 1, (8, 128))
     executable = executables.Executable(program=program, compiled=program.compile())
     stats = executable.compiled.memory_analysis()
     assert executable.code_bytes == stats.generated_code_size_in_bytes > 0
@@ -351,11 +353,11 @@ def test_a_programs_code_is_what_the_compiler_says():
     assert executable.workspace_bytes == sum(held)
 
 
-def doubled(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def matmul_times_two(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return x @ weights["used"] * 2
 
 
-def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
+def test_workspace_bytes_ignore_unused_weights():
     """JAX drops them from what the program takes; as much was taken off its results."""
     mesh = Mesh(np.array(jax.devices()), ("sp",))
 
@@ -365,7 +367,12 @@ def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
     def workspace(**weights: jax.ShapeDtypeStruct) -> set[int]:
         """Of the program as it was compiled, as it is loaded again, and as a plan has it."""
         program = Program(
-            name="doubled", fn=doubled, weights=weights, args=(shaped(512, 64),), mesh=mesh, precision="float32"
+            name="doubled",
+            fn=matmul_times_two,
+            weights=weights,
+            args=(shaped(512, 64),),
+            mesh=mesh,
+            precision="float32",
         )
         compiled, loaded = (executables.compile_or_load(program)[0] for _ in range(2))
         planned = compile.measure_memory(program, compiled.compiled).without_weights
@@ -376,7 +383,7 @@ def test_weights_that_a_program_does_not_use_hide_nothing_of_what_it_holds():
     assert workspace(used=shaped(64, 32), unused=shaped(1024, 1024)) == {alone}
 
 
-def test_out_of_memory_unloads_programs_then_other_models_then_everything(monkeypatch: pytest.MonkeyPatch):
+def test_unload_in_stages_frees_programs_then_other_models_then_all(monkeypatch: pytest.MonkeyPatch):
     """Programs reload in a second, other models' weights may not be needed again, and the own ones certainly are."""
     monkeypatch.setenv(HBM_VARIABLE, "1")
     cache = DeviceCache(jax.devices()[0])
@@ -405,7 +412,7 @@ def test_out_of_memory_unloads_programs_then_other_models_then_everything(monkey
         ({}, None),
     ],
 )
-def test_the_reservable_limit_bounds_the_budget(stats: dict[str, int], budget: int | None):
+def test_budget_bytes_is_bounded_by_reservable_limit(stats: dict[str, int], budget: int | None):
     class Chip:
         platform = "tpu"
 

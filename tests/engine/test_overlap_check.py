@@ -45,7 +45,7 @@ def wrong(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.bitcast_convert_type(flipped, jnp.float32), jnp.isfinite(x).all()
 
 
-def wanted(overlaps: bool) -> ProgramRequest:
+def request_for(overlaps: bool) -> ProgramRequest:
     return ProgramRequest(title="the denoiser", key=("step", overlaps), build=lambda: pytest.fail("built here"))
 
 
@@ -79,7 +79,7 @@ def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FallbackPolicy:
     return FallbackPolicy(jax.devices()[:1])
 
 
-def compared(
+def compare_first_step(
     ladder: FallbackPolicy, ours: Callable[..., Any], other: Callable[..., Any] | None, *, room: bool = True,
     delete: bool = False,
 ) -> tuple[Programs, Chips]:  # fmt: skip
@@ -88,9 +88,9 @@ def compared(
     checks = OverlapChecks(programs=programs, chips=chips, verdicts=ladder, lock=threading.RLock())
     program, weights = executable(ours, OPTIONS), {"w": jnp.full(8, 3.0)}
     x = jax.device_put(X)
-    step = checks.first_step(program, (x,), wanted)
+    step = checks.first_step(program, (x,), request_for)
     assert step is not None
-    assert checks.first_step(program, (x,), wanted) is None, "it was begun"
+    assert checks.first_step(program, (x,), request_for) is None, "it was begun"
     results = program(weights, x)  # may overwrite x
     if delete:
         weights["w"].delete()
@@ -102,23 +102,23 @@ def compared(
     return programs, chips
 
 
-def test_equal_bits_are_recorded_once_for_the_machine(ladder: FallbackPolicy):
-    programs, chips = compared(ladder, right, right)
-    digest = wanted(True).digest
+def test_overlap_check_equal_bits_are_recorded_for_the_machine(ladder: FallbackPolicy):
+    programs, chips = compare_first_step(ladder, right, right)
+    digest = request_for(True).digest
     assert ladder.record.overlap == {digest: True} and not ladder.fallbacks
-    assert [one.digest for one in programs.noted] == chips.dropped == [wanted(False).digest]
+    assert [one.digest for one in programs.noted] == chips.dropped == [request_for(False).digest]
     again = FallbackPolicy(jax.devices()[:1])  # the next process
     checks = OverlapChecks(programs=programs, chips=chips, verdicts=again, lock=threading.RLock())
-    assert checks.first_step(executable(right, OPTIONS), (X,), wanted) is None
+    assert checks.first_step(executable(right, OPTIONS), (X,), request_for) is None
 
 
 @pytest.mark.parametrize(("ours", "other"), [(wrong, right), (right, wrong)])
-def test_one_other_bit_switches_overlap_off_on_this_machine(ladder: FallbackPolicy, ours: Any, other: Any):
-    compared(ladder, ours, other)
+def test_overlap_check_different_bit_disables_overlap(ladder: FallbackPolicy, ours: Any, other: Any):
+    compare_first_step(ladder, ours, other)
     again = FallbackPolicy(jax.devices()[:1])
     for one in (ladder, again):
         assert one.fallbacks == WITHOUT_OVERLAP and one.fallbacks.options == option_prefixes(OVERLAP)
-        assert one.record.overlap == {wanted(True).digest: False}
+        assert one.record.overlap == {request_for(True).digest: False}
         (sentence,) = one.sentences
         assert "had other bits than without" in sentence and "generate them again" in sentence
     assert again.fallbacks.left(OPTIONS) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
@@ -128,19 +128,19 @@ def test_one_other_bit_switches_overlap_off_on_this_machine(ladder: FallbackPoli
     "case", [{"other": None}, {"other": right, "room": False}, {"other": right, "delete": True}],
     ids=["refused by the compiler", "no room", "weights are gone"],
 )  # fmt: skip
-def test_without_a_comparison_there_is_no_verdict(ladder: FallbackPolicy, case: dict[str, Any]):
-    compared(ladder, right, **case)
+def test_overlap_check_without_comparison_records_no_verdict(ladder: FallbackPolicy, case: dict[str, Any]):
+    compare_first_step(ladder, right, **case)
     assert ladder.record.overlap == {} and not ladder.fallbacks
 
 
 @pytest.mark.parametrize("options", [{}, {"xla_tpu_scoped_vmem_limit_kib": "65536"}])
-def test_a_program_without_overlap_is_not_compared(ladder: FallbackPolicy, options: dict[str, str]):
+def test_overlap_check_program_without_overlap_is_skipped(ladder: FallbackPolicy, options: dict[str, str]):
     checks = OverlapChecks(programs=Programs(None), chips=Chips(), verdicts=ladder, lock=threading.RLock())
-    assert checks.first_step(executable(right, options), (X,), wanted) is None
-    assert checks.first_step(object(), (X,), wanted) is None  # a step cache's two programs
+    assert checks.first_step(executable(right, options), (X,), request_for) is None
+    assert checks.first_step(object(), (X,), request_for) is None  # a step cache's two programs
 
 
-def test_bits_are_compared_not_values():
+def test_have_same_bits_compares_bits_and_dtypes():
     nan = np.array([np.nan], np.float32)
     other = (nan.view(np.uint32) ^ 1).view(np.float32)
     assert have_same_bits((nan, X), (nan.copy(), X)) and not have_same_bits(nan, other)
@@ -148,7 +148,7 @@ def test_bits_are_compared_not_values():
     assert not have_same_bits((X,), (X, X)) and not have_same_bits(X, X.astype(np.float64))
 
 
-def test_a_record_keeps_the_newest_verdicts():
+def test_parse_record_keeps_newest_verdicts():
     many = record.MachineRecord(overlap={f"{number:016x}": True for number in range(200)})
     kept = record.parse_record(many.to_json()).overlap
     assert len(kept) == record.MAX_VERDICTS and list(kept)[-1] == f"{199:016x}"

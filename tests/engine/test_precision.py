@@ -35,7 +35,7 @@ I2V = spec_for_family("Wan22I2V")
         ("float32", "tpu", "float32", "float32"),
     ],
 )
-def test_a_choice_says_the_format_of_networks_and_of_encoders_of_pictures(
+def test_resolve_precision_gives_network_and_image_encoder_dtypes(
     choice: str, platform: str, networks: Any, pictures: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(precision.VARIABLE, raising=False)
@@ -55,7 +55,7 @@ def test_a_choice_says_the_format_of_networks_and_of_encoders_of_pictures(
 @pytest.mark.parametrize(
     "spec", slower(WITH_PICTURES, *(spec for spec in WITH_PICTURES if spec not in FIRST)), ids=lambda spec: spec.name
 )
-def test_encoders_of_pictures_alone_are_in_another_format(spec: Any):
+def test_list_programs_only_image_encoders_use_image_precision(spec: Any):
     """The programs of the stage `image`, and not the decoder's."""
     tiny = replace(spec, components=tuple(replace(part, config=part.tiny) for part in spec.components))
     settings = tiny.settings(**tiny.miniature.inputs)
@@ -69,7 +69,7 @@ def test_encoders_of_pictures_alone_are_in_another_format(spec: Any):
     assert formats["bfloat16"] == {spec.vae.component}
 
 
-def test_a_mixed_condition_is_float32s_to_the_bit():
+def test_encode_image_mixed_precision_equals_float32():
     runner, settings = Runner(jax.devices()[:2]), I2V.settings(**I2V.miniature.inputs)
     image = torch.rand(1, settings.height, settings.width, 3, generator=torch.Generator().manual_seed(0))
 

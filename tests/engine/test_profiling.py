@@ -24,7 +24,7 @@ def test_trace_stage_unset_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     run("denoise")
 
 
-def test_trace_stage_set_writes_a_folder_a_stage_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trace_stage_writes_one_folder_per_stage_up_to_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(profiling.VARIABLE, str(tmp_path))
     monkeypatch.setattr(profiling, "MAX_STAGES", 2)
     for stage in ("encode", "denoise", "decode"):
@@ -33,14 +33,14 @@ def test_trace_stage_set_writes_a_folder_a_stage_up_to_the_limit(tmp_path: Path,
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_trace_stage_with_an_unusable_folder_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trace_stage_with_unusable_folder_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(profiling.VARIABLE, str(tmp_path / "file"))
     run("encode")
     run("decode")
 
 
-def test_trace_stage_passes_the_stages_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trace_stage_propagates_stage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(profiling.VARIABLE, str(tmp_path))
     with pytest.raises(KeyError), profiling.trace_stage("encode"):
         raise KeyError

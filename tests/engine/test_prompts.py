@@ -39,17 +39,17 @@ def runner() -> Runner:
         ("the word embedding: what it means; a|b", []),
     ],
 )  # fmt: skip
-def test_what_has_a_meaning_elsewhere_is_found(prompt: str, found: list[str]):
+def test_find_literal_syntax_finds_weights_choices_and_embeddings(prompt: str, found: list[str]):
     assert list(tokenization.find_literal_syntax(prompt)) == found
 
 
 @pytest.mark.parametrize("part", ["(", "{", "{|", "|", "(a:", "(a ", ": 1.", "\\(", "embedding:"])
-def test_a_long_prompt_is_looked_at_in_time_that_grows_with_its_length(part: str):
+def test_find_literal_syntax_long_prompt_takes_linear_time(part: str):
     """Seconds where it is linear, days where it is not."""
     list(tokenization.find_literal_syntax("{(" + part * 300_000))
 
 
-def test_it_is_said_once_a_prompt_also_of_a_known_one(caplog: pytest.LogCaptureFixture):
+def test_encode_literal_syntax_warns_once_per_prompt(caplog: pytest.LogCaptureFixture):
     sentence = (
         "Wan 2.1 T2V 14B: '(red circle:1.4)' (a weight) in the prompt is taken literally; it has no special meaning "
         "here. Describe it in words. Wan 2.1 T2V 14B: '{a|b}' (a choice) in the negative prompt is taken literally; it "
@@ -65,7 +65,7 @@ def test_it_is_said_once_a_prompt_also_of_a_known_one(caplog: pytest.LogCaptureF
         caplog.clear()
 
 
-def test_nothing_is_said_of_a_plain_prompt(caplog: pytest.LogCaptureFixture):
+def test_encode_plain_prompt_has_no_warning(caplog: pytest.LogCaptureFixture):
     host = Host()
     with caplog.at_level(logging.WARNING):
         runner().encode(parity.tiny_model(WAN), "a cat (a small one)", WAN.texts["negative_prompt"], host)
@@ -73,7 +73,7 @@ def test_nothing_is_said_of_a_plain_prompt(caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_what_is_cut_off_is_counted(spec):
+def test_count_truncated_matches_tokenizer_count(spec):
     """Against the tokenizer's own count of as many words as just fit, and of two more."""
     text = spec.text_encoders[0]
     tokenizer = tokenization.load_tokenizer(tiny.ensure_random(spec) / text.tokenizer_folder)
@@ -92,7 +92,7 @@ def test_what_is_cut_off_is_counted(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS[:4], ids=lambda spec: spec.name)
-def test_of_a_prompt_without_end_a_part_is_looked_at(spec, monkeypatch: pytest.MonkeyPatch):
+def test_count_truncated_huge_prompt_reads_a_bounded_part(spec, monkeypatch: pytest.MonkeyPatch):
     """Lists of its tokens are as long as that part's; what is counted is the tokenizer's own count of it."""
     text = spec.text_encoders[0]
     tokenizer = tokenization.load_tokenizer(tiny.ensure_random(spec) / text.tokenizer_folder)
@@ -110,7 +110,7 @@ def test_of_a_prompt_without_end_a_part_is_looked_at(spec, monkeypatch: pytest.M
     assert list(tokenization.find_literal_syntax(prompt)) == ["'(red:1.4)' (a weight)"]
 
 
-def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.LogCaptureFixture):
+def test_encode_truncated_prompt_warns_for_new_and_cached_prompts(caplog: pytest.LogCaptureFixture):
     prompt = "cat " * 520 + END
     tokenizer = tokenization.load_tokenizer(tiny.ensure_random(WAN) / "tokenizer")
     size = int(WAN.text_encoders[0].tokenize(tokenizer, [prompt], length=5000)[1].sum())
@@ -135,7 +135,7 @@ def test_how_much_is_cut_off_is_said_and_of_a_known_prompt_too(caplog: pytest.Lo
         "tiny/zimage", "tiny/hunyuan15",
     ],
 )  # fmt: skip
-def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
+def test_encode_tiny_model_reports_unknown_words(miniature: str):
     spec = next(one for one in SPECS if one.miniature.id == miniature)
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")
     example = spec.miniature.texts["prompt"]
@@ -154,7 +154,7 @@ def test_what_a_trained_miniature_does_not_know_is_said(miniature: str):
     assert "bbb" in long and "kkk" not in long.partition(" and others")[0] and " and others. It knows" in long
 
 
-def test_a_text_in_quotes_that_is_too_long_is_said_of_its_own_encoder():
+def test_count_truncated_long_quoted_text_is_counted_by_glyph_encoder():
     spec = spec_for_family("HunyuanVideo15")
     glyphs = spec.text_encoders[1]
     tokenizer = tokenization.load_tokenizer(tiny.ensure_random(spec) / glyphs.tokenizer_folder)

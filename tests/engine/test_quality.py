@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 SPEC = spec_for_family("Wan21")
 
 
-def test_every_model_offers_its_qualities_and_refuses_others():
+def test_quality_unknown_value_lists_supported_values():
     for spec in SPECS:
         assert spec.inputs["quality"].default == spec.settings().quality == "exact"
         own = QUALITIES if spec.denoiser.tile else QUALITIES[:2]
@@ -36,7 +36,7 @@ def test_every_model_offers_its_qualities_and_refuses_others():
         assert str(error.value) == f"{spec.title}: quality is 'int4'; it must be one of {', '.join(own)}."
 
 
-def test_who_leaves_out_no_blocks_says_who_does():
+def test_quality_sparse_unsupported_model_names_supported_models():
     titles = {spec.title for spec in SPECS if spec.denoiser.tile}
     assert titles == {
         spec.title for spec in SPECS if spec.title.startswith(("Wan ", "HunyuanVideo ")) and "TI2V" not in spec.title
@@ -62,7 +62,7 @@ FAMILIES = ("Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImag
 
 
 @pytest.mark.parametrize("family", slower(FAMILIES, "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImage"))
-def test_int8_gives_nearly_the_same_and_leaves_exact_alone(family: str, monkeypatch: pytest.MonkeyPatch):
+def test_quality_int8_is_close_and_leaves_exact_unchanged(family: str, monkeypatch: pytest.MonkeyPatch):
     """One engine, programs of both at once: neither takes the other's."""
     monkeypatch.setattr(policy, "LONG_SEQUENCE_TOKENS", 0)
     monkeypatch.setattr(weights, "MIN_INT8_LANES", 0)
@@ -80,7 +80,7 @@ def test_int8_gives_nearly_the_same_and_leaves_exact_alone(family: str, monkeypa
     assert 0 < difference(rough, before) < 0.2
 
 
-def test_few_tokens_are_attended_to_exactly(caplog: pytest.LogCaptureFixture):
+def test_quality_int8_with_few_tokens_compiles_exact_program(caplog: pytest.LogCaptureFixture):
     """Of which int8 would save nothing: the miniature's. It is said."""
     tiny = replace(SPEC, components=tuple(replace(part, config=part.tiny) for part in SPEC.components))
     settings = tiny.settings(**tiny.miniature.inputs)
@@ -111,7 +111,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("family", ["Wan21", "HunyuanVideo15"])
-def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(family: str, caplog: pytest.LogCaptureFixture):
+def test_quality_sparse_differs_only_in_steps_that_drop_tiles(family: str, caplog: pytest.LogCaptureFixture):
     """On two chips, in float32 and without int8: the order of tokens, and back, is no part of a result."""
     spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id, precision="float32")
@@ -142,7 +142,7 @@ def test_tiles_that_are_all_kept_change_nothing_and_left_out_little(family: str,
         pytest.param("HunyuanVideo15", StepCache(start=1, end=5, interval=2), marks=pytest.mark.recorded),
     ],
 )
-def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(
+def test_quality_sparse_with_step_cache_and_all_tiles_equals_int8(
     family: str, cache: MagCache | StepCache, monkeypatch: pytest.MonkeyPatch
 ):
     """What is kept, and used again, is in the order of tiles. Of six steps two start from it."""
@@ -161,7 +161,7 @@ def test_with_a_step_cache_tiles_that_are_all_kept_change_nothing(
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_a_curve_is_measured_of_steps_that_leave_nothing_out():
+def test_calibrate_sparse_quality_equals_int8():
     """Between tiles is padding, which is no part of it."""
     runner = Runner(jax.devices()[:1])
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="float32")
@@ -175,7 +175,7 @@ def test_a_curve_is_measured_of_steps_that_leave_nothing_out():
     assert found[0] == found[1]
 
 
-def why_not(caplog: pytest.LogCaptureFixture, spec: Any, shape: MeshShape, **inputs: Any) -> str:
+def int8_fallback_reason(caplog: pytest.LogCaptureFixture, spec: Any, shape: MeshShape, **inputs: Any) -> str:
     caplog.clear()
     config = spec.component(spec.denoiser.experts[0]).config
     target = CompileTarget(devices=tuple(jax.devices()[: shape.num_devices]), precision="bfloat16")
@@ -187,17 +187,20 @@ def why_not(caplog: pytest.LogCaptureFixture, spec: Any, shape: MeshShape, **inp
     return record.message.removeprefix(f"{spec.title}: quality int8+sparse is int8 here: ")
 
 
-def test_where_blocks_cannot_be_left_out_int8_is_taken_and_the_log_says_why(caplog: pytest.LogCaptureFixture):
-    assert why_not(caplog, SPEC, MeshShape(dp=2, sp=4)) == ""
-    assert why_not(caplog, SPEC, MeshShape(sp=3)) == "40 heads do not divide over 3 chips."
+def test_choose_tiling_unsupported_size_logs_int8_fallback(caplog: pytest.LogCaptureFixture):
+    assert int8_fallback_reason(caplog, SPEC, MeshShape(dp=2, sp=4)) == ""
+    assert int8_fallback_reason(caplog, SPEC, MeshShape(sp=3)) == "40 heads do not divide over 3 chips."
     small = {"width": 320, "height": 192, "num_frames": 17}
-    assert why_not(caplog, SPEC, MeshShape(), **small) == "a video of 1200 tokens would be no faster."
+    assert int8_fallback_reason(caplog, SPEC, MeshShape(), **small) == "a video of 1200 tokens would be no faster."
     large = {"width": 1920, "height": 1920, "num_frames": 241}
-    assert why_not(caplog, SPEC, MeshShape(), **large) == "872 tiles are more than the 160 whose lists fit on a chip."
+    assert (
+        int8_fallback_reason(caplog, SPEC, MeshShape(), **large)
+        == "872 tiles are more than the 160 whose lists fit on a chip."
+    )
 
 
 @pytest.mark.parametrize(("kind", "fit"), [("TPU v6 lite", True), ("TPU v5 lite", True), ("TPU v4", False)])
-def test_blocks_are_left_out_where_all_keys_fit_the_chip(kind: str, fit: bool):
+def test_all_keys_fit_vmem_depends_on_chip(kind: str, fit: bool):
     size = {"heads": 10, "head_dim": 128, "itemsize": 2}
     assert local.all_keys_fit_vmem(policy.AttentionPolicy(scores="int8"), kind, 76800, **size) == fit
 
@@ -205,7 +208,7 @@ def test_blocks_are_left_out_where_all_keys_fit_the_chip(kind: str, fit: bool):
 @pytest.mark.parametrize(
     "rungs", [dispatch.KernelFallbacks(off=("attention_int8",)), dispatch.KernelFallbacks(small=("attention_int8",))]
 )
-def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: dispatch.KernelFallbacks):
+def test_all_keys_fit_vmem_shrinks_with_kernel_fallbacks(rungs: dispatch.KernelFallbacks):
     """Without int8's kernel keys take more of the memory, and with small tiles there is half of it."""
 
     def most() -> int:
@@ -221,7 +224,7 @@ def test_whether_all_keys_fit_follows_what_the_machine_takes(rungs: dispatch.Ker
     assert 0 < found < most() < 99
 
 
-def test_first_and_last_steps_attend_to_all():
+def test_is_sparse_step_excludes_first_and_last_steps():
     """Of flow steps with shift 5; the four of a distilled model have one between."""
 
     def sparse(steps: int) -> list[bool]:

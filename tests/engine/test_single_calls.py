@@ -22,13 +22,13 @@ class NeverTold(HostGroup):
 
 
 @pytest.mark.parametrize("call", CALL_FUNCTIONS)
-def test_several_hosts_are_told_before_anything_is_sent(call: str):
+def test_engine_call_on_several_hosts_raises_before_sending(call: str):
     model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
     with pytest.raises(ValueError, match="This TPU has several hosts, .* Use this pack's own nodes"):
         Engine(hosts=NeverTold()).run(call, model, SilentProgress())
 
 
-def test_models_that_share_a_file_take_what_each_needs_of_it(tmp_path: Path):
+def test_engine_states_of_shared_text_encoder_match_each_model(tmp_path: Path):
     """FLUX.2 klein 27 layers of Qwen3, Z-Image 35 of the same."""
     sizes = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 36}
     file = replace(QWEN3, model="z-image-turbo", sizes={**QWEN3.sizes, **sizes}).write(tmp_path, "qwen")

@@ -22,7 +22,7 @@ def latents() -> dict[str, Any]:
     return {"samples": torch.rand(1, 16, 2, 8, 8)}
 
 
-def test_everything_that_is_saved_is_there_again(tmp_path: Path):
+def test_save_embeddings_round_trips_embeddings_and_condition(tmp_path: Path):
     """Names and numbers are the file's own, so that other programs read them."""
     folder = tmp_path / "new" / "folder"
     given = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 3}]]
@@ -51,7 +51,7 @@ def test_everything_that_is_saved_is_there_again(tmp_path: Path):
     assert stage_files.load_embeddings(folder, PICTURE_MODEL)[1] is None
 
 
-def test_latents_are_there_again_with_what_the_solver_remembers(tmp_path: Path):
+def test_save_latents_round_trips_samples_and_solver_state(tmp_path: Path):
     given = latents()
     stage_files.save_latents(tmp_path, given, MODEL)
     assert stage_files.read_config(tmp_path) == {"model_name": MODEL.spec_name, "model_id": MODEL.model_id}
@@ -67,21 +67,21 @@ def test_latents_are_there_again_with_what_the_solver_remembers(tmp_path: Path):
         assert {name.partition(".")[0] for name in file.keys()} == {"latents", "solver"}  # noqa: SIM118 - no dict
 
 
-def test_settings_are_added_to_and_written_as_people_read_them(tmp_path: Path):
+def test_update_config_merges_settings_as_readable_json(tmp_path: Path):
     stage_files.update_config(tmp_path, {"prompt": "ein Bär", "seed": 1})
     stage_files.update_config(tmp_path, {"seed": 2})
     assert stage_files.read_config(tmp_path) == {"prompt": "ein Bär", "seed": 2}
     assert (tmp_path / stage_files.CONFIG).read_text("utf-8") == '{\n  "prompt": "ein Bär",\n  "seed": 2\n}'
 
 
-def test_when_files_were_written_is_known(tmp_path: Path):
+def test_list_stage_files_returns_modification_times(tmp_path: Path):
     assert stage_files.list_stage_files(tmp_path) == {}
     stage_files.save_latents(tmp_path, latents(), MODEL)
     os.utime(tmp_path / stage_files.LATENTS, ns=(5_000_000_007, 5_000_000_007))
     assert stage_files.list_stage_files(tmp_path) == {stage_files.LATENTS: 5_000_000_007}
 
 
-def test_of_another_models_files_it_is_said_whose_they_are(tmp_path: Path):
+def test_load_stage_files_of_other_model_raises_stage_file_error(tmp_path: Path):
     stage_files.save_latents(tmp_path, latents(), MODEL)
     for load in (stage_files.load_latents, stage_files.load_embeddings, stage_files.load_condition):
         with pytest.raises(stage_files.StageFileError) as error:

@@ -47,7 +47,7 @@ def save_node(runner: TerminalContext, folder: str, **given: Any) -> tuple:
 # --- where they may lie -----------------------------------------------------------------------------------------------
 
 
-def outside(tmp_path: Path) -> dict[str, str]:
+def make_escaping_folders(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "output" / "deep").mkdir(parents=True)
     (tmp_path / "output" / "link").symlink_to(tmp_path / "elsewhere")
@@ -67,8 +67,8 @@ WAYS_OUT = (
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)
-def test_in_comfyui_stage_files_stay_in_the_output_folder(tmp_path: Path, way: str):
-    folder, runner = outside(tmp_path)[way], host(tmp_path / "output", confined=True)
+def test_stage_nodes_in_comfyui_reject_folders_outside_output(tmp_path: Path, way: str):
+    folder, runner = make_escaping_folders(tmp_path)[way], host(tmp_path / "output", confined=True)
     before = sorted(tmp_path.rglob("*"))
     for node in (SAVE, LOAD):
         with pytest.raises(ValueError, match="folder is "):
@@ -83,7 +83,7 @@ def test_in_comfyui_stage_files_stay_in_the_output_folder(tmp_path: Path, way: s
 
 
 @pytest.mark.parametrize("folder", ["a", "a/b", "a/../b", ".", "a~b"])
-def test_any_folder_inside_the_output_folder_will_do(tmp_path: Path, folder: str):
+def test_stage_nodes_in_comfyui_accept_folders_inside_output(tmp_path: Path, folder: str):
     (tmp_path / "real").mkdir()
     (tmp_path / "output").symlink_to(tmp_path / "real")  # as a whole it may lie anywhere
     runner = host(tmp_path / "output", confined=True)
@@ -93,14 +93,14 @@ def test_any_folder_inside_the_output_folder_will_do(tmp_path: Path, folder: str
 
 
 @pytest.mark.parametrize("way", ["up", "absolute", "link", "home"])
-def test_the_command_line_may_use_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str):
+def test_save_stage_headless_accepts_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str):
     monkeypatch.setenv("HOME", str(tmp_path))
-    save_node(host(tmp_path / "output"), outside(tmp_path)[way])
+    save_node(host(tmp_path / "output"), make_escaping_folders(tmp_path)[way])
     assert (tmp_path / "elsewhere" / stage_files.EMBEDDINGS).is_file()
 
 
 @pytest.mark.parametrize("folder", ["~nouser/x", "a\0b", "a\ud800b", "x" * 300])
-def test_a_folder_that_cannot_be_ends_in_a_sentence(tmp_path: Path, folder: str):
+def test_stage_nodes_impossible_folder_raises_value_error(tmp_path: Path, folder: str):
     workflow = {
         "1": {"class_type": "TPUModelLoader", "inputs": {"model_id": "tiny/wan21", "family": "Wan21"}},
         "2": {"class_type": "TPULoadStage", "inputs": {"folder": folder, "model": ["1", 0]}},
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_ends_in_a_sentence(tmp_path: Path, folder: str)
             node.run(host(tmp_path), **node.values({"folder": folder, "model": MODEL, "prompt_embeds": prompt()}))
 
 
-def test_a_model_of_a_user_that_there_is_not(capsys: pytest.CaptureFixture):
+def test_model_ref_unknown_home_folder_raises_value_error(capsys: pytest.CaptureFixture):
     for model_id in ("~nouser/model", "~nouser"):
         with pytest.raises(ValueError, match="there is no such folder"):
             ModelRef(spec_name=MODEL.spec_name, model_id=model_id).locate()
@@ -134,7 +134,7 @@ def write_foreign(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_strangers_file_is_not_overwritten(tmp_path: Path, name: str):
+def test_save_stage_keeps_foreign_file(tmp_path: Path, name: str):
     write_foreign(tmp_path / "x", name)
     before = (tmp_path / "x" / name).read_bytes()
     sentence = f"{tmp_path / 'x'} has a {name} that this pack did not write; it is not overwritten. Choose another"
@@ -152,7 +152,9 @@ def test_a_strangers_file_is_not_overwritten(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_commands_refuse_before_they_compute(tmp_path: Path, name: str, capsys: pytest.CaptureFixture):
+def test_cli_stage_commands_reject_foreign_file_before_computing(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+):
     write_foreign(tmp_path / "x", name)
     for verb in ("encode", "denoise"):
         assert cli.main([verb, "--folder", str(tmp_path / "x"), "--model", "tiny/wan21"]) == 2
@@ -161,13 +163,13 @@ def test_the_commands_refuse_before_they_compute(tmp_path: Path, name: str, caps
 
 @pytest.mark.parametrize("name", NAMES[:2])
 @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.write_bytes(b"no tensors"), Path.touch])
-def test_what_is_no_stage_file_at_all_is_not_overwritten(tmp_path: Path, name: str, make: Callable):
+def test_save_latents_keeps_path_that_is_no_stage_file(tmp_path: Path, name: str, make: Callable):
     make(tmp_path / name)
     with pytest.raises(ValueError, match=f"has a {name} that this pack did not write"):
         stage_files.save_latents(tmp_path, latents(), MODEL)
 
 
-def test_our_own_files_are_overwritten(tmp_path: Path):
+def test_save_stage_files_overwrites_own_files(tmp_path: Path):
     for _ in range(2):
         saved = prompt(), prompt(), latents()
         stage_files.save_embeddings(tmp_path, *saved[:2], MODEL)
@@ -178,7 +180,7 @@ def test_our_own_files_are_overwritten(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES)
 
 
-def test_a_folder_that_takes_no_file_is_named(tmp_path: Path):
+def test_save_latents_unusable_folder_raises_value_error(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="Not a directory. Choose another folder"):
         stage_files.save_latents(tmp_path / "file" / "x", latents(), MODEL)
@@ -187,7 +189,7 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path: Path):
 # --- what is in them --------------------------------------------------------------------------------------------------
 
 
-def test_one_tensor_may_be_on_both_inputs(tmp_path: Path):
+def test_save_embeddings_accepts_shared_tensor_on_both_inputs(tmp_path: Path):
     """As CONDITIONING, and as views of one tensor."""
     both = prompt()
     stage_files.save_embeddings(tmp_path, both, both, MODEL)
@@ -201,7 +203,7 @@ def test_one_tensor_may_be_on_both_inputs(tmp_path: Path):
 
 
 @pytest.mark.parametrize("value", [True, 3, 0.5, "text", torch.ones(2)], ids=str)
-def test_what_an_encoder_does_not_write_is_not_half_saved(tmp_path: Path, value: Any):
+def test_save_embeddings_unknown_conditioning_raises_and_writes_nothing(tmp_path: Path, value: Any):
     with pytest.raises(ValueError, match="prompt_embeds has other; "):
         stage_files.save_embeddings(tmp_path / "x", prompt(other=value), None, MODEL)
     assert not (tmp_path / "x").exists()
@@ -212,7 +214,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
         save_file(tensors, folder / name, metadata=metadata)
 
 
-def test_metadata_of_others_is_left_aside(tmp_path: Path):
+def test_load_embeddings_ignores_foreign_metadata(tmp_path: Path):
     tensors = {"prompt_embeds": torch.rand(1, 4, 6)}
     write(tmp_path, tensors, {"format": "pt", "dtype_info": "{}", "prompt_embeds.length": "3", "seed": "true"})
     found, negative = stage_files.load_embeddings(tmp_path, MODEL)
@@ -222,7 +224,7 @@ def test_metadata_of_others_is_left_aside(tmp_path: Path):
 
 @pytest.mark.parametrize("value", ["True", "abc", "", "1.5", "9" * 5000])
 @pytest.mark.parametrize("key", ["prompt_embeds.length", "negative_prompt_embeds.length", "condition.height"])
-def test_numbers_that_are_none_end_in_a_sentence(tmp_path: Path, key: str, value: str):
+def test_load_stage_file_non_integer_metadata_raises_stage_file_error(tmp_path: Path, key: str, value: str):
     write(tmp_path, {"prompt_embeds": torch.rand(1, 4, 6)}, {key: value})
     for load in (stage_files.load_embeddings, stage_files.load_condition):
         with pytest.raises(
@@ -252,7 +254,7 @@ def test_numbers_that_are_none_end_in_a_sentence(tmp_path: Path, key: str, value
         ('{"model_name": "wan2.1-t2v-14b", "model_id": "~nouser"}', "model_id is ~nouser; there is no such folder"),
     ],
 )
-def test_settings_that_are_none_end_in_a_sentence(
+def test_cli_stage_commands_invalid_config_print_error(
     tmp_path: Path, content: str, sentence: str, capsys: pytest.CaptureFixture
 ):
     (tmp_path / stage_files.CONFIG).write_text(content)
@@ -262,7 +264,7 @@ def test_settings_that_are_none_end_in_a_sentence(
         assert sentence in said and "Traceback" not in said
 
 
-def test_settings_that_are_no_utf8_end_in_a_sentence(tmp_path: Path):
+def test_read_config_invalid_utf8_raises_stage_file_error(tmp_path: Path):
     (tmp_path / stage_files.CONFIG).write_bytes(b"\xff\xfe{}")
     with pytest.raises(stage_files.StageFileError, match="is not valid JSON"):
         stage_files.read_config(tmp_path)
@@ -306,7 +308,7 @@ def plan_of(name: str) -> DenoisingPlan:
         (TEXT, {"prompt_embeds.": "5"}),
     ],
 )
-def test_files_of_another_content_end_in_a_sentence(tmp_path: Path, tensors: dict, metadata: dict):
+def test_load_stage_file_wrong_contents_raise_value_error(tmp_path: Path, tensors: dict, metadata: dict):
     write(tmp_path, tensors, {**LENGTH, **metadata})
     with pytest.raises(ValueError) as error:
         use(tmp_path)
@@ -319,7 +321,7 @@ def test_files_of_another_content_end_in_a_sentence(tmp_path: Path, tensors: dic
     ids=["none", "shape", "name"],
 )
 @pytest.mark.parametrize("name", ["wan2.2-i2v-a14b", "hunyuanvideo1.5-i2v-720p", "flux2-dev"])
-def test_pictures_of_another_content_end_in_a_sentence(tmp_path: Path, name: str, condition: dict):
+def test_load_condition_wrong_contents_raise_value_error(tmp_path: Path, name: str, condition: dict):
     spec = lookup_spec(name)
     config = spec.component(spec.denoiser.experts[0]).tiny
     first, *others = spec.text_encoders
@@ -363,7 +365,7 @@ def headers() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", headers())
-def test_a_damaged_file_ends_in_a_sentence(tmp_path: Path, damage: str):
+def test_load_stage_file_damaged_header_raises_stage_file_error(tmp_path: Path, damage: str):
     for name in NAMES[:2]:
         (tmp_path / name).write_bytes(headers()[damage])
     for load in (stage_files.load_embeddings, stage_files.load_condition, stage_files.load_latents):
@@ -373,7 +375,7 @@ def test_a_damaged_file_ends_in_a_sentence(tmp_path: Path, damage: str):
         stage_files.save_latents(tmp_path, latents(), MODEL)
 
 
-def test_bytes_changed_at_random_are_read_or_refused_in_a_sentence(tmp_path: Path):
+def test_load_stage_file_random_byte_changes_raise_only_value_error(tmp_path: Path):
     draw, refused = np.random.default_rng(0), 0
     whole = save({"prompt_embeds": torch.rand(1, 4, 6), "latents": torch.rand(1, 16, 1, 2, 2)}, metadata=LENGTH)
     for _ in range(300):
@@ -390,7 +392,7 @@ def test_bytes_changed_at_random_are_read_or_refused_in_a_sentence(tmp_path: Pat
     assert refused > 100
 
 
-def test_pictures_come_back_in_their_order():
+def test_pack_embeddings_keeps_order_of_references():
     """Which decides where each is among the model's references; safetensors has tensors in any order."""
     pictures = {f"reference_{index}": torch.full((1, 2, 3, 4), float(index)) for index in range(12)}
     condition = ImageCondition(tpu_family="Flux2", height=48, width=64, num_frames=1, tensors=pictures)

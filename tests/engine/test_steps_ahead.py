@@ -62,7 +62,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def denoised(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
+def run_denoise(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
     """The latents of a run."""
     monkeypatch.setattr(denoising, "DISPATCH_LEAD_S", math.inf)
 
@@ -75,13 +75,13 @@ def denoised(events: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return run
 
 
-def test_the_next_step_is_given_while_one_runs(
-    denoised: Callable[..., np.ndarray], events: list[str], monkeypatch: pytest.MonkeyPatch
+def test_denoise_dispatches_next_step_while_one_runs(
+    run_denoise: Callable[..., np.ndarray], events: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    ahead = denoised()
+    ahead = run_denoise()
     assert events == AHEAD
     monkeypatch.setattr(denoising, "_can_dispatch_ahead", lambda *_: False)
-    assert np.array_equal(denoised(), ahead)
+    assert np.array_equal(run_denoise(), ahead)
     assert events == IN_ORDER
 
 
@@ -90,7 +90,7 @@ def test_the_next_step_is_given_while_one_runs(
     [(0.3, 9.0, 0.0), (2.5, 9.0, 2.0), (2.5, 1.0, 1.0)],
     ids=["short", "long", "over"],
 )
-def test_a_long_step_has_the_devices_to_itself_until_it_should_end(
+def test_sleep_until_near_end_waits_for_long_steps_only(
     seconds: float, ends_after: float, slept: float, monkeypatch: pytest.MonkeyPatch
 ):
     """What runs after a cancel is no longer than the step and the half second."""
@@ -103,11 +103,11 @@ def test_a_long_step_has_the_devices_to_itself_until_it_should_end(
     assert slept <= now[0] - 100.0 < slept + 0.05
 
 
-def test_a_cancel_leaves_at_most_one_step_running(denoised: Callable[..., np.ndarray], events: list[str]):
+def test_denoise_cancel_leaves_at_most_one_step_running(run_denoise: Callable[..., np.ndarray], events: list[str]):
     with pytest.raises(Cancelled):
-        denoised(cancel_after=2)
+        run_denoise(cancel_after=2)
     assert events == ["launch", "done", "launch", "launch", "done"]
-    assert denoised().shape == (1, 16, 2, 8, 6)
+    assert run_denoise().shape == (1, 16, 2, 8, 6)
 
 
 CURVE = MagCacheCurve(ratios=((1.0,) * 5,), retained=(0.2,))
@@ -120,21 +120,21 @@ CURVE = MagCacheCurve(ratios=((1.0,) * 5,), retained=(0.2,))
         ("Wan21", MagCache(threshold=0.1, curve=CURVE)),
     ],
 )
-def test_no_step_goes_ahead_with_a_step_cache(
-    family: str, policy: Any, denoised: Callable[..., np.ndarray], events: list[str]
+def test_denoise_with_step_cache_dispatches_steps_in_order(
+    family: str, policy: Any, run_denoise: Callable[..., np.ndarray], events: list[str]
 ):
     """Kept features would be there twice. A cancel ends it as any other."""
     model = parity.tiny_model(spec_for_family(family))
     settings = replace(SETTINGS, scheduler="checkpoint", step_cache=policy)
-    denoised(model=model, settings=settings)
+    run_denoise(model=model, settings=settings)
     assert events == IN_ORDER
     with pytest.raises(Cancelled):
-        denoised(model=model, settings=settings, cancel_after=2)
+        run_denoise(model=model, settings=settings, cancel_after=2)
     assert events == IN_ORDER[:4]
 
 
-def test_no_step_goes_ahead_to_another_expert(
-    denoised: Callable[..., np.ndarray], events: list[str], monkeypatch: pytest.MonkeyPatch
+def test_denoise_does_not_dispatch_ahead_across_experts(
+    run_denoise: Callable[..., np.ndarray], events: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Its weights may need the place of those that a step is running on."""
     found: list[int] = []
@@ -147,13 +147,15 @@ def test_no_step_goes_ahead_to_another_expert(
         return result
 
     monkeypatch.setattr(Executable, "__call__", launch)
-    denoised(model=parity.tiny_model(lookup_spec("wan2.2-t2v-a14b")))
+    run_denoise(model=parity.tiny_model(lookup_spec("wan2.2-t2v-a14b")))
     at = [index for index, event in enumerate(events) if event == "launch"][found.index(found[-1])]
     assert 0 < events[:at].count("launch") == events[:at].count("done") < 5
     assert "launch launch" in " ".join(events)
 
 
-def test_the_step_that_is_not_finite_is_named(denoised: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch):
+def test_denoise_non_finite_step_is_named_in_error(
+    run_denoise: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch
+):
     """Not the one that runs behind it."""
     asked, settle = [], denoising._await_step
 
@@ -163,5 +165,5 @@ def test_the_step_that_is_not_finite_is_named(denoised: Callable[..., np.ndarray
 
     monkeypatch.setattr(denoising, "_await_step", spoiled)
     with pytest.raises(NotFinite, match=r"from step 3 of 5 on, the latents"):
-        denoised()
+        run_denoise()
     assert asked == [0, 1, 2]

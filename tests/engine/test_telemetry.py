@@ -37,14 +37,14 @@ class Device:
         return self.stats
 
 
-def of(stats: Any) -> DeviceMemory:
+def memory_of(stats: Any) -> DeviceMemory:
     device: Any = Device(stats)
     return device_memory.memory_stats(device)
 
 
 @pytest.mark.parametrize("missing", [(), *((name,) for name in BUSY), tuple(BUSY)], ids=str)
-def test_a_device_may_leave_out_any_number(missing: tuple[str, ...]):
-    found = of({name: value for name, value in BUSY.items() if name not in missing})
+def test_memory_stats_accepts_missing_numbers(missing: tuple[str, ...]):
+    found = memory_of({name: value for name, value in BUSY.items() if name not in missing})
     wanted = {
         "limit_bytes": "bytes_limit", "in_use_bytes": "bytes_in_use", "reserved_bytes": "bytes_reserved",
         "peak_in_use_bytes": "peak_bytes_in_use", "peak_reserved_bytes": "peak_bytes_reserved",
@@ -52,20 +52,20 @@ def test_a_device_may_leave_out_any_number(missing: tuple[str, ...]):
     assert found.known == {ours: BUSY[theirs] for ours, theirs in wanted.items() if theirs not in missing}
 
 
-def test_the_peaks_are_said_in_words():
-    assert str(of(BUSY)) == "at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB"
-    assert str(of({"peak_bytes_in_use": GIB})) == "at most 1.0 GiB in use"
+def test_device_memory_str_describes_peaks():
+    assert str(memory_of(BUSY)) == "at most 3.0 GiB in use and 28.0 GiB reserved, of 31.2 GiB"
+    assert str(memory_of({"peak_bytes_in_use": GIB})) == "at most 1.0 GiB in use"
     for nothing in (None, {}, {"bytes_limit": GIB}):
-        assert str(of(nothing)) == "does not report its memory"
+        assert str(memory_of(nothing)) == "does not report its memory"
 
 
-def test_the_fullest_of_several_devices_has_the_most_of_each():
+def test_max_memory_stats_takes_maximum_of_each_number():
     devices: list[Any] = [Device(BUSY), Device(None), Device({"bytes_in_use": 5 * GIB, "bytes_reserved": 1})]
     found = device_memory.max_memory_stats(devices)
     assert (found.in_use_bytes, found.reserved_bytes, found.largest_free_bytes) == (5 * GIB, int(27.3 * GIB), None)
 
 
-def test_bytes_in_use_are_the_devices_own_if_all_say_them():
+def test_bytes_in_use_reports_device_stats_or_live_arrays():
     said: list[Any] = [Device(BUSY), Device({"bytes_in_use": 7})]
     assert telemetry.bytes_in_use(said) == [int(2.6 * GIB), 7]
     last = jax.devices()[-1]  # which few tests use
@@ -75,9 +75,9 @@ def test_bytes_in_use_are_the_devices_own_if_all_say_them():
     assert telemetry.bytes_in_use([last]) == [held + shard_bytes(array)]
 
 
-def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypatch: pytest.MonkeyPatch):
+def test_encode_run_report_has_loaded_bytes_and_device_peaks(monkeypatch: pytest.MonkeyPatch):
     runner = Runner(jax.devices()[:2])
-    busy = of(BUSY)
+    busy = memory_of(BUSY)
     monkeypatch.setattr(device_memory, "max_memory_stats", lambda devices: busy)
     monkeypatch.setattr(telemetry, "MIN_REPORTED_S", 0)
     runner.encode(MODEL, new_prompt(), "", host := Host())
@@ -111,7 +111,7 @@ def test_a_run_says_how_much_was_loaded_and_how_fast_and_what_chips_say(monkeypa
     ],
 )
 @pytest.mark.parametrize("least", [0, telemetry.MIN_REPORTED_S])
-def test_no_part_of_a_run_is_less_than_nothing(
+def test_activity_summary_parts_are_never_negative(
     monkeypatch: pytest.MonkeyPatch, elapsed: float, said: str, least: float
 ):
     monkeypatch.setattr(telemetry, "MIN_REPORTED_S", least)
@@ -124,13 +124,13 @@ def test_no_part_of_a_run_is_less_than_nothing(
     assert whole == pytest.approx(sum(parts))
 
 
-def test_the_monitor_shows_what_is_in_use_and_what_is_reserved(monkeypatch: pytest.MonkeyPatch):
+def test_snapshot_chips_show_used_and_reserved_memory(monkeypatch: pytest.MonkeyPatch):
     runner = Runner(jax.devices()[:2])
     monkeypatch.setattr(snapshot, "current_engine", lambda: runner)
     for chip in snapshot.take_snapshot()["chips"]:
         assert chip["hbm_reserved"] is chip["hbm_reserved_peak"] is None
         assert chip["hbm_used"] is not None and chip["hbm_peak"] >= chip["hbm_used"]
-    busy, names = of(BUSY), ("hbm_used", "hbm_reserved", "hbm_peak", "hbm_reserved_peak", "hbm_limit")
+    busy, names = memory_of(BUSY), ("hbm_used", "hbm_reserved", "hbm_peak", "hbm_reserved_peak", "hbm_limit")
     monkeypatch.setattr(device_memory, "memory_stats", lambda device: busy)
     for chip in snapshot.take_snapshot()["chips"]:
         assert [round(chip[name] / GIB, 1) for name in names] == [2.6, 27.3, 3.0, 28.0, 31.2]

@@ -31,9 +31,9 @@ def main(comfyui: str, jobs: str) -> None:
         if said[-1] is not None:
             continue
         if job["kind"] == "lora":
-            save_file(merged(*job["paths"]), Path(job["target"]))
+            save_file(merge_lora(*job["paths"]), Path(job["target"]))
             continue
-        module, tokenizer = loaded(job)
+        module, tokenizer = load_network(job)
         tensors = {name: numbers(tensor) for name, tensor in module.named_parameters() if is_read(name)}
         for number, text in enumerate(job.get("texts", ())):
             tensors[f"tokens.{number}"] = torch.tensor(tokenizer(text)["input_ids"])
@@ -41,7 +41,7 @@ def main(comfyui: str, jobs: str) -> None:
     print(json.dumps(said))
 
 
-def loaded(job: Mapping[str, Any]) -> tuple[Any, Any]:
+def load_network(job: Mapping[str, Any]) -> tuple[Any, Any]:
     """The network of a job, and its tokenizer."""
     import comfy.sd
     import comfy.utils
@@ -62,10 +62,10 @@ def lora_keys(path: str) -> dict[str, Any]:
     import comfy.sd
 
     found = comfy.lora.model_lora_keys_unet(comfy.sd.load_diffusion_model(path).model, {})
-    return {key: target if isinstance(target, str) else written(*target) for key, target in found.items()}
+    return {key: target if isinstance(target, str) else describe_target(*target) for key, target in found.items()}
 
 
-def merged(path: str, lora: str) -> dict[str, Any]:
+def merge_lora(path: str, lora: str) -> dict[str, Any]:
     """The weights that a file changes, with its changes, as core's loader of LoRAs merges them."""
     import comfy.lora
     import comfy.sd
@@ -81,7 +81,7 @@ def merged(path: str, lora: str) -> dict[str, Any]:
     }
 
 
-def written(name: str, part: Any = None, order: Any = None) -> list[Any]:
+def describe_target(name: str, part: Any = None, order: Any = None) -> list[Any]:
     return [name, part, getattr(order, "__name__", None)]
 
 

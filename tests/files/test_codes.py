@@ -65,7 +65,7 @@ def holds_in_pieces(file: TensorFile, whole: torch.Tensor) -> None:
         assert torch.equal(value(file, *piece), whole[piece]), piece
 
 
-def scaled(scale: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
+def make_scaled_fp8(scale: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and what they stand for: w.float() * scale."""
     stored = (weight() / 0.05).to(dtype)
     return stored, stored.float() * scale
@@ -82,10 +82,10 @@ SCALES = {
 @pytest.mark.parametrize("dtype", [FP8, FP8_WIDE], ids=str)
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("form", ["ComfyUI's first", "a mark", "metadata", "bare"])
-def test_scaled_fp8_is_its_codes_times_their_scale(form: str, kind: str, dtype: torch.dtype, tmp_path: Path):
+def test_scaled_fp8_is_codes_times_scale(form: str, kind: str, dtype: torch.dtype, tmp_path: Path):
     scale = SCALES[kind]
     spread = scale.flatten(1).repeat_interleave(COLUMNS // 4, 1) if scale.ndim == 3 else scale
-    stored, wanted = scaled(spread, dtype)
+    stored, wanted = make_scaled_fp8(spread, dtype)
     name = "scale_weight" if form == "ComfyUI's first" else "weight_scale"
     tensors = {"a.weight": stored, f"a.{name}": scale, "a.bias": torch.ones(ROWS), "a.input_scale": torch.ones(())}
     said = {"format": "float8_e4m3fn" if dtype == FP8 else "float8_e5m2"}
@@ -97,14 +97,14 @@ def test_scaled_fp8_is_its_codes_times_their_scale(form: str, kind: str, dtype: 
     holds_in_pieces(found["a.weight"], wanted)
 
 
-def test_fp8_in_bytes_is_what_its_mark_says(tmp_path: Path):
-    stored, wanted = scaled(torch.tensor(0.5), FP8_WIDE)
+def test_fp8_stored_as_bytes_uses_described_format(tmp_path: Path):
+    stored, wanted = make_scaled_fp8(torch.tensor(0.5), FP8_WIDE)
     tensors = {"a.weight": stored.view(torch.uint8), "a.weight_scale": torch.tensor(0.5)}
     found = read(tmp_path, {**tensors, "a.comfy_quant": mark(format="float8_e5m2")})
     holds_in_pieces(found["a.weight"], wanted)
 
 
-def test_fp8_in_blocks_of_128_is_transformers(tmp_path: Path):
+def test_fp8_with_128_blocks_matches_transformers_layout(tmp_path: Path):
     stored = (weight(200, 300) / 0.05).to(FP8)
     scale = torch.rand(2, 3) + 0.1
     wanted = stored.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
@@ -129,7 +129,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("case", GRIDS)
-def test_fp8_with_transformers_scales_is_what_transformers_makes_of_it(case: str, tmp_path: Path):
+def test_fp8_with_transformers_scales_matches_transformers(case: str, tmp_path: Path):
     from transformers.integrations import finegrained_fp8
 
     shape, grid, tile = GRIDS[case]
@@ -144,9 +144,9 @@ def test_fp8_with_transformers_scales_is_what_transformers_makes_of_it(case: str
     assert torch.equal(value(found["a.weight"], slice(30, 77), slice(40, 201)), wanted[30:77, 40:201])
 
 
-def test_layers_without_a_scale_are_a_cast_beside_others_that_have_one(tmp_path: Path):
+def test_fp8_layers_without_scale_are_cast_in_mixed_file(tmp_path: Path):
     """As ComfyUI takes them: of another network of the file, and of another layer of the same."""
-    stored, wanted = scaled(torch.tensor(0.013))
+    stored, wanted = make_scaled_fp8(torch.tensor(0.013))
     tensors = {
         "net.blocks.0.q.weight": stored, "net.blocks.0.k.weight": stored,
         "net.blocks.0.k.scale_weight": torch.tensor(0.013),
@@ -170,12 +170,12 @@ SOME_SCALED = {
 
 @pytest.mark.parametrize("form", ["scale_weight", "comfy_quant", "metadata"])
 @pytest.mark.parametrize("case", SOME_SCALED)
-def test_a_layer_without_a_scale_is_what_comfyuis_own_loading_makes_of_it(
+def test_fp8_layer_without_scale_matches_comfyui_cast(
     case: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """By core's `convert_old_quants` and its class of layers: one without a description is a cast."""
     layers, with_scale = SOME_SCALED[case]
-    stored, wanted = scaled(torch.tensor(0.013))
+    stored, wanted = make_scaled_fp8(torch.tensor(0.013))
     tensors = {f"{layer}.weight": stored.clone() for layer in layers}
     name = "scale_weight" if form == "scale_weight" else "weight_scale"
     tensors |= {f"{layer}.{name}": torch.tensor(0.013) for layer in with_scale}
@@ -204,7 +204,7 @@ def kitchen(layout: str, tensor: torch.Tensor, **options: object) -> tuple[torch
 
 
 @pytest.mark.parametrize("shape", [(96, 256), (256, 128), (40, 96)], ids=str)
-def test_mxfp8_is_comfy_kitchens(shape: tuple[int, int], tmp_path: Path):
+def test_mxfp8_matches_comfy_kitchen(shape: tuple[int, int], tmp_path: Path):
     stored, parameters, wanted = kitchen("TensorCoreMXFP8Layout", weight(*shape))
     tensors = {"a.weight": stored, "a.weight_scale": parameters.scale.view(torch.uint8)}
     found = read(tmp_path, {**tensors, "a.comfy_quant": mark(format="mxfp8")})["a.weight"]
@@ -215,7 +215,7 @@ def test_mxfp8_is_comfy_kitchens(shape: tuple[int, int], tmp_path: Path):
 
 
 @pytest.mark.parametrize("shape", [(96, 256), (256, 128), (40, 90)], ids=str)
-def test_nvfp4_is_comfy_kitchens(shape: tuple[int, int], tmp_path: Path):
+def test_nvfp4_matches_comfy_kitchen(shape: tuple[int, int], tmp_path: Path):
     stored, parameters, wanted = kitchen("TensorCoreNVFP4Layout", weight(*shape), scale="recalculate")
     tensors = {
         "a.weight": stored, "a.weight_scale": parameters.block_scale.view(torch.uint8),
@@ -234,7 +234,7 @@ def test_nvfp4_is_comfy_kitchens(shape: tuple[int, int], tmp_path: Path):
 
 
 @pytest.mark.parametrize("size", [0, 16, 64, 256])
-def test_int8_is_comfy_kitchens_also_where_columns_were_rotated(size: int, tmp_path: Path):
+def test_int8_with_and_without_rotation_matches_comfy_kitchen(size: int, tmp_path: Path):
     tensor = weight()
     options = {"convrot": True, "convrot_groupsize": size} if size else {}
     stored, parameters, wanted = kitchen(
@@ -250,14 +250,14 @@ def test_int8_is_comfy_kitchens_also_where_columns_were_rotated(size: int, tmp_p
         assert is_close(value(found, *piece), ours[piece], 1e-6)
 
 
-def test_lightx2vs_int8_has_no_mark(tmp_path: Path):
+def test_int8_without_description_is_codes_times_scale(tmp_path: Path):
     stored = torch.randint(-127, 128, (ROWS, COLUMNS), dtype=torch.int8)
     scale = torch.rand(ROWS, 1)
     holds_in_pieces(read(tmp_path, {"a.weight": stored, "a.weight_scale": scale})["a.weight"], stored.float() * scale)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["scales", "scales that are codes"])
-def test_four_bits_of_bitsandbytes(nested: bool, tmp_path: Path):
+def test_bitsandbytes_4bit_matches_documented_layout(nested: bool, tmp_path: Path):
     """By its documented layout: two codes a byte, the first in the high half, and scales of blocks."""
     random = torch.Generator().manual_seed(1)
     picked = torch.randint(0, 16, (ROWS * COLUMNS,), generator=random, dtype=torch.uint8)
@@ -280,7 +280,7 @@ def test_four_bits_of_bitsandbytes(nested: bool, tmp_path: Path):
     holds_in_pieces(found["a.weight"], wanted)
 
 
-def test_eight_bits_of_bitsandbytes(tmp_path: Path):
+def test_bitsandbytes_8bit_is_codes_times_row_scale(tmp_path: Path):
     stored = torch.randint(-127, 128, (ROWS, COLUMNS), dtype=torch.int8)
     scale = torch.rand(ROWS)
     tensors = {"a.weight": stored, "a.SCB": scale, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -305,7 +305,7 @@ QUANTIZED = ("BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", *QUANTIZED])
-def test_ggufs_formats_are_its_own(kind: str, tmp_path: Path):
+def test_gguf_format_matches_gguf_package(kind: str, tmp_path: Path):
     array = weight().numpy()
     write_gguf(tmp_path / "file.gguf", {"a.weight": (array, kind)})
     tensors, fields = gguf_file.read_gguf(tmp_path / "file.gguf")
@@ -316,7 +316,7 @@ def test_ggufs_formats_are_its_own(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL"])
-def test_ggufs_formats_that_only_llama_cpp_writes_are_its_own(kind: str, tmp_path: Path):
+def test_gguf_k_quant_format_matches_gguf_package(kind: str, tmp_path: Path):
     """The package decodes them and does not encode: any bytes are a tensor, but for scales that are no numbers."""
     dtype = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[dtype]
@@ -335,7 +335,7 @@ def test_ggufs_formats_that_only_llama_cpp_writes_are_its_own(kind: str, tmp_pat
     holds_in_pieces(tensors["a.weight"], wanted)
 
 
-def test_a_shape_of_more_dimensions_is_the_one_that_gguf_notes(tmp_path: Path):
+def test_gguf_original_shape_field_restores_dimensions(tmp_path: Path):
     array = np.random.default_rng(0).normal(size=(8, 4, 1, 2, 2)).astype(np.float32)
     writer = gguf.GGUFWriter(str(tmp_path / "file.gguf"), "wan")
     writer.add_array("comfy.gguf.orig_shape.a.weight", list(array.shape))
@@ -350,7 +350,7 @@ def test_a_shape_of_more_dimensions_is_the_one_that_gguf_notes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "TQ1_0"])
-def test_fewer_bits_are_refused_by_name(kind: str, tmp_path: Path):
+def test_gguf_unsupported_format_raises_checkpoint_error(kind: str, tmp_path: Path):
     dtype = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[dtype]
     writer = gguf.GGUFWriter(str(tmp_path / "file.gguf"), "wan")
@@ -363,7 +363,7 @@ def test_fewer_bits_are_refused_by_name(kind: str, tmp_path: Path):
         gguf_file.read_gguf(tmp_path / "file.gguf")
 
 
-def refused(tensors: Tensors, tmp_path: Path) -> str:
+def read_error(tensors: Tensors, tmp_path: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         read(tmp_path, tensors)
     return str(error.value)
@@ -420,12 +420,12 @@ BAD: dict[str, tuple[Callable[[], Tensors], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_a_sentence(case: str, tmp_path: Path):
+def test_inconsistent_quantization_raises_checkpoint_error(case: str, tmp_path: Path):
     make, sentence = BAD[case]
-    assert sentence in refused(make(), tmp_path)
+    assert sentence in read_error(make(), tmp_path)
 
 
-def test_the_rotation_is_its_own_inverse():
+def test_hadamard_matrix_is_its_own_inverse():
     for size in (4, 16, 256):
         matrix = decode.hadamard_matrix(size)
         assert difference(matrix @ matrix.T, torch.eye(size)) <= 4e-6

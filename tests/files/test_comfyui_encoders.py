@@ -97,7 +97,7 @@ def weights(found: Tensors) -> Tensors:
     return {name: tensor for name, tensor in found.items() if not name.startswith("tokens.")}
 
 
-def test_every_encoder_is_what_comfyui_reads(tmp_path: Path):
+def test_text_encoders_and_tokenizers_match_comfyui(tmp_path: Path):
     carried = {UMT5: "spiece_model", MISTRAL: "tekken_model"}
     jobs, files = [], []
     for encoder in (UMT5, T5, MISTRAL, QWEN3, QWEN3_8B):
@@ -135,7 +135,7 @@ QUANTISED = {
 }  # fmt: skip
 
 
-def test_quantised_encoders_are_what_comfyui_reads(tmp_path: Path):
+def test_quantized_text_encoders_match_comfyui(tmp_path: Path):
     """But for one rounding: ComfyUI's are bfloat16."""
     carried = {UMT5: carrying("spiece_model"), MISTRAL: carrying("tekken_model")}
     files = []

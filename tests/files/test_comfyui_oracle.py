@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 pytestmark = [needs_comfyui, pytest.mark.slow]
 
 
-def test_every_format_of_wan_is_what_comfyui_reads(tmp_path: Path):
+def test_wan_denoiser_every_format_matches_comfyui(tmp_path: Path):
     kind = "WanTransformer3DModel"
     folder = saved(kind, tmp_path / "wan", **DENOISERS[kind])
     files = []
@@ -37,7 +37,7 @@ def test_every_format_of_wan_is_what_comfyui_reads(tmp_path: Path):
         holds(read_by_us(path), found, bound)
 
 
-def test_the_vae_of_wan_is_what_comfyui_reads(tmp_path: Path):
+def test_wan_vae_matches_comfyui(tmp_path: Path):
     """With as many layers as the published one has, which ComfyUI takes for granted."""
     folder = saved("AutoencoderKLWan", tmp_path / "vae", base_dim=8, z_dim=16, num_res_blocks=2)
     path = single_files.write(tmp_path / "wan_vae.safetensors", folder, "AutoencoderKLWan")
@@ -53,7 +53,7 @@ OTHERS = [kind for kind in DENOISERS if "Wan" not in kind]
 
 
 @pytest.mark.parametrize("kind", slower(OTHERS, *OTHERS[2:]))
-def test_another_denoiser_is_what_comfyui_reads(kind: str, tmp_path: Path):
+def test_denoiser_of_other_families_matches_comfyui(kind: str, tmp_path: Path):
     folder = saved(kind, tmp_path / "folder", **DENOISERS[kind])
     path = single_files.write(tmp_path / "file.safetensors", folder, kind)
     (theirs,) = read_by_comfyui(tmp_path, ("model", path))
@@ -64,7 +64,7 @@ def test_another_denoiser_is_what_comfyui_reads(kind: str, tmp_path: Path):
     holds(ours, theirs, 0.0)
 
 
-def test_z_image_in_int8_is_what_comfyui_reads(tmp_path: Path):
+def test_z_image_int8_denoiser_matches_comfyui(tmp_path: Path):
     """Query, key and value are one matrix of codes. What ConvRot adds is in `test_codes.py`."""
     kind = "ZImageTransformer2DModel"
     int8 = by_kitchen("TensorWiseINT8Layout", "int8_tensorwise", is_weight=True, per_channel=True)
@@ -75,7 +75,7 @@ def test_z_image_in_int8_is_what_comfyui_reads(tmp_path: Path):
     holds(read_by_us(path), theirs, 2**-7)
 
 
-def test_the_vae_of_flux_is_what_comfyui_reads(tmp_path: Path):
+def test_flux2_vae_matches_comfyui(tmp_path: Path):
     """With the published encoder, which ComfyUI takes for granted, and a small decoder, whose width it reads."""
     kind = "AutoencoderKLFlux2"
     sizes = {"block_out_channels": (128, 256, 512, 512), "decoder_block_out_channels": (32, 64, 128, 128)}

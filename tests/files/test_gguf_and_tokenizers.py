@@ -42,7 +42,7 @@ def write_gguf(path: Path, tensors: single_files.Tensors, architecture: str) -> 
     return str(path)
 
 
-def test_a_gguf_of_wan_and_of_its_encoder_hold_the_folders_tensors(tmp_path: Path):
+def test_gguf_of_wan_and_umt5_matches_folder_tensors(tmp_path: Path):
     denoiser = single_files.wan(single_files.load_folder(SOURCE / "transformer"))
     encoder = single_files.t5_llama(single_files.load_folder(SOURCE / "text_encoder"))
     # What heads a denoiser has its tensors do not tell: those of a miniature are none that a file without a config has.
@@ -61,7 +61,7 @@ def test_a_gguf_of_wan_and_of_its_encoder_hold_the_folders_tensors(tmp_path: Pat
     assert checkpoint.locate(WAN, rest(WAN, path)).configs(SilentProgress())["text_encoder"]["num_heads"] == 5
 
 
-def test_a_gguf_of_z_image_holds_the_folders_tensors(tmp_path: Path):
+def test_gguf_of_z_image_matches_folder_tensors(tmp_path: Path):
     """Its projections are one matrix there."""
     folder = tiny.ensure_random(lookup_spec("z-image-turbo")) / "transformer"
     theirs = single_files.load_folder(folder)
@@ -107,7 +107,7 @@ OF_STABLE_DIFFUSION_CPP = [
 
 
 @pytest.mark.parametrize(("model", "name"), OF_STABLE_DIFFUSION_CPP)
-def test_a_gguf_without_leading_dimensions_holds_the_folders_tensors(model: str, name: str, tmp_path: Path):
+def test_gguf_without_leading_dimensions_matches_folder_tensors(model: str, name: str, tmp_path: Path):
     spec = lookup_spec(model)
     component = spec.component(name)
     folder = tiny.ensure_random(spec) / component.folder
@@ -132,7 +132,7 @@ def test_a_gguf_without_leading_dimensions_holds_the_folders_tensors(model: str,
         assert own[key] == (tuple(config[key]) if isinstance(config[key], list) else config[key]), key
 
 
-def test_a_gguf_without_its_patch_embedding_is_no_wan(tmp_path: Path):
+def test_gguf_without_patch_embedding_raises_checkpoint_error(tmp_path: Path):
     tensors = single_files.wan(single_files.load_folder(SOURCE / "transformer"))
     tensors.pop("patch_embedding.weight")
     with pytest.raises(CheckpointError, match="has no network that is supported"):
@@ -156,7 +156,7 @@ def carried_by(path: Path) -> tokenizer_files.TokenizerFile | None:
 PROMPTS = ["a cat and a dog", "hello  world", "  Zebra über 过曝 x", " a", "a\nb", "", "ﬁ x２", "x "]
 
 
-def test_an_embedded_sentencepiece_model_is_the_tokenizer(tmp_path: Path):
+def test_embedded_sentencepiece_model_is_used_as_tokenizer(tmp_path: Path):
     """As ComfyUI's `SPieceTokenizer` uses it."""
     model = sentencepiece_model()
     path = tmp_path / "umt5_xxl.safetensors"
@@ -178,7 +178,7 @@ PLACES = ["text_encoders.", "text_encoders.umt5xxl.", "text_encoders.umt5xxl.tra
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_tokenizer_in_a_checkpoint_of_all_networks_is_the_encoders(place: str, tmp_path: Path):
+def test_embedded_tokenizer_in_combined_checkpoint_is_used(place: str, tmp_path: Path):
     model = sentencepiece_model()
     tensors = {f"text_encoders.umt5xxl.transformer.{name}": x for name, x in load_file(umt5(tmp_path)).items()}
     carried = torch.frombuffer(bytearray(model), dtype=torch.uint8)
@@ -199,7 +199,7 @@ def umt5(folder: Path) -> Path:
     return single_files.write(folder / "umt5.safetensors", SOURCE / "text_encoder", "UMT5EncoderModel")
 
 
-def test_a_missing_tokenizer_is_said_to_take_no_download_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_tokenizer_error_mentions_small_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files = [str(umt5(tmp_path))]
@@ -252,7 +252,7 @@ def by_rank(text: str, pattern: str | None = None) -> list[int]:
     return found
 
 
-def test_an_embedded_tekken_is_the_tokenizer(tmp_path: Path):
+def test_embedded_tekken_is_used_as_tokenizer(tmp_path: Path):
     content = torch.frombuffer(bytearray(tekken()), dtype=torch.uint8)
     save_file({"tekken_model": content}, tmp_path / "mistral.safetensors")
     tensor = carried_by(tmp_path / "mistral.safetensors")
@@ -266,7 +266,7 @@ def test_an_embedded_tekken_is_the_tokenizer(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["spiece_model", "tekken_model"])
-def test_bytes_that_are_no_tokenizer_are_a_sentence(name: str, tmp_path: Path):
+def test_embedded_invalid_tokenizer_raises_checkpoint_error(name: str, tmp_path: Path):
     for content in (b"", b"{}", b"\xff" * 100, np.arange(1000, dtype=np.uint8).tobytes()):
         save_file({name: torch.frombuffer(bytearray(content or b"x"), dtype=torch.uint8)}, tmp_path / "f.safetensors")
         tensor = carried_by(tmp_path / "f.safetensors")

@@ -79,7 +79,7 @@ def add_byte_pairs(
     writer.add_pad_token_id(vocabulary[end])
 
 
-def written(path: Path, chat_template: str | None = None) -> Any:
+def load_written_tokenizer(path: Path, chat_template: str | None = None) -> Any:
     """The tokenizer of a file."""
     carried = carried_by(path)
     assert carried is not None
@@ -87,7 +87,7 @@ def written(path: Path, chat_template: str | None = None) -> Any:
     return tokenization.load_tokenizer(path.with_suffix(""))
 
 
-def test_a_gguf_of_umt5_has_its_tokenizer(tmp_path: Path):
+def test_gguf_umt5_tokenizer_matches_sentencepiece(tmp_path: Path):
     model, source = sentencepiece_model(), tiny.ensure_random(WAN)
     path = tmp_path / "umt5.gguf"
     with gguf_file(path, "t5encoder") as writer:
@@ -118,13 +118,13 @@ def qwen_of(folder: Path, path: Path) -> transformers.Qwen2Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["flux2-klein-4b", "hunyuanvideo1.5-t2v-720p"])
-def test_a_gguf_of_qwen_has_its_tokenizer_and_the_models_template(name: str, tmp_path: Path):
+def test_gguf_qwen_tokenizer_matches_folder_tokenizer(name: str, tmp_path: Path):
     spec = lookup_spec(name)
     text, kind = spec.text_encoders[0], spec.component("text_encoder").class_name
     folder = tiny.ensure_random(spec) / "tokenizer"
     oracle = qwen_of(folder, tmp_path / "qwen.gguf")
     template = next(layout.chat_template for layout in LAYOUTS if layout.class_name == kind)
-    tokenizer = written(tmp_path / "qwen.gguf", template)
+    tokenizer = load_written_tokenizer(tmp_path / "qwen.gguf", template)
     for prompt in CHATS:
         assert tokenizer(prompt)["input_ids"] == oracle(prompt)["input_ids"], prompt
     ours, theirs = (text.tokenize(each, CHATS) for each in (tokenizer, tokenization.load_tokenizer(folder)))
@@ -132,10 +132,10 @@ def test_a_gguf_of_qwen_has_its_tokenizer_and_the_models_template(name: str, tmp
 
 
 @needs_comfyui
-def test_qwens_published_tokenizer_comes_out_of_gguf_as_it_went_in(tmp_path: Path):
+def test_gguf_published_qwen_tokenizer_round_trips(tmp_path: Path):
     """151 643 byte pairs, which ComfyUI has next to its code."""
     oracle = qwen_of(COMFYUI / "comfy" / "text_encoders" / "qwen25_tokenizer", tmp_path / "qwen.gguf")
-    tokenizer = written(tmp_path / "qwen.gguf")
+    tokenizer = load_written_tokenizer(tmp_path / "qwen.gguf")
     assert len(oracle) > 150_000
     for prompt in CHATS:
         assert tokenizer(prompt)["input_ids"] == oracle(prompt)["input_ids"], prompt
@@ -149,7 +149,7 @@ TEKKEN = (
 )
 
 
-def test_a_gguf_of_mistral_has_tekken(tmp_path: Path):
+def test_gguf_mistral_tokenizer_matches_tekken(tmp_path: Path):
     """As transformers holds it and llama.cpp writes it: every pair of tokens that is one is a merge, by rank."""
     # As an attribute of `transformers` it is a module or a function, by what was imported before.
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -169,7 +169,7 @@ def test_a_gguf_of_mistral_has_tekken(tmp_path: Path):
     with gguf_file(tmp_path / "mistral.gguf", "llama") as writer:
         merges = [pair for _, pair in sorted(pairs)]
         add_byte_pairs(writer, "tekken", vocabulary, merges, dict.fromkeys(special, CONTROL), "</s>")
-    tokenizer = written(tmp_path / "mistral.gguf", "{{ bos_token }}")
+    tokenizer = load_written_tokenizer(tmp_path / "mistral.gguf", "{{ bos_token }}")
     for prompt in ("a cat and a dog", "hello  world", " Zebra über 过曝 12", "cats\n\nx!", "baking catDog"):
         assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == by_rank(prompt, TEKKEN), prompt
     assert tokenizer("[INST]cat[/INST]", add_special_tokens=False)["input_ids"] == [3, *by_rank("cat", TEKKEN), 4]
@@ -189,20 +189,20 @@ def spoil(writer: gguf.GGUFWriter, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["no tokens", "fewer kinds", "no unknown", "an end beyond all", "pairs of no token"])
-def test_fields_that_are_no_tokenizer_are_a_sentence(case: str, tmp_path: Path):
+def test_gguf_invalid_tokenizer_fields_raise_checkpoint_error(case: str, tmp_path: Path):
     with gguf_file(tmp_path / "file.gguf", "t5encoder") as writer:
         spoil(writer, case)
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml is not a readable tokenizer \(\w+Error"):
-        written(tmp_path / "file.gguf")
+        load_written_tokenizer(tmp_path / "file.gguf")
 
 
-def test_a_gguf_with_words_of_another_kind_leaves_the_tokenizer_to_the_repository(tmp_path: Path):
+def test_gguf_unknown_pre_tokenizer_carries_no_tokenizer(tmp_path: Path):
     with gguf_file(tmp_path / "file.gguf", "llama") as writer:
         add_byte_pairs(writer, "starcoder", {"a": 0}, ["a a"], {}, "a")
     assert carried_by(tmp_path / "file.gguf") is None
 
 
-def test_a_tokenizer_with_more_tokens_than_the_encoder_is_another_models(tmp_path: Path):
+def test_gguf_tokenizer_larger_than_embeddings_raises_checkpoint_error(tmp_path: Path):
     path = tmp_path / "umt5.gguf"
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString(sentencepiece_model())

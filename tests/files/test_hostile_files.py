@@ -76,14 +76,14 @@ def quantised(tensors: Tensors, scale: float = 0.01) -> Tensors:
     return {**tensors, **fp8, **{f"{layer}.scale_weight": torch.tensor(scale) for layer in layers}}
 
 
-def without(tensors: Tensors, name: str) -> Tensors:
+def without_tensor(tensors: Tensors, name: str) -> Tensors:
     return {own: value for own, value in tensors.items() if own != name}
 
 
 DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "another shape": (lambda t: {**t, f"{LAYER}.weight": torch.zeros(7, 5)}, "has shape (7, 5), but by its"),
-    "no weight": (lambda t: without(t, f"{LAYER}.weight"), "the weight blocks.0.attn1.to_q.weight is missing"),
-    "no block at all": (lambda t: without(t, "blocks.0.ffn.0.weight"), "is missing; the file is incomplete"),
+    "no weight": (lambda t: without_tensor(t, f"{LAYER}.weight"), "the weight blocks.0.attn1.to_q.weight is missing"),
+    "no block at all": (lambda t: without_tensor(t, "blocks.0.ffn.0.weight"), "is missing; the file is incomplete"),
     "a first weight of another kind": (lambda t: {**t, "patch_embedding.weight": torch.zeros(8)}, "has shape (8,)"),
     "a weight of no numbers": (
         lambda t: {**t, f"{LAYER}.weight": t[f"{LAYER}.weight"].to(torch.int8)}, "holds I8; weights must be floating",
@@ -109,14 +109,14 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_a_sentence(case: str, tmp_path: Path):
+def test_load_denoiser_damaged_tensors_raise_checkpoint_error(case: str, tmp_path: Path):
     change, sentence = DAMAGE[case]
     with pytest.raises(CheckpointError) as error:
         load_denoiser(write(tmp_path / "wan.safetensors", change))
     assert sentence in str(error.value)
 
 
-def test_a_file_stays_open_until_all_that_read_it_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_load_denoiser_closes_file_only_after_all_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Closed before, safetensors said "Already borrowed" in place of what is wrong with the file."""
     opened, inside, at_close = safetensors.safe_open, Counter[str](), []
 
@@ -154,14 +154,14 @@ def test_a_file_stays_open_until_all_that_read_it_have_ended(tmp_path: Path, mon
     assert at_close and not any(at_close)
 
 
-def test_the_same_file_without_damage_loads(tmp_path: Path):
+def test_load_denoiser_undamaged_file_loads(tmp_path: Path):
     load_denoiser(write(tmp_path / "wan.safetensors"))
     load_denoiser(write(tmp_path / "scaled.safetensors", quantised))
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("extent", ["one layer", "all layers"])
-def test_codes_of_writers_that_are_not_decoded_are_refused_by_name(writer: str, extent: str, tmp_path: Path):
+def test_load_denoiser_undecodable_codes_raise_checkpoint_error(writer: str, extent: str, tmp_path: Path):
     """torchao's among them, whose layout is a prototype's."""
     _, codes_of, named = WRITERS[writer]
 
@@ -181,7 +181,7 @@ def test_codes_of_writers_that_are_not_decoded_are_refused_by_name(writer: str, 
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.999])
-def test_a_file_that_is_cut_off_is_none(part: float, tmp_path: Path):
+def test_choose_model_truncated_safetensors_raises_checkpoint_error(part: float, tmp_path: Path):
     model_id = write(tmp_path / "wan.safetensors")
     path = tmp_path / "wan.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
@@ -189,7 +189,7 @@ def test_a_file_that_is_cut_off_is_none(part: float, tmp_path: Path):
         choose_model(WAN, model_id)
 
 
-def test_a_config_in_the_file_that_contradicts_its_tensors(tmp_path: Path):
+def test_load_denoiser_contradictory_config_raises_checkpoint_error(tmp_path: Path):
     model_id = write(tmp_path / "wan.safetensors")
     tensors = single_files.load_file(tmp_path / "wan.safetensors")
     config = {"attention_head_dim": 24, "num_attention_heads": 3, "in_channels": 16}
@@ -202,14 +202,14 @@ def test_a_config_in_the_file_that_contradicts_its_tensors(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "model.bin"])
-def test_what_may_hold_a_program_is_not_opened(name: str, tmp_path: Path):
+def test_choose_model_pickle_file_raises_checkpoint_error(name: str, tmp_path: Path):
     (tmp_path / name).write_bytes(b"\x80\x04")
     with pytest.raises(CheckpointError, match="there is no such folder|weights are read only from files that end in"):
         choose_model(WAN, str(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + bytes(20), b"GGUF\x03\0\0\0" + b"\xff" * 64, b"x" * 999])
-def test_a_gguf_that_is_none_is_a_sentence(content: bytes, tmp_path: Path):
+def test_choose_model_malformed_gguf_raises_checkpoint_error(content: bytes, tmp_path: Path):
     (tmp_path / "wan.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match="is not a complete, supported GGUF file"):
         choose_model(WAN, f"{tmp_path / 'wan.gguf'} + {WAN.miniature.random_id}")
@@ -227,7 +227,7 @@ def wan_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.mark.parametrize("part", [0.001, 0.1, 0.5, 0.999])
-def test_a_gguf_that_is_cut_off_is_none(part: float, wan_gguf: bytes, tmp_path: Path):
+def test_load_denoiser_truncated_gguf_raises_checkpoint_error(part: float, wan_gguf: bytes, tmp_path: Path):
     (tmp_path / "wan.gguf").write_bytes(wan_gguf[: int(len(wan_gguf) * part)])
     with pytest.raises(
         CheckpointError, match="is not a complete, supported GGUF file|is not a complete GGUF file|ends early"
@@ -235,7 +235,7 @@ def test_a_gguf_that_is_cut_off_is_none(part: float, wan_gguf: bytes, tmp_path: 
         load_denoiser(f"{tmp_path / 'wan.gguf'} + {WAN.miniature.random_id}")
 
 
-def test_a_gguf_that_is_cut_off_while_it_is_read(wan_gguf: bytes, tmp_path: Path):
+def test_read_gguf_tensor_after_truncation_raises_checkpoint_error(wan_gguf: bytes, tmp_path: Path):
     """Its header was read when it was whole."""
     path = tmp_path / "wan.gguf"
     path.write_bytes(wan_gguf)
@@ -258,7 +258,7 @@ GGUF_DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize("case", GGUF_DAMAGE)
-def test_damage_in_a_gguf_is_a_sentence(case: str, tmp_path: Path):
+def test_load_weights_damaged_gguf_raises_checkpoint_error(case: str, tmp_path: Path):
     change, sentence = GGUF_DAMAGE[case]
     path = write_gguf(tmp_path / "wan.gguf", change(makers_tensors()), "wan")
     # What heads it has a GGUF does not say: the folder's config stands in for the published one.
@@ -285,7 +285,7 @@ HEADER = {
 
 @settings(max_examples=60, deadline=None)
 @given(content=documents(HEADER).map(file_of))
-def test_any_header_of_a_single_file(tmp_path_factory: pytest.TempPathFactory, content: bytes):
+def test_find_networks_arbitrary_header_fails_cleanly(tmp_path_factory: pytest.TempPathFactory, content: bytes):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     path.write_bytes(content)
     ends_well(lambda: single_file.find_networks(path, LAYOUTS), len(content))
@@ -293,13 +293,13 @@ def test_any_header_of_a_single_file(tmp_path_factory: pytest.TempPathFactory, c
 
 @settings(max_examples=60, deadline=None)
 @given(content=spoiled(gguf_of_two()))
-def test_any_bytes_of_a_gguf(tmp_path_factory: pytest.TempPathFactory, content: bytes):
+def test_find_networks_arbitrary_gguf_bytes_fail_cleanly(tmp_path_factory: pytest.TempPathFactory, content: bytes):
     path = tmp_path_factory.getbasetemp() / "any.gguf"
     path.write_bytes(content)
     ends_well(lambda: single_file.find_networks(path, LAYOUTS), len(content))
 
 
-def test_a_file_of_another_family_is_named(tmp_path: Path):
+def test_choose_model_other_family_raises_checkpoint_error(tmp_path: Path):
     spec = lookup_spec("flux2-klein-4b")
     path = single_files.write(
         tmp_path / "flux.safetensors", tiny.ensure_random(spec) / "transformer", "Flux2Transformer2DModel"
@@ -308,7 +308,7 @@ def test_a_file_of_another_family_is_named(tmp_path: Path):
         choose_model(WAN, str(path))
 
 
-def test_weights_that_are_cut_off_while_they_are_mapped_end_in_a_sentence(tmp_path: Path):
+def test_tensor_reader_file_truncated_while_mapped_raises_error(tmp_path: Path):
     """The kernel ends a process that reads behind the end of a file that it has mapped."""
     path = tmp_path / "x.safetensors"
     single_files.save_file({"a": torch.zeros(2**18), "b": torch.ones(2**18)}, path)

@@ -21,7 +21,7 @@ NAMES = (
 UNUSED = {"z-image": {"norm_final.weight"}}
 
 
-def held(model: ModelRef, name: str) -> Mapping[str, torch.Tensor]:
+def export_tensors(model: ModelRef, name: str) -> Mapping[str, torch.Tensor]:
     """A component's tensors, read through what they are made of."""
     found = checkpoint.export_network(model.locate(), name, Host())
     tensors = {}
@@ -33,20 +33,20 @@ def held(model: ModelRef, name: str) -> Mapping[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folders_networks_are_those_of_its_single_files(name: str, tmp_path: Path):
+def test_export_network_matches_single_file_tensors(name: str, tmp_path: Path):
     spec = lookup_spec(name)
     model = ModelRef(spec_name=name, model_id=spec.miniature.ids[-1], precision="float32")
     home = model.locate().home(Host())
     for component in map(spec.component, (spec.denoiser.experts[0], spec.vae.component)):
         path = single_files.write(tmp_path / component.name, home / component.folder, component.class_name)
         wanted = {own.replace("_norm.scale", "_norm.weight"): x for own, x in load_file(path).items()}
-        found = held(model, component.name)
+        found = export_tensors(model, component.name)
         assert found.keys() == wanted.keys() - UNUSED.get(name, set())
         # Attention of a VAE is of 1 x 1 convolutions there.
         assert all(torch.equal(x.flatten(), wanted[own].flatten()) for own, x in found.items())
 
 
-def test_a_file_without_the_network_is_refused(tmp_path: Path):
+def test_export_network_missing_network_raises_checkpoint_error(tmp_path: Path):
     spec = lookup_spec("wan2.1-t2v-14b")
     home = ModelRef(spec_name=spec.name, model_id=spec.miniature.ids[-1]).locate().home(Host())
     path = single_files.write(tmp_path / "vae.safetensors", home / "vae", "AutoencoderKLWan")

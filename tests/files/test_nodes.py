@@ -54,7 +54,7 @@ def workflow(**inputs: str) -> dict:
     }
 
 
-def test_a_file_alone_takes_its_other_parts_from_comfyuis_folders(comfyui: Path):
+def test_resolve_single_file_finds_other_parts_in_comfyui_folders(comfyui: Path):
     folders = model_folders.find_model_folders(comfyui)
     assert [Path(folder).name for folder in folders] == ["diffusion_models", "clip", "vae"]
     model = choose_model(WAN, "wan_t2v_14B.safetensors", folders=folders)
@@ -66,7 +66,7 @@ def test_a_file_alone_takes_its_other_parts_from_comfyuis_folders(comfyui: Path)
     assert len(digests) == 1
 
 
-def test_a_lora_is_found_by_its_name_in_comfyuis_folders(
+def test_find_lora_searches_comfyui_folders_and_extra_paths(
     comfyui: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Its own one, and those of its extra paths."""
@@ -85,7 +85,7 @@ def test_a_lora_is_found_by_its_name_in_comfyuis_folders(
         lora.find_lora(folders, lora_name="c.safetensors")
 
 
-def test_parts_that_are_chosen_join_the_model_id(comfyui: Path):
+def test_join_model_id_adds_chosen_files(comfyui: Path):
     folders = Folders(models=model_folders.find_model_folders(comfyui))
     given = {"model_id": "wan_t2v_14B.safetensors", "vae": "wan_vae.safetensors", "text_encoder": "auto"}
     assert join_model_id(given) == "wan_t2v_14B.safetensors + wan_vae.safetensors"
@@ -96,20 +96,20 @@ def test_parts_that_are_chosen_join_the_model_id(comfyui: Path):
         LOADER.validate_constants(folders, {"family": "Wan21", **given, "vae": "other.safetensors"})
 
 
-def test_a_workflow_saved_before_there_were_files_is_taken_as_it_is():
+def test_loader_workflow_without_file_inputs_uses_defaults():
     old = {"model_id": "tiny/wan21", "family": "Wan21", "precision": "auto"}
     assert LOADER.values(old)["vae"] == "auto"
     LOADER.validate_constants(Folders(), old)
     LOADER.validate_constants(Folders(), {"model_id": "someone/another", "family": "Wan21"})
 
 
-def test_the_miniature_takes_the_place_of_files():
+def test_make_tiny_replaces_files_by_tiny_model():
     found = workflow(model_id="wan2.1_t2v_14B_fp8_scaled.safetensors", vae="wan_2.1_vae.safetensors")
     make_tiny(found)
     assert join_model_id(found["1"]["inputs"]) == "tiny/wan21"
 
 
-def test_what_is_missing_is_named_with_the_file_to_get(tmp_path: Path):
+def test_choose_model_missing_part_names_file_to_download(tmp_path: Path):
     transformer = next(path for path in write_all(WAN, tmp_path) if "wan2.1" in Path(path).name)
     with pytest.raises(CheckpointError) as error:
         choose_model(WAN, transformer)
@@ -119,7 +119,7 @@ def test_what_is_missing_is_named_with_the_file_to_get(tmp_path: Path):
     assert f"add + {WAN.published.hub_id} to model_id" in str(error.value)
 
 
-def test_a_run_from_the_command_line_takes_files(comfyui: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cli_warmup_accepts_single_files(comfyui: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
     path = tmp_path / "workflow.json"
     nodes = workflow(model_id="tiny/random-wan21")
@@ -129,7 +129,7 @@ def test_a_run_from_the_command_line_takes_files(comfyui: Path, tmp_path: Path, 
     assert main.main([*arguments, *sizes]) == 0
 
 
-def test_files_are_downloaded_into_comfyuis_folders(
+def test_cli_download_files_fills_comfyui_folders(
     server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     wanted = published.list_files(WAN.name, "fp8")
@@ -158,7 +158,7 @@ def test_files_are_downloaded_into_comfyuis_folders(
     assert main.main(["download", WAN.name, "--files", "fp8"]) == 0 and not server.weights()
 
 
-def test_every_set_of_files_is_of_a_model_that_there_is():
+def test_published_file_sets_cover_components_of_their_models():
     for name, formats in published.SETS.items():
         spec = lookup_spec(name)
         for files in formats.values():
@@ -170,7 +170,7 @@ def test_every_set_of_files_is_of_a_model_that_there_is():
 
 
 @pytest.mark.parametrize("name", published.SETS)
-def test_a_set_of_files_is_its_model_by_their_names(name: str, tmp_path: Path):
+def test_resolve_published_file_set_gives_its_model(name: str, tmp_path: Path):
     """Also where only the names tell it: 480p or 720p, base or distilled, text or picture to video."""
     spec = lookup_spec(name)
     family = [one for one in SPECS if one.family == spec.family]
@@ -196,7 +196,7 @@ def test_a_set_of_files_is_its_model_by_their_names(name: str, tmp_path: Path):
 PARTS = {"diffusion_models": "transformer", "text_encoders": "text_encoder", "clip_vision": "image_encoder"}
 
 
-def test_sizes_of_files_in_the_readme_are_those_of_the_sets():
+def test_readme_file_sizes_match_published_sets():
     for page in ("README.md", "README.zh-CN.md"):
         rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
         for name in published.SETS:

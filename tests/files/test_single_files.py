@@ -69,7 +69,7 @@ def own_tensors(spec: ModelSpec, model_id: str, folders: tuple[str, ...] = ()) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_files_of_every_model_hold_its_folders_tensors(spec: ModelSpec, tmp_path: Path):
+def test_single_files_of_every_model_match_folder_tensors(spec: ModelSpec, tmp_path: Path):
     files = write_all(spec, tmp_path)
     family = next(one for one in FLAGSHIPS if one.family == spec.family)
     assert resolve_variant(family, rest(spec, *files)).name == spec.name
@@ -80,7 +80,7 @@ def test_files_of_every_model_hold_its_folders_tensors(spec: ModelSpec, tmp_path
 
 
 @pytest.mark.parametrize("spec", EACH, ids=lambda spec: spec.name)
-def test_configs_are_those_of_the_folder(spec: ModelSpec, tmp_path: Path):
+def test_single_files_configs_match_folder(spec: ModelSpec, tmp_path: Path):
     """Also where the file does not carry one along, but for what tensors do not tell."""
     found = checkpoint.locate(spec, rest(spec, *write_all(spec, tmp_path)))
     folder = checkpoint.locate(spec, spec.miniature.random_id).configs(SilentProgress())
@@ -94,7 +94,7 @@ def test_configs_are_those_of_the_folder(spec: ModelSpec, tmp_path: Path):
 
 
 @pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model.", "net.", "model.model."])
-def test_prefixes_of_tools_are_left_aside(prefix: str, tmp_path: Path):
+def test_single_file_with_tool_prefix_matches_folder_tensors(prefix: str, tmp_path: Path):
     source = tiny.ensure_random(WAN)
     path = single_files.write(
         tmp_path / "wan.safetensors", source / "transformer", "WanTransformer3DModel", prefix=prefix
@@ -103,7 +103,7 @@ def test_prefixes_of_tools_are_left_aside(prefix: str, tmp_path: Path):
     assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_a_checkpoint_of_all_networks_is_taken_apart(tmp_path: Path):
+def test_combined_checkpoint_matches_folder_tensors(tmp_path: Path):
     """As ComfyUI's `checkpoints` folder has them."""
     source, tensors, configs = tiny.ensure_random(WAN), {}, {}
     for folder, kind, prefix in (
@@ -129,13 +129,13 @@ def in_format(dtype: torch.dtype) -> object:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_formats_without_a_scale_are_a_cast(dtype: torch.dtype, tmp_path: Path):
+def test_single_files_unscaled_dtype_is_a_cast(dtype: torch.dtype, tmp_path: Path):
     files = write_all(WAN, tmp_path, change=in_format(dtype))
     ours, theirs = own_tensors(WAN, rest(WAN, *files)), own_tensors(WAN, WAN.miniature.random_id)
     assert all(torch.equal(value.float(), theirs[name].to(dtype).float()) for name, value in ours.items())
 
 
-def test_what_is_missing_is_found_in_comfyuis_folders_the_most_exact_one(tmp_path: Path):
+def test_single_file_missing_parts_use_most_exact_file_found(tmp_path: Path):
     source = tiny.ensure_random(WAN)
     models = {name: tmp_path / name for name in ("diffusion_models", "text_encoders", "vae", "clip_vision")}
     write = single_files.write
@@ -154,7 +154,7 @@ def test_what_is_missing_is_found_in_comfyuis_folders_the_most_exact_one(tmp_pat
 @pytest.mark.parametrize(
     "spec", slower(FLAGSHIPS, *(spec for spec in FLAGSHIPS if spec is not WAN)), ids=lambda spec: spec.name
 )
-def test_frames_are_the_folders(spec: ModelSpec, tmp_path: Path, compare: Callable):
+def test_single_files_frames_match_folder(spec: ModelSpec, tmp_path: Path, compare: Callable):
     """Not to the bit, as the tensors are: a Mistral of fewer layers is another program, which may round elsewhere."""
     files = write_all(spec, tmp_path)
     theirs, ours = (generate(spec, model_id) for model_id in (spec.miniature.random_id, rest(spec, *files)))
@@ -178,7 +178,7 @@ def generate(spec: ModelSpec, model_id: str) -> np.ndarray:
     return np.asarray(runner.decode(model, latents, SilentProgress()))
 
 
-def test_two_experts_come_in_their_order(tmp_path: Path):
+def test_single_files_two_experts_require_high_noise_first(tmp_path: Path):
     spec = lookup_spec("wan2.2-i2v-a14b")
     source = tiny.ensure_random(spec)
     write = single_files.write

@@ -59,7 +59,7 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.mark.parametrize("name", ["wan2.1_t2v_14B-0000{}-of-00002", "diffusion_pytorch_model-{}-of-2"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_shard_is_named_as_one(name: str, number: int, home: Home):
+def test_locate_single_shard_raises_checkpoint_error(name: str, number: int, home: Home):
     tensors = load_file(home.file(WAN, "transformer"))
     half = sorted(tensors)[:: 2 if number == 1 else 3]
     path = home.write(f"{name.format(number)}.safetensors", {key: tensors[key] for key in half})
@@ -69,7 +69,7 @@ def test_a_shard_is_named_as_one(name: str, number: int, home: Home):
     )
 
 
-def test_the_only_shard_is_the_whole(home: Home):
+def test_locate_only_shard_of_one_is_accepted(home: Home):
     assert home.with_rest(WAN, home.file(WAN, "transformer", "wan2.1_t2v_14B-00001-of-00001.safetensors")) == ""
 
 
@@ -81,7 +81,7 @@ def test_the_only_shard_is_the_whole(home: Home):
         ("renamed.gguf", {"split.no": 1, "split.count": 3}, 2),
     ],
 )
-def test_a_part_of_a_gguf_is_named_as_one(name: str, fields: dict[str, int], number: int, home: Home):
+def test_locate_gguf_split_part_raises_checkpoint_error(name: str, fields: dict[str, int], number: int, home: Home):
     """The fields are those of llama.cpp's gguf-split."""
     path = write_gguf(home.folder / name, {"blocks.0.self_attn.q.weight": np.ones((4, 4), np.float32)}, "wan", fields)
     assert home.with_rest(WAN, path) == (
@@ -106,7 +106,7 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], architecture: str, fi
 # --- what sees --------------------------------------------------------------------------------------------------------
 
 
-def test_llama_cpps_file_of_sight_is_named_as_one(home: Home):
+def test_locate_mmproj_file_raises_checkpoint_error(home: Home):
     tensors = {"v.blk.0.attn_q.weight": np.ones((4, 4), np.float32), "mm.0.weight": np.ones((4, 4), np.float32)}
     path = write_gguf(home.folder / "mmproj-Qwen2.5-VL-7B-Instruct-F16.gguf", tensors, "clip", {})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), path)
@@ -116,7 +116,7 @@ def test_llama_cpps_file_of_sight_is_named_as_one(home: Home):
     )
 
 
-def test_an_encoder_that_cannot_see_is_refused_where_pictures_are_looked_at(home: Home):
+def test_locate_text_encoder_without_vision_raises_for_edit_model(home: Home):
     tensors = load_file(home.file(EDIT, "text_encoder"))
     blind = home.write("qwen_2.5_7b.safetensors", {name: x for name, x in tensors.items() if "visual." not in name})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), blind)
@@ -127,7 +127,7 @@ def test_an_encoder_that_cannot_see_is_refused_where_pictures_are_looked_at(home
     assert home.with_rest("qwen-image-2512", home.file("qwen-image-2512", "transformer"), blind) == ""
 
 
-def test_an_encoder_that_cannot_see_is_not_found_for_pictures(home: Home):
+def test_resolve_edit_model_skips_text_encoder_without_vision(home: Home):
     folder = home.folder / "text_encoders"
     folder.mkdir()
     tensors = load_file(home.file(EDIT, "text_encoder"))
@@ -153,7 +153,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("writer", CODES)
-def test_codes_have_the_name_of_their_writer(writer: str, home: Home):
+def test_locate_unsupported_codes_name_their_format(writer: str, home: Home):
     path = home.write(
         "svdq-int4_r32-qwen-image.safetensors",
         {f"transformer_blocks.0.attn.to_qkv.{name}": tensor for name, tensor in CODES[writer].items()},
@@ -176,14 +176,12 @@ def test_codes_have_the_name_of_their_writer(writer: str, home: Home):
          "Qwen3ForCausalLM, ZImageTransformer2DModel, AutoencoderKL. Leave the file out, or choose one of these."),
     ],
 )  # fmt: skip
-def test_a_vae_of_another_model_is_named_without_a_config_that_is_not_there(
-    model: str, other: str, said: str, home: Home
-):
+def test_locate_vae_of_other_model_raises_checkpoint_error(model: str, other: str, said: str, home: Home):
     found = home.with_rest(model, home.file(model, "transformer"), home.file(other, "vae"))
     assert said in found and "config" not in found, found
 
 
-def test_a_vae_of_other_latents_is_named_without_a_config_that_is_not_there(home: Home):
+def test_locate_vae_with_other_latents_raises_checkpoint_error(home: Home):
     """Stable Diffusion's, of 4 channels."""
     tensors = load_file(home.file(Z_IMAGE, "vae"))
     tensors["decoder.conv_in.weight"] = tensors["decoder.conv_in.weight"][:, :4]
@@ -194,7 +192,7 @@ def test_a_vae_of_other_latents_is_named_without_a_config_that_is_not_there(home
     )
 
 
-def test_parts_of_different_models_are_named_by_their_files(home: Home):
+def test_locate_mismatched_files_raise_checkpoint_error(home: Home):
     """A denoiser for states of another width than the encoder's."""
     tensors = load_file(home.file(WAN, "transformer"))
     width = tensors["text_embedding.0.weight"].shape[1]
@@ -206,7 +204,7 @@ def test_parts_of_different_models_are_named_by_their_files(home: Home):
     )
 
 
-def test_half_a_vae_is_named_as_one(home: Home):
+def test_locate_vae_decoder_only_raises_checkpoint_error(home: Home):
     tensors = load_file(home.file(FLUX2, "vae"))
     path = home.write("small_decoder.safetensors", {n: x for n, x in tensors.items() if not n.startswith("encoder.")})
     assert home.with_rest(FLUX2, home.file(FLUX2, "transformer"), path) == (
@@ -231,7 +229,7 @@ def all_in_one(home: Home) -> Path:
 
 
 @pytest.mark.parametrize("make", [all_in_one, lambda home: home.file(BOTH, "transformer", "wan2.2_merged.safetensors")])
-def test_one_denoiser_for_two_is_named_twice(make: Callable[[Home], Path], home: Home):
+def test_locate_one_denoiser_file_for_two_experts_asks_for_both(make: Callable[[Home], Path], home: Home):
     merged, others = make(home), [home.file(BOTH, part) for part in ("text_encoder", "vae")]
     entries = [merged] if "aio" in merged.name else [merged, *others]
     assert home.said(BOTH, *entries) == (
@@ -253,7 +251,7 @@ def test_one_denoiser_for_two_is_named_twice(make: Callable[[Home], Path], home:
         ("Wan2_2-I2V-A14B-LOW_bf16", "low-noise", "low"),
     ],
 )
-def test_one_expert_twice_is_refused(first: str, second: str, noise: str, home: Home):
+def test_locate_same_expert_twice_raises_checkpoint_error(first: str, second: str, noise: str, home: Home):
     names = [f"{name}.safetensors" for name in (first, second)]
     assert home.with_rest(BOTH, *(home.file(BOTH, "transformer", name) for name in names)) == (
         f"Wan 2.2 I2V A14B: by their names, {' and '.join(names)} are both the denoiser for {noise} noise. Name one "
@@ -270,13 +268,13 @@ def test_one_expert_twice_is_refused(first: str, second: str, noise: str, home: 
         ("Wan22-HIGH", "Wan22-LOW"),
     ],
 )
-def test_words_with_high_and_low_in_them_say_nothing(first: str, second: str, home: Home):
+def test_locate_expert_names_match_whole_words_only(first: str, second: str, home: Home):
     files = [home.file(BOTH, part, f"{name}.safetensors") for part, name in
              (("transformer", first), ("transformer_2", second))]  # fmt: skip
     assert home.with_rest(BOTH, *files) == ""
 
 
-def test_a_network_too_many_is_refused_with_a_way_on(home: Home):
+def test_locate_duplicate_network_raises_checkpoint_error(home: Home):
     vaes = [home.file(WAN, "vae", f"{name}.safetensors") for name in ("one", "two")]
     assert home.with_rest(WAN, home.file(WAN, "transformer"), *vaes) == (
         f"{vaes[1]} is one AutoencoderKLWan too many for Wan 2.1 T2V 14B. Name each network once."

@@ -55,7 +55,7 @@ def results(folder: Path) -> list[str]:
     return sorted(path.read_text() for path in (folder / "out" / "results").rglob("prompt.txt"))
 
 
-def test_each_job_runs_once_and_a_second_call_only_what_is_new(run, tmp_path: Path):
+def test_batch_runs_each_job_once_and_second_call_only_new_jobs(run, tmp_path: Path):
     first, second = Inline(["a", "b"]), Inline(["a"])
     assert run(first, 4) == 0 and first.runs == {1: 1, 2: 1, 3: 1, 4: 1}
     assert run(second, 6) == 0 and second.runs == {5: 1, 6: 1}
@@ -74,7 +74,9 @@ def test_each_job_runs_once_and_a_second_call_only_what_is_new(run, tmp_path: Pa
         ({"1.prompt": "x"}, [], []),
     ],
 )
-def test_results_have_names_for_people(tmp_path: Path, text: dict, files: list[str], names: list[str]):
+def test_batch_store_link_names_results_by_line_and_prompt(
+    tmp_path: Path, text: dict, files: list[str], names: list[str]
+):
     store = BatchStore(str(tmp_path))
     for _ in range(2):
         store.link(7, json.dumps(text), files)
@@ -83,7 +85,7 @@ def test_results_have_names_for_people(tmp_path: Path, text: dict, files: list[s
     }
 
 
-def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp_path: Path, capsys):
+def test_batch_sets_job_aside_after_three_failures_and_continues(run, tmp_path: Path, capsys):
     def body(worker: str, request: JobRequest) -> dict[str, Any] | JobFailed:
         return keep(worker, request) if request.line != 2 else JobFailed(error="no such")
 
@@ -100,7 +102,7 @@ def test_a_job_that_fails_three_times_is_set_aside_and_the_rest_goes_on(run, tmp
     assert [line["state"] for line in journal(tmp_path) if line["line"] == 2] == ["failed", "done"]
 
 
-def test_a_worker_that_goes_away_is_not_the_jobs_failure(run, tmp_path: Path):
+def test_batch_lost_worker_does_not_count_as_job_failure(run, tmp_path: Path):
     times: Counter[int] = Counter()
 
     def body(worker: str, request: JobRequest) -> dict[str, Any]:
@@ -122,13 +124,13 @@ def goes_away(worker: str, request: JobRequest) -> dict[str, Any]:
     raise WorkerLost("killed by SIGKILL")
 
 
-def test_a_job_that_always_takes_its_worker_along_ends(run, tmp_path: Path):
+def test_batch_sets_job_aside_after_twelve_lost_workers(run, tmp_path: Path):
     workers = Inline(["a"], goes_away)
     assert run(workers, 1) == 1 and workers.runs == {1: 12}
     assert "its worker was lost 12 times" in journal(tmp_path)[0]["error"]
 
 
-def test_failures_are_counted_over_calls(run, tmp_path: Path):
+def test_batch_counts_failures_across_calls(run, tmp_path: Path):
     def interrupted(worker: str, request: JobRequest) -> JobFailed:
         if workers.runs[1] == 2:
             workers.ctrl_c()
@@ -140,7 +142,7 @@ def test_failures_are_counted_over_calls(run, tmp_path: Path):
     assert run(last, 1) == 1 and last.runs == {1: 1}
 
 
-def test_losses_are_counted_over_calls(run, tmp_path: Path):
+def test_batch_counts_lost_workers_across_calls(run, tmp_path: Path):
     def interrupted(worker: str, request: JobRequest) -> dict[str, Any]:
         if workers.runs[1] == 5:
             workers.ctrl_c()
@@ -152,7 +154,7 @@ def test_losses_are_counted_over_calls(run, tmp_path: Path):
     assert run(again := Inline(["a"], goes_away), 1) == 1 and again.runs == {1: 8}
 
 
-def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, capsys):
+def test_batch_stops_at_max_consecutive_failures_and_next_call_resumes(run, capsys):
     workers = Inline(["a"], lambda worker, request: JobFailed(error="the chips are taken"))
     assert run(workers, 30) == 2
     assert (
@@ -163,7 +165,7 @@ def test_a_broken_machine_stops_the_batch_before_everything_is_set_aside(run, ca
     assert run(again := Inline(["a"]), 30) == 0 and len(again.runs) == 30
 
 
-def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
+def test_batch_ctrl_c_exits_130_and_next_call_resumes(run, tmp_path: Path, capsys):
     def body(worker: str, request: JobRequest) -> dict[str, Any]:
         if request.line == 2:
             workers.ctrl_c()
@@ -187,14 +189,14 @@ def test_ctrl_c_stops_and_says_how_to_go_on(run, tmp_path: Path, capsys):
         ("", "has no jobs"),
     ],
 )
-def test_a_line_that_cannot_run_is_named_before_anything_runs(tmp_path: Path, line: str, problem: str, capsys):
+def test_batch_invalid_line_is_named_before_any_run(tmp_path: Path, line: str, problem: str, capsys):
     lines = tmp_path / "prompts.jsonl"
     lines.write_text(line + "\n")
     assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", out(tmp_path)]) == 2
     assert problem in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_line_ends_at_a_newline_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_batch_line_ends_only_at_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Not at other signs that end lines elsewhere; and a file may begin with a mark of its encoding."""
     workers, said = Inline(["a"]), "one\u2028two\u2029three\x85four"
     monkeypatch.setattr(batch, "_workers", lambda *_: workers)
@@ -207,14 +209,14 @@ def test_a_line_ends_at_a_newline_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(found) == sorted(["first", said, "last"])
 
 
-def test_a_file_of_lines_in_another_encoding_is_a_sentence(tmp_path: Path, capsys):
+def test_batch_set_from_file_in_latin_1_is_refused(tmp_path: Path, capsys):
     lines = tmp_path / "prompts.jsonl"
     lines.write_bytes(json.dumps({"1.prompt": "caf\xe9"}, ensure_ascii=False).encode("latin-1"))
     assert cli.main(["batch", str(WORKFLOW), "--tiny", "--set-from", str(lines), "--out", out(tmp_path)]) == 2
     assert "prompts.jsonl cannot be read as UTF-8 text" in capsys.readouterr().err
 
 
-def test_workers_keep_to_the_model_and_size_that_they_hold():
+def test_queue_keeps_workers_on_one_model_and_size():
     mixed = [Job(id=f"{n}", line=n, text="", group=JobKey("m", f"size {n % 2}")) for n in range(20)]
     queue, held = Queue(mixed), {"a": [], "b": []}
     while queue:
@@ -225,7 +227,7 @@ def test_workers_keep_to_the_model_and_size_that_they_hold():
     assert changes == [0, 0] and set(held["a"]) != set(held["b"])
 
 
-def test_an_idle_worker_helps_with_another_model_and_avoids_what_it_failed_on():
+def test_queue_take_gives_idle_worker_other_model_and_skips_avoided_jobs():
     jobs = [Job(id=f"{n}", line=n, text="", group=JobKey("ab"[n == 0], "s")) for n in range(MAX_CANDIDATES + 5)]
     queue = Queue(jobs)
     assert queue.take("one").group.model == "a" and queue.take("two").group.model == "a"
@@ -237,7 +239,7 @@ def test_an_idle_worker_helps_with_another_model_and_avoids_what_it_failed_on():
     assert len(left) == MAX_CANDIDATES + 2 and {"0", "3"} <= set(left) and not queue
 
 
-def test_a_store_of_objects_keeps_the_same_state(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_batch_store_in_fsspec_memory_resumes_batch(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In fsspec's memory, which as a bucket cannot be added to."""
     monkeypatch.setattr(sys.modules[__name__], "out", lambda folder: f"memory://batch-{folder.name}")
     assert run(Inline(["a"]), 3) == 0 and run(second := Inline(["a"]), 5) == 0 and second.runs == {4: 1, 5: 1}
@@ -247,7 +249,7 @@ def test_a_store_of_objects_keeps_the_same_state(run, tmp_path: Path, monkeypatc
     ]  # fmt: skip
 
 
-def test_the_extras_packages_are_imported_only_where_they_are_asked_for():
+def test_fleet_extra_packages_are_imported_only_inside_functions():
     """Inside functions of the fleet; and the core's requirements know nothing of them."""
     for path in (path for folder in ROOMS for path in (PACK / folder).rglob("*.py")):
         for node in ast.walk(tree := ast.parse(path.read_text())):
@@ -259,7 +261,7 @@ def test_the_extras_packages_are_imported_only_where_they_are_asked_for():
     assert not re.search(r"^(ray|fsspec)\b", core, re.MULTILINE)
 
 
-def test_without_the_extra_its_options_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_batch_without_fleet_extra_names_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     for name in ("ray", "fsspec", "fsspec.core"):
         monkeypatch.setitem(sys.modules, name, None)
     lines = prompts(tmp_path / "prompts.jsonl", 1)
@@ -285,7 +287,7 @@ if __name__ == "__main__":
 """
 
 
-def test_killed_workers_and_drivers_lose_nothing(tmp_path: Path):
+def test_batch_survives_killed_worker_and_driver(tmp_path: Path):
     """kill -9 of a worker, then of the driver; the third start finds what is left. Without Ray, fsspec and PyTorch."""
     program, lines, begun = tmp_path / "driver.py", prompts(tmp_path / "prompts.jsonl", 40), tmp_path / "out/begun.txt"
     program.write_text(DRIVER)
@@ -316,7 +318,7 @@ def test_killed_workers_and_drivers_lose_nothing(tmp_path: Path):
     assert len(runs()) <= 42 and PACK.is_dir()
 
 
-def test_the_view_says_what_each_worker_does():
+def test_batch_render_shows_state_of_each_worker():
     job = Job(id="1", line=7, text="", group=JobKey("m", "s"))
     busy = WorkerState(
         job=job, since=time.monotonic(), status=WorkerStatus(node="Sampler", done=3, total=50, unit="step")
@@ -331,7 +333,7 @@ def test_the_view_says_what_each_worker_does():
     assert re.search(r"c +is started again", said)
 
 
-def test_a_slice_of_several_machines_counts_once_and_only_whole():
+def test_find_slices_counts_complete_multi_host_slice_once():
     one = machine(8, "x", "2x4", "v6e-8")
     four = [machine(4, "y", "4x4", "v6e-16") for _ in range(4)]
     others = [machine(0), machine(4), machine(4, alive=False), *(machine(4, "z", "4x4", "v6e-16") for _ in range(3))]

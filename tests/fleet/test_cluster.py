@@ -51,7 +51,7 @@ def run(worker: RayWorker) -> Any:
         raise lost from None
 
 
-def test_a_worker_that_is_gone_while_it_waits_is_not_taken_for_one_that_is_there(ray: FakeRay):
+def test_ray_worker_lost_while_idle_gets_no_job(ray: FakeRay):
     """Else it is given a job, which then waits until Ray notices: a minute, if the machine says nothing any more."""
     one, other = RayWorkers("fake").found()
     assert answers(one) and answers(other)
@@ -62,7 +62,7 @@ def test_a_worker_that_is_gone_while_it_waits_is_not_taken_for_one_that_is_there
     assert answers(one)
 
 
-def test_a_worker_that_ray_does_not_start_again_is_started_in_its_place(ray: FakeRay):
+def test_ray_worker_with_dead_actor_is_started_again(ray: FakeRay):
     worker, _ = RayWorkers("fake").found()
     first = ray.handles["slice-0"]
     lost = worker.lost(RayError("The actor died: no module named so"), is_running=False)
@@ -71,7 +71,7 @@ def test_a_worker_that_ray_does_not_start_again_is_started_in_its_place(ray: Fak
     assert not first.is_alive and ray.handles["slice-0"] is not first and answers(worker)
 
 
-def test_a_worker_that_is_gone_with_a_job_says_so_and_can_be_asked_again(ray: FakeRay):
+def test_ray_worker_lost_during_job_raises_worker_lost_and_recovers(ray: FakeRay):
     worker, _ = RayWorkers("fake").found()
     assert answers(worker)
     handle = ray.handles["slice-0"]
@@ -82,7 +82,7 @@ def test_a_worker_that_is_gone_with_a_job_says_so_and_can_be_asked_again(ray: Fa
     assert answers(worker)
 
 
-def test_a_cluster_that_does_not_answer_once_is_asked_again(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
+def test_ray_workers_found_keeps_list_after_rpc_error(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
     workers = RayWorkers("fake")
     with monkeypatch.context() as context:
         context.setattr(ray, "nodes", lambda: fails(RayError("RPC error: CANCELLED")))
@@ -96,7 +96,7 @@ def fails(error: Exception) -> None:
     raise error
 
 
-def test_a_cluster_that_cannot_be_reached_is_said_in_a_sentence_at_once(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
+def test_ray_workers_unreachable_cluster_raises_runtime_error(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
     """Ray would try for minutes, and raise what is no error of Python's own kinds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         _, port = server.getsockname()
@@ -109,7 +109,7 @@ def test_a_cluster_that_cannot_be_reached_is_said_in_a_sentence_at_once(ray: Fak
         RayWorkers("fake")
 
 
-def test_a_worker_whose_job_cannot_even_be_read_is_lost_with_it_and_there_again(ray: FakeRay):
+def test_ray_worker_task_error_raises_worker_lost_and_recovers(ray: FakeRay):
     worker, _ = RayWorkers("fake").found()
     handle = ray.handles["slice-0"]
 
@@ -122,7 +122,7 @@ def test_a_worker_whose_job_cannot_even_be_read_is_lost_with_it_and_there_again(
     assert answers(worker)
 
 
-def test_a_batch_goes_on_when_a_slice_of_several_hosts_that_has_nothing_to_do_loses_one(ray: FakeRay, tmp_path: Path):
+def test_batch_continues_after_idle_multi_host_slice_loses_host(ray: FakeRay, tmp_path: Path):
     ray.machines = [ONE, *PARTS]
 
     def script() -> Iterator[None]:

@@ -19,7 +19,7 @@ from comfyui_tpu.tests.support.patience import until
 SERVE = "import sys; from comfyui_tpu.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
-def serving(folder: Path, name: str) -> tuple[subprocess.Popen, str]:
+def start_serve_process(folder: Path, name: str) -> tuple[subprocess.Popen, str]:
     """A machine that serves, and its address."""
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, "serve", "--port", "0"], stdout=subprocess.PIPE, text=True,
@@ -32,8 +32,8 @@ def serving(folder: Path, name: str) -> tuple[subprocess.Popen, str]:
 
 @needs_comfyui
 @pytest.mark.recorded
-def test_a_prompt_ends_on_the_other_machine(start_comfyui: Callable[..., Server], tmp_path: Path):
-    machines = dict(serving(tmp_path, name)[::-1] for name in ("one", "other"))
+def test_remote_prompt_finishes_on_other_machine_after_kill(start_comfyui: Callable[..., Server], tmp_path: Path):
+    machines = dict(start_serve_process(tmp_path, name)[::-1] for name in ("one", "other"))
     try:
         server = start_comfyui(environment={"COMFYUI_TPU_REMOTES": ",".join(machines)})
         graph = tiny_workflow("remote", num_inference_steps=60)

@@ -41,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def kept(folder: Path, kind: str) -> int:
+def count_records(folder: Path, kind: str) -> int:
     return len(list((folder / "out" / kind).glob("*")))
 
 
@@ -49,46 +49,44 @@ def fails(error: Exception) -> None:
     raise error
 
 
-def broken(request: JobRequest, fault: str = "") -> JobFailed:
+def machine_failure(request: JobRequest, fault: str = "") -> JobFailed:
     return JobFailed(error="the chips are taken", fault=fault)
 
 
 @pytest.mark.parametrize("fault", ["", MACHINE_FAULT])
-def test_three_good_machines_and_a_bad_one_do_all(
+def test_batch_with_one_bad_machine_finishes_all_jobs(
     run: Any, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Failures were counted over all machines: the batch stopped with nothing done."""
     monkeypatch.setattr(driver, "FIRST_BACKOFF_S", 0.0)  # so that it fails as often as the others do a job each
 
     def body(name: str, request: JobRequest) -> dict[str, Any] | JobFailed:
-        return broken(request, fault) if name == "bad" else keep(name, request)
+        return machine_failure(request, fault) if name == "bad" else keep(name, request)
 
     workers = Inline(["bad", "a", "b", "c"], body)
     assert run(workers, 40, "--tiny") == 0
-    assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed")
+    assert count_records(tmp_path, "done") == 40 and not count_records(tmp_path, "failed")
     assert len(workers.ran["bad"]) > driver.MAX_CONSECUTIVE_FAILURES
 
 
-def test_a_machine_that_fails_rests_for_longer_and_longer(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_driver_backoff_doubles_until_batch_stops(run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     rests: list[float] = []
     blame_worker = driver.Driver._blame_worker
     monkeypatch.setattr(
         driver.Driver, "_blame_worker", lambda *given: rests.append(rest := blame_worker(*given)) or rest
     )
-    assert run(Inline(["a"], lambda name, request: broken(request)), 30, "--tiny") == 2
+    assert run(Inline(["a"], lambda name, request: machine_failure(request)), 30, "--tiny") == 2
     assert rests == [0.001 * 2**count for count in range(driver.MAX_CONSECUTIVE_FAILURES)]
     said = capsys.readouterr()
     assert "the chips are taken" in said.err and "run the same command again" in said.err
 
 
-def test_a_machine_that_fails_for_days_still_rests():
+def test_driver_rest_after_many_failures_is_max_backoff():
     """After 1 024 failures in a row, some 17 hours, the next rest was no float, and the error stopped the batch."""
     assert driver._rest_s(100_000) == driver.MAX_BACKOFF_S
 
 
-def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_batch_with_moved_model_folder_sets_no_job_aside(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The worker's own classification, of the sentence that a missing folder is. 38 of 40 were set aside in 2 s."""
     folder, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(tiny.ensure_random(spec_for_family("Wan21")), folder)
@@ -110,7 +108,11 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
     monkeypatch.setattr(worker, "run_workflow", pretend)
     model = ("--set", f"6.model_id={folder}")
     assert run(Inline(["a"], body), 40, *model) == 0
-    assert kept(tmp_path, "done") == 40 and not kept(tmp_path, "failed") and not kept(tmp_path, "tries")
+    assert (
+        count_records(tmp_path, "done") == 40
+        and not count_records(tmp_path, "failed")
+        and not count_records(tmp_path, "tries")
+    )
 
     def gone(name: str, request: JobRequest) -> dict[str, Any] | JobFailed:
         if folder.is_dir():
@@ -118,13 +120,13 @@ def test_the_models_folder_moved_away_in_the_middle_sets_nothing_aside(
         return real.run(request)
 
     workers = Inline(["a"], gone)
-    assert run(workers, 50, *model) == 2 and not kept(tmp_path, "failed")  # all rest: it stops, and says why
+    assert run(workers, 50, *model) == 2 and not count_records(tmp_path, "failed")  # all rest: it stops, and says why
     away.rename(folder)
     assert run(Inline(["a"], lambda name, request: real.run(request)), 50, *model) == 0
-    assert kept(tmp_path, "done") == 50
+    assert count_records(tmp_path, "done") == 50
 
 
-def test_an_error_with_all_files_as_they_were_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_worker_actor_fault_classifies_errors_by_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     request = JobRequest(job="1", line=1, workflow={}, folders=None, out=str(tmp_path), token="")  # pyright: ignore
     runner = WorkerActor("a")
     errors = (ValueError(), RuntimeError(), OSError(), MemoryError(), HostMemoryError())
@@ -132,7 +134,7 @@ def test_an_error_with_all_files_as_they_were_is_the_jobs(tmp_path: Path, monkey
     assert found == [JOB_FAULT, "", MACHINE_FAULT, MACHINE_FAULT, MACHINE_FAULT]
 
 
-def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_path: Path):
+def test_journal_with_damaged_lines_is_rebuilt_from_records(run: Any, tmp_path: Path):
     assert run(Inline(["a"]), 3, "--tiny") == 0
     journal = tmp_path / "out" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -144,7 +146,7 @@ def test_a_damaged_line_of_the_journal_is_rebuilt_from_its_record(run: Any, tmp_
     assert sorted(record["line"] for record in said) == [1, 2, 3, 4]
 
 
-def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_scratch_folder_removes_folder_of_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     body = "import time; from comfyui_tpu.fleet.worker import scratch_folder\nwith scratch_folder(): time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -158,7 +160,7 @@ def test_a_killed_workers_temporary_folder_leaves_with_the_next_job(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_scratch_folder_is_locked_before_becoming_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A worker beside took a folder that was just made for one that was left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     locked, found = worker.lock_path, []
@@ -170,7 +172,7 @@ def test_a_temporary_folder_is_locked_before_others_can_find_it(tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_worker_that_never_starts_ends_the_batch_with_its_sentence(run: Any, tmp_path: Path, capsys: Any):
+def test_batch_with_worker_that_never_starts_exits_with_error(run: Any, tmp_path: Path, capsys: Any):
     workers, starts = Inline(["a"]), []
 
     def vain(method: str) -> Future:
@@ -179,4 +181,4 @@ def test_a_worker_that_never_starts_ends_the_batch_with_its_sentence(run: Any, t
 
     workers.all[0].call = vain
     assert run(workers, 3, "--tiny") == 2 and len(starts) == driver._VAIN_STARTS and not workers.runs
-    assert "does not start: exit code 3" in capsys.readouterr().err and not kept(tmp_path, "tries")
+    assert "does not start: exit code 3" in capsys.readouterr().err and not count_records(tmp_path, "tries")

@@ -69,7 +69,7 @@ class Batch:
 
 
 @pytest.mark.parametrize("worker", ["pretends", pytest.param("is real", marks=pytest.mark.recorded)])
-def test_ctrl_c_leaves_no_process_keeps_what_is_done_and_the_next_call_goes_on(tmp_path: Path, worker: str):
+def test_batch_ctrl_c_leaves_no_process_and_next_call_resumes(tmp_path: Path, worker: str):
     jobs = [{**SMALLEST, "2.seed": 1}, {**SMALLEST, "2.seed": 2, "2.num_inference_steps": STEPS}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     first = Batch(tmp_path, worker)

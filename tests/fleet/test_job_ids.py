@@ -37,7 +37,7 @@ def line(**more: Any) -> str:
     return json.dumps({**SMALL, **{name.replace("_", ".", 1): value for name, value in more.items()}})
 
 
-def test_an_id_is_of_what_a_job_holds_in_whatever_order():
+def test_staged_job_id_ignores_order_and_titles():
     """Written down, so that a batch begun by one version is known by the next."""
     marks = (ContentHash(kind="model", name="m", content="1"), ContentHash(kind="LoRA", name="l", content="2"))
     nodes = {"1": {"class_type": "A", "inputs": {"x": "é", "y": ["2", 0]}}, "2": {"class_type": "B", "inputs": {}}}
@@ -59,7 +59,7 @@ def test_an_id_is_of_what_a_job_holds_in_whatever_order():
         {"2": {"class_type": "A", "inputs": {"x": 1}}},
     ],
 )
-def test_whatever_differs_is_another_job(nodes: dict):
+def test_staged_job_id_changes_with_nodes_and_marks(nodes: dict):
     mark = ContentHash(kind="model", name="m", content="1")
     own = StagedJob(workflow={"1": {"class_type": "A", "inputs": {"x": 1}}}, files={}, marks=(mark,))
     assert StagedJob(workflow=nodes, files={}, marks=(mark,)).id != own.id
@@ -68,7 +68,7 @@ def test_whatever_differs_is_another_job(nodes: dict):
         assert StagedJob(workflow=own.workflow, files={}, marks=(other,)).id != own.id
 
 
-def test_lines_that_say_the_same_are_one_job(recipe: JobTemplate):
+def test_read_jobs_merges_equivalent_lines(recipe: JobTemplate):
     """`16` for a number with a fraction, another order, blanks, and titles in place of ids."""
     lines = [
         line(**{"2_seed": 1, "2_guidance_scale": 4}), "", "  ",
@@ -79,7 +79,7 @@ def test_lines_that_say_the_same_are_one_job(recipe: JobTemplate):
     assert len({job.id for job in found}) == 2 and all(len(job.id) == 20 for job in found)
 
 
-def test_a_group_is_of_weights_and_of_programs(recipe: JobTemplate):
+def test_job_group_depends_on_weights_and_programs(recipe: JobTemplate):
     own = recipe.job(1, line()).group
     for same in ({"2_seed": 9}, {"1_prompt": "another"}, {"1_negative_prompt": "another"}):
         assert recipe.job(1, line(**same)).group == own
@@ -91,14 +91,14 @@ def test_a_group_is_of_weights_and_of_programs(recipe: JobTemplate):
         assert found.model != own.model and found.size == own.size
 
 
-def test_another_model_is_another_group(recipe: JobTemplate):
+def test_job_group_changes_with_model(recipe: JobTemplate):
     marks = {mark.kind: mark for mark in recipe.prepare(line()).marks}
     assert marks["model"].name == "tiny/wan21" and len(marks["model"].content) > 4
     own, other = recipe.job(1, line()), recipe.job(1, line(**{"6_model_id": "tiny/random-wan21"}))
     assert own.group.model != other.group.model and own.id != other.id
 
 
-def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
+def test_job_template_hashes_each_model_choice_once(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(
         jobs,
@@ -110,14 +110,14 @@ def test_a_line_is_checked_once_for_each_choice_of_a_model(recipe: JobTemplate, 
     assert asked == [("model", "tiny/wan21")]
 
 
-def test_a_jobs_own_workflow_is_not_the_recipes(recipe: JobTemplate, workflow: dict):
+def test_job_template_prepare_does_not_change_workflow(recipe: JobTemplate, workflow: dict):
     saved = json.dumps(workflow)
     prepared = recipe.prepare(line(**{"1_prompt": "mine"}))
     assert prepared.workflow["1"]["inputs"]["prompt"] == "mine" and json.dumps(workflow) == saved
     assert not any("_meta" in node for node in prepared.workflow.values())
 
 
-def test_a_request_is_the_job_as_its_worker_gets_it(recipe: JobTemplate):
+def test_job_template_request_holds_prepared_workflow(recipe: JobTemplate):
     job = recipe.job(7, line())
     request = recipe.request(job, "out", "token")
     assert (request.job, request.line, request.out, request.token) == (job.id, 7, "out", "token")
@@ -125,7 +125,7 @@ def test_a_request_is_the_job_as_its_worker_gets_it(recipe: JobTemplate):
     assert request.files == {} and request.folders == Folders()
 
 
-def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: JobTemplate):
+def test_read_jobs_lists_problems_by_line_up_to_limit(recipe: JobTemplate):
     lines = ["{", "", "[]", '{"2.seed": -1}', *['{"9.x": 1}'] * 20]
     with pytest.raises(ValueError) as error:
         read_jobs(recipe, lines, "the file")
@@ -144,7 +144,7 @@ def test_what_is_wrong_is_listed_by_line_up_to_a_number(recipe: JobTemplate):
 
 
 @pytest.fixture
-def pictured(tmp_path: Path) -> JobTemplate:
+def image_job_template(tmp_path: Path) -> JobTemplate:
     found = to_api(json.loads((WORKFLOW.parent / "wan22_i2v_720p.json").read_text()), HEADLESS_NODES)
     make_tiny(found)
     for name in ("one.png", "two.png", "other.png"):
@@ -157,21 +157,23 @@ def of_picture(recipe: JobTemplate, name: str) -> str:
     return json.dumps({f"{node}.image": name})
 
 
-def test_pictures_are_known_by_what_they_hold(pictured: JobTemplate, tmp_path: Path):
-    one, two, other = (pictured.prepare(of_picture(pictured, f"{name}.png")) for name in ("one", "two", "other"))
+def test_staged_job_id_depends_on_image_content(image_job_template: JobTemplate, tmp_path: Path):
+    one, two, other = (
+        image_job_template.prepare(of_picture(image_job_template, f"{name}.png")) for name in ("one", "two", "other")
+    )
     assert one.id == two.id != other.id
     ((name, path),) = one.files.items()
     assert name == "0967115f2813a3541eae.png" and path == tmp_path / "one.png"
     with pytest.raises(ValueError, match="There is no image .*none.png"):
-        pictured.prepare(of_picture(pictured, "none.png"))
+        image_job_template.prepare(of_picture(image_job_template, "none.png"))
 
 
-def test_a_picture_that_changes_under_a_batch_is_named(pictured: JobTemplate, tmp_path: Path):
-    job = pictured.job(1, of_picture(pictured, "one.png"))
-    assert list(pictured.request(job, "out", "").files.values()) == [b"same"]
+def test_request_with_changed_image_raises_value_error(image_job_template: JobTemplate, tmp_path: Path):
+    job = image_job_template.job(1, of_picture(image_job_template, "one.png"))
+    assert list(image_job_template.request(job, "out", "").files.values()) == [b"same"]
     (tmp_path / "one.png").write_bytes(b"changed")
     with pytest.raises(ValueError, match="one.png has changed since the batch began. Start the batch again"):
-        pictured.request(job, "out", "")
+        image_job_template.request(job, "out", "")
 
 
 # --- what nodes name --------------------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def lora_file(folder: Path, name: str, rank: int) -> None:
     save_file({"blocks.0.attn1.to_q.lora_A.weight": torch.ones(rank, 8)}, folder / name)
 
 
-def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
+def test_job_marks_hash_lora_content(workflow: dict, tmp_path: Path):
     folders = Folders(input=tmp_path, loras=(str(tmp_path / "loras"),))
     for name, rank in (("a.safetensors", 2), ("b.safetensors", 2), ("c.safetensors", 3)):
         lora_file(tmp_path / "loras", name, rank)
@@ -214,21 +216,21 @@ def test_a_lora_is_known_by_what_it_holds(workflow: dict, tmp_path: Path):
         recipe.prepare(line(**{"7_lora_name": "none.safetensors"}))
 
 
-def test_a_model_on_another_machine_is_known_there_alone(workflow: dict, monkeypatch: pytest.MonkeyPatch):
+def test_job_marks_of_remote_model_have_no_content_hash(workflow: dict, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_TPU_REMOTES", "127.0.0.1")
     remote = {"class_type": "TPURemote", "inputs": {**workflow["6"]["inputs"], "address": "127.0.0.1:8190"}}
     prepared = JobTemplate(with_nodes(workflow, n6=remote), Folders(), SilentProgress()).prepare(line())
     assert prepared.marks == (ContentHash(kind="remote model", name="tiny/wan21", content=""),)
 
 
-def test_a_model_that_is_not_named_is_the_nodes_default(workflow: dict):
+def test_job_marks_without_line_model_use_workflow_model(workflow: dict):
     graph = with_nodes(workflow)
     graph["6"]["inputs"]["model_id"] = "tiny/random-wan21"
     own = JobTemplate(graph, Folders(), SilentProgress()).prepare(line()).marks
     assert [mark.name for mark in own] == ["tiny/random-wan21"]
 
 
-def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path):
+def test_job_with_stage_files_requires_absolute_folder(workflow: dict, tmp_path: Path):
     from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
     from comfyui_tpu.tpu_runtime.engine import stage_files
 
@@ -253,7 +255,7 @@ def test_stage_files_of_a_batch_have_a_whole_path(workflow: dict, tmp_path: Path
     assert recipe.prepare(named).id != first.id
 
 
-def test_each_choice_is_checked_whatever_was_checked_before(recipe: JobTemplate, tmp_path: Path):
+def test_job_template_check_runs_once_per_choice(recipe: JobTemplate, tmp_path: Path):
     """A model, and whether it is connected: what one line names right another may not."""
     recipe.job(1, line())
     with pytest.raises(ValueError, match="has no model_index.json"):
@@ -271,7 +273,7 @@ def test_each_choice_is_checked_whatever_was_checked_before(recipe: JobTemplate,
     assert seen == [("a", False), ("a", True), ("b", False)]
 
 
-def test_what_the_check_of_a_node_sees(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
+def test_job_template_passes_constants_and_links_to_validation(recipe: JobTemplate, monkeypatch: pytest.MonkeyPatch):
     """Constants, and which inputs are linked; once for each choice."""
     seen = []
     declaration = HEADLESS_NODES["Wan21TPUSampler"]

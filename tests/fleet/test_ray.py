@@ -19,7 +19,7 @@ CODE = "import sys; from comfyui_tpu.cli.main import main\nif __name__ == '__mai
 
 
 @pytest.mark.recorded
-def test_two_machines_and_the_driver_are_killed_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ray_batch_survives_two_killed_machines_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 

@@ -71,7 +71,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def allow_all_remotes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner has listed every address, and none rests because of another test."""
     monkeypatch.setattr(auth, "check_listed", lambda address: None)
     monkeypatch.setattr(client, "BACKOFFS", client._Backoffs())
@@ -112,7 +112,7 @@ def run_node(node: dict[str, Any], host: TerminalContext, **links: Any) -> tuple
     return declaration.run(host, **declaration.values(node["inputs"] | links))
 
 
-def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_batch_results_equal_single_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The real worker, in this process: the same video, byte for byte."""
     real, out = WorkerActor("a"), tmp_path / "out"
     workers = Inline(["a"], lambda worker, request: real.run(request))
@@ -133,7 +133,7 @@ def test_a_batch_gives_what_single_runs_give(tmp_path: Path, monkeypatch: pytest
         assert packets(out / file) == packets(alone / "wan21.mp4") != []
 
 
-def test_stages_elsewhere_give_the_frames_of_stages_here(server: Server, tmp_path: Path):
+def test_remote_stages_give_same_frames_as_local_stages(server: Server, tmp_path: Path):
     folders = Folders(output=tmp_path)
     there = Watching(folders)
     # Of no other test: that it is being encoded is said only while it is not known.
@@ -145,7 +145,7 @@ def test_stages_elsewhere_give_the_frames_of_stages_here(server: Server, tmp_pat
     assert any("prompt" in text for text in there.texts)
 
 
-def test_of_several_machines_one_that_is_there_and_free_is_asked(server: Server, tmp_path: Path):
+def test_remote_address_list_skips_unreachable_and_busy_machines(server: Server, tmp_path: Path):
     folders = Folders(output=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -160,7 +160,7 @@ def test_of_several_machines_one_that_is_there_and_free_is_asked(server: Server,
 
 
 @contextlib.contextmanager
-def served() -> Iterator[str]:
+def serve_process() -> Iterator[str]:
     """The address of `comfyui-tpu serve` as a process."""
     # What a shell runs in the background ignores Ctrl-C, and so would what this process starts.
     listens = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
@@ -176,15 +176,15 @@ def served() -> Iterator[str]:
         assert process.wait(timeout=PATIENCE_S) == 130
 
 
-def test_the_command_serves_until_it_is_ended():
-    with served() as there:
+def test_serve_command_answers_requests():
+    with serve_process() as there:
         assert ask(there) == "wan2.1-t2v-14b"
 
 
 @pytest.mark.recorded
-def test_a_served_process_gives_the_frames_of_this_one(tmp_path: Path):
+def test_serve_process_gives_same_frames_as_local_run(tmp_path: Path):
     folders, graph = Folders(output=tmp_path), workflow()
-    with served() as there:
+    with serve_process() as there:
         graph["6"] |= {"class_type": "TPURemote"}
         graph["6"]["inputs"] |= {"address": there}
         assert torch.equal(frames(graph, Watching(folders)), frames(workflow(), Watching(folders)))
@@ -199,7 +199,7 @@ def style(tmp_path: Path) -> Folders:
     return Folders(output=tmp_path, loras=(str(tmp_path),))
 
 
-def test_a_lora_behind_it_is_sent_once_and_looked_at_there(server: Server, style: Folders):
+def test_remote_lora_is_sent_once(server: Server, style: Folders):
     there, again, here = Watching(style), Watching(style), Watching(style)
     for host, at in ((there, server), (again, server), (here, None)):
         graph = workflow(at, lora="style.safetensors")
@@ -212,13 +212,13 @@ def test_a_lora_behind_it_is_sent_once_and_looked_at_there(server: Server, style
 
 
 @pytest.mark.recorded
-def test_a_lora_there_changes_what_it_changes_here(server: Server, style: Folders):
+def test_remote_lora_gives_same_frames_as_local_lora(server: Server, style: Folders):
     changed = frames(workflow(server, lora="style.safetensors"), Watching(style))
     assert torch.equal(changed, frames(workflow(lora="style.safetensors"), Watching(style)))
     assert not torch.equal(changed, frames(workflow(server), Watching(style)))
 
 
-def test_cancel_ends_the_work_there_and_the_next_prompt_runs(server: Server, tmp_path: Path):
+def test_remote_cancel_ends_stage_and_next_prompt_runs(server: Server, tmp_path: Path):
     folders = Folders(output=tmp_path)
     host = Watching(folders, stop_at=1)
     with pytest.raises(KeyboardInterrupt):
@@ -228,7 +228,7 @@ def test_cancel_ends_the_work_there_and_the_next_prompt_runs(server: Server, tmp
     assert frames(workflow(server), Watching(folders)).shape == (5, 80, 112, 3)
 
 
-def test_an_error_there_is_the_sentence_that_it_is_here(server: Server, tmp_path: Path):
+def test_remote_unknown_model_raises_same_error_as_local(server: Server, tmp_path: Path):
     wrong = workflow(server)
     wrong["6"]["inputs"]["model_id"] = "nowhere"
     with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: model_id is nowhere; there is no such folder"):
@@ -239,7 +239,9 @@ def encode(asked: client.Client, model: ModelRef) -> None:
     asked.run("encode", model, Watching(Folders()), prompt="a cat", negative_prompt="")
 
 
-def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_remote_stages_are_announced_on_serving_machine(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     said: list[list[PlannedGeneration]] = []
     here = api.announce_local_generations
     monkeypatch.setattr(
@@ -262,7 +264,7 @@ def test_what_follows_is_prepared_where_it_runs(server: Server, tmp_path: Path, 
     assert said[-1] == []
 
 
-def test_what_runs_there_is_compiled_there_ahead_of_time(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_warmup_node_with_remote_model_compiles_on_serving_machine(server: Server, monkeypatch: pytest.MonkeyPatch):
     asked, run = [], client.Client.run
 
     def noted(self: client.Client, stage: str, model: ModelRef, progress: Any, **given: Any) -> Any:
@@ -281,7 +283,7 @@ def test_what_runs_there_is_compiled_there_ahead_of_time(server: Server, monkeyp
 
 
 @pytest.mark.parametrize("text", ["", "host:port", "https://host:1", "host:0", "a b", "host:70000"])
-def test_an_address_that_cannot_be_is_refused_before_anything_runs(text: str):
+def test_parse_address_invalid_text_raises_value_error(text: str):
     with pytest.raises(ValueError, match="it must be HOST or HOST:PORT"):
         auth.parse_address(text)
     assert str(auth.parse_address("http://gpu-1/")) == f"gpu-1:{auth.DEFAULT_PORT}"
@@ -292,14 +294,14 @@ def ask(to: str) -> str:
     return client.Client(to).choose("Wan21", "tiny/wan21", "auto", Watching(Folders()))
 
 
-def test_who_has_no_token_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_remote_with_wrong_token_raises_remote_error(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(auth.TOKEN_VARIABLE, "guess")
     with pytest.raises(client.RemoteError, match="rejected the connection: the token is wrong or missing"):
         ask(address(server))
     monkeypatch.undo()
 
 
-def test_a_machine_that_is_not_there_and_one_that_goes_away_are_sentences():
+def test_remote_connection_failures_raise_remote_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 

@@ -71,7 +71,7 @@ def choose(*servers: Server) -> str:
     return Client(addresses).choose("Wan21", "tiny/wan21", "auto", Host())
 
 
-def test_who_asks_first_is_served_first_and_who_leaves_loses_its_turn(start: Callable[..., Server]):
+def test_server_runs_requests_in_order_and_drops_closed_clients(start: Callable[..., Server]):
     """Asked 0 to 9, they ran 0 4 7 5 1 ..."""
     stages = Pretended()
     server = start(stages)
@@ -94,7 +94,7 @@ def test_who_asks_first_is_served_first_and_who_leaves_loses_its_turn(start: Cal
     until(lambda: not server.clients)
 
 
-def test_who_leaves_while_it_is_told_to_wait_is_no_longer_counted(
+def test_server_removes_request_of_client_lost_while_waiting(
     start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ):
     """It would count as a request for ever, and other machines' clients would be sent elsewhere."""
@@ -120,7 +120,9 @@ def test_who_leaves_while_it_is_told_to_wait_is_no_longer_counted(
     assert stages.begun == [0]
 
 
-def test_clients_are_few_and_of_the_same_version(start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch):
+def test_server_refuses_too_many_clients_and_other_versions(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(serve, "MAX_CLIENTS", 2)
     server = start(Pretended())
     held = [connect(server), connect(server)]
@@ -132,7 +134,7 @@ def test_clients_are_few_and_of_the_same_version(start: Callable[..., Server], m
         connection.connect(auth.Address(host="127.0.0.1", port=server.port), {"source": "older"})
 
 
-def test_its_health_is_anyones_and_its_numbers_are_not(start: Callable[..., Server]):
+def test_health_endpoint_is_public_and_metrics_need_token(start: Callable[..., Server]):
     server = start(Pretended())
     at = f"http://127.0.0.1:{server.port}"
     assert urlopen(f"{at}/health").read() == b"ok\n"
@@ -143,9 +145,7 @@ def test_its_health_is_anyones_and_its_numbers_are_not(start: Callable[..., Serv
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a chip is lost"), OSError("no such mount")])
-def test_of_several_machines_the_next_is_asked_after_an_error_and_the_sick_one_rests(
-    start: Callable[..., Server], error: Exception
-):
+def test_client_asks_next_machine_after_error_and_rests_failing_one(start: Callable[..., Server], error: Exception):
     """It got every prompt, as it had least to do: 0 of 10 were done."""
     sick, well = Pretended(error), Pretended()
     sick.continue_on_failure.set()
@@ -157,7 +157,7 @@ def test_of_several_machines_the_next_is_asked_after_an_error_and_the_sick_one_r
         choose(machines[0])  # a lone one is asked although it rests
 
 
-def test_a_wrong_request_is_not_the_machines_fault(start: Callable[..., Server]):
+def test_client_invalid_request_is_not_sent_to_next_machine(start: Callable[..., Server]):
     wrong, other = Pretended(ValueError("no such model")), Pretended()
     wrong.continue_on_failure.set()
     machines = start(wrong), start(other)
@@ -166,7 +166,7 @@ def test_a_wrong_request_is_not_the_machines_fault(start: Callable[..., Server])
     assert not other.begun
 
 
-def test_a_workflow_takes_nothing_to_an_address_that_the_owner_has_not_listed(tmp_path: Path):
+def test_remote_address_not_listed_by_owner_is_refused(tmp_path: Path):
     """`TPURemote` sent the token, prompts and LoRAs to whichever address its widget named."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
@@ -194,7 +194,7 @@ def send(server: Server, path: Path, host: Host) -> Any:
     return Client(f"127.0.0.1:{server.port}").run("denoise", model, host)
 
 
-def test_loras_are_sent_once_and_the_least_recently_used_leaves(
+def test_lora_is_sent_once_and_least_recently_used_is_evicted(
     start: Callable[..., Server], loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The folder only grew."""
@@ -217,9 +217,7 @@ def test_loras_are_sent_once_and_the_least_recently_used_leaves(
         send(server, path, Host())
 
 
-def test_cancel_is_heard_while_a_lora_is_sent_and_leaves_no_part(
-    start: Callable[..., Server], loras: Path, tmp_path: Path
-):
+def test_cancel_during_lora_upload_removes_partial_file(start: Callable[..., Server], loras: Path, tmp_path: Path):
     """It was deaf for 39 s."""
     server, path, host = start(Pretended()), tmp_path / "large.safetensors", Host()
     with path.open("wb") as file:
@@ -237,14 +235,14 @@ def test_cancel_is_heard_while_a_lora_is_sent_and_leaves_no_part(
 
 
 @pytest.mark.parametrize("verb", ["denoise", "image", "warmup"])
-def test_settings_that_no_widget_makes_are_refused(verb: str):
+def test_stage_service_invalid_settings_raise_value_error(verb: str):
     model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
     given = {"model": model, "expected": None, "settings": replace(model.spec.settings(), height=88)}
     with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: height is 88; it must be a multiple of 16"):
         StageService().run(verb, given, Host())
 
 
-def test_no_request_names_a_file_of_the_machine_that_serves(start: Callable[..., Server]):
+def test_server_refuses_lora_path_instead_of_digest(start: Callable[..., Server]):
     """A LoRA is named by its digest, in the place of its path."""
     asked = connect(start(StageService()))
     model = ModelRef(spec_name="x", model_id="x", loras=(Lora(path="/etc/passwd", strength=1.0),))
@@ -255,12 +253,12 @@ def test_no_request_names_a_file_of_the_machine_that_serves(start: Callable[...,
 
 
 @pytest.mark.parametrize("port", ["99999", "-1"])
-def test_a_port_that_cannot_be_is_a_sentence(port: str, capsys: pytest.CaptureFixture):
+def test_serve_invalid_port_is_refused(port: str, capsys: pytest.CaptureFixture):
     assert cli.main(["serve", "--port", port]) == 2
     assert f"--port {port}" in capsys.readouterr().err
 
 
-def test_an_address_of_ipv6_is_printed_as_the_node_takes_it(capsys: pytest.CaptureFixture, monkeypatch: Any):
+def test_serve_prints_ipv6_address_in_brackets(capsys: pytest.CaptureFixture, monkeypatch: Any):
     monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: True)
     with pytest.MonkeyPatch.context() as context:
         context.setattr(Server, "__enter__", lambda self: self)

@@ -14,11 +14,11 @@ def no_space(world, patch):
 
 
 def too_old(world, patch):
-    return ["--comfyui", str(existing(world, '__version__ = "0.3.75"\n'))]
+    return ["--comfyui", str(make_comfyui(world, '__version__ = "0.3.75"\n'))]
 
 
 def says_no_version(world, patch):
-    return ["--comfyui", str(existing(world, ""))]
+    return ["--comfyui", str(make_comfyui(world, ""))]
 
 
 def no_comfyui(world, patch):
@@ -27,14 +27,14 @@ def no_comfyui(world, patch):
 
 
 def another_copy(world, patch):
-    folder = existing(world, '__version__ = "0.33.0"\n')
+    folder = make_comfyui(world, '__version__ = "0.33.0"\n')
     (folder / "custom_nodes" / "tpu").mkdir(parents=True)
     (folder / "custom_nodes" / "tpu" / "pyproject.toml").write_text('[project]\nname = "comfyui-tpu"\n')
     return ["--comfyui", str(folder)]
 
 
 def another_link(world, patch):
-    folder = existing(world, '__version__ = "0.33.0"\n')
+    folder = make_comfyui(world, '__version__ = "0.33.0"\n')
     (folder / "custom_nodes").mkdir()
     (folder / "custom_nodes" / "ComfyUI-TPU").symlink_to(world)
     return ["--comfyui", str(folder)]
@@ -45,7 +45,7 @@ def no_git(world, patch):
     return []
 
 
-def existing(world, version):
+def make_comfyui(world, version):
     folder = world / "bad"
     folder.mkdir()
     for name, text in {"main.py": "", "requirements.txt": "torch\n", "comfyui_version.py": version}.items():

@@ -65,7 +65,7 @@ def killed_after(number, every, done):
 
 
 @pytest.fixture(scope="module")
-def installed(world):
+def installation(world):
     """An installation that was killed after every step, and twice within one, and went on each time."""
     chosen = layout.layout(None)
     all_steps = steps.steps
@@ -93,7 +93,7 @@ CLONED = ("ComfyUI", "link")
 
 
 @pytest.fixture
-def cloned(world, tmp_path):
+def cloned_installation(world, tmp_path):
     """What an installation without the environment is, for tests that take it apart."""
     chosen = layout.Installation(tmp_path / "a disk" / "ComfyUI", str(world / "comfyui"))
     chosen.comfyui.parent.mkdir()
@@ -103,17 +103,17 @@ def cloned(world, tmp_path):
     return chosen
 
 
-def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing(world, installed, monkeypatch, capsys):
+def test_install_resumes_after_interruptions_and_repeat_changes_nothing(world, installation, monkeypatch, capsys):
     assert sorted(path.name for path in (world / HOME).iterdir()) == ["ComfyUI"]
     assert list((world / "tmp").iterdir()) == []
-    assert installed.link.resolve() == ROOT
-    [site] = installed.venv.site_packages()
+    assert installation.link.resolve() == ROOT
+    [site] = installation.venv.site_packages()
     assert (site / "einops" / "__init__.py").is_file() and (site / "gitdb-4.0.dist-info" / "INSTALLER").is_file()
-    versions = installed.venv.versions()
+    versions = installation.venv.versions()
     assert [versions[name] for name in steps.TORCH] == ["2.13.0+cpu", "0.28.0+cpu", "2.11.0+cpu"]
     assert "libtpu" not in versions  # there is no TPU
-    assert not (installed.home / "cache").exists() and not installed.temporary.exists()
-    assert git.is_unchanged(installed.comfyui) and not installed.manager.exists()
+    assert not (installation.home / "cache").exists() and not installation.temporary.exists()
+    assert git.is_unchanged(installation.comfyui) and not installation.manager.exists()
     assert versions["comfyui-manager"] == "4.2.2"
     before = small_world.listing(world / HOME, world / "tmp")
     for module in (git, venv):
@@ -123,25 +123,25 @@ def test_it_ends_whole_after_every_interruption_and_the_next_run_changes_nothing
     assert "everything is in place" in capsys.readouterr().out
 
 
-def test_without_uv_pip_installs_the_same(world, installed, monkeypatch, tmp_path):
+def test_install_without_uv_gives_same_versions_with_pip(world, installation, monkeypatch, tmp_path):
     """The small world has a wheel of uv's name and nothing in it."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    plain = dataclasses.replace(installed.venv, folder=tmp_path / "venv", log=tmp_path / "log", variables={})
+    plain = dataclasses.replace(installation.venv, folder=tmp_path / "venv", log=tmp_path / "log", variables={})
     plain.make()
     plain.install_torch(steps.TORCH)
     plain.install("installing jax", plain.constrained_command(plain.torch_requirement(), "jax"))
     assert plain.uv is None and "-m pip install" in plain.log.read_text()
     names = (*steps.TORCH, "jax")
-    assert [plain.versions()[name] for name in names] == [installed.venv.versions()[name] for name in names]
+    assert [plain.versions()[name] for name in names] == [installation.venv.versions()[name] for name in names]
 
 
-def test_a_cuda_build_is_refused_before_it_is_downloaded(world, installed, monkeypatch, tmp_path):
+def test_install_torch_refuses_cuda_build(world, installation, monkeypatch, tmp_path):
     """What PyPI has under the version that is pinned: the build for CUDA, without a local part."""
-    small_world.torch(tmp_path, installed.venv.pins(["torch"])[0].partition("==")[2], cuda="13.0")
+    small_world.torch(tmp_path, installation.venv.pins(["torch"])[0].partition("==")[2], cuda="13.0")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    before = installed.venv.versions()
+    before = installation.venv.versions()
     for uv in (True, False):
-        each = dataclasses.replace(installed.venv, log=tmp_path / f"log {uv}")
+        each = dataclasses.replace(installation.venv, log=tmp_path / f"log {uv}")
         monkeypatch.setenv("PATH", os.environ["PATH"] if uv else "/usr/bin:/bin")
         assert (each.uv is not None) is uv
         each.run(each.pip("uninstall", "-y", "torch"))
@@ -149,34 +149,34 @@ def test_a_cuda_build_is_refused_before_it_is_downloaded(world, installed, monke
             each.install_torch()
         assert "torch" not in each.versions()
         each.run(each.pip("install", "--no-deps", "--find-links", str(world / "wheels"), f"torch=={before['torch']}"))
-    assert installed.venv.versions() == before
+    assert installation.venv.versions() == before
 
 
-def test_later_installations_keep_the_cpu_build(world, installed, monkeypatch):
+def test_constraints_keep_cpu_build_in_later_installations(world, installation, monkeypatch):
     """As Manager installs: pip as a process of ComfyUI, in its environment."""
     newer = world / "newer"
     newer.mkdir()
     small_world.torch(newer, "2.15.0", cuda="13.2")
     small_world.wheel(newer, "wants-newer", "1.0", requires=["torch>=2.15"])
     small_world.wheel(newer, "wants-any", "1.0", requires=["torch"])
-    environment = {**install.start_environment(installed), "PIP_FIND_LINKS": f"{newer} {world / 'wheels'}"}
+    environment = {**install.start_environment(installation), "PIP_FIND_LINKS": f"{newer} {world / 'wheels'}"}
 
     def pip(*words):
-        command = [installed.venv.python, "-m", "pip", "install", *words]
+        command = [installation.venv.python, "-m", "pip", "install", *words]
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     assert pip("--upgrade", "--upgrade-strategy=eager", "torch", "wants-any").returncode == 0
     refused = pip("wants-newer")
     assert refused.returncode == 1 and "conflict" in refused.stdout + refused.stderr
-    assert installed.venv.versions()["torch"] == "2.13.0+cpu"
-    installed.venv.run(installed.venv.pip("uninstall", "-y", "wants-any"))
+    assert installation.venv.versions()["torch"] == "2.13.0+cpu"
+    installation.venv.run(installation.venv.pip("uninstall", "-y", "wants-any"))
 
 
 def run_setup(*words):
     return subprocess.run([sys.executable, "setup.py", *words], cwd=ROOT, capture_output=True, text=True)
 
 
-def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeypatch):
+def test_start_runs_comfyui_with_flags_and_environment(installation, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     port = str(free_port())
     done = run_setup("start", "--port", port, "--", "--verbose", "DEBUG")
@@ -186,10 +186,10 @@ def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeyp
         "main.py", "--cpu", "--preview-method", "auto", "--listen", "127.0.0.1", "--port", port, "--enable-manager",
         "--verbose", "DEBUG",
     ]  # fmt: skip
-    assert folder == str(installed.comfyui)
-    assert environment["PIP_CONSTRAINT"] == environment["UV_CONSTRAINT"] == installed.constraints.as_uri()
-    assert environment["TMPDIR"] == os.environ["TMPDIR"] and not installed.temporary.exists()
-    assert environment["COMFYUI_PATH"] == str(installed.comfyui) and environment["COMFYUI_TPU_RESTARTS"] == "1"
+    assert folder == str(installation.comfyui)
+    assert environment["PIP_CONSTRAINT"] == environment["UV_CONSTRAINT"] == installation.constraints.as_uri()
+    assert environment["TMPDIR"] == os.environ["TMPDIR"] and not installation.temporary.exists()
+    assert environment["COMFYUI_PATH"] == str(installation.comfyui) and environment["COMFYUI_TPU_RESTARTS"] == "1"
     assert "PYTHONPATH" not in environment
     assert f"http://127.0.0.1:{port}" in said[0] and f"ssh -N -L {port}:127.0.0.1:{port} " in said[1]
     assert "WARNING" not in "\n".join(said)
@@ -200,19 +200,19 @@ def test_start_becomes_comfyui_with_its_flags_and_environment(installed, monkeyp
     ("hosts", "place"),
     [([], []), (["1/2@10.0.0.2:8476"], ["--coordinator", "10.0.0.2:8476", "--process", "1", "--of", "2"])],
 )
-def test_start_on_several_hosts_keeps_comfyui_or_a_follower_running(installed, tmp_path, monkeypatch, hosts, place):
+def test_start_with_hosts_runs_follow_command(installation, tmp_path, monkeypatch, hosts, place):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append(command))
     started: list[list[str]] = []
     start.main(["--port", str(free_port()), "--hosts", *hosts])
     assert started[0][: 4 + len(place)] == [
-        installed.venv.program("comfyui-tpu"), "follow", *place, "--", installed.venv.python,
+        installation.venv.program("comfyui-tpu"), "follow", *place, "--", installation.venv.python,
     ]  # fmt: skip
     with pytest.raises(terminal.SetupError, match=r"^--hosts here: it must be N/M@HOST:PORT such as "):
         start.main(["--port", str(free_port()), "--hosts", "here"])
 
 
-def test_start_says_what_is_in_its_way(world, installed, monkeypatch):
+def test_start_refuses_busy_port_bad_option_and_missing_install(world, installation, monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("it was started"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -259,7 +259,7 @@ def test_start_says_what_is_in_its_way(world, installed, monkeypatch):
         (bad_ground.no_git, r"git is needed to clone ComfyUI, and is not installed: sudo apt install git$"),
     ],
 )
-def test_bad_ground_is_one_sentence_and_nothing_half_done(ground, sentence, world, monkeypatch):
+def test_install_obstacle_raises_setup_error_and_changes_nothing(ground, sentence, world, monkeypatch):
     words = ground(world, monkeypatch)
     before = small_world.listing(world)
     try:
@@ -274,7 +274,7 @@ def test_bad_ground_is_one_sentence_and_nothing_half_done(ground, sentence, worl
         shutil.rmtree(world / "new", ignore_errors=True)
 
 
-def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
+def test_install_dry_run_or_without_terminal_changes_nothing(world, capsys):
     target = world / "new" / "ComfyUI"
     origins = ["--comfyui-origin", str(world / "comfyui")]
     assert install.main([*origins, "--comfyui", str(target), "--dry-run"]) == 0
@@ -290,28 +290,28 @@ def test_without_a_terminal_or_with_a_dry_run_nothing_is_done(world, capsys):
 # --- later ------------------------------------------------------------------------------------------------------------
 
 
-def test_update_moves_what_it_cloned_and_leaves_what_the_user_changed(world, installed, monkeypatch, capsys):
+def test_update_moves_own_clone_and_keeps_user_changes(world, installation, monkeypatch, capsys):
     monkeypatch.setattr(update, "_why_not_pulled", lambda: "this is a test")
     newer = {"new.py": "", "manager_requirements.txt": "comfyui_manager==4.3\n"}
     small_world.commit(world / "comfyui", newer, "v99")
     small_world.wheel(world / "wheels", "comfyui-manager", "4.3")
     monkeypatch.setattr(install, "require_comfyui", lambda _: pytest.fail("a ComfyUI of ours may be too old before"))
     monkeypatch.setattr(update, "COMFYUI_TAG", "v99")
-    mine = installed.comfyui / "comfyui_version.py"
+    mine = installation.comfyui / "comfyui_version.py"
     theirs = mine.read_text()
     mine.write_text(f"{theirs}# mine\n")
     assert update.main(["--yes"]) == 0
-    assert not (installed.comfyui / "new.py").exists() and mine.read_text().endswith("# mine\n")
-    assert f"{installed.comfyui} stays unchanged: it was changed" in capsys.readouterr().out
+    assert not (installation.comfyui / "new.py").exists() and mine.read_text().endswith("# mine\n")
+    assert f"{installation.comfyui} stays unchanged: it was changed" in capsys.readouterr().out
     mine.write_text(theirs)
     assert update.main(["--yes"]) == 0
-    assert (installed.comfyui / "new.py").is_file() and installed.venv.versions()["comfyui-manager"] == "4.3"
+    assert (installation.comfyui / "new.py").is_file() and installation.venv.versions()["comfyui-manager"] == "4.3"
     before = small_world.listing(world / HOME)
     assert update.main(["--yes"]) == 0
     assert small_world.listing(world / HOME) == before
 
 
-def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
+def test_install_keeps_user_files_left_by_uninstall(world, monkeypatch):
     chosen = layout.Installation(world / "left", comfyui_origin=str(world / "comfyui"))
     mine = [chosen.comfyui / name for name in ("models/x.safetensors", "input/b.png")]
     for path in mine:
@@ -329,45 +329,47 @@ def test_a_new_installation_keeps_what_uninstall_left(world, monkeypatch):
     assert [path.read_text() for path in mine] == ["mine", "mine"]
 
 
-def test_uninstall_removes_what_install_made_and_nothing_of_the_users(cloned, capsys):
+def test_uninstall_removes_installed_files_and_keeps_user_files(cloned_installation, capsys):
     mine = ["models/diffusers/x.safetensors", "output/a.mp4", "input/b.png", "user/c.json", "custom_nodes/other/d.py"]
     for name in mine:
-        (cloned.comfyui / name).parent.mkdir(parents=True, exist_ok=True)
-        (cloned.comfyui / name).write_text("mine")
-    where = ["--comfyui", str(cloned.comfyui)]
-    before = small_world.listing(cloned.comfyui)
+        (cloned_installation.comfyui / name).parent.mkdir(parents=True, exist_ok=True)
+        (cloned_installation.comfyui / name).write_text("mine")
+    where = ["--comfyui", str(cloned_installation.comfyui)]
+    before = small_world.listing(cloned_installation.comfyui)
     assert uninstall.main([*where, "--dry-run"]) == 0
-    assert small_world.listing(cloned.comfyui) == before
+    assert small_world.listing(cloned_installation.comfyui) == before
     assert uninstall.main([*where, "--yes"]) == 0
-    left = [path for path in cloned.comfyui.rglob("*") if not path.is_dir()]
-    assert sorted(str(path.relative_to(cloned.comfyui)) for path in left) == sorted(mine)
-    assert f"left: {cloned.comfyui / 'models'} (1 files" in capsys.readouterr().out
+    left = [path for path in cloned_installation.comfyui.rglob("*") if not path.is_dir()]
+    assert sorted(str(path.relative_to(cloned_installation.comfyui)) for path in left) == sorted(mine)
+    assert f"left: {cloned_installation.comfyui / 'models'} (1 files" in capsys.readouterr().out
     with pytest.raises(terminal.SetupError, match="^Nothing is installed in "):
         uninstall.main([*where, "--yes"])
     assert Path(ROOT / "setup.py").is_file()
 
 
-def test_uninstall_leaves_what_is_behind_links_and_in_the_folder_of_an_earlier_versions_manager(
-    cloned, tmp_path, capsys
-):
-    small_world.repository(cloned.manager, {"__init__.py": "", "requirements.txt": "GitPython\n"}, "3.39.3")
-    cloned.note(manager=git.find_commit(cloned.manager))
+def test_uninstall_keeps_linked_folders_and_old_manager_config(cloned_installation, tmp_path, capsys):
+    small_world.repository(
+        cloned_installation.manager, {"__init__.py": "", "requirements.txt": "GitPython\n"}, "3.39.3"
+    )
+    cloned_installation.note(manager=git.find_commit(cloned_installation.manager))
     elsewhere, tracked = tmp_path / "disk", Path("models/checkpoints/put_checkpoints_here")
-    shutil.move(cloned.comfyui / "models", elsewhere)
-    (cloned.comfyui / "models").symlink_to(elsewhere)
-    mine = cloned.manager / "config.ini"
+    shutil.move(cloned_installation.comfyui / "models", elsewhere)
+    (cloned_installation.comfyui / "models").symlink_to(elsewhere)
+    mine = cloned_installation.manager / "config.ini"
     mine.write_text("mine")
-    assert uninstall.main(["--comfyui", str(cloned.comfyui), "--yes"]) == 0
-    assert (elsewhere / tracked.relative_to("models")).is_file() and (cloned.comfyui / "models").is_symlink()
-    assert mine.read_text() == "mine" and [path.name for path in cloned.manager.iterdir()] == [mine.name]
-    assert not (cloned.comfyui / "main.py").exists() and not cloned.home.exists()
-    assert f"left: {cloned.comfyui / 'models'} (a link to {elsewhere})" in capsys.readouterr().out
+    assert uninstall.main(["--comfyui", str(cloned_installation.comfyui), "--yes"]) == 0
+    assert (elsewhere / tracked.relative_to("models")).is_file() and (
+        cloned_installation.comfyui / "models"
+    ).is_symlink()
+    assert mine.read_text() == "mine" and [path.name for path in cloned_installation.manager.iterdir()] == [mine.name]
+    assert not (cloned_installation.comfyui / "main.py").exists() and not cloned_installation.home.exists()
+    assert f"left: {cloned_installation.comfyui / 'models'} (a link to {elsewhere})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("again", ["uninstall", "install"])
 @pytest.mark.parametrize("at", ["a file", "the end"])
-def test_a_removal_that_was_cut_off_goes_on_or_is_taken_back(cloned, world, monkeypatch, at, again):
-    last = cloned.home if at == "the end" else cloned.comfyui / "requirements.txt"
+def test_interrupted_uninstall_resumes_or_is_reinstalled(cloned_installation, world, monkeypatch, at, again):
+    last = cloned_installation.home if at == "the end" else cloned_installation.comfyui / "requirements.txt"
 
     def cut_off(module, name):
         real = getattr(module, name)
@@ -379,22 +381,22 @@ def test_a_removal_that_was_cut_off_goes_on_or_is_taken_back(cloned, world, monk
 
         return module, name, remove
 
-    where = ["--comfyui", str(cloned.comfyui), "--yes"]
+    where = ["--comfyui", str(cloned_installation.comfyui), "--yes"]
     with monkeypatch.context() as patch:
         for place in ((shutil, "rmtree"), (Path, "unlink")):
             patch.setattr(*cut_off(*place))
         with pytest.raises(KeyboardInterrupt):
             uninstall.main(where)
-    assert not (cloned.comfyui / "main.py").exists()
+    assert not (cloned_installation.comfyui / "main.py").exists()
     if again == "uninstall":
         assert uninstall.main(where) == 0
-        assert not cloned.comfyui.exists()
+        assert not cloned_installation.comfyui.exists()
     else:
         every = steps.steps
         monkeypatch.setattr(steps, "steps", lambda *given: [one for one in every(*given) if one.name in CLONED])
         assert run_install(world, *where[:2]) == 0
-        assert (cloned.comfyui / "main.py").is_file() and git.is_unchanged(cloned.comfyui)
-        assert cloned.link.resolve() == ROOT
+        assert (cloned_installation.comfyui / "main.py").is_file() and git.is_unchanged(cloned_installation.comfyui)
+        assert cloned_installation.link.resolve() == ROOT
 
 
 # --- one at a time ----------------------------------------------------------------------------------------------------
@@ -411,7 +413,7 @@ with lock.lock_exclusively(layout.Installation(Path(sys.argv[1]))):
 
 
 @contextlib.contextmanager
-def held(command, **options):
+def running_process(command, **options):
     """A process that has said something and runs until the end."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options) as process:
         assert any('"main.py"' in line or line == "held\n" for line in process.stdout)
@@ -422,12 +424,12 @@ def held(command, **options):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_two_installations_at_once_are_one_and_a_sentence(world, cloned, tmp_path, is_first):
-    target = tmp_path / "new" / "ComfyUI" if is_first else cloned.comfyui
+def test_concurrent_install_raises_setup_error(world, cloned_installation, tmp_path, is_first):
+    target = tmp_path / "new" / "ComfyUI" if is_first else cloned_installation.comfyui
     target.parent.mkdir(exist_ok=True)
     before = small_world.listing(target.parent)
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with held([sys.executable, "-c", HOLDS, str(target)], env={**os.environ, **paths}):
+    with running_process([sys.executable, "-c", HOLDS, str(target)], env={**os.environ, **paths}):
         with pytest.raises(terminal.SetupError, match=IN_USE):
             run_install(world, "--comfyui", str(target))
         assert small_world.listing(target.parent) == before
@@ -435,19 +437,19 @@ def test_two_installations_at_once_are_one_and_a_sentence(world, cloned, tmp_pat
         pass
 
 
-def test_nothing_is_changed_under_a_running_comfyui_of_which_there_may_be_two(world, installed, monkeypatch):
+def test_update_and_uninstall_refuse_while_comfyui_runs(world, installation, monkeypatch):
     monkeypatch.setattr(update, "_pull", lambda _: pytest.fail("the repository was pulled"))
 
     def started():
         command = [sys.executable, "setup.py", "start", "--port", str(free_port())]
-        return held(command, cwd=ROOT, env={**os.environ, "HOLD": "1"})
+        return running_process(command, cwd=ROOT, env={**os.environ, "HOLD": "1"})
 
     with started(), started():
         for change in (update.main, uninstall.main):
             with pytest.raises(terminal.SetupError, match=IN_USE):
                 change(["--yes"])
         assert uninstall.main(["--dry-run"]) == 0
-    with lock.lock_exclusively(installed):
+    with lock.lock_exclusively(installation):
         pass
 
 
@@ -455,7 +457,7 @@ def test_nothing_is_changed_under_a_running_comfyui_of_which_there_may_be_two(wo
 
 
 @pytest.mark.parametrize("error", [KeyError("uid not found: 5"), OSError("No username set in the environment")])
-def test_a_user_without_a_name_or_a_home_can_start(installed, monkeypatch, capsys, error):
+def test_start_without_user_name_or_home_succeeds(installation, monkeypatch, capsys, error):
     def nobody(*_):
         raise error
 
@@ -470,9 +472,9 @@ def test_a_user_without_a_name_or_a_home_can_start(installed, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(("name", "is_copy"), [("other", False), ("comfyui-tpu", True)])
-def test_another_packs_pyproject_may_be_in_any_encoding(cloned, name, is_copy):
-    other = cloned.comfyui / "custom_nodes" / "other"
+def test_refuse_other_copies_reads_pyproject_in_any_encoding(cloned_installation, name, is_copy):
+    other = cloned_installation.comfyui / "custom_nodes" / "other"
     other.mkdir()
     (other / "pyproject.toml").write_bytes(f'[project]\nname = "{name}"\nauthors = ["Jos\u00e9"]\n'.encode("latin-1"))
     with pytest.raises(terminal.SetupError, match="another copy") if is_copy else contextlib.nullcontext():
-        steps.refuse_other_copies(cloned)
+        steps.refuse_other_copies(cloned_installation)

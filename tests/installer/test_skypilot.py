@@ -34,7 +34,7 @@ def check(task: Any) -> None:
 
 
 @pytest.mark.parametrize("task", [TASK, *SHOWN], ids=lambda task: task.get("name") or next(iter(task)))
-def test_a_task_fits_skypilots_schema_and_one_with_a_wrong_word_does_not(task: dict[str, Any]):
+def test_skypilot_schema_accepts_task_and_rejects_unknown_keys(task: dict[str, Any]):
     check(task)
     for place in (("set_up",), ("resources", "accelerator")):
         wrong = copy.deepcopy(task)
@@ -43,7 +43,7 @@ def test_a_task_fits_skypilots_schema_and_one_with_a_wrong_word_does_not(task: d
             check(wrong)
 
 
-def test_the_task_installs_with_the_commands_of_the_readme():
+def test_skypilot_task_uses_readme_install_commands():
     readme = (ROOT / "README.md").read_text("utf-8")
     script = TASK["setup"] + TASK["run"]
     for command in ("git clone https://github.com/comfyui-tpu/ComfyUI-TPU", "python3 setup.py install"):
@@ -72,9 +72,7 @@ STANDS_FOR = """
         (["0 of a", "0 of b", "0 of c", *["0 of d"] * 9], 8),  # prompts that take less than a minute
     ],
 )
-def test_the_job_ends_where_nothing_was_asked_for_so_long_and_the_vm_with_it(
-    tmp_path: Path, said: list[str], minutes: int
-):
+def test_skypilot_job_ends_after_idle_minutes(tmp_path: Path, said: list[str], minutes: int):
     """SkyPilot deletes no VM on which a job runs, and a server alone never ends."""
     autostop = TASK["resources"]["autostop"]
     assert autostop == {"idle_minutes": autostop["idle_minutes"], "wait_for": "jobs", "down": True}

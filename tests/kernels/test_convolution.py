@@ -25,7 +25,7 @@ FRAMES, ROWS, INS = 4, 8, 5
 ONE, EIGHT = MeshShape(), MeshShape(dp=4, sp=2)
 
 
-def by_kernel(conv: torch.nn.Conv3d, x: torch.Tensor, shape: MeshShape, dtype: jnp.dtype, **how: object) -> np.ndarray:
+def run_kernel(conv: torch.nn.Conv3d, x: torch.Tensor, shape: MeshShape, dtype: jnp.dtype, **how: object) -> np.ndarray:
     mesh = make_mesh(jax.devices()[: shape.dp * shape.sp], shape)
     placed = NamedSharding(mesh, P(None, None, None, "dp", "sp"))
     past_at = how.get("past_at")
@@ -38,14 +38,14 @@ def by_kernel(conv: torch.nn.Conv3d, x: torch.Tensor, shape: MeshShape, dtype: j
         return np.asarray(run(video, weight, bias, past), np.float32)
 
 
-def wanted(conv: torch.nn.Conv3d, x: torch.Tensor, edges: conv_layers.Edges) -> np.ndarray:
+def torch_convolution(conv: torch.nn.Conv3d, x: torch.Tensor, edges: conv_layers.Edges) -> np.ndarray:
     _, rows, columns = conv.kernel_size
     mode = "constant" if edges == "zero" else "replicate"
     with torch.no_grad():
         return conv(torch.nn.functional.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2, 0, 0), mode)).numpy()
 
 
-def drawn(kernel: tuple[int, int, int], outs: int, width: int) -> tuple[torch.nn.Conv3d, torch.Tensor]:
+def random_convolution(kernel: tuple[int, int, int], outs: int, width: int) -> tuple[torch.nn.Conv3d, torch.Tensor]:
     torch.manual_seed(0)
     return torch.nn.Conv3d(INS, outs, kernel), torch.randn(1, INS, FRAMES, ROWS, width)
 
@@ -57,20 +57,20 @@ def drawn(kernel: tuple[int, int, int], outs: int, width: int) -> tuple[torch.nn
 )
 @pytest.mark.parametrize("edges", ["zero", "replicate"])
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
-def test_the_kernel_is_torchs_convolution(
+def test_convolution_kernel_matches_torch(
     kernel: tuple[int, int, int], outs: int, width: int, edges: conv_layers.Edges, shape: MeshShape, compare: Callable
 ):
-    conv, x = drawn(kernel, outs, width)
-    found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate")
-    compare("convolution", found, wanted(conv, x, edges), error=OPERATION)
+    conv, x = random_convolution(kernel, outs, width)
+    found = run_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate")
+    compare("convolution", found, torch_convolution(conv, x, edges), error=OPERATION)
 
 
 @pytest.mark.parametrize("past_at", [0, 1])
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
-def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape, compare: Callable):
-    conv, x = drawn((3, 3, 3), 7, 40)
-    found = by_kernel(conv, x, shape, jnp.float32, repeats=False, past_at=past_at)
-    compare("convolution", found, wanted(conv, x, "zero"), error=OPERATION)
+def test_convolution_kernel_past_frames_match_torch(past_at: int, shape: MeshShape, compare: Callable):
+    conv, x = random_convolution((3, 3, 3), 7, 40)
+    found = run_kernel(conv, x, shape, jnp.float32, repeats=False, past_at=past_at)
+    compare("convolution", found, torch_convolution(conv, x, "zero"), error=OPERATION)
 
 
 # Of a picture's three channels the columns are lanes of the result. Pixels of zeros, as edges are, stay zeros.
@@ -84,11 +84,11 @@ def test_past_frames_stand_where_they_are_said_to(past_at: int, shape: MeshShape
     ),
     ids=str,
 )  # fmt: skip
-def test_pixels_are_normed_before_and_added_to_others_behind(
+def test_convolution_kernel_fused_norm_and_add_match_torch(
     is_shifted: bool, shape: MeshShape, edges: conv_layers.Edges, outs: int, compare: Callable
 ):
     """By a norm of each pixel, or by a factor and a shift, which would make something of zeros beyond edges."""
-    conv, x = drawn((3, 3, 3), outs, 40)
+    conv, x = random_convolution((3, 3, 3), outs, 40)
     x[..., 5] = 0.0
     x[:, :, :, 2] *= 1e-20
     gain, onto = torch.randn(INS), torch.randn(1, outs, FRAMES - 2, ROWS, 40)
@@ -98,8 +98,8 @@ def test_pixels_are_normed_before_and_added_to_others_behind(
         shift = torch.randn(INS) + 2
         arrays["shift"] = jnp.asarray(shift.numpy())
         normed = x * gain[:, None, None, None] + shift[:, None, None, None]
-    found = by_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate", past_at=0, **arrays)
-    expected = wanted(conv, torch.nn.functional.silu(normed), edges) + onto.numpy()
+    found = run_kernel(conv, x, shape, jnp.float32, repeats=edges == "replicate", past_at=0, **arrays)
+    expected = torch_convolution(conv, torch.nn.functional.silu(normed), edges) + onto.numpy()
     compare("kernel", found, expected, error=OPERATION)
     weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))
     compare(
@@ -119,31 +119,36 @@ def test_pixels_are_normed_before_and_added_to_others_behind(
     ),
     ids=lambda x: getattr(x, "__name__", str(x)),
 )  # fmt: skip
-def test_pixels_are_doubled_in_the_kernel(
+def test_convolution_kernel_doubled_pixels_match_torch(
     shape: MeshShape, kernel: tuple[int, int, int], dtype: jnp.dtype, compare: Callable
 ):
-    conv, x = drawn(kernel, 7, 40)
+    conv, x = random_convolution(kernel, 7, 40)
     with torch.no_grad():
         x = x.bfloat16().float()
         conv.weight.copy_(conv.weight.bfloat16())
-    found = by_kernel(conv, x, shape, dtype, repeats=False, doubled=True)
+    found = run_kernel(conv, x, shape, dtype, repeats=False, doubled=True)
     large = x.repeat_interleave(2, dim=3).repeat_interleave(2, dim=4)
-    compare("convolution", found, wanted(conv, large, "zero"), error=OPERATION if dtype == jnp.float32 else 1.2e-2)
+    compare(
+        "convolution",
+        found,
+        torch_convolution(conv, large, "zero"),
+        error=OPERATION if dtype == jnp.float32 else 1.2e-2,
+    )
 
 
 @pytest.mark.parametrize("shape", [ONE, EIGHT], ids=["1 chip", "8 chips"])
-def test_every_second_row_and_column_is_torchs_stride(shape: MeshShape, compare: Callable):
-    conv, x = drawn((1, 3, 3), 7, 40)
+def test_convolution_kernel_halved_matches_torch_stride(shape: MeshShape, compare: Callable):
+    conv, x = random_convolution((1, 3, 3), 7, 40)
     padded = torch.nn.functional.pad(x, (0, 1, 0, 1))
     strided = torch.nn.functional.conv3d(padded, conv.weight, conv.bias, stride=(1, 2, 2)).detach().numpy()
-    compare("kernel", by_kernel(conv, x, shape, jnp.float32, repeats=False, halved=True), strided, error=OPERATION)
+    compare("kernel", run_kernel(conv, x, shape, jnp.float32, repeats=False, halved=True), strided, error=OPERATION)
     weight, bias = (jnp.asarray(value.detach().numpy()) for value in (conv.weight, conv.bias))
     compare(
         "XLA's", conv_layers.convolution(jnp.asarray(x.numpy()), weight, bias, halved=True), strided, error=OPERATION
     )
 
 
-def test_a_program_for_no_tpu_keeps_xlas_convolution():
+def test_check_support_without_tpu_refuses_kernel():
     assert convolution.check_support(jnp.zeros((4, 4, 3, 3, 3))).reasons == (dispatch.NO_TPU,)
 
 
@@ -151,7 +156,7 @@ def test_a_program_for_no_tpu_keeps_xlas_convolution():
     ("mib", "channels", "lanes"),
     [(128, 1024, 256), (128, 384, 384), (128, 2048, 128), (64, 512, 256), (64, 1024, 128), (64, 2048, None)],
 )
-def test_a_blocks_weights_leave_room_for_rows(
+def test_convolution_weight_block_leaves_half_of_vmem(
     mib: int, channels: int, lanes: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(convolution, "vmem_mib", lambda: mib)
@@ -164,7 +169,7 @@ def test_a_blocks_weights_leave_room_for_rows(
         assert 2 * 2 * kernel.size * lanes / channels < mib * hardware.MIB / 2
 
 
-def test_equal_convolutions_are_traced_once_and_others_on_their_own(monkeypatch: pytest.MonkeyPatch):
+def test_convolution_traces_equal_calls_once(monkeypatch: pytest.MonkeyPatch):
     """A decoder repeats its convolutions. Another shape, form or machine's fallback has its own tiles."""
     traced = list[int]()
 

@@ -19,16 +19,16 @@ pytestmark = pytest.mark.slow
 HALVES = 2e-3
 
 
-def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+def random_array(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng((seed, *shape)).normal(size=shape).astype(np.float32)
 
 
-def rounded(x: np.ndarray, axis: int) -> np.ndarray:
+def round_to_int8(x: np.ndarray, axis: int) -> np.ndarray:
     unit = np.abs(x).max(axis=axis, keepdims=True) / 127
     return np.round(x / unit) * unit
 
 
-def rotated(x: np.ndarray, block: int, axis: int = -1) -> np.ndarray:
+def rotate_blocks(x: np.ndarray, block: int, axis: int = -1) -> np.ndarray:
     """Blocks of lanes by an orthogonal matrix, in float64."""
     x = np.moveaxis(x.astype(np.float64), axis, -1)
     found = x.reshape(*x.shape[:-1], -1, block) @ linear_int8.rotation_matrix(block) / math.sqrt(block)
@@ -39,13 +39,13 @@ def weights(
     ins: int, outs: list[int], block: int, *, turned: bool, bias: bool
 ) -> tuple[list[np.ndarray], list[Int8Weight]]:
     """`[outs, ins]` as they are, and in int8."""
-    plain = [drawn(size, ins, seed=index) for index, size in enumerate(outs)]
+    plain = [random_array(size, ins, seed=index) for index, size in enumerate(outs)]
     found = []
     for index, each in enumerate(plain):
         axis = 0 if turned else 1
         factor = linear_int8.rotate_weight(jnp.asarray(each.T if turned else each), axis, block)
         numbers, worth = linear_int8.quantize(factor, (axis,))
-        found.append(Int8Weight(numbers, worth, jnp.asarray(drawn(len(each), seed=9 + index)) if bias else None))
+        found.append(Int8Weight(numbers, worth, jnp.asarray(random_array(len(each), seed=9 + index)) if bias else None))
     return plain, found
 
 
@@ -53,11 +53,11 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def expected(
+def reference_product(
     parts: list[np.ndarray], plain: list[np.ndarray], given: list[Int8Weight], activation: Any, block: int
 ) -> list[Any]:
-    x = rounded(rotated(np.concatenate(parts, axis=2), block), 2)
-    found = [x @ rounded(rotated(each, block), 1).T for each in plain]
+    x = round_to_int8(rotate_blocks(np.concatenate(parts, axis=2), block), 2)
+    found = [x @ round_to_int8(rotate_blocks(each, block), 1).T for each in plain]
     found = [y if one.bias is None else y + np.asarray(one.bias) for y, one in zip(found, given, strict=True)]
     if activation == "silu":
         return [found[0] / (1 + np.exp(-found[0])) * found[1]]
@@ -71,46 +71,46 @@ def expected(
     [([384], None, True), ([128, 256], None, False), ([256], "gelu", True), ([256, 256], "silu", False)],
     ids=["one", "two", "gelu", "pair"],
 )
-def test_it_is_the_product_of_rounded_numbers(
+def test_linear_int8_matches_product_of_rounded_values(
     outs: list[int], activation: Any, bias: bool, turned: bool, kernel: bool, compare: Callable
 ):
     """Two parts of lanes side by side, and more tokens than a grid step takes."""
-    parts = [drawn(2, 139, 128), drawn(2, 139, 256, seed=1) * 3]
+    parts = [random_array(2, 139, 128), random_array(2, 139, 256, seed=1) * 3]
     plain, given = weights(384, outs, 128, turned=turned, bias=bias)
     arrays = [jnp.asarray(part) for part in parts]
     run = linear_int8.linear_int8
     found = run(arrays, given, block=128, activation=activation, turned=turned, kernel=kernel, interpret=True)
     exact = [np.concatenate(parts, axis=2) @ each.T for each in plain]
-    for ours, wanted in zip(found, expected(parts, plain, given, activation, 128), strict=True):
+    for ours, wanted in zip(found, reference_product(parts, plain, given, activation, 128), strict=True):
         compare("product", ours, wanted, error=HALVES)
     if activation is None and not bias:
         assert OPERATION < difference(found[0], exact[0]) < 2e-2
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_weights_that_do_not_fit_are_multiplied_in_groups(groups: int, monkeypatch: pytest.MonkeyPatch):
+def test_linear_int8_weight_groups_match_reference(groups: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear_int8, "choose_tiles", lambda *_: Tiles(128, groups))
     plain, given = weights(256, [256, 512], 256, turned=False, bias=True)
-    x = drawn(1, 300, 256)
+    x = random_array(1, 300, 256)
     found = linear_int8.linear_int8_kernel(
         [jnp.asarray(x)], given, block=256, activation=None, turned=False, interpret=True
     )
-    for ours, wanted in zip(found, expected([x], plain, given, None, 256), strict=True):
+    for ours, wanted in zip(found, reference_product([x], plain, given, None, 256), strict=True):
         assert difference(ours, wanted) <= HALVES
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("gates", [1, 2])
-def test_a_product_is_added_to_tokens_behind_its_gate(gates: int, dtype: Any, kernel: bool):
+def test_linear_int8_gated_residual_is_added_unrounded(gates: int, dtype: Any, kernel: bool):
     """A gate of each row, whose tokens end within a block, or of all rows; a product is not rounded before."""
     (plain,), given = weights(256, [384], 256, turned=False, bias=True)
-    x, tokens, gate = drawn(2, 139, 256), drawn(2, 139, 384, seed=3), drawn(gates, 384, seed=4)
+    x, tokens, gate = random_array(2, 139, 256), random_array(2, 139, 384, seed=3), random_array(gates, 384, seed=4)
     x, tokens = (np.asarray(jnp.asarray(each, dtype), np.float32) for each in (x, tokens))
     onto = linear_int8.GatedResidual(jnp.asarray(tokens, dtype), jnp.asarray(gate))
     run = functools.partial(linear_int8.linear_int8, block=256, kernel=kernel, interpret=True, onto=onto)
     (found,) = run([jnp.asarray(x, dtype)], given)
-    (product,) = expected([x], [plain], given, None, 256)
+    (product,) = reference_product([x], [plain], given, None, 256)
     assert found.dtype == dtype
     step = 0 if dtype == jnp.float32 else 2**-7  # of bfloat16's numbers
     assert difference(np.asarray(found, np.float32), tokens + gate[:, None] * product) <= HALVES + step
@@ -118,10 +118,10 @@ def test_a_product_is_added_to_tokens_behind_its_gate(gates: int, dtype: Any, ke
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-def test_tokens_that_were_rounded_before_give_the_same(dtype: Any, kernel: bool):
+def test_linear_int8_quantized_tokens_give_identical_result(dtype: Any, kernel: bool):
     """Bit by bit, of a pair and of one, in the format that the tokens had."""
     given = weights(256, [256, 256], 128, turned=False, bias=True)[1]
-    x = jnp.asarray(drawn(2, 139, 256), dtype)
+    x = jnp.asarray(random_array(2, 139, 256), dtype)
     how: Any = {"block": 128, "kernel": kernel, "interpret": True}
     before = linear_int8.quantize_tokens(x, **how)
     assert before.numbers.dtype == jnp.int8 and before.worth.shape == (2, 139, 1)
@@ -133,11 +133,11 @@ def test_tokens_that_were_rounded_before_give_the_same(dtype: Any, kernel: bool)
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("turned", [False, True], ids=["outs first", "ins first"])
-def test_a_layer_is_taken_out_of_all(turned: bool, kernel: bool):
+def test_linear_int8_layer_of_stack_matches_single_layer(turned: bool, kernel: bool):
     each = [weights(256, [128], 64, turned=turned, bias=True)[1][0] for _ in range(2)]
-    other = linear_int8.quantize(jnp.asarray(drawn(*each[0].numbers.shape, seed=5)), (0 if turned else 1,))[0]
+    other = linear_int8.quantize(jnp.asarray(random_array(*each[0].numbers.shape, seed=5)), (0 if turned else 1,))[0]
     stack = each[0]._replace(numbers=jnp.stack([other, each[0].numbers, other]))
-    x = jnp.asarray(drawn(1, 40, 256))
+    x = jnp.asarray(random_array(1, 40, 256))
     how = {"block": 64, "turned": turned, "kernel": kernel, "interpret": True}
     (found,) = jax.jit(lambda layer: linear_int8.linear_int8([x], [stack], layer=layer, **how))(1)
     (wanted,) = linear_int8.linear_int8([x], each[:1], **how)
@@ -145,11 +145,11 @@ def test_a_layer_is_taken_out_of_all(turned: bool, kernel: bool):
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
-def test_what_is_not_a_number_stays_so(kernel: bool):
+def test_linear_int8_nan_stays_in_its_token(kernel: bool):
     """A step's check for it must not be deceived: no whole number is NaN. Other tokens are as they were."""
     _, given = weights(256, [128], 256, turned=False, bias=False)
     for value in (np.nan, np.inf):
-        x = drawn(1, 40, 256)
+        x = random_array(1, 40, 256)
         x[0, 7, 200] = value
         (found,) = linear_int8.linear_int8([jnp.asarray(x)], given, block=256, kernel=kernel, interpret=True)
         assert np.isnan(np.asarray(found[0, 7])).all()
@@ -157,7 +157,7 @@ def test_what_is_not_a_number_stays_so(kernel: bool):
 
 
 @pytest.mark.parametrize("block", [1, 2, 16, 128, 256])
-def test_the_rotation_is_orthogonal_and_leaves_no_lane_above_the_rest(block: int):
+def test_rotation_matrix_is_orthogonal_and_balanced(block: int):
     """Neither of one wide channel nor of what is the same in all: of these a quarter or less may be lost where a block
     is no power of four.
     """
@@ -167,7 +167,7 @@ def test_the_rotation_is_orthogonal_and_leaves_no_lane_above_the_rest(block: int
     assert same.max() <= math.sqrt(2 * block) and (same > 0).mean() >= 0.5
 
 
-def test_blocks_divide_what_each_chip_has():
+def test_rotation_block_divides_lanes_of_each_chip():
     assert linear_int8.rotation_block(5120, chips=1) == 256
     assert linear_int8.rotation_block(6144, 18432, chips=8) == linear_int8.rotation_block(6144, chips=8) == 256
     assert linear_int8.rotation_block(3072, chips=8) == 128
@@ -177,8 +177,8 @@ def test_blocks_divide_what_each_chip_has():
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-def test_channels_that_are_far_wider_than_others_take_no_bits_from_them(dtype: Any, kernel: bool):
-    x = drawn(1, 96, 512)
+def test_linear_int8_outlier_channels_keep_accuracy(dtype: Any, kernel: bool):
+    x = random_array(1, 96, 512)
     x[..., ::128] *= 20
     x = jnp.asarray(x, dtype)
     (plain,), given = weights(512, [128], 256, turned=False, bias=False)
@@ -191,14 +191,14 @@ def test_channels_that_are_far_wider_than_others_take_no_bits_from_them(dtype: A
     assert difference(unturned, exact) > 3e-2
 
 
-def test_weights_with_a_value_that_is_no_number_say_so():
+def test_quantize_nan_weight_gives_nan_scale():
     numbers, worth = linear_int8.quantize(jnp.array([[1.0, jnp.nan], [0.0, 0.0], [-3.0, 1.0]]), (1,))
     assert numbers.dtype == jnp.int8
     assert np.isnan(worth[0]) and np.isfinite(worth[1:]).all()
     assert np.array_equal(np.asarray(numbers[1:]), [[0, 0], [-127, 42]])
 
 
-def test_lanes_that_do_not_fill_registers_are_left_to_xla():
+def test_check_support_partial_registers_are_refused():
     assert str(linear_int8.check_support([144], [256])) == (
         "The kernel linear_int8 does not compute this call: 144 lanes are not a multiple of 128."
     )
@@ -211,7 +211,7 @@ def test_lanes_that_do_not_fill_registers_are_left_to_xla():
     [(5120, [5120] * 3, 1), (13824, [5120], 1), (3072, [9216, 9216], 1), (6144, [18432, 18432], 4)],
     ids=["Wan's heads", "Wan's second", "klein", "FLUX.2 on one chip"],
 )
-def test_weights_of_the_models_are_read_once_where_they_fit(
+def test_choose_tiles_reads_model_weights_once_when_they_fit(
     ins: int, outs: list[int], most_groups: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(linear_int8, "device_kind", lambda: kind)

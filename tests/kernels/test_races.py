@@ -37,7 +37,7 @@ CORES = pytest.mark.parametrize("cores", slower((1, 2), 1), ids=["1 core", "2 co
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def reset_interpreter() -> Iterator[None]:
     """The interpreter keeps its memory, and the races that it found, in the process."""
     pltpu.reset_tpu_interpret_mode_state()
     yield
@@ -48,7 +48,7 @@ def fresh() -> Iterator[None]:
 NOTED = {"on_race": "warn"} if hasattr(pltpu.InterpretParams, "on_race") else {}
 
 
-def on(cores: int, **more: Any) -> Any:
+def interpret_params(cores: int, **more: Any) -> Any:
     return pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait", num_cores_or_threads=cores,
         **NOTED, **more,
@@ -60,7 +60,7 @@ def races() -> bool:
     return state is not None and state.races_found
 
 
-def drawn(*shape: int, seed: int = 0) -> jax.Array:
+def random_array(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
@@ -86,10 +86,10 @@ FORMS = {
 @CORES
 @pytest.mark.parametrize("head_dim", slower((64, 128), 64))
 @pytest.mark.parametrize("name", FORMS)
-def test_attention(name: str, head_dim: int, cores: int):
+def test_attention_kernel_has_no_races_and_matches_reference(name: str, head_dim: int, cores: int):
     """Two blocks of queries of two heads; padding is NaN."""
     keys = 270 if name == "computed again" else 140 if "grid" in name else 80
-    q, k, v = (drawn(1, rows, 2 * head_dim, seed=seed) for seed, rows in enumerate((135, keys, keys)))
+    q, k, v = (random_array(1, rows, 2 * head_dim, seed=seed) for seed, rows in enumerate((135, keys, keys)))
     if name == "computed again":
         k = k.at[:, 256:].multiply(40)
     valid = jnp.arange(keys)[None, :, None] < keys - 7
@@ -97,7 +97,7 @@ def test_attention(name: str, head_dim: int, cores: int):
     part = [attention_reference.keys_of_length(k, v, jnp.array([keys - 7]))]
     scale = head_dim**-0.5
     found, _ = flat_attention(
-        q, part, head_dim=head_dim, form=FORMS[name], log_sums=False, scale=scale, interpret=on(cores)
+        q, part, head_dim=head_dim, form=FORMS[name], log_sums=False, scale=scale, interpret=interpret_params(cores)
     )
     clean = [attention_reference.keys_of_length(jnp.nan_to_num(k), jnp.nan_to_num(v), jnp.array([keys - 7]))]
     wanted, _ = attention_reference.flat_attention(q * scale * head_dim**0.5, clean, head_dim=head_dim, log_sums=False)
@@ -108,13 +108,13 @@ def test_attention(name: str, head_dim: int, cores: int):
 
 @CORES
 @pytest.mark.parametrize("scores", ["exact", "int8"])
-def test_attention_to_some_blocks(scores: Any, cores: int):
+def test_block_attention_kernel_has_no_races_and_matches_reference(scores: Any, cores: int):
     """Three blocks of queries, each with a list of its own of six, of which the program leaves four out: [1, 2],
     [3, 4], [5, 0] are kept. Padding is NaN.
     """
     order = np.stack([np.roll(np.arange(6, dtype=np.int32), -own) for own in (1, 3, 5)])
     real = np.array([128, 1, 100, 128, 64, 127], np.int32)
-    q, k, v = (drawn(1, rows * 128, 256, seed=seed) for seed, rows in enumerate((3, 6, 6)))
+    q, k, v = (random_array(1, rows * 128, 256, seed=seed) for seed, rows in enumerate((3, 6, 6)))
     is_real = (np.arange(128) < real[:, None]).reshape(1, -1, 1)
     blocks = attention_reference.BlockSparsity(size=128, real=real, kept=order, left_out=4, is_sparse=jnp.array(True))
     part = attention_reference.keys_in_blocks(jnp.where(is_real, k, jnp.nan), jnp.where(is_real, v, jnp.nan), blocks)
@@ -122,63 +122,72 @@ def test_attention_to_some_blocks(scores: Any, cores: int):
         AttentionConfig(scores=scores, block_q=128, step=64, online_step=64),
         {"head_dim": 128, "log_sums": False},
     )
-    found, _ = flat_attention(q, [part], form=form, scale=128**-0.5, interpret=on(cores), **how)
+    found, _ = flat_attention(q, [part], form=form, scale=128**-0.5, interpret=interpret_params(cores), **how)
     wanted, _ = attention_reference.flat_attention(q, [part], **how)
     assert_right(found, wanted, 6e-2 if scores == "int8" else 4e-6)
 
 
 @CORES
-def test_prologue_and_join(cores: int):
+def test_prologue_kernels_have_no_races_and_match_reference(cores: int):
     """Several blocks of tokens, the last of which overshoots."""
-    x, weight, angles = drawn(1, 200, 512), drawn(64, seed=1), np.repeat(drawn(1, 200, 32, seed=2), 2, axis=2)
+    x, weight, angles = (
+        random_array(1, 200, 512),
+        random_array(64, seed=1),
+        np.repeat(random_array(1, 200, 32, seed=2), 2, axis=2),
+    )
     tables = jnp.cos(angles), jnp.sin(angles)
     norm = Norm(weight=weight, eps=1e-6)
-    found = prologue.split_heads(x, 2, 2, norm, tables, head_dim=64, interpret=on(cores))
+    found = prologue.split_heads(x, 2, 2, norm, tables, head_dim=64, interpret=interpret_params(cores))
     wanted = prologue.split_heads_reference(x, 2, 2, norm, tables, head_dim=64)
     assert_right(found, wanted)
     pltpu.reset_tpu_interpret_mode_state()
-    assert_right(prologue.merge_heads(wanted, interpret=on(cores)), prologue.merge_heads_reference(wanted))
+    assert_right(
+        prologue.merge_heads(wanted, interpret=interpret_params(cores)), prologue.merge_heads_reference(wanted)
+    )
 
 
 @CORES
 @pytest.mark.parametrize("leading", [None, 70], ids=["one vector", "a pair"])
-def test_residual_norm(leading: int | None, cores: int):
-    x, update = drawn(1, 150, 256), drawn(1, 150, 256, seed=1)
-    gate, scale, shift = (drawn(1, *(() if leading is None else (2,)), 256, seed=seed) for seed in (2, 3, 4))
+def test_residual_norm_kernel_has_no_races_and_matches_reference(leading: int | None, cores: int):
+    x, update = random_array(1, 150, 256), random_array(1, 150, 256, seed=1)
+    gate, scale, shift = (random_array(1, *(() if leading is None else (2,)), 256, seed=seed) for seed in (2, 3, 4))
     count = None if leading is None else jnp.array(leading)
     arguments = (x, update, gate, scale, shift, count)
-    found = residual_norm.residual_norm_kernel(*arguments, eps=1e-6, interpret=on(cores))
+    found = residual_norm.residual_norm_kernel(*arguments, eps=1e-6, interpret=interpret_params(cores))
     assert_right(found, residual_norm.residual_norm_reference(*arguments, eps=1e-6))
 
 
 @CORES
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_linear_int8(activation: Any, cores: int, monkeypatch: pytest.MonkeyPatch):
+def test_linear_int8_kernel_has_no_races_and_matches_reference(
+    activation: Any, cores: int, monkeypatch: pytest.MonkeyPatch
+):
     """Several blocks of tokens, the last of which overshoots; weights in two groups."""
     monkeypatch.setattr(linear_int8, "choose_tiles", lambda *_: linear_int8.Tiles(128, 2))
-    parts = [drawn(1, 150, 128), drawn(1, 150, 256, seed=1)]
+    parts = [random_array(1, 150, 128), random_array(1, 150, 256, seed=1)]
     weights = [
         linear_int8.Int8Weight(
-            *linear_int8.quantize(drawn(256, 384, seed=seed), (1,)), drawn(256, seed=seed)
+            *linear_int8.quantize(random_array(256, 384, seed=seed), (1,)), random_array(256, seed=seed)
         )  # as rotated
         for seed in (2, 3)
     ]
     how = {"block": 128, "activation": activation, "turned": False}
-    found = linear_int8.linear_int8_kernel(parts, weights, **how, interpret=on(cores))
+    found = linear_int8.linear_int8_kernel(parts, weights, **how, interpret=interpret_params(cores))
     # What lies in the middle between two whole numbers may go either way.
     assert_right(found, linear_int8.linear_int8_reference(parts, weights, **how), 2e-3)
     if activation is None:
-        onto = linear_int8.GatedResidual(drawn(1, 150, 256, seed=4), drawn(1, 256, seed=5))
-        found = linear_int8.linear_int8_kernel(parts, weights[:1], onto=onto, **how, interpret=on(cores))
+        onto = linear_int8.GatedResidual(random_array(1, 150, 256, seed=4), random_array(1, 256, seed=5))
+        found = linear_int8.linear_int8_kernel(parts, weights[:1], onto=onto, **how, interpret=interpret_params(cores))
         assert_right(found, linear_int8.linear_int8_reference(parts, weights[:1], onto=onto, **how), 2e-3)
 
 
 @CORES
-def test_round_tokens(cores: int):
+def test_quantize_tokens_kernel_has_no_races_and_matches_reference(cores: int):
     """Two blocks of tokens, the last of which overshoots."""
-    x = drawn(1, 150, 256)
+    x = random_array(1, 150, 256)
     found, wanted = (
-        linear_int8.quantize_tokens(x, block=128, kernel=kernel, interpret=on(cores)) for kernel in (True, False)
+        linear_int8.quantize_tokens(x, block=128, kernel=kernel, interpret=interpret_params(cores))
+        for kernel in (True, False)
     )
     assert_right(found.numbers * found.worth, wanted.numbers * wanted.worth, 1e-2)  # a whole number is 1 / 127 of most
 
@@ -203,16 +212,20 @@ def in_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "_most", lambda total, limit: next(answers, None) or most(total, limit))
 
 
-def convolved(name: str, interpret: Any) -> tuple[Any, Any]:
+def run_convolution(name: str, interpret: Any) -> tuple[Any, Any]:
     window, how = CONVOLUTIONS[name]
     outs = 3 if name == "to three channels" else 7
-    x, weight, bias = drawn(1, 5, 3, HEIGHT, 24), drawn(outs, 5, *window, seed=1) / 6, drawn(outs, seed=2)
-    past = tuple(drawn(1, 5, 1, HEIGHT, 24, seed=seed) for seed in (3, 4)) if name == "behind the past" else ()
+    x, weight, bias = (
+        random_array(1, 5, 3, HEIGHT, 24),
+        random_array(outs, 5, *window, seed=1) / 6,
+        random_array(outs, seed=2),
+    )
+    past = tuple(random_array(1, 5, 1, HEIGHT, 24, seed=seed) for seed in (3, 4)) if name == "behind the past" else ()
     if name.endswith("added"):
         frames = 3 - window[0] + 1
-        how = {**how, "gain": 1 + drawn(5, seed=5), "onto": drawn(1, outs, frames, HEIGHT, 24, seed=6)}
+        how = {**how, "gain": 1 + random_array(5, seed=5), "onto": random_array(1, outs, frames, HEIGHT, 24, seed=6)}
     if "shifted" in name:
-        how["shift"] = 2 + drawn(5, seed=7)
+        how["shift"] = 2 + random_array(5, seed=7)
     with jax.set_mesh(make_mesh(jax.devices()[:1], MeshShape())):
         run: Callable[..., Any] = jax.jit(
             lambda *given: convolution.convolution(*given[:3], past=given[3], interpret=interpret, **how)
@@ -221,9 +234,9 @@ def convolved(name: str, interpret: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("behind the past", 2), ("doubled", 8)], ids=str)
-def test_a_convolution_in_several_row_blocks(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch):
+def test_convolution_kernel_in_row_blocks_matches_reference(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch):
     in_blocks(blocks, monkeypatch)
-    found, wanted = convolved(name, True)
+    found, wanted = run_convolution(name, True)
     assert difference(found, wanted) <= 4e-6
 
 
@@ -232,20 +245,22 @@ def test_a_convolution_in_several_row_blocks(name: str, blocks: int, monkeypatch
     ("name", "blocks"),
     mostly(itertools.product(CONVOLUTIONS, (1, 4)), ("behind the past", 1), *((name, 4) for name in CONVOLUTIONS)),
 )
-def test_convolution(name: str, blocks: int, cores: int, monkeypatch: pytest.MonkeyPatch):
+def test_convolution_kernel_has_no_races_and_matches_reference(
+    name: str, blocks: int, cores: int, monkeypatch: pytest.MonkeyPatch
+):
     """The last block of rows overshoots the picture, which the kernel's padding allows: there the interpreter puts NaN,
     and none of it may count.
     """
     in_blocks(blocks, monkeypatch)
-    assert_right(*convolved(name, on(cores, out_of_bounds_reads="uninitialized")))
+    assert_right(*run_convolution(name, interpret_params(cores, out_of_bounds_reads="uninitialized")))
 
 
 @CORES
-def test_modulation(cores: int):
-    x, factor, shift = drawn(1, 24, 2, 8, 40), drawn(24, seed=1), drawn(24, seed=2)
-    scale, offset = drawn(1, 24, 2, 4, 40, seed=3), drawn(1, 24, 2, 4, 40, seed=4)
+def test_modulation_kernel_has_no_races_and_matches_reference(cores: int):
+    x, factor, shift = random_array(1, 24, 2, 8, 40), random_array(24, seed=1), random_array(24, seed=2)
+    scale, offset = random_array(1, 24, 2, 4, 40, seed=3), random_array(1, 24, 2, 4, 40, seed=4)
     with jax.set_mesh(make_mesh(jax.devices()[:1], MeshShape())):
-        found = jax.jit(lambda *given: modulation.modulate(*given, interpret=on(cores)))(
+        found = jax.jit(lambda *given: modulation.modulate(*given, interpret=interpret_params(cores)))(
             x, factor, shift, scale, offset
         )
         assert_right(found, modulation.reference(x, factor, shift, scale, offset))
@@ -255,7 +270,7 @@ def test_modulation(cores: int):
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["with its wait", "without"])
-def test_a_wait_that_is_left_out_is_found(waits: bool):
+def test_interpreter_missing_wait_is_reported_as_race(waits: bool):
     """A copy into on-chip memory that is read: with the wait it is right, without a race, and NaN."""
 
     def body(source: Any, result: Any, held: Any, arrived: Any) -> None:
@@ -267,13 +282,13 @@ def test_a_wait_that_is_left_out_is_found(waits: bool):
         if not waits:
             copy.wait()
 
-    x = drawn(8, 128)
+    x = random_array(8, 128)
     found = pl.pallas_call(
         body,
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
-        interpret=on(1),
+        interpret=interpret_params(1),
     )(x)
     jax.block_until_ready(found)
     assert races() is not waits

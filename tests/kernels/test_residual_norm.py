@@ -12,17 +12,17 @@ from comfyui_tpu.tests.support.closeness import OPERATION, ROUNDING
 EPS = 1e-5
 
 
-def drawn(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(shape).normal(size=shape).astype(np.float32))
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize(("update", "gate"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("rows", [1, 2], ids=["one modulation", "one for each row"])
-def test_it_is_the_sum_and_its_modulated_norm(update: bool, gate: bool, rows: int, kernel: bool, compare: Callable):
-    x, scale, shift = drawn(2, 139, 384) + 3, drawn(rows, 384), drawn(rows, 384) / 2
-    added = drawn(2, 139, 384) * 2 if update else None
-    gates = drawn(rows, 384) / 3 if gate else None
+def test_residual_norm_matches_torch(update: bool, gate: bool, rows: int, kernel: bool, compare: Callable):
+    x, scale, shift = random_tensor(2, 139, 384) + 3, random_tensor(rows, 384), random_tensor(rows, 384) / 2
+    added = random_tensor(2, 139, 384) * 2 if update else None
+    gates = random_tensor(rows, 384) / 3 if gate else None
     expected = x if added is None else x + added * (1 if gates is None else gates[:, None])
     normed = torch.nn.functional.layer_norm(expected, (384,), eps=EPS) * scale[:, None] + shift[:, None]
     arrays = [None if v is None else jnp.asarray(v.numpy()) for v in (x, added, gates, scale, shift)]
@@ -33,9 +33,14 @@ def test_it_is_the_sum_and_its_modulated_norm(update: bool, gate: bool, rows: in
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize("num_leading", [-5, 130, 139])
-def test_leading_tokens_may_have_vectors_of_their_own(num_leading: int, kernel: bool, compare: Callable):
-    x, added, gates, scale = drawn(2, 139, 384), drawn(2, 139, 384), drawn(2, 2, 384), drawn(1, 384)
-    shift = drawn(2, 2, 384) / 2
+def test_residual_norm_leading_tokens_use_own_vectors(num_leading: int, kernel: bool, compare: Callable):
+    x, added, gates, scale = (
+        random_tensor(2, 139, 384),
+        random_tensor(2, 139, 384),
+        random_tensor(2, 2, 384),
+        random_tensor(1, 384),
+    )
+    shift = random_tensor(2, 2, 384) / 2
     arrays = [jnp.asarray(v.numpy()) for v in (x, added, gates, scale, shift)]
     ours = residual_norm(*arrays, eps=EPS, kernel=kernel, interpret=True, num_leading=jnp.array(num_leading))
     for at, (first, last) in enumerate([(0, max(num_leading, 0)), (max(num_leading, 0), 139)]):
@@ -47,9 +52,9 @@ def test_leading_tokens_may_have_vectors_of_their_own(num_leading: int, kernel: 
             compare("norm", np.asarray(ours[1])[:, one], normed.numpy(), error=OPERATION)
 
 
-def test_large_means_do_not_cancel_what_varies(compare: Callable):
+def test_residual_norm_large_mean_keeps_precision(compare: Callable):
     """Two passes: a mean of squares less a squared mean would leave nothing of a deviation of 0.1 at 1000."""
-    x = drawn(1, 130, 256) / 10 + 1000
+    x = random_tensor(1, 130, 256) / 10 + 1000
     normed = torch.nn.functional.layer_norm(x, (256,), eps=EPS).numpy()
     one, zero = jnp.ones((1, 256)), jnp.zeros((1, 256))
     ours = residual_norm(jnp.asarray(x.numpy()), None, None, one, zero, eps=EPS, kernel=True, interpret=True)[1]
@@ -57,8 +62,8 @@ def test_large_means_do_not_cancel_what_varies(compare: Callable):
     compare("norm", ours, normed, error=4 * 1e4 * ROUNDING)
 
 
-def test_in_bfloat16_only_the_results_are_rounded():
-    x, update, gate = (drawn(1, 64, 256).bfloat16().float() for _ in range(3))
+def test_residual_norm_bfloat16_rounds_only_results():
+    x, update, gate = (random_tensor(1, 64, 256).bfloat16().float() for _ in range(3))
     gate = gate[0, :1]
     arrays = [jnp.asarray(v.numpy(), jnp.bfloat16) for v in (x, update)]
     ours, _ = residual_norm(

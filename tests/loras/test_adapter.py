@@ -22,7 +22,7 @@ ALPHA, RANK = 6, 9
 
 @pytest.mark.parametrize("where", ["in the file", "beside it"])
 @pytest.mark.parametrize("use_rslora", [True, False, None])
-def test_rslora_divides_by_the_ranks_root_and_others_by_the_rank(tmp_path: Path, where: str, use_rslora: bool | None):
+def test_read_adapter_scaling_matches_peft_with_and_without_rslora(tmp_path: Path, where: str, use_rslora: bool | None):
     """Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA"."""
     component = spec_for_family("Wan21").component("transformer")
     network = upstream_network.build_network(component, component.tiny)
@@ -61,7 +61,7 @@ def lora_file(path: Path, rank: int = 4, metadata: dict[str, str] | None = None,
     return str(path)
 
 
-def test_a_file_on_this_disk_is_known_by_path_size_and_time(tmp_path: Path):
+def test_identify_source_depends_on_path_size_and_time(tmp_path: Path):
     path = lora_file(tmp_path / "a.safetensors")
     os.utime(path, ns=(5, 5))
     one = adapter.identify_source(path)
@@ -82,7 +82,7 @@ def test_a_file_on_this_disk_is_known_by_path_size_and_time(tmp_path: Path):
     )
 
 
-def test_a_file_everywhere_is_known_by_size_tensors_and_config(tmp_path: Path):
+def test_hash_content_depends_on_size_tensors_and_config(tmp_path: Path):
     one = adapter.hash_content(lora_file(tmp_path / "a.safetensors"))
     assert (
         adapter.hash_content(lora_file(tmp_path / "b.safetensors", fill=2.0)) == one
@@ -107,11 +107,11 @@ def test_a_file_everywhere_is_known_by_size_tensors_and_config(tmp_path: Path):
     assert adapter.hash_content(same) == adapter.hash_content(others[0])
 
 
-def test_long_names_are_shown_shortened():
+def test_shorten_value_truncates_long_names():
     assert change.shorten_value("x" * 58) == repr("x" * 58)
     assert change.shorten_value("x" * 59) == repr("x" * 59)[:60] + "…"
 
 
-def test_each_number_of_a_makers_name_has_its_place():
+def test_key_map_keeps_each_number_in_place():
     names = KeyMap(["a.3.b.12.weight"], {"x.*.y.*": "a.*.b.*"})
     assert [rows.name for rows in names.find("model.x.3.y.12")] == ["a.3.b.12"]

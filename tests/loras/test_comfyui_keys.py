@@ -105,7 +105,7 @@ def is_asked(name: str, key: str, target: Any) -> bool:
     return not FLUX1.match(dotted) or (".attn.to_" in dotted and not dotted.startswith("single_"))
 
 
-def test_every_name_that_comfyui_takes_is_the_same_weight_here(tmp_path: Path):
+def test_key_map_names_and_order_match_comfyui(tmp_path: Path):
     paths = {}
     for name, (kind, sizes) in FILES.items():
         folder = saved(kind, tmp_path / name, **sizes)

@@ -92,7 +92,7 @@ def qwen(file: File) -> None:
 CASES = {"ZImage": (fused_of_kohya, fused_and_a_part, prefixes, matrices_and_kinds), "QwenImage": (qwen,)}
 
 
-def ours(family: str, folder: Path, lora: Path) -> dict[str, np.ndarray]:
+def merge_by_us(family: str, folder: Path, lora: Path) -> dict[str, np.ndarray]:
     """All weights by their name in the folder, with their changes."""
     component = spec_for_family(family).component("transformer")
     config = {name: value for name, value in DENOISERS[component.class_name].items()}
@@ -112,7 +112,7 @@ def ours(family: str, folder: Path, lora: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def test_comfyui_merges_the_same(tmp_path: Path):
+def test_merge_with_repeated_names_matches_comfyui(tmp_path: Path):
     jobs, made = [], []
     for family, cases in CASES.items():
         kind = spec_for_family(family).component("transformer").class_name
@@ -125,7 +125,7 @@ def test_comfyui_merges_the_same(tmp_path: Path):
             jobs.append({"kind": "lora", "paths": [str(model), str(path)]})
             made.append((family, folder, path))
     for (family, folder, path), theirs in zip(made, run_comfyui(tmp_path, *jobs), strict=True):
-        found = ours(family, folder, path)
+        found = merge_by_us(family, folder, path)
         table = spec_for_family(family).component("transformer").original_keys
         assert theirs
         for name, weight in theirs.items():

@@ -395,7 +395,7 @@ CASES = {
     ("family", "case"),
     [pytest.param(family, case, id=case.__name__) for family, cases in CASES.items() for case in cases],
 )
-def test_a_file_of_every_format_is_merged_whole(family: str, case: Callable[[File], None], tmp_path: Path):
+def test_merge_every_format_matches_reference(family: str, case: Callable[[File], None], tmp_path: Path):
     file = File(family)
     case(file)
     save_file(file.tensors, tmp_path / "lora.safetensors", file.metadata)
@@ -412,7 +412,7 @@ def test_a_file_of_every_format_is_merged_whole(family: str, case: Callable[[Fil
     assert file.added.keys() <= {name for name, _, _ in found}
 
 
-def test_the_sum_is_rounded_once(tmp_path: Path):
+def test_merge_bfloat16_sum_is_rounded_once(tmp_path: Path):
     """But for sums that lie between two bfloat16 numbers as closely as float32 can tell."""
     file = File("Wan21")
     file.lora("blocks.0.attn1.to_q", "blocks.0.attn1.to_q.weight")
@@ -424,7 +424,7 @@ def test_the_sum_is_rounded_once(tmp_path: Path):
     assert np.mean(found.astype(np.float32) == expected.float().numpy()) > 0.999
 
 
-def test_a_file_with_nan_is_refused(tmp_path: Path):
+def test_merge_nan_raises_value_error(tmp_path: Path):
     file = File("Wan21")
     file.lora("blocks.0.attn1.to_q", "blocks.0.attn1.to_q.weight")
     file.tensors["blocks.0.attn1.to_q.lora_B.weight"][1, 1] = torch.nan
@@ -435,7 +435,7 @@ def test_a_file_with_nan_is_refused(tmp_path: Path):
         merged("Wan21", tmp_path / "lora.safetensors")
 
 
-def test_a_changed_norm_counts_in_the_bound_on_scores(tmp_path: Path):
+def test_score_bound_includes_norm_changed_by_lora(tmp_path: Path):
     spec, file = spec_for_family("Flux2"), File("Flux2")
     file.diff("single_blocks.1.norm.key_norm.scale.diff", "single_transformer_blocks.1.attn.norm_k.weight")
     save_file(file.tensors, tmp_path / "lora.safetensors")
@@ -447,7 +447,7 @@ def test_a_changed_norm_counts_in_the_bound_on_scores(tmp_path: Path):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_every_row_of_a_table_names_a_module(spec: Any):
+def test_original_keys_of_every_model_name_a_module(spec: Any):
     component = spec.component("transformer")
     own = upstream_network.build_network(component, component.tiny)
     names = KeyMap((source for weight in own.weights.values() for source in weight.sources), component.original_keys)
@@ -465,7 +465,7 @@ def test_every_row_of_a_table_names_a_module(spec: Any):
         ("flux2-dev", single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers),
     ],
 )
-def test_tables_are_what_diffusers_does_to_the_makers_checkpoints(model: str, convert: Callable):
+def test_original_keys_match_diffusers_conversion(model: str, convert: Callable):
     own = network_of(model)
     sources = [source for weight in own.weights.values() for source in weight.sources]
     names = KeyMap(sources, own.component.original_keys)

@@ -49,7 +49,7 @@ def write(path: Path, size: int, config: Any = None, module: str = MODULE, rank:
     return str(path / "lora.safetensors")
 
 
-def test_a_pattern_is_never_run(tmp_path: Path, network: Network, size: int):
+def test_read_adapter_alpha_regex_is_refused_without_running(tmp_path: Path, network: Network, size: int):
     """This one takes longer than the universe has on a name of a few dozen letters."""
     config = {"lora_alpha": 2, "alpha_pattern": {r"(([\w.]+)+)+!": 4}}
     path = write(tmp_path, size, config)
@@ -59,7 +59,7 @@ def test_a_pattern_is_never_run(tmp_path: Path, network: Network, size: int):
     assert time.process_time() - began < 10
 
 
-def test_a_rank_pattern_does_not_matter(tmp_path: Path, network: Network, size: int):
+def test_read_adapter_ignores_rank_pattern(tmp_path: Path, network: Network, size: int):
     """The rank is the matrices' own."""
     found = adapter.read_adapter(
         write(tmp_path, size, {"rank_pattern": {r"(([\w.]+)+)+!": 4}, "lora_alpha": 2}), network
@@ -80,7 +80,7 @@ def test_a_rank_pattern_does_not_matter(tmp_path: Path, network: Network, size: 
         ({r"attn1\.to_q": 4}, 4.0),
     ],
 )
-def test_names_in_a_pattern_are_whole_or_begin_at_a_dot(
+def test_read_adapter_alpha_pattern_matches_whole_names_after_dots(
     pattern: dict[str, int], alpha: float, tmp_path: Path, network: Network, size: int
 ):
     path = write(tmp_path, size, {"lora_alpha": 8, "alpha_pattern": pattern}, f"transformer.{MODULE}")
@@ -104,14 +104,16 @@ def test_names_in_a_pattern_are_whole_or_begin_at_a_dot(
         ('{"alpha_pattern": {"to_q": {}}, "lora_alpha": 2}', "lora_alpha is {};"),
     ],
 )
-def test_peft_configs_that_nobody_writes(config: str, said: str, tmp_path: Path, network: Network, size: int):
+def test_read_adapter_invalid_peft_config_raises_lora_error(
+    config: str, said: str, tmp_path: Path, network: Network, size: int
+):
     with pytest.raises(LoraError, match=said) as error:
         adapter.read_adapter(write(tmp_path, size, config), network)
     assert "lora.safetensors" in str(error.value) and "Traceback" not in str(error.value)
 
 
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, -math.inf, 1e30])
-def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Path, network: Network, size: int):
+def test_merge_invalid_alpha_raises_lora_error(alpha: float, tmp_path: Path, network: Network, size: int):
     path = write(tmp_path, size, alpha=torch.tensor(alpha))
     changes = apply.make_merge((Lora(path=path, strength=1.0),), network)
     name = "blocks.*.attn1.to_q.weight"
@@ -134,20 +136,22 @@ def test_an_alpha_that_nobody_trains_with_is_refused(alpha: float, tmp_path: Pat
         ({"diff_b": torch.zeros(3, dtype=torch.int8)}, "diff_b holds I8"),
     ],
 )
-def test_tensors_that_nobody_writes(others: dict[str, Any], said: str, tmp_path: Path, network: Network, size: int):
+def test_read_adapter_invalid_tensors_raise_lora_error(
+    others: dict[str, Any], said: str, tmp_path: Path, network: Network, size: int
+):
     with pytest.raises(LoraError, match=said) as error:
         adapter.read_adapter(write(tmp_path, size, **others), network)
     assert "lora.safetensors" in str(error.value)
 
 
-def test_long_names_cost_nothing(tmp_path: Path, network: Network, size: int):
+def test_read_adapter_long_names_take_linear_time(tmp_path: Path, network: Network, size: int):
     began = time.process_time()
     found = adapter.read_adapter(write(tmp_path, size, module="model." * 200_000 + MODULE), network)
     assert not found.changes and len(found.unused) == 2
     assert time.process_time() - began < 10
 
 
-def test_two_adapters_of_one_file_are_two_changes(tmp_path: Path, network: Network, size: int):
+def test_read_adapter_two_named_adapters_give_two_changes(tmp_path: Path, network: Network, size: int):
     path = tmp_path / "lora.safetensors"
     names = [f"{MODULE}.lora_{matrix}.{name}.weight" for name in ("first", "second") for matrix in "AB"]
     save_file({name: torch.ones((2, size) if "_A" in name else (size, 2)) for name in names}, path)
@@ -155,7 +159,7 @@ def test_two_adapters_of_one_file_are_two_changes(tmp_path: Path, network: Netwo
     assert len(found.changes[f"{MODULE}.weight"]) == 2 and found.unused == ()
 
 
-def test_a_file_that_names_the_second_expert_changes_that_alone(tmp_path: Path):
+def test_read_adapter_expert_prefix_changes_only_that_expert(tmp_path: Path):
     spec = lookup_spec("wan2.2-t2v-a14b")
     networks = {
         name: upstream_network.build_network(spec.component(name), spec.component(name).tiny)

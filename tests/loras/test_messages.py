@@ -33,14 +33,12 @@ def add(folder: Path, tensors: dict[str, torch.Tensor], expert: str = "both") ->
     return text, page.said
 
 
-def test_what_applies_is_said_in_short(tmp_path: Path):
+def test_add_lora_complete_file_reports_changed_weights(tmp_path: Path):
     expected = "my.safetensors, strength 0.5: changes 1 weights of Wan 2.1 T2V 14B."
     assert add(tmp_path, Q) == (expected, expected)
 
 
-def test_what_does_not_apply_is_listed_on_the_node_and_all_of_it_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_add_lora_partial_file_lists_unapplied_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Keys of a text encoder, of what only Wan 2.1's image to video has, an unknown ending, and a product of three."""
     others = {f"lora_te_layer_{n}.lora_down.weight": torch.ones(1) for n in range(9)}
     alone = {"diffusion_model.blocks.0.cross_attn.k_img.lora_down.weight": torch.ones(2, 144)}
@@ -76,19 +74,19 @@ def test_what_does_not_apply_is_listed_on_the_node_and_all_of_it_in_the_log(
     ],
     ids=["another family", "another size"],
 )
-def test_a_file_of_which_nothing_applies_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], problem: str):
+def test_add_lora_unsuitable_file_raises_value_error(tmp_path: Path, tensors: dict[str, torch.Tensor], problem: str):
     with pytest.raises(ValueError) as error:
         add(tmp_path, tensors)
     assert str(error.value) == f"The LoRA {tmp_path}/{problem}"
 
 
-def test_an_expert_that_there_is_not(tmp_path: Path):
+def test_add_lora_missing_expert_raises_value_error(tmp_path: Path):
     with pytest.raises(ValueError) as error:
         add(tmp_path, Q, expert="low")
     assert str(error.value) == ("Wan 2.1 T2V 14B: expert is low, but this model has only one denoiser. Choose both.")
 
 
-def test_a_damaged_file(tmp_path: Path):
+def test_add_lora_damaged_file_raises_value_error(tmp_path: Path):
     (tmp_path / "my.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match=r"my.safetensors is not a complete safetensors file \(.+\). Download"):
         api.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=SilentProgress())

@@ -42,7 +42,7 @@ class Blocks(torch.nn.Module):
         own.add_module(last, linear)
 
 
-def saved(folder: Path, config: PeftConfig) -> dict[str, torch.Tensor]:
+def save_adapter(folder: Path, config: PeftConfig) -> dict[str, torch.Tensor]:
     """Saves a drawn adapter with its config; the weights with it merged, by name."""
     torch.manual_seed(5)
     model = get_peft_model(Blocks(), config)
@@ -109,11 +109,11 @@ APPLIED = {
         *((name, "in the file") for name in ("dora, rslora", "patterns", "lokr, patterns", "loha")),
     ],
 )
-def test_what_peft_merges_is_what_we_merge(name: str, where: str, tmp_path: Path):
-    theirs = saved(tmp_path, APPLIED[name])
+def test_merge_peft_adapter_matches_peft(name: str, where: str, tmp_path: Path):
+    theirs = save_adapter(tmp_path, APPLIED[name])
     path = tmp_path / "adapter_model.safetensors"
     if where == "in the file":
-        path = moved(path)
+        path = move_config_into_file(path)
     found = {weight: value for weight, _, value in merged("Wan21", path)}
     changed = [weight for weight, value in theirs.items() if not torch.equal(value, base("Wan21")[weight])]
     assert changed and found.keys() >= set(changed)
@@ -124,7 +124,7 @@ def test_what_peft_merges_is_what_we_merge(name: str, where: str, tmp_path: Path
     assert adapter.read_adapter(str(path), network("Wan21")).unused == ()
 
 
-def moved(path: Path) -> Path:
+def move_config_into_file(path: Path) -> Path:
     """The file with its config in its metadata, as diffusers writes it."""
     from safetensors.torch import load_file
 
@@ -196,7 +196,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_computed_is_refused_by_name(name: str, tmp_path: Path):
+def test_read_adapter_unsupported_option_raises_lora_error(name: str, tmp_path: Path):
     config, said = REFUSED[name]
     with pytest.raises(LoraError, match=said):
         adapter.read_adapter(write(tmp_path, PLAIN, config), network("Wan21"))
@@ -206,15 +206,15 @@ def test_what_is_not_computed_is_refused_by_name(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("option", "value"), [("bias", "all"), ("bias", "lora_only"), ("modules_to_save", ["ffn.net.2"])]
 )
-def test_whole_weights_beside_changes_are_refused(option: str, value: Any, tmp_path: Path):
+def test_read_adapter_full_weights_raise_lora_error(option: str, value: Any, tmp_path: Path):
     targets = [name for name in TARGETS if name != "ffn.net.2"]
-    saved(tmp_path, LoraConfig(r=4, target_modules=targets, **{option: value}))
+    save_adapter(tmp_path, LoraConfig(r=4, target_modules=targets, **{option: value}))
     said = rf"PEFT's {option} is .*, and the file has all of '.*'; only changes of weights are supported. Merge"
     with pytest.raises(LoraError, match=said):
         adapter.read_adapter(str(tmp_path / "adapter_model.safetensors"), network("Wan21"))
 
 
-def test_a_magnitude_that_peft_would_leave_out_is_refused(tmp_path: Path):
+def test_read_adapter_unexpected_magnitude_raises_lora_error(tmp_path: Path):
     tensors = {**PLAIN, f"{MODULE}.lora_magnitude_vector": torch.ones(144)}
     said = "use_dora is False, but '.*to_q' has 1 magnitude vectors; each module must have one, or none of them"
     with pytest.raises(LoraError, match=said):
@@ -232,7 +232,7 @@ def test_a_magnitude_that_peft_would_leave_out_is_refused(tmp_path: Path):
      torch.float8_e4m3fn, torch.float8_e5m2],
     ids=str,
 )  # fmt: skip
-def test_an_alpha_is_a_number_in_any_format(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path):
+def test_read_adapter_alpha_accepts_any_dtype(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path):
     """As `lora[alpha_name].item()` of `comfy.lora.load_lora`."""
     tensors = {**PLAIN, f"{MODULE}.alpha": torch.tensor(6).reshape(shape).to(dtype)}
     save_file(tensors, tmp_path / "lora.safetensors")
@@ -240,7 +240,7 @@ def test_an_alpha_is_a_number_in_any_format(dtype: torch.dtype, shape: tuple[int
 
 
 @pytest.mark.parametrize(("alpha", "times"), [(0, 0.0), (-4, -2.0), (127, 63.5)])
-def test_an_alpha_of_integers_may_be_any(alpha: int, times: float, tmp_path: Path):
+def test_read_adapter_alpha_accepts_any_integer(alpha: int, times: float, tmp_path: Path):
     save_file({**PLAIN, f"{MODULE}.alpha": torch.tensor(alpha, dtype=torch.int8)}, tmp_path / "lora.safetensors")
     assert scale(tmp_path / "lora.safetensors") == times
 
@@ -257,7 +257,7 @@ def scale(path: Path) -> float:
         return merge._read(weight_loader.TensorReader(stack, lambda: None), read, change, weight)[1]
 
 
-def test_integer_alphas_of_other_kinds(tmp_path: Path):
+def test_merge_integer_alpha_of_other_methods_matches_reference(tmp_path: Path):
     """Of a LoHa, a LoKr and a DoRA."""
     file = File("Wan21")
     file.loha("diffusion_model.blocks.0.self_attn.v", "blocks.0.attn1.to_v.weight", alpha=3)

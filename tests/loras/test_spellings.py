@@ -17,7 +17,7 @@ FUSED, SPLIT = "lora_unet_layers_0_attention_qkv", "lora_unet_layers_0_attention
 WAN, WAN_Q = "blocks.0.self_attn.q", "blocks.0.attn1.to_q.weight"
 
 
-def again(file: File, module: str, *others: str) -> None:
+def add_aliases(file: File, module: str, *others: str) -> None:
     """A module's tensors under other names too."""
     for name, tensor in list(file.tensors.items()):
         if name.startswith(f"{module}."):
@@ -45,7 +45,7 @@ def kohyas_fused_and_split(file: File) -> None:
     file.lora(FUSED, *QKV, **KOHYA, alpha=1.5)
     split_up(file, "lora_up.weight", "lora_down.weight", FUSED, *(SPLIT + name for name in "qkv"))
     file.lora("lora_unet_layers_1_attention_out", "layers.1.attention.to_out.0.weight", **KOHYA, alpha=6.0)
-    again(file, "lora_unet_layers_1_attention_out", "lora_unet_layers_1_attention_to_out_0")
+    add_aliases(file, "lora_unet_layers_1_attention_out", "lora_unet_layers_1_attention_to_out_0")
 
 
 def one_part_is_split(file: File) -> None:
@@ -80,7 +80,7 @@ def other_formats(file: File) -> None:
 def prefixes(file: File) -> None:
     file.lora(f"diffusion_model.{WAN}", WAN_Q, alpha=1.0)
     flat = WAN.replace(".", "_")
-    again(
+    add_aliases(
         file, f"diffusion_model.{WAN}", f"transformer.{WAN}", "base_model.model.blocks.0.attn1.to_q", WAN,
         f"lora_unet_{flat}", f"lycoris_{flat}", "lycoris_blocks_0_attn1_to_q", "transformer.blocks.0.attn1.to_q",
     )  # fmt: skip
@@ -98,7 +98,7 @@ def pairs_of_matrices(file: File) -> None:
 
 def doras(file: File) -> None:
     file.dora(f"lora_unet_{WAN.replace('.', '_')}", WAN_Q, 1)
-    again(file, f"lora_unet_{WAN.replace('.', '_')}", f"diffusion_model.{WAN}")
+    add_aliases(file, f"lora_unet_{WAN.replace('.', '_')}", f"diffusion_model.{WAN}")
 
 
 def doras_fused_and_split(file: File) -> None:
@@ -125,9 +125,11 @@ def differences(file: File) -> None:
 
 def lycoris(file: File) -> None:
     file.loha("lora_unet_blocks_0_self_attn_v", "blocks.0.attn1.to_v.weight", alpha=1.0)
-    again(file, "lora_unet_blocks_0_self_attn_v", "lycoris_blocks_0_attn1_to_v", "transformer.blocks.0.attn1.to_v")
+    add_aliases(
+        file, "lora_unet_blocks_0_self_attn_v", "lycoris_blocks_0_attn1_to_v", "transformer.blocks.0.attn1.to_v"
+    )
     file.lokr("diffusion_model.blocks.1.self_attn.k", "blocks.1.attn1.to_k.weight", whole=(True, False))
-    again(file, "diffusion_model.blocks.1.self_attn.k", "lycoris_blocks_1_self_attn_k")
+    add_aliases(file, "diffusion_model.blocks.1.self_attn.k", "lycoris_blocks_1_self_attn_k")
 
 
 def lokrs_fused_and_split(file: File) -> None:
@@ -163,7 +165,7 @@ REPEATED = {
     ("family", "case"),
     [pytest.param(family, case, id=case.__name__) for family, cases in REPEATED.items() for case in cases],
 )
-def test_equal_changes_are_merged_once(family: str, case: Callable[[File], None], tmp_path: Path):
+def test_merge_equal_changes_under_several_names_apply_once(family: str, case: Callable[[File], None], tmp_path: Path):
     file = File(family)
     case(file)
     check(family, file, tmp_path / "lora.safetensors", 2**-8 if case is other_formats else OPERATION)
@@ -180,7 +182,7 @@ def check(family: str, file: File, path: Path, bound: float, unused: tuple[str, 
     assert adapter.read_adapter(str(path), network(family)).unused == unused
 
 
-def named(file: File, module: str, target: str) -> tuple[str, ...]:
+def draw_ignored(file: File, module: str, target: str) -> tuple[str, ...]:
     """Draws a change that is not to count."""
     before = dict(file.added)
     file.lora(module, target)
@@ -201,14 +203,16 @@ def named(file: File, module: str, target: str) -> tuple[str, ...]:
          "transformer_blocks.0.attn.to_q"),
     ],
 )  # fmt: skip
-def test_of_different_changes_comfyuis_counts(family: str, target: str, counts: str, does_not: str, tmp_path: Path):
+def test_merge_different_changes_use_the_one_comfyui_takes(
+    family: str, target: str, counts: str, does_not: str, tmp_path: Path
+):
     """Its map (`comfy.lora`) knows the names that count, and takes the last of several for one module."""
     file = File(family)
     file.lora(counts, target)
-    check(family, file, tmp_path / "lora.safetensors", OPERATION, named(file, does_not, target))
+    check(family, file, tmp_path / "lora.safetensors", OPERATION, draw_ignored(file, does_not, target))
 
 
-def test_different_changes_of_a_fused_module_and_its_part_add_up_as_in_comfyui(tmp_path: Path):
+def test_merge_fused_and_split_changes_add_up(tmp_path: Path):
     file = File("ZImage")
     file.lora("diffusion_model.layers.0.attention.qkv", *QKV)
     whole = file.added[Q]
@@ -226,14 +230,12 @@ def test_different_changes_of_a_fused_module_and_its_part_add_up_as_in_comfyui(t
     ],
 )
 @pytest.mark.parametrize("nearly", [False, True])
-def test_different_changes_that_comfyui_knows_neither_of_are_refused(
-    first: str, second: str, nearly: bool, tmp_path: Path
-):
+def test_read_adapter_conflicting_changes_raise_lora_error(first: str, second: str, nearly: bool, tmp_path: Path):
     file = File("Wan21")
     file.lora(first, WAN_Q)
     file.lora(second, WAN_Q)
     if nearly:
-        again(file, first, second)
+        add_aliases(file, first, second)
         file.tensors[f"{second}.lora_B.weight"][7] *= 1.5
     save_file(file.tensors, tmp_path / "lora.safetensors")
     with pytest.raises(LoraError) as error:
@@ -245,18 +247,18 @@ def test_different_changes_that_comfyui_knows_neither_of_are_refused(
     )
 
 
-def test_two_kinds_of_one_module_are_what_comfyui_takes(tmp_path: Path):
+def test_merge_difference_replaces_product_of_same_module(tmp_path: Path):
     """`comfy.lora.load_lora` puts the difference in the place of the product."""
     file = File("Wan21")
-    names = named(file, f"diffusion_model.{WAN}", WAN_Q)
+    names = draw_ignored(file, f"diffusion_model.{WAN}", WAN_Q)
     file.diff(f"diffusion_model.{WAN}.diff", WAN_Q)
     check("Wan21", file, tmp_path / "lora.safetensors", OPERATION, names)
 
 
-def test_a_name_with_many_prefixes_is_no_way_to_keep_a_machine_busy(tmp_path: Path):
+def test_read_adapter_many_prefixes_raise_lora_error(tmp_path: Path):
     file = File("Wan21")
     file.lora(WAN, WAN_Q)
-    again(file, WAN, *("model." * number + WAN for number in range(1, 30)))
+    add_aliases(file, WAN, *("model." * number + WAN for number in range(1, 30)))
     save_file(file.tensors, tmp_path / "lora.safetensors")
     with pytest.raises(LoraError, match=r"30 of its names, such as .* mean blocks.0.attn1.to_q.weight; at most 16 may"):
         adapter.read_adapter(str(tmp_path / "lora.safetensors"), network("Wan21"))

@@ -48,16 +48,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 @pytest.mark.parametrize("text", BUSY_TEXTS)
-def test_published_texts_of_busy_chips_are_recognized(text: str):
+def test_is_busy_recognizes_published_busy_messages(text: str):
     assert device_access.is_busy(text)
 
 
 @pytest.mark.parametrize("text", OTHER_TEXTS)
-def test_other_failures_are_not_taken_for_busy_chips(text: str):
+def test_is_busy_rejects_other_failures(text: str):
     assert not device_access.is_busy(text)
 
 
-def test_chips_busy_for_20_s_are_opened_after_that(clock: FakeClock, monkeypatch: pytest.MonkeyPatch):
+def test_open_devices_retries_until_chips_are_free(clock: FakeClock, monkeypatch: pytest.MonkeyPatch):
     def start() -> list[str]:
         if clock.now < 120:
             raise RuntimeError(BUSY_TEXTS[0])
@@ -71,7 +71,7 @@ def test_chips_busy_for_20_s_are_opened_after_that(clock: FakeClock, monkeypatch
     assert lines[0].endswith("a process of another user or container; waited 0 s so far")
 
 
-def test_chips_that_stay_busy_are_given_up_after_a_minute(clock: FakeClock):
+def test_wait_while_busy_raises_devices_busy_after_one_minute(clock: FakeClock):
     def start() -> None:
         raise RuntimeError(BUSY_TEXTS[2])
 
@@ -80,7 +80,7 @@ def test_chips_that_stay_busy_are_given_up_after_a_minute(clock: FakeClock):
     assert 160 <= clock.now < 161
 
 
-def test_another_failure_is_raised_at_once(clock: FakeClock):
+def test_wait_while_busy_raises_other_errors_immediately(clock: FakeClock):
     def start() -> None:
         raise RuntimeError(OTHER_TEXTS[0])
 
@@ -89,7 +89,7 @@ def test_another_failure_is_raised_at_once(clock: FakeClock):
     assert clock.now == 100
 
 
-def test_a_cancel_ends_the_wait_within_a_second(clock: FakeClock):
+def test_wait_while_busy_ends_within_one_second_of_cancel(clock: FakeClock):
     class Cancelled(Exception):
         pass
 
@@ -105,7 +105,7 @@ def test_a_cancel_ends_the_wait_within_a_second(clock: FakeClock):
     assert clock.now < 104
 
 
-def test_a_busy_start_leaves_no_back_end_that_the_next_attempt_would_take_for_the_chips():
+def test_open_devices_after_busy_start_clears_jax_backends():
     """JAX keeps the back ends that started before the failing one, and would return the CPU's devices."""
     program = f"""
         import jax
@@ -128,7 +128,7 @@ def test_a_busy_start_leaves_no_back_end_that_the_next_attempt_would_take_for_th
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
-def test_a_busy_start_in_another_process_is_tried_again(tmp_path: Path, clock: FakeClock):
+def test_try_to_start_retries_busy_subprocess(tmp_path: Path, clock: FakeClock):
     attempts = tmp_path / "attempts"
     program = (
         "import pathlib, sys\n"
@@ -140,7 +140,7 @@ def test_a_busy_start_in_another_process_is_tried_again(tmp_path: Path, clock: F
     assert done.returncode == 0 and attempts.read_text() == "xxx"
 
 
-def test_holders_are_named_and_their_end_is_waited_for(
+def test_wait_for_release_names_holders_until_chips_are_released(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ):
     root = fake_tpu.plug(tmp_path, "v6e", 1)
@@ -166,7 +166,7 @@ def test_holders_are_named_and_their_end_is_waited_for(
         ("Linux version 4.4.0-210-generic (buildd@lgw01) #242-Ubuntu SMP\n", False),
     ],
 )
-def test_gvisor_is_recognized_by_the_kernel_that_it_reports(tmp_path: Path, version: str, is_sandbox: bool):
+def test_allows_one_process_detects_gvisor_kernel(tmp_path: Path, version: str, is_sandbox: bool):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/version").write_text(version)
     assert device_access.allows_one_process(tmp_path) == is_sandbox

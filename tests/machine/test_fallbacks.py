@@ -59,7 +59,7 @@ HALT = (
     ],
     ids=["option", "value", "scratch", "label", "no kernel", "no name"],
 )
-def test_what_the_compiler_refuses_is_named(said: str, kind: str, named: tuple[str, ...]):
+def test_classify_compile_error_names_refused_option_or_kernel(said: str, kind: str, named: tuple[str, ...]):
     error = jax.errors.JaxRuntimeError(said)
     found = fallbacks.classify_compile_error(error, "the step", ["xla_tpu_scoped_vmem_limit_kib"])
     assert found is not None and (found.kind, found.names) == (kind, named)
@@ -70,7 +70,7 @@ def test_what_the_compiler_refuses_is_named(said: str, kind: str, named: tuple[s
     "said",
     ["RESOURCE_EXHAUSTED: Used 54.12G of 31.25G hbm", "INTERNAL: something else", "%attention.3 is fine", NAMELESS],
 )
-def test_any_other_error_has_no_rung_below(said: str):
+def test_classify_other_errors_return_none(said: str):
     error = jax.errors.JaxRuntimeError(said)
     assert (
         fallbacks.classify_compile_error(error, "the step") is None
@@ -78,13 +78,13 @@ def test_any_other_error_has_no_rung_below(said: str):
     )
 
 
-def test_a_fault_in_a_kernels_code_is_no_refusal():
+def test_classify_compile_error_ignores_python_type_error():
     with pytest.raises(TypeError) as error:
         residual_norm.residual_norm_kernel(*(None,) * 6, eps=1e-6)  # type: ignore[arg-type]
     assert fallbacks.classify_compile_error(error.value, "the step") is None
 
 
-def test_a_halt_names_its_kernel_or_all_of_its_program():
+def test_classify_halt_names_kernel_or_all_kernels_of_program():
     named = fallbacks.classify_halt(jax.errors.JaxRuntimeError(HALT), "decode", ["attention"])
     assert named is not None and named.names == (registry.CONVOLUTION,)
     error = jax.errors.JaxRuntimeError("INTERNAL: TPU program continuator has halted")
@@ -97,7 +97,7 @@ def down(start: Fallbacks, failure: Unsupported) -> Fallbacks | None:
     return found and start | found[0]
 
 
-def test_a_kernel_takes_smaller_tiles_and_then_xla_its_place():
+def test_kernel_fallback_uses_small_tiles_then_xla():
     failure = Unsupported("kernel", "the step", (registry.ATTENTION,), "no room")
     first = down(Fallbacks(), failure)
     assert first == Fallbacks(kernels=KernelFallbacks(small=(registry.ATTENTION,)))
@@ -108,7 +108,7 @@ def test_a_kernel_takes_smaller_tiles_and_then_xla_its_place():
     assert down(Fallbacks(), halt) == Fallbacks(kernels=KernelFallbacks(off=(registry.CONVOLUTION,)))
 
 
-def test_an_option_is_left_out_once():
+def test_option_fallback_removes_option_once():
     failure = Unsupported("option", "the step", ("xla_tpu_enable_async_all_to_all",), "unknown")
     first = down(Fallbacks(), failure)
     assert first is not None and down(first, failure) is None
@@ -119,7 +119,7 @@ def test_an_option_is_left_out_once():
 # --- what the owner switches off --------------------------------------------------------------------------------------
 
 
-def test_the_environment_switches_kernels_and_options_off():
+def test_fallbacks_from_environment_disable_kernels_and_options():
     environ = {"COMFYUI_TPU_KERNELS": "-attention, -prologue", "COMFYUI_TPU_OPTIONS": "-sparsecore,-vmem"}
     found = fallbacks.fallbacks_from_environment(environ)
     assert found.kernels == KernelFallbacks(off=("attention", "attention_prologue"))
@@ -131,7 +131,9 @@ def test_the_environment_switches_kernels_and_options_off():
     ("variable", "value"),
     [("COMFYUI_TPU_KERNELS", "attention"), ("COMFYUI_TPU_KERNELS", "-splash"), ("COMFYUI_TPU_OPTIONS", "-attention")],
 )
-def test_a_switch_that_is_none_is_said(variable: str, value: str, monkeypatch: pytest.MonkeyPatch):
+def test_environment_fallback_unknown_name_raises_value_error(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"{variable}: '{value}' must be one of -.*commas"):
         CompileTarget(devices=tuple(jax.devices()[:1]), precision="float32")
@@ -140,7 +142,7 @@ def test_a_switch_that_is_none_is_said(variable: str, value: str, monkeypatch: p
 # --- smaller tiles ----------------------------------------------------------------------------------------------------
 
 
-def test_small_tiles_take_half_of_the_on_chip_memory():
+def test_small_tiles_use_half_of_vmem():
     call = {"q_seq": 9472, "kv_rows": [75600], "heads": 5, "head_dim": 128, "itemsize": 2}
     fastest = functools.partial(attention_config.choose_config, "TPU v6 lite", "sampled", **call)
     with dispatch.use_fallbacks(KernelFallbacks(small=(registry.ATTENTION,))):
@@ -156,7 +158,7 @@ def test_small_tiles_take_half_of_the_on_chip_memory():
     [KernelFallbacks(), KernelFallbacks(small=registry.KERNELS), KernelFallbacks(off=registry.KERNELS)],
     ids=str,
 )
-def test_every_rung_computes_the_same(rungs: KernelFallbacks):
+def test_residual_norm_matches_reference_under_every_fallback(rungs: KernelFallbacks):
     generator = np.random.default_rng(0)
     x, update, vector = (
         jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in ((1, 300, 256),) * 2 + ((1, 256),)
@@ -183,7 +185,7 @@ def in_float16(x: jax.Array) -> jax.Array:
     ],
     ids=["by Mosaic", "by JAX", "by XLA"],
 )
-def test_a_kernel_that_is_refused_for_a_tpu_is_named(
+def test_compile_or_load_refused_kernel_raises_unsupported(
     said: str, harm: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ):
     """Only XLA names it: JAX ends the traceback of the others in the kernel's file."""
@@ -200,7 +202,7 @@ def test_a_kernel_that_is_refused_for_a_tpu_is_named(
     assert (error.value.kind, error.value.names) == ("kernel", (registry.RESIDUAL_NORM,))
 
 
-def test_the_attention_in_place_of_the_kernels_goes_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch):
+def test_attention_reference_splits_queries_into_blocks(monkeypatch: pytest.MonkeyPatch):
     """At a model's size all scores at once are more than a chip has; a block's are the same numbers. A chip has room
     for more of them than a CPU is given.
     """
@@ -242,7 +244,7 @@ RECORD = record.MachineRecord(
 )
 
 
-def test_a_record_is_read_as_it_was_written(folder: Path):
+def test_machine_record_round_trips_through_file(folder: Path):
     record.write_record("8 x TPU v6 lite", RECORD)
     record.write_record("1 x TPU v5 lite", record.MachineRecord())
     assert (
@@ -269,14 +271,14 @@ STRANGE = {
     ],
     ids=["empty", "list", "cut off", "no text", "deep", "no record", "too long", "strange names"],
 )  # fmt: skip
-def test_whatever_the_file_holds_is_a_record_or_none(folder: Path, content: bytes):
+def test_machine_record_from_invalid_file_is_empty(folder: Path, content: bytes):
     (folder / "machine.json").write_bytes(content)
     assert record.read_record("8 x TPU v6 lite") == record.MachineRecord()
     record.write_record("8 x TPU v6 lite", RECORD)
     assert record.read_record("8 x TPU v6 lite") == RECORD
 
 
-def test_sentences_of_anyone_are_a_line_of_text_and_no_number_takes_all_memory(folder: Path):
+def test_machine_record_sanitizes_sentences_and_reserve(folder: Path):
     given = {"sentences": ["\x1b[2J\x1b]0;title\x07\nall is well" + "x" * 5000], "reserve_share": 0.9}
     (folder / "machine.json").write_text(json.dumps({"8 x \x1b[2J": given}))
     ((key, found),) = record.read_all().items()
@@ -286,7 +288,7 @@ def test_sentences_of_anyone_are_a_line_of_text_and_no_number_takes_all_memory(f
     assert found.reserve_share is None and max(memory.RESERVES) <= record.MAX_RESERVE
 
 
-def test_two_records_together_have_all_that_is_left_out_and_the_newer_numbers():
+def test_machine_record_union_merges_fallbacks_and_newer_numbers():
     newer = record.MachineRecord(
         fallbacks=Fallbacks(kernels=KernelFallbacks(off=("modulation",))), sentences=("another",), reserve_share=0.12
     )
@@ -296,7 +298,7 @@ def test_two_records_together_have_all_that_is_left_out_and_the_newer_numbers():
     assert both.sentences == (*RECORD.sentences, "another") and both.rates == RECORD.rates
 
 
-def test_an_engine_goes_by_what_a_first_run_measured(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engine_uses_recorded_measurements(folder: Path, monkeypatch: pytest.MonkeyPatch):
     devices = jax.devices()[:2]
     record.write_record(record.machine_key(devices[0].device_kind, 2), RECORD)
     used = mock.Mock()

@@ -99,12 +99,12 @@ def is_exact(samples: torch.Tensor, exact: torch.Tensor) -> bool:
     return difference(samples, exact) <= PIPELINE
 
 
-def recorded() -> record.MachineRecord:
+def read_machine_record() -> record.MachineRecord:
     (found,) = record.read_all().values()
     return found
 
 
-def test_an_option_that_is_refused_is_left_out_and_said_once(breaks: Breaks, exact: torch.Tensor):
+def test_refused_option_is_left_out_and_reported_once(breaks: Breaks, exact: torch.Tensor):
     steps = breaks(Fault(at="compile", option=ASYNC, says=NO_OPTION.format(ASYNC)))
     host, runner = Host(), Runner(jax.devices()[:2])
     assert is_exact(generate(runner, host), exact)
@@ -112,14 +112,14 @@ def test_an_option_that_is_refused_is_left_out_and_said_once(breaks: Breaks, exa
     assert host.said.count(sentence) == 1 and sentence in host.said
     assert ASYNC in sentence and "compiled without" in sentence
     assert [options for _, options in steps] == [(ASYNC, VMEM), (VMEM,)]
-    assert recorded() == record.MachineRecord(fallbacks=Fallbacks(options=(ASYNC,)), sentences=(sentence,))
+    assert read_machine_record() == record.MachineRecord(fallbacks=Fallbacks(options=(ASYNC,)), sentences=(sentence,))
     # The next process begins where this one ended.
     host = Host()
     assert is_exact(generate(Runner(jax.devices()[:2]), host), exact)
     assert sentence not in host.said and len(steps) == 3
 
 
-def test_a_kernel_that_is_refused_takes_smaller_tiles_then_xla_its_place(breaks: Breaks, exact: torch.Tensor):
+def test_refused_kernel_uses_small_tiles_then_xla(breaks: Breaks, exact: torch.Tensor):
     steps = breaks(Fault(at="compile", holds=ATTENTION, says=NO_VMEM))
     host, runner = Host(), Runner(jax.devices()[:2], kernel="pallas")
     # In interpret mode; what remains of kernels rounds otherwise than XLA.
@@ -129,20 +129,18 @@ def test_a_kernel_that_is_refused_takes_smaller_tiles_then_xla_its_place(breaks:
     said = [sentence for sentence in host.said if "attention" in sentence]
     assert said == runner.ladder.sentences and len(said) == 2
     assert "smaller tiles" in said[0] and "uses XLA" in said[1]
-    assert recorded().fallbacks.kernels == off
+    assert read_machine_record().fallbacks.kernels == off
 
 
-def test_a_refusal_without_a_rung_below_is_the_users(breaks: Breaks):
+def test_refusal_without_fallback_raises_runtime_error(breaks: Breaks):
     breaks(Fault(at="compile", option=VMEM, says=NO_OPTION.format("xla_tpu_other")))
     with pytest.raises(RuntimeError, match="No such compile option: 'xla_tpu_other'"):
         generate(Runner(jax.devices()[:2]), Host())
     # Once tried without, and no more.
-    assert len(recorded().sentences) == 1
+    assert len(read_machine_record().sentences) == 1
 
 
-def test_a_halt_names_its_program_and_the_next_start_is_without_its_kernels(
-    breaks: Breaks, monkeypatch: pytest.MonkeyPatch
-):
+def test_halted_program_is_named_and_next_start_disables_kernels(breaks: Breaks, monkeypatch: pytest.MonkeyPatch):
     breaks(Fault(at="run", option=ASYNC, does="halt", says=HALT))
     # As a TPU's program reads. The frames after a restart are compared in a real ComfyUI (tests/comfyui).
     text = "%attention.1 = custom-call(), %residual_norm = custom-call(), %fusion.3 = fusion()"
@@ -155,21 +153,21 @@ def test_a_halt_names_its_program_and_the_next_start_is_without_its_kernels(
     # This process has lost the chips: nothing is tried on them.
     with pytest.raises(ChipHalted, match="restart"):
         runner.encode(MODEL, "another", "", Host())
-    assert recorded().fallbacks.kernels == KernelFallbacks(off=("attention", "residual_norm"))
+    assert read_machine_record().fallbacks.kernels == KernelFallbacks(off=("attention", "residual_norm"))
     after = Runner(jax.devices()[:2])
-    assert after.ladder.fallbacks.kernels == recorded().fallbacks.kernels
+    assert after.ladder.fallbacks.kernels == read_machine_record().fallbacks.kernels
     assert "denoise_step" in after.ladder.sentences[0]
 
 
 @pytest.mark.parametrize("is_cured", [True, False])
-def test_nonsense_is_tried_once_more_without_overlap(breaks: Breaks, exact: torch.Tensor, is_cured: bool):
+def test_nonfinite_values_are_retried_once_without_overlap(breaks: Breaks, exact: torch.Tensor, is_cured: bool):
     steps = breaks(Fault(at="run", option=ASYNC if is_cured else VMEM, does="nonsense"))
     runner, host = Runner(jax.devices()[:2]), Host()
     if is_cured:
         assert is_exact(generate(runner, host), exact)
         (sentence,) = runner.ladder.sentences
         assert "overlapped transfers" in sentence
-        assert set(recorded().fallbacks.left(OPTIONS)) == {VMEM}
+        assert set(read_machine_record().fallbacks.left(OPTIONS)) == {VMEM}
     else:
         with pytest.raises(NotFinite, match="step 1 of 2"):
             generate(runner, host)
@@ -179,18 +177,16 @@ def test_nonsense_is_tried_once_more_without_overlap(breaks: Breaks, exact: torc
     assert sum("once more" in sentence for sentence in host.said) == 1
 
 
-def test_what_the_owner_switched_off_is_none_of_what_was_found_out(
-    breaks: Breaks, exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-):
+def test_environment_fallbacks_are_not_recorded(breaks: Breaks, exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch):
     """Unset again it is taken again."""
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-residual_norm")
     monkeypatch.setenv("COMFYUI_TPU_OPTIONS", "-vmem")
     breaks(Fault(at="compile", option=ASYNC, says=NO_OPTION.format(ASYNC)))
     assert is_exact(generate(Runner(jax.devices()[:2]), Host()), exact)
-    assert recorded().fallbacks == Fallbacks(options=(ASYNC,))
+    assert read_machine_record().fallbacks == Fallbacks(options=(ASYNC,))
 
 
-def test_a_trial_that_is_cancelled_taught_nothing(breaks: Breaks, exact: torch.Tensor):
+def test_cancelled_retry_records_no_fallback(breaks: Breaks, exact: torch.Tensor):
     """The next stage runs as before, and its success is no word on transfers beside computation."""
 
     class Cancels(Host):
@@ -205,12 +201,10 @@ def test_a_trial_that_is_cancelled_taught_nothing(breaks: Breaks, exact: torch.T
     assert record.read_all() == {} and not runner.ladder.fallbacks
     # And a later trial, to its end, does.
     assert is_exact(generate(runner, Host()), exact)
-    assert set(recorded().fallbacks.left(OPTIONS)) == {VMEM}
+    assert set(read_machine_record().fallbacks.left(OPTIONS)) == {VMEM}
 
 
-def test_nonsense_without_anything_beside_computation_is_not_tried_again(
-    breaks: Breaks, monkeypatch: pytest.MonkeyPatch
-):
+def test_nonfinite_values_without_overlap_options_are_not_retried(breaks: Breaks, monkeypatch: pytest.MonkeyPatch):
     """What is left to leave out, the memory of kernels, has no part in it."""
     monkeypatch.setenv("COMFYUI_TPU_OPTIONS", "-async")
     steps = breaks(Fault(at="run", option=VMEM, does="nonsense"))
@@ -220,17 +214,17 @@ def test_nonsense_without_anything_beside_computation_is_not_tried_again(
     assert [options for _, options in steps] == [(VMEM,)] and not any("once more" in text for text in host.said)
 
 
-def test_what_two_processes_find_out_is_kept_of_both(breaks: Breaks):
+def test_fallbacks_of_two_processes_are_merged_in_record(breaks: Breaks):
     """Each knew the record before the other wrote its own."""
     breaks()
     one, other = FallbackPolicy(jax.devices()[:2]), FallbackPolicy(jax.devices()[:2])
     one.down(Unsupported("option", "the step", (ASYNC,), "unknown"))
     other.down(Unsupported("kernel", "the step", ("attention",), "no room"))
-    assert recorded().fallbacks == Fallbacks(options=(ASYNC,), kernels=KernelFallbacks(small=("attention",)))
-    assert len(recorded().sentences) == 2
+    assert read_machine_record().fallbacks == Fallbacks(options=(ASYNC,), kernels=KernelFallbacks(small=("attention",)))
+    assert len(read_machine_record().sentences) == 2
 
 
-def test_of_several_hosts_all_do_without_what_the_leader_does(breaks: Breaks, exact: torch.Tensor):
+def test_multihost_runner_applies_fallbacks_of_leader(breaks: Breaks, exact: torch.Tensor):
     """Their records may differ, where one host's chips were halted; programs of other kernels wait for ever."""
 
     class Led(HostGroup):
@@ -246,7 +240,7 @@ WEIGHT = r"float32\["  # what is put while a text encoder is loaded; tokens are 
 
 
 @pytest.mark.parametrize("at", ["run", "put"])
-def test_memory_of_the_host_has_its_own_sentence(breaks: Breaks, at: str):
+def test_host_memory_error_names_ulimit_and_is_not_retried(breaks: Breaks, at: str):
     breaks(Fault(at=at, holds=WEIGHT * (at == "put"), says=HOST))
     host = Host()
     with pytest.raises(RuntimeError, match="The host could not map memory.*ulimit -l unlimited"):
@@ -254,9 +248,7 @@ def test_memory_of_the_host_has_its_own_sentence(breaks: Breaks, at: str):
     assert not any("once more" in text for text in host.said), "unloading does not help the host"
 
 
-def test_memory_that_runs_out_while_weights_are_put_is_tried_again_with_nothing_else_there(
-    breaks: Breaks, exact: torch.Tensor
-):
+def test_out_of_memory_during_weight_transfer_is_retried(breaks: Breaks, exact: torch.Tensor):
     """What was read so far is not left behind: the second attempt begins with all of it."""
     breaks(Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5, times=1))
     host, runner = Host(), Runner(jax.devices()[:2])
@@ -267,7 +259,7 @@ def test_memory_that_runs_out_while_weights_are_put_is_tried_again_with_nothing_
     assert len(loading) >= 2 and runner.counts["load"] == len(runner.device_cache.list()) + 1
 
 
-def test_weights_that_never_have_room_end_in_the_sentence_for_memory(breaks: Breaks):
+def test_weight_transfer_without_room_raises_out_of_memory(breaks: Breaks):
     breaks(Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5))
     runner = Runner(jax.devices()[:2])
     with pytest.raises(OutOfMemory, match="ran out of TPU memory in stage encode on 2 chips.*no room of that size"):
@@ -275,7 +267,7 @@ def test_weights_that_never_have_room_end_in_the_sentence_for_memory(breaks: Bre
     assert runner.device_cache.list() == ()
 
 
-def test_the_monitor_says_what_the_machine_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_snapshot_notes_list_disabled_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-attention")
     runner = Runner(jax.devices()[:2])
@@ -302,7 +294,7 @@ lifecycle.restart()
 """
 
 
-def test_a_process_that_starts_again_is_the_same_with_its_lock_and_without_the_chips(tmp_path: Path):
+def test_process_restart_keeps_pid_and_lock_and_releases_chips(tmp_path: Path):
     command = [sys.executable, "-c", RESTARTED, str(tmp_path / "file"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     before, after = done.stdout.splitlines()

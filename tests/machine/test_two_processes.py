@@ -24,7 +24,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_nothing_that_several_processes_find_out_is_lost(monkeypatch: pytest.MonkeyPatch, cache_folder: Path):
+def test_machine_records_of_concurrent_processes_are_all_kept(monkeypatch: pytest.MonkeyPatch, cache_folder: Path):
     processes = [subprocess.Popen([sys.executable, "-c", LIMITS + ADDS, str(number)]) for number in range(3)]
     assert [process.wait(120) for process in processes] == [0, 0, 0]
     found = record.read_all()
@@ -38,7 +38,7 @@ record.MAX_MACHINES, record.MAX_SENTENCES = 1000, 100
 """
 
 
-def test_a_scratch_file_of_a_living_writer_stays_when_the_clock_was_set_back(tmp_path: Path):
+def test_trim_keeps_locked_scratch_file_after_clock_change(tmp_path: Path):
     """Beside an entry of the future what is being written looks abandoned."""
     import fcntl
     import os

@@ -40,7 +40,7 @@ def follow(root: Path) -> None:
         file.write_text(text.replace(before, after), "utf-8")
 
 
-def test_what_the_guide_quotes_is_in_its_files():
+def test_guide_code_blocks_are_in_its_files():
     quoted = QUOTED.findall(GUIDE.read_text("utf-8"))
     assert quoted and all(any(each in content for content in new_files().values()) for each in quoted)
 
@@ -66,7 +66,7 @@ def run(root: Path, *command: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_the_guides_model_passes_its_parity_tests_and_those_of_every_family(copy: Path):
+def test_guide_model_passes_its_tests_and_the_shared_ones(copy: Path):
     """Text states, one denoiser call with poisoned padding, the whole loop at an odd size, on 8 simulated chips."""
     results = copy.parent / "results.xml"
     options = ("-q", "-k", "pixart", "-p", "no:cacheprovider", "--junit-xml", str(results))
@@ -80,16 +80,16 @@ def test_the_guides_model_passes_its_parity_tests_and_those_of_every_family(copy
     nodes = ("PixArtTextEncoder", "PixArtTPUSampler", "PixArtTPUVAEDecoder", "PixArtTPUPipeline")
     wanted = (
         *own,
-        *(f"test_required_inputs_come_first[{node}]" for node in nodes),
-        "test_the_real_architectures_are_laid_out[pixart-sigma-xl transformer-float32]",
-        "test_an_example_is_a_valid_workflow[api/pixart_t2i.json]",
-        "test_a_room_imports_only_what_it_may[tpu_runtime/models/pixart/spec.py]",
+        *(f"test_node_required_widgets_come_first[{node}]" for node in nodes),
+        "test_lay_out_published_architectures_split_every_large_weight[pixart-sigma-xl transformer-float32]",
+        "test_example_is_valid_workflow[api/pixart_t2i.json]",
+        "test_file_imports_only_allowed_packages[tpu_runtime/models/pixart/spec.py]",
     )
     assert len(own) == 3
     assert [name for name in wanted if not any(name in case for case in passed)] == []
 
 
-def test_the_guides_code_is_in_the_houses_style(copy: Path):
+def test_guide_code_passes_ruff(copy: Path):
     new = list(new_files())
     assert len(new) == 5
     for command in (("ruff", "check"), ("ruff", "format", "--check")):
@@ -97,7 +97,7 @@ def test_the_guides_code_is_in_the_houses_style(copy: Path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_checkpoint_may_name_the_class_as_upstream_once_did():
+def test_config_problem_accepts_class_aliases():
     """PixArt's say Transformer2DModel: diffusers translates that name, and so a component may."""
     spec = SPECS[0]
     component = replace(spec.component("transformer"), class_aliases=("OldName",))

@@ -86,20 +86,20 @@ def normalised(latents: dict[str, Any]) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), mostly([(1, SHORT), (3, LONG), (8, LONG)], (1, SHORT), (8, LONG)))
-def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+def test_cogvideox_prompt_embeddings_match_diffusers(chips: int, prompt: str, compare: Callable):
     prompt_embeds, negative = parity.encode_anew(chips, MODEL, prompt, NEGATIVE)
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(prompt), error=NETWORK)
     assert prompt_embeds[0][1]["length"] == {SHORT: 2, LONG: 226}[prompt]
 
 
-def test_an_empty_negative_prompt_is_upstreams_default(compare: Callable):
+def test_cogvideox_empty_negative_prompt_matches_diffusers(compare: Callable):
     negative = engine(1).encode(MODEL, SHORT, "", SilentProgress())[1]
     expected = upstream_pipeline().encode_prompt(SHORT)[1].detach()
     compare("empty prompt", negative[0][0].numpy(), expected.numpy(), error=NETWORK)
 
 
-def test_a_published_tokenizer_is_read(tmp_path: Path):
+def test_load_tokenizer_sentencepiece_only_folder_matches_sentencepiece(tmp_path: Path):
     """It has no tokenizer.json, only the SentencePiece model."""
     import sentencepiece
 
@@ -119,7 +119,7 @@ def test_a_published_tokenizer_is_read(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chips", CHIPS)
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+def test_cogvideox_denoise_with_poisoned_padding_matches_diffusers(
     chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """105 tokens: those that 4 chips need beside them are NaN."""
@@ -156,7 +156,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
         ),
     ],
 )
-def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, compare: Callable):
+def test_cogvideox_latents_and_frames_match_diffusers(chips: int, settings: Settings, compare: Callable):
     runner, expected = engine(chips), oracle(settings)
     latents = runner.denoise(
         MODEL, settings, *runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress()), SilentProgress()
@@ -167,7 +167,7 @@ def test_latents_and_frames_equal_upstreams(chips: int, settings: Settings, comp
     compare(f"frames, {chips} chips", frames.numpy(), expected.frames)
 
 
-def test_a_checkpoint_may_name_the_other_scheduler_itself():
+def test_build_table_uses_scheduler_of_the_checkpoint():
     config = {**SPEC.recipe.scheduler, "_class_name": "CogVideoXDPMScheduler"}
     shape = SPEC.geometry.latent_shape(ODD)
     own = solver_table.build_table(SPEC, config, ODD, shape)
@@ -181,7 +181,7 @@ def test_a_checkpoint_may_name_the_other_scheduler_itself():
 
 
 @pytest.mark.slow
-def test_guidance_that_changes_compiles_nothing_anew():
+def test_dynamic_guidance_reuses_the_compiled_program():
     """It is an argument of the one program: 1 at the least, and one more than guidance_scale at the most."""
     tall_latents(TALL, NEGATIVE)
     before, dynamic = engine(3).counts["compile"], replace(TALL, use_dynamic_cfg=True, guidance_scale=3.0)
@@ -192,7 +192,7 @@ def test_guidance_that_changes_compiles_nothing_anew():
 
 
 @pytest.mark.slow
-def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: Callable):
+def test_cogvideox_decode_even_latent_frames_matches_diffusers(compare: Callable):
     """A LATENT may come from elsewhere: even numbers start with two frames and four images each."""
     latents = torch.randn(1, 16, 4, 10, 14, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_any_number_of_latent_frames_is_decoded_as_upstream_decodes_it(compare: 
 
 
 @pytest.mark.recorded
-def test_bfloat16_stays_within_its_bound(compare: Callable):
+def test_cogvideox_bfloat16_error_stays_within_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 3 blocks, 3 steps and the VAE."""
     runner, expected = engine(8), oracle(FLAT)
     model = replace(MODEL, precision="bfloat16")
@@ -215,7 +215,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
 
 
 @pytest.mark.recorded
-def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
+def test_cogvideox_other_dimensions_match_diffusers(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and latent scale."""
     changes = {
         "text_encoder": {"d_model": 56, "num_heads": 7, "d_ff": 90, "num_layers": 2},
@@ -241,7 +241,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 # Upstream's latents by the other scheduler, above, are not those of the checkpoint's.
 @pytest.mark.slow
 @pytest.mark.parametrize("change", slower(CHANGES, *CHANGES[:5]), ids=lambda change: next(iter(change)))
-def test_every_setting_changes_the_result(change: dict):
+def test_cogvideox_every_setting_changes_the_latents(change: dict):
     """Each widget has its effect on a second run, when everything is loaded and compiled."""
     settings = replace(TALL, **{name: value for name, value in change.items() if name != "negative_prompt"})
     first = tall_latents(TALL, NEGATIVE)
@@ -267,15 +267,13 @@ def tall_latents(settings: Settings, negative: str) -> torch.Tensor:
         ),
     ],
 )
-def test_bad_settings_are_refused(change: dict, sentence: str):
+def test_cogvideox_invalid_setting_raises_value_error(change: dict, sentence: str):
     with pytest.raises(ValueError) as error:
         SPEC.settings(**change)
     assert str(error.value) == f"CogVideoX 1.5 5B: {sentence}"
 
 
-def test_the_makers_size_is_the_default_and_another_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_cogvideox_unpublished_size_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(api, "get_engine", lambda progress: SimpleNamespace(run=lambda *args, **given: {}))
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.published.hub_id)
 

@@ -49,7 +49,7 @@ def condition(model: ModelRef, settings: Settings, chips: int) -> Any:
 
 
 @functools.cache
-def prepared(settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+def prepare_upstream_latents(settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
     """Upstream's noise and picture, with the settings' seed; `num_frames` as its pipeline gives them, whole patches."""
     pipe = upstream_pipeline()
     frames = 4 * SPEC.geometry.latent_frames(settings.num_frames) - 3
@@ -61,7 +61,7 @@ def prepared(settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("chips", "inverted"), [(8, True), (3, False)])
-def test_a_picture_is_encoded_as_upstream_encodes_it(chips: int, inverted: bool, tmp_path: Path, compare: Callable):
+def test_cogvideox_i2v_encode_image_matches_diffusers(chips: int, inverted: bool, tmp_path: Path, compare: Callable):
     model, pipe = MODEL, upstream_pipeline()
     if not inverted:
         changes = {part.name: {} for part in SPEC.components}
@@ -79,9 +79,9 @@ def test_a_picture_is_encoded_as_upstream_encodes_it(chips: int, inverted: bool,
     compare(f"deviation, {chips} chips", found["image_std"].numpy(), scale * expected.std.numpy(), error=NETWORK)
 
 
-def test_noise_and_picture_are_drawn_as_upstream_draws_them(compare: Callable):
+def test_cogvideox_i2v_noise_and_image_draws_match_diffusers(compare: Callable):
     """From one generator, the picture first."""
-    noise, latents = prepared(ODD)
+    noise, latents = prepare_upstream_latents(ODD)
     generator = torch.Generator().manual_seed(ODD.seed)
     given = {name: tensor.numpy() for name, tensor in condition(MODEL, ODD, 8)["tensors"].items()}
     drawn = SPEC.recipe.draw_inputs(given, generator)
@@ -91,10 +91,12 @@ def test_noise_and_picture_are_drawn_as_upstream_draws_them(compare: Callable):
     assert difference(drawn["image"], given["image"]) > 1e-3
 
 
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+def test_cogvideox_i2v_denoise_with_poisoned_padding_matches_diffusers(
+    monkeypatch: pytest.MonkeyPatch, compare: Callable
+):
     """105 tokens on 4 chips for each branch: the three added ones are NaN."""
     parity.poison_padding(monkeypatch)
-    pipe, (noise, latents) = upstream_pipeline(), prepared(ODD)
+    pipe, (noise, latents) = upstream_pipeline(), prepare_upstream_latents(ODD)
     text = flagship.embeddings(flagship.SHORT)
     given = {"text": text, "text_length": np.full(2, 226, np.int32)}
     given |= {"image": latents[:, :, :1].numpy(), "image_std": np.full_like(latents[:, :, :1].numpy(), np.nan)}
@@ -112,7 +114,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: 
 
 
 @pytest.mark.parametrize(("chips", "settings"), [pytest.param(3, TALL, marks=pytest.mark.recorded), (8, ODD)])
-def test_a_video_from_a_picture_equals_upstreams(chips: int, settings: Settings, compare: Callable):
+def test_cogvideox_i2v_latents_and_frames_match_diffusers(chips: int, settings: Settings, compare: Callable):
     runner = engine(chips)
     expected = flagship.generate(upstream_pipeline(), settings, image=picture(settings))
     embeds = runner.encode(MODEL, flagship.SHORT, flagship.NEGATIVE, SilentProgress())
@@ -123,7 +125,7 @@ def test_a_video_from_a_picture_equals_upstreams(chips: int, settings: Settings,
     compare(f"frames, {chips} chips", frames.numpy(), expected.frames)
 
 
-def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
+def test_cogvideox_nodes_missing_or_unused_image_raises_value_error():
     class Host(SilentProgress):
         folders = Folders()
 
@@ -142,7 +144,7 @@ def test_the_familys_nodes_say_what_a_model_lacks_or_has_no_use_for():
         nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=T2V.miniature.id, **size)
 
 
-def test_a_folder_is_taken_for_what_it_is_and_other_models_are_refused(tmp_path: Path):
+def test_cogvideox_i2v_resolve_variant_and_check_use_config(tmp_path: Path):
     assert resolve_variant(T2V, str(tiny.ensure_random(SPEC))) is SPEC
     assert resolve_variant(SPEC, str(tiny.ensure_random(T2V))) is T2V
     changes = {part.name: {} for part in SPEC.components} | {"transformer": {"ofs_embed_dim": None}}
@@ -153,7 +155,7 @@ def test_a_folder_is_taken_for_what_it_is_and_other_models_are_refused(tmp_path:
         ModelRef(spec_name=SPEC.name, model_id=folder).check()
 
 
-def test_sizes_that_its_makers_do_not_publish_are_warned_of():
+def test_cogvideox_i2v_advice_warns_about_unpublished_sizes():
     shown = SPEC.settings()
     assert (shown.height, shown.width, shown.num_frames) == (768, 1360, 81)
     for size in ({}, {"height": 1360, "width": 768}, {"height": 768, "width": 1008, "num_frames": 161}):

@@ -88,7 +88,7 @@ def embeddings(prompt: str) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), mostly([(1, LONG), (3, SHORT), (8, SHORT)], (1, LONG), (8, SHORT)))
-def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+def test_flux2_prompt_embeddings_match_diffusers(chips: int, prompt: str, compare: Callable):
     embeds, negative = parity.encode_anew(chips, MODEL, prompt, "")
     what = "one word" if prompt == SHORT else "over 512 tokens"
     compare(f"embeddings, {what}, {chips} chips", embeds[0][0].numpy(), embeddings(prompt), error=NETWORK)
@@ -96,7 +96,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
     assert (embeds[0][1]["length"] == 512) == (prompt == LONG)
 
 
-def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
+def test_mistral3_tokenize_pads_on_the_left():
     config = json.loads((tiny.ensure_random(SPEC) / "tokenizer" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "LlamaTokenizerFast" and "padding_side" not in config  # as published
     tokenizer = tokenization.load_tokenizer(tiny.ensure_random(SPEC) / "tokenizer")
@@ -107,7 +107,7 @@ def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
     assert ids[0, empty] == tokenizer.bos_token_id and (ids[0, :empty] == tokenizer.pad_token_id).all()
 
 
-def test_padding_after_the_text_is_masked_too(compare: Callable):
+def test_mistral3_encode_text_right_padding_matches_transformers(compare: Callable):
     pipe = pipeline()
     ids, mask = text_encoder.tokenize(pipe.tokenizer, [SHORT])
     ids, mask = (np.roll(x, -int((mask == 0).sum())) for x in (ids, mask))
@@ -131,7 +131,7 @@ def test_padding_after_the_text_is_masked_too(compare: Callable):
 @pytest.mark.parametrize(
     "mesh", slower((MeshShape(), MeshShape(tp=3), MeshShape(sp=4, tp=2), MeshShape(sp=8)), MeshShape(sp=8)), ids=str
 )
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+def test_flux2_denoise_with_poisoned_padding_matches_diffusers(
     mesh: MeshShape, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """All arrangements of the chips; that of 8 chips by default is `sp=4 tp=2`, for 6 heads. Of 35 latent tokens and
@@ -153,7 +153,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     ("chips", "case"),
     [*(pytest.param(*one, marks=pytest.mark.recorded) for one in ((1, "odd"), (3, "tall"))), (8, "odd")],
 )
-def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Callable):
+def test_flux2_latents_and_image_match_diffusers(chips: int, case: str, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     expected = oracle(settings)
     embeds = engine(1).encode(MODEL, SHORT, "", SilentProgress())
@@ -163,7 +163,7 @@ def test_latents_and_picture_equal_upstreams(chips: int, case: str, compare: Cal
 
 
 @pytest.mark.slow
-def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
+def test_flux2_references_match_diffusers(compare: Callable):
     """Two pictures of other sizes, neither a multiple of 16: 35 + 30 + 24 latent tokens on 4 x 2 chips."""
     from PIL import Image
 
@@ -185,7 +185,7 @@ def test_references_join_the_sequence_as_upstreams_do(compare: Callable):
     assert difference(latents, oracle(ODD).latents) > 1e-3
 
 
-def test_alpha_and_pixels_beyond_the_range_do_not_change_a_reference():
+def test_flux2_encode_image_drops_alpha_and_clamps_pixels():
     """As bytes they would wrap around: 1.1 would be nearly black."""
     image = torch.rand(1, 64, 98, 4, generator=torch.Generator().manual_seed(3)) * 1.6 - 0.3
     plain = image[..., :3].clamp(0.0, 1.0)
@@ -195,13 +195,13 @@ def test_alpha_and_pixels_beyond_the_range_do_not_change_a_reference():
     assert torch.equal(found, expected)
 
 
-def test_a_reference_that_upstream_refuses_is_refused():
+def test_flux2_encode_image_too_small_raises_value_error():
     with pytest.raises(ValueError, match="Image too small: 200×40"):
         engine(8).encode_image(MODEL, torch.zeros(1, 40, 200, 3), ODD, SilentProgress())
 
 
 @pytest.mark.slow
-def test_bfloat16_stays_within_its_bound(compare: Callable):
+def test_flux2_bfloat16_error_stays_within_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 30 + 5 blocks, 3 steps and the VAE."""
     runner, expected = engine(2), oracle(ODD)
     model = replace(MODEL, precision="bfloat16")
@@ -215,7 +215,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
 
 
 @pytest.mark.recorded
-def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
+def test_flux2_other_dimensions_match_diffusers(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text and no guidance embedding."""
     text = {**SPEC.component("text_encoder").tiny["text_config"], "hidden_size": 24, "num_attention_heads": 4}
     changes = {
@@ -252,7 +252,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
     ),
     ids=lambda change: next(iter(change)),
 )
-def test_every_setting_changes_the_result(change: dict):
+def test_flux2_every_setting_changes_the_latents(change: dict):
     settings = replace(ODD, **{key: value for key, value in change.items() if key != "prompt"})
     embeds = engine(1).encode(MODEL, change.get("prompt", SHORT), "", SilentProgress())
     found = engine(8).denoise(MODEL, settings, *embeds, SilentProgress())["samples"]
@@ -272,13 +272,13 @@ def test_every_setting_changes_the_result(change: dict):
         ("guidance_scale", -1.0, "FLUX.2 dev: guidance_scale is -1.0; it must be between 0.0 and 20.0. Use 0.0."),
     ],
 )
-def test_bad_numbers_are_refused_with_what_would_do(name: str, value: Any, sentence: str):
+def test_flux2_invalid_setting_raises_value_error(name: str, value: Any, sentence: str):
     with pytest.raises(ValueError) as error:
         SPEC.check_settings(replace(ODD, **{name: value}))
     assert str(error.value) == sentence
 
 
-def test_latents_and_embeddings_of_another_shape_are_refused():
+def test_flux2_wrong_latent_or_embedding_shape_raises_value_error():
     with pytest.raises(ValueError, match=r"must be \(batch, 128, height / 16, width / 16\)"):
         engine(8).decode(MODEL, {"samples": torch.zeros(1, 16, 64, 64)}, SilentProgress())
     embeds = [[torch.zeros(1, 512, 100), {"length": 512}]]

@@ -61,7 +61,7 @@ def reference() -> np.ndarray:
 @pytest.mark.slow
 # Z-Image has the same encoder, which runs on three chips there.
 @pytest.mark.parametrize(("chips", "prompt"), [(1, LONG), pytest.param(8, SHORT, marks=pytest.mark.recorded)])
-def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+def test_klein_prompt_embeddings_match_diffusers(chips: int, prompt: str, compare: Callable):
     both = parity.encode_anew(chips, parity.tiny_model(BASE), prompt, "")
     for given, found in zip((prompt, ""), both, strict=True):
         assert found is not None
@@ -69,7 +69,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
         assert (found[0][1]["length"] == 512) == (given == LONG)
 
 
-def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():
+def test_qwen3_tokenize_pads_on_the_right():
     tokenizer = copy.deepcopy(pipeline(BASE.name).tokenizer)
     tokenizer.padding_side = "left"
     _, mask = qwen3.tokenize(tokenizer, [SHORT])
@@ -77,7 +77,7 @@ def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():
 
 
 @pytest.mark.slow
-def test_padding_before_the_text_is_masked_too(compare: Callable):
+def test_qwen3_encode_text_left_padding_matches_transformers(compare: Callable):
     component = BASE.component("text_encoder")
     pipe = pipeline(BASE.name)
     ids, mask = qwen3.tokenize(pipe.tokenizer, [SHORT])
@@ -102,7 +102,7 @@ def test_padding_before_the_text_is_masked_too(compare: Callable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshShape(dp=2, sp=2, tp=2), MeshShape(sp=3)], ids=str)
-def test_one_guided_call_with_a_reference_equals_upstreams(
+def test_klein_guided_denoise_with_reference_matches_diffusers(
     mesh: MeshShape, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """The tokens that only fill up the chips' shares are NaN."""
@@ -132,7 +132,7 @@ def test_one_guided_call_with_a_reference_equals_upstreams(
     ("spec", "settings", "pictures"),
     [pytest.param(DISTILLED, FOUR_STEPS, 0, id="distilled"), pytest.param(BASE, ODD, 1, id="base, a reference")],
 )
-def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings, pictures: int, compare: Callable):
+def test_klein_latents_and_image_match_diffusers(spec: ModelSpec, settings: Settings, pictures: int, compare: Callable):
     """Upstream ignores the guidance of a distilled checkpoint."""
     from PIL import Image
 
@@ -150,7 +150,7 @@ def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings
     compare(f"picture, {spec.name}", picture, expected.frames)
 
 
-def test_a_checkpoint_is_known_by_what_it_says_of_distillation(tmp_path: Path):
+def test_choose_model_klein_reads_distillation_from_index(tmp_path: Path):
     for name, said in {"distilled": {"is_distilled": True}, "base": {}, "also_base": {"is_distilled": False}}.items():
         shutil.copytree(tiny.ensure_random(BASE), tmp_path / name)
         index = json.loads((tmp_path / name / "model_index.json").read_text())
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_known_by_what_it_says_of_distillation(tmp_path: Path):
 
 
 @pytest.mark.parametrize("spec", [DEV, DISTILLED], ids=lambda spec: spec.name)
-def test_a_negative_prompt_without_use_is_refused(spec: ModelSpec):
+def test_encode_unused_negative_prompt_raises_value_error(spec: ModelSpec):
     with pytest.raises(ValueError) as error:
         node_stages._encode(
             DEV,
@@ -178,7 +178,7 @@ def test_a_negative_prompt_without_use_is_refused(spec: ModelSpec):
     )
 
 
-def test_a_distilled_model_says_what_it_was_made_for():
+def test_klein_distilled_advice_names_recommended_settings():
     assert DISTILLED.recipe.advice(DISTILLED.settings()) is None and DISTILLED.branches(FOUR_STEPS.guidance_scale) == 1
     assert DISTILLED.recipe.advice(replace(FOUR_STEPS, num_inference_steps=50)) == (
         "guidance_scale is 4.0, but it is distilled and runs without; num_inference_steps is 50, but it is distilled "

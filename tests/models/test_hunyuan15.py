@@ -114,7 +114,7 @@ def embeddings(prompt: str) -> dict[str, np.ndarray]:
     ("prompt", "chips"),
     [(PLAIN, 1), pytest.param(QUOTED, 8, marks=pytest.mark.recorded), (LONG, 3)], ids=["plain", "quoted", "long"],
 )  # fmt: skip
-def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, compare: Callable):
+def test_hunyuan15_prompt_embeddings_match_diffusers(prompt: str, chips: int, compare: Callable):
     encoded = engine(chips).encode(MODEL, prompt, NEGATIVE, SilentProgress())
     for (main, info), text in zip((encoded[0][0], encoded[1][0]), (prompt, NEGATIVE), strict=True):
         expected = embeddings(text)
@@ -126,7 +126,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(prompt: str, chips: int, c
 
 
 @pytest.mark.slow
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+def test_hunyuan15_denoise_with_poisoned_padding_matches_diffusers(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 4 chips, whose three added ones are NaN, and texts with noise behind their ends."""
     parity.poison_padding(monkeypatch)
     noise = parity.random_latents(SPEC, ODD)
@@ -162,7 +162,7 @@ CASES = {"odd": (ODD, QUOTED, 8), "flat": (FLAT, PLAIN, 1), "tall": (TALL, QUOTE
 @pytest.mark.parametrize(
     "case", ["tall", *(pytest.param(name, marks=pytest.mark.recorded) for name in ("odd", "flat"))]
 )
-def test_latents_and_frames_equal_upstreams(case: str, compare: Callable):
+def test_hunyuan15_latents_and_frames_match_diffusers(case: str, compare: Callable):
     """Shifts of the checkpoint and of the widget, with and without a negative prompt, with and without letters."""
     settings, prompt, chips = CASES[case]
     runner, expected = engine(chips), oracle(settings, prompt)
@@ -191,7 +191,7 @@ OURS = ("error:The given NumPy array is not writable", "error:__array__ implemen
 
 
 @pytest.mark.filterwarnings(*OURS)
-def test_a_picture_is_encoded_as_upstream_encodes_it(compare: Callable):
+def test_hunyuan15_encode_image_matches_diffusers(compare: Callable):
     pipe = image_pipeline()
     condition = engine(8).encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, SilentProgress())
     with upstream():
@@ -207,7 +207,7 @@ def test_a_picture_is_encoded_as_upstream_encodes_it(compare: Callable):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(*OURS)
-def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
+def test_hunyuan15_i2v_latents_and_frames_match_diffusers(compare: Callable):
     pipe, runner = image_pipeline(), engine(8)
     condition = runner.encode_image(I2V_MODEL, pixels_of(picture()), PICTURE, SilentProgress())
     expected = generate(pipe, I2V, PICTURE, QUOTED, image=picture())
@@ -218,7 +218,7 @@ def test_a_video_from_a_picture_equals_upstreams(compare: Callable):
 
 
 @pytest.mark.recorded
-def test_bfloat16_stays_within_its_bound(compare: Callable):
+def test_hunyuan15_bfloat16_error_stays_within_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 3 + 2 + 3 blocks, 3 steps and the VAE."""
     runner, expected = engine(1), oracle(FLAT, PLAIN)
     model = replace(MODEL, precision="bfloat16")
@@ -233,7 +233,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
 
 
 @pytest.mark.recorded
-def test_other_dimensions_work_too(tmp_path, compare: Callable):
+def test_hunyuan15_other_dimensions_match_diffusers(tmp_path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths and texts."""
     changes = {
         "text_encoder": {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1, "num_hidden_layers": 4,
@@ -266,7 +266,7 @@ def tall_latents() -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", slower(CHANGES, *CHANGES[1:4]), ids=lambda change: next(iter(change)))
-def test_every_setting_changes_the_result(change: dict):
+def test_hunyuan15_every_setting_changes_the_latents(change: dict):
     """Each widget has its effect on a second run, when everything is loaded and compiled."""
     runner, settings = engine(3), replace(TALL, **{name: x for name, x in change.items() if name != "prompt"})
     first, before = tall_latents(), runner.counts["compile"]
@@ -276,7 +276,7 @@ def test_every_setting_changes_the_result(change: dict):
     assert difference(first, second) > 1e-3
 
 
-def test_bad_inputs_are_refused_in_a_sentence():
+def test_hunyuan15_invalid_inputs_raise_value_error():
     class Host(SilentProgress):
         folders = Folders()
 
@@ -325,7 +325,7 @@ LITTLE = replace(TALL, guidance_scale=1.5)
     ],
     ids=str,
 )  # fmt: skip
-def test_a_guider_that_does_nothing_leaves_guidance_out(tmp_path, config: dict):
+def test_disabled_guider_sets_guidance_scale_to_one(tmp_path, config: dict):
     found, host = with_guider(tmp_path / "other", **config).locate(), Said()
     for settings in (TALL, LITTLE):
         assert guider.resolve_guidance_scale(found, settings.guidance_scale, host) == 1
@@ -343,7 +343,7 @@ def test_a_guider_that_does_nothing_leaves_guidance_out(tmp_path, config: dict):
         ({"use_original_formulation": True, "guidance_scale": 1.0}, "other: its guider has use_original_formulation"),
     ],
 )
-def test_another_guider_is_refused_unless_nothing_is_guided(tmp_path, config: dict, message: str):
+def test_unsupported_guider_raises_value_error_when_guided(tmp_path, config: dict, message: str):
     found = with_guider(tmp_path / "other", **config).locate()
     for settings in (TALL, LITTLE):
         with pytest.raises(ValueError, match=message):
@@ -351,7 +351,7 @@ def test_another_guider_is_refused_unless_nothing_is_guided(tmp_path, config: di
     assert guider.resolve_guidance_scale(found, FLAT.guidance_scale, SilentProgress()) == FLAT.guidance_scale
 
 
-def test_a_plain_guider_changes_nothing(tmp_path):
+def test_plain_guider_keeps_guidance_scale(tmp_path):
     """Whatever its scale, or upstream's where it states none: the node's is taken."""
     for name, config in {"stated": {}, "unstated": {"guidance_scale": None}}.items():
         assert (
@@ -360,7 +360,7 @@ def test_a_plain_guider_changes_nothing(tmp_path):
     assert guider.resolve_guidance_scale(MODEL.locate(), 6.0, SilentProgress()) == 6
 
 
-def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():
+def test_hunyuan15_tokenize_pads_on_the_right():
     """The states of the first tokens, the system message's, are cut off."""
     tokenizer = copy.deepcopy(pipeline().tokenizer)
     expected = hunyuan15_text.tokenize(tokenizer, [PLAIN])
@@ -369,7 +369,7 @@ def test_prompts_are_padded_on_the_right_whatever_the_tokenizer_does():
         np.testing.assert_array_equal(ours, wanted)
 
 
-def test_another_chat_template_is_refused():
+def test_hunyuan15_tokenize_other_chat_template_raises_value_error():
     tokenizer = copy.deepcopy(pipeline().tokenizer)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="another chat template"):

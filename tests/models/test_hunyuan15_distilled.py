@@ -42,7 +42,9 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "shift", "guidance", "steps", "size"), PUBLISHED)
-def test_recipes_are_as_published(name: str, shift: float, guidance: float, steps: int, size: tuple[int, int]):
+def test_hunyuan15_recipes_match_published_settings(
+    name: str, shift: float, guidance: float, steps: int, size: tuple[int, int]
+):
     from diffusers.pipelines.hunyuan_video1_5 import image_processor
 
     (spec,) = (spec for spec in SPECS if spec.published.hub_id.endswith(f"-Diffusers-{name}"))
@@ -62,14 +64,14 @@ def test_recipes_are_as_published(name: str, shift: float, guidance: float, step
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.family == SPEC.family], ids=lambda spec: spec.name)
-def test_a_folder_is_taken_for_what_its_configs_say(spec: ModelSpec):
+def test_resolve_variant_hunyuan15_folder_uses_configs(spec: ModelSpec):
     """Whichever of the family's nodes it is given to. What guidance is, is read when it runs."""
     found = resolve_variant(SPEC, str(tiny.ensure_random(spec)))
     assert found.name == spec.name.removesuffix("-distilled" if "step" not in spec.name else "")
     assert resolve_variant(SPEC, spec.published.hub_id) is spec
 
 
-def test_a_mean_flow_is_refused_by_name_where_it_is_not_known():
+def test_model_check_mean_flow_mismatch_raises_value_error():
     plain = lookup_spec("hunyuanvideo1.5-i2v-480p")
     with pytest.raises(ValueError, match="I2V 480p: use_meanflow is true in .*; supported is false"):
         ModelRef(spec_name=plain.name, model_id=str(tiny.ensure_random(MEAN_FLOW))).check()
@@ -105,9 +107,7 @@ def upstream_call(noise: torch.Tensor, given: dict[str, np.ndarray], timestep: f
     )[0]  # fmt: skip
 
 
-def test_one_call_of_the_mean_flow_equals_upstreams_whatever_padding_holds(
-    monkeypatch: pytest.MonkeyPatch, compare: Callable
-):
+def test_mean_flow_denoise_with_poisoned_padding_matches_diffusers(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 8 chips, whose added ones are NaN."""
     parity.poison_padding(monkeypatch)
     noise = parity.random_latents(MEAN_FLOW, PICTURE)
@@ -126,7 +126,7 @@ def embeds(prompt: str) -> Any:
     return conditioning.build_conditioning(SPEC, encoded, 0)
 
 
-def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
+def test_mean_flow_latents_match_diffusers(compare: Callable):
     """Encoders and decoder are the flagship's. One branch on three chips, whatever the widget says."""
     pipe, model = flagship.image_pipeline(MEAN_FLOW.name), parity.tiny_model(MEAN_FLOW)
     expected = flagship.generate(pipe, MEAN_FLOW, PICTURE, flagship.QUOTED, image=flagship.picture())
@@ -136,7 +136,7 @@ def test_a_generation_of_the_mean_flow_equals_upstreams(compare: Callable):
     compare("latents, mean flow", latents["samples"].numpy() * flagship.SCALE, expected.latents)
 
 
-def test_a_cfg_distilled_checkpoint_runs_one_branch(compare: Callable, caplog: pytest.LogCaptureFixture):
+def test_cfg_distilled_checkpoint_runs_one_branch(compare: Callable, caplog: pytest.LogCaptureFixture):
     """As upstream's pipeline, which takes the scale from the checkpoint; the widget still says 6."""
     pipe, model = parity.upstream("HunyuanVideo15Pipeline", tiny.ensure_random(DISTILLED)), parity.tiny_model(DISTILLED)
     flat = replace(FLAT, guidance_scale=pipe.guider.guidance_scale)

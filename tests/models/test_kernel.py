@@ -32,7 +32,7 @@ FAMILIES = ("wan2.1-t2v-14b", "hunyuanvideo1.5-t2v-720p", "flux2-dev", "cogvideo
 CASES = [(lookup_spec(name), count) for name, count in zip(FAMILIES, CHIPS, strict=True)]
 
 
-def odd(spec: ModelSpec) -> Settings:
+def odd_settings(spec: ModelSpec) -> Settings:
     """The tiny size, one cell taller, so that tokens divide by no number of chips."""
     sizes = {**spec.miniature.inputs}
     sizes["height"] += spec.whole_numbers("height").multiple_of
@@ -40,13 +40,13 @@ def odd(spec: ModelSpec) -> Settings:
 
 
 @functools.cache
-def given(name: str) -> dict[str, np.ndarray]:
+def random_inputs(name: str) -> dict[str, np.ndarray]:
     """Texts of different lengths for the rows, and a condition, by the names of the denoiser's inputs."""
     spec, random = lookup_spec(name), np.random.default_rng(7)
     config = checkpoint.locate(spec, spec.miniature.random_id).config(
         spec.component(spec.denoiser.experts[0]), SilentProgress()
     )
-    settings = odd(spec)
+    settings = odd_settings(spec)
     rows = spec.branches(settings.guidance_scale)
     found: dict[str, np.ndarray] = {}
     for text in spec.text_encoders:
@@ -58,28 +58,28 @@ def given(name: str) -> dict[str, np.ndarray]:
     return found
 
 
-def denoised(spec: ModelSpec, mesh: MeshShape) -> np.ndarray:
-    settings = odd(spec)
+def run_denoiser(spec: ModelSpec, mesh: MeshShape) -> np.ndarray:
+    settings = odd_settings(spec)
     sample = parity.random_latents(spec, settings)
-    return parity.denoise_once(spec, settings, sample, given(spec.name), timestep=700, mesh=mesh)
+    return parity.denoise_once(spec, settings, sample, random_inputs(spec.name), timestep=700, mesh=mesh)
 
 
 @functools.cache
-def by_the_reference(name: str) -> np.ndarray:
-    return denoised(lookup_spec(name), MeshShape())
+def reference_output(name: str) -> np.ndarray:
+    return run_denoiser(lookup_spec(name), MeshShape())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "chips"), CASES, ids=lambda case: getattr(case, "name", f"{case} chips"))
-def test_the_kernel_gives_what_the_reference_gives(
+def test_denoiser_with_attention_kernel_matches_reference(
     spec: ModelSpec, chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
-    expected = by_the_reference(spec.name)
+    expected = reference_output(spec.name)
     parity.poison_padding(monkeypatch)
     parity.use_kernel(monkeypatch)
     ran = mock.Mock(wraps=local.attend_with_kernel)
     monkeypatch.setattr(local, "attend_with_kernel", ran)
-    compare(f"{spec.name}, kernel, {chips} chips", denoised(spec, MeshShape(sp=chips)), expected, error=NETWORK)
+    compare(f"{spec.name}, kernel, {chips} chips", run_denoiser(spec, MeshShape(sp=chips)), expected, error=NETWORK)
     assert ran.called
 
 
@@ -95,16 +95,16 @@ REAL_HEADS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slower(REAL_HEADS, *set(REAL_HEADS) - {"wan2.1-t2v-14b"}))
-def test_heads_of_the_published_size_go_through_every_kernel(
+def test_denoiser_with_published_head_size_runs_every_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     spec, changes = lookup_spec(name), {**REAL_HEADS[name], "num_attention_heads": 4, "num_layers": 1}
-    settings = odd(spec)
+    settings = odd_settings(spec)
     sample = parity.random_latents(spec, settings)
 
     def denoised() -> np.ndarray:
         return parity.denoise_once(
-            spec, settings, sample, given(name), timestep=700, mesh=MeshShape(sp=2), changes=changes
+            spec, settings, sample, random_inputs(name), timestep=700, mesh=MeshShape(sp=2), changes=changes
         )
 
     expected = denoised()

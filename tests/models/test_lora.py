@@ -42,7 +42,7 @@ def write_lora(path: Path, family: str, seed: int) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_two_loras_on_both_experts_equal_upstreams(tmp_path: Path, compare: Callable):
+def test_two_loras_on_both_experts_match_diffusers(tmp_path: Path, compare: Callable):
     """The first LoRA on both experts, the second on that of low noise alone."""
     settings, runner = replace(test_wan22_i2v.ODD, num_inference_steps=2), engine(8)  # a step for each expert
     first, second = (write_lora(tmp_path / f"{seed}.safetensors", "Wan22I2V", seed) for seed in (1, 2))
@@ -92,7 +92,7 @@ def wan() -> Iterator[Wan]:
     runner.free()
 
 
-def test_a_new_strength_another_lora_and_none_compile_and_reload_nothing(wan: Wan, tmp_path: Path):
+def test_lora_changes_recompile_and_reload_nothing(wan: Wan, tmp_path: Path):
     """And end bit for bit where they began; what was merged on top of others is what is merged at once."""
     one, two = (write_lora(tmp_path / f"{seed}.safetensors", "Wan21", seed) for seed in (1, 2))
     plain, begin = wan.latents(), wan.weights()
@@ -123,7 +123,7 @@ def test_a_new_strength_another_lora_and_none_compile_and_reload_nothing(wan: Wa
     assert wan.weights() == merged
 
 
-def test_a_file_that_changed_is_read_again(wan: Wan, tmp_path: Path):
+def test_changed_lora_file_is_read_again(wan: Wan, tmp_path: Path):
     path = write_lora(tmp_path / "one.safetensors", "Wan21", 1)
     lora = Lora(path=str(path), strength=1.0)
     before = wan.latents(lora)
@@ -135,7 +135,7 @@ def test_a_file_that_changed_is_read_again(wan: Wan, tmp_path: Path):
         wan.latents(lora)
 
 
-def test_a_cancel_while_merging_leaves_no_half_merged_weights(wan: Wan, tmp_path: Path):
+def test_cancelled_lora_merge_leaves_no_partly_merged_weights(wan: Wan, tmp_path: Path):
     class Cancelled(Exception):
         pass
 
@@ -152,7 +152,7 @@ def test_a_cancel_while_merging_leaves_no_half_merged_weights(wan: Wan, tmp_path
     assert torch.equal(wan.latents(), plain)
 
 
-def test_a_lora_of_one_expert_leaves_the_other_alone():
+def test_select_loras_filters_by_expert_and_strength():
     loras = tuple(Lora(path="a", strength=1.0, expert=expert) for expert in ("both", "high", "low"))
     two = replace(MODEL, loras=(*loras, Lora(path="b", strength=0.0)))
     assert two.select_loras("transformer") == loras[:2]

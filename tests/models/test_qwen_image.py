@@ -51,7 +51,7 @@ def states(prompt: str) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), mostly([(1, LONG), (3, SHORT), (8, SHORT)], (1, LONG), (3, SHORT)))
-def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+def test_qwen_image_prompt_embeddings_match_diffusers(chips: int, prompt: str, compare: Callable):
     both = parity.encode_anew(chips, MODEL, prompt, "")
     for given, found in zip((prompt, ""), both, strict=True):
         assert found is not None
@@ -61,7 +61,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
         compare(f"{given[:9]!r}, {chips} chips", found[0][0][0, : len(wanted)].numpy(), wanted, error=NETWORK)
 
 
-def given(*texts: np.ndarray) -> dict[str, np.ndarray]:
+def denoiser_inputs(*texts: np.ndarray) -> dict[str, np.ndarray]:
     """The denoiser's inputs, whose padding holds noise."""
     text = np.random.default_rng(3).normal(size=(len(texts), 1024, texts[0].shape[1])).astype(np.float32) * 30
     for row, each in zip(text, texts, strict=True):
@@ -82,23 +82,23 @@ def upstreams_flow(noise: torch.Tensor, text: np.ndarray) -> torch.Tensor:
         ).sample
 
 
-def unpacked(flow: torch.Tensor, settings: Settings) -> np.ndarray:
+def unpack_latents(flow: torch.Tensor, settings: Settings) -> np.ndarray:
     return pipeline()._unpack_latents(flow, settings.height, settings.width, 8).numpy()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 33, 1024])
-def test_one_call_equals_upstreams_for_texts_of_any_length(length: int, compare: Callable):
+def test_qwen_image_denoise_every_text_length_matches_diffusers(length: int, compare: Callable):
     text = np.random.default_rng(length).normal(size=(length, 60)).astype(np.float32)
     noise = parity.random_latents(SPEC, ODD)
-    wanted = unpacked(upstreams_flow(noise, text), ODD)
-    compare(f"denoiser, {length} tokens", poisoned_denoiser()(noise, given(text)), wanted, error=NETWORK)
+    wanted = unpack_latents(upstreams_flow(noise, text), ODD)
+    compare(f"denoiser, {length} tokens", poisoned_denoiser()(noise, denoiser_inputs(text)), wanted, error=NETWORK)
 
 
 @functools.cache
 def poisoned_denoiser() -> Callable:
     """Compile ours for one branch on three chips, whose padding is NaN."""
-    settings, inputs = replace(ODD, guidance_scale=1.0), given(np.zeros((1, 60), np.float32))
+    settings, inputs = replace(ODD, guidance_scale=1.0), denoiser_inputs(np.zeros((1, 60), np.float32))
     with pytest.MonkeyPatch.context() as patch:
         parity.poison_padding(patch)
         return parity.compile_denoiser(SPEC, settings, inputs, timestep=700.0, chips=3)
@@ -115,7 +115,7 @@ def poisoned_denoiser() -> Callable:
     ),
     ids=lambda x: {id(ODD): "odd", id(GUIDED): "whole"}.get(id(x), str(x)),
 )  # fmt: skip
-def test_one_guided_call_equals_upstreams(
+def test_qwen_image_guided_denoise_matches_diffusers(
     mesh: MeshShape, settings: Settings, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """Rows with texts of different lengths; guidance keeps every token's length."""
@@ -124,12 +124,12 @@ def test_one_guided_call_equals_upstreams(
     guided = negative + 4.0 * (prompt - negative)
     guided = guided * (prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     parity.poison_padding(monkeypatch)
-    ours = parity.denoise_once(SPEC, settings, noise, given(*texts), timestep=700.0, mesh=mesh)
-    compare(f"denoiser, {mesh}", ours, unpacked(guided, settings), error=NETWORK)
+    ours = parity.denoise_once(SPEC, settings, noise, denoiser_inputs(*texts), timestep=700.0, mesh=mesh)
+    compare(f"denoiser, {mesh}", ours, unpack_latents(guided, settings), error=NETWORK)
 
 
 @pytest.mark.parametrize("settings", [pytest.param(ODD, marks=pytest.mark.slow), WHOLE], ids=["guided", "alone"])
-def test_latents_and_picture_equal_upstreams(settings: Settings, compare: Callable):
+def test_qwen_image_latents_and_image_match_diffusers(settings: Settings, compare: Callable):
     expected = parity.generate(
         pipeline(), settings, prompt=SHORT, negative_prompt="blur", true_cfg_scale=settings.guidance_scale
     )
@@ -181,7 +181,7 @@ def as_published(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_folder_as_published_gives_what_upstream_makes_of_it(tmp_path: Path, compare: Callable):
+def test_qwen_image_published_folder_matches_diffusers(tmp_path: Path, compare: Callable):
     folder = as_published(tmp_path / "published")
     pipe = parity.upstream("QwenImagePipeline", folder)
     assert type(pipe.vae) is AutoencoderKLQwenImage and type(pipe.text_encoder) is Qwen2_5_VLForConditionalGeneration

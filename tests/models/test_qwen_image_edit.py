@@ -45,7 +45,7 @@ AREAS = {"VAE_IMAGE_SIZE": 96 * 96, "CONDITION_IMAGE_SIZE": 160 * 160}
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, area in AREAS.items():
         monkeypatch.setattr(upstream, name, area)
 
@@ -97,7 +97,7 @@ def as_pil(picture: torch.Tensor) -> Image.Image:
     return Image.fromarray((picture[0].numpy() * 255.0).round().astype(np.uint8))
 
 
-def encoded(chips: int, number: int) -> ImageCondition:
+def encode_references(chips: int, number: int) -> ImageCondition:
     found = [engine(chips).encode_image(MODEL, each, ODD, SilentProgress()) for each in pictures()[:number]]
     return runtime.join_references(found)
 
@@ -117,8 +117,8 @@ def states(prompt: str, number: int) -> np.ndarray:
     ("chips", "number"),
     [pytest.param(1, 1, marks=pytest.mark.recorded), (3, 2), pytest.param(8, 2, marks=pytest.mark.recorded)],
 )
-def test_prompts_about_pictures_are_encoded_as_upstream_encodes_them(chips: int, number: int, compare: Callable):
-    condition = encoded(chips, number)
+def test_qwen_edit_prompt_embeddings_with_images_match_diffusers(chips: int, number: int, compare: Callable):
+    condition = encode_references(chips, number)
     both = engine(chips).run(
         "encode", MODEL, SilentProgress(), prompt=PROMPT, negative_prompt=NEGATIVE, condition=condition
     )
@@ -128,7 +128,7 @@ def test_prompts_about_pictures_are_encoded_as_upstream_encodes_them(chips: int,
         compare(f"{given!r}, {number} pictures", found[0][0][0, : len(wanted)].numpy(), wanted, error=NETWORK)
 
 
-def given(condition: ImageCondition, *texts: np.ndarray) -> dict[str, np.ndarray]:
+def denoiser_inputs(condition: ImageCondition, *texts: np.ndarray) -> dict[str, np.ndarray]:
     """The denoiser's inputs, whose padding holds noise."""
     text = np.random.default_rng(3).normal(size=(len(texts), 1024, texts[0].shape[1])).astype(np.float32) * 30
     for row, each in zip(text, texts, strict=True):
@@ -139,7 +139,7 @@ def given(condition: ImageCondition, *texts: np.ndarray) -> dict[str, np.ndarray
 
 def upstreams_flow(noise: torch.Tensor, condition: ImageCondition, text: np.ndarray, transformer: Any) -> torch.Tensor:
     """At timestep 700, `[1, patches, 64]` of the sample."""
-    pipe, found = pipeline(), given(condition, text)
+    pipe, found = pipeline(), denoiser_inputs(condition, text)
     latents = [noise, *(torch.from_numpy(x) for name, x in found.items() if name.startswith("reference_"))]
     packed = [pipe._pack_latents(each, 1, 16, *each.shape[3:]) for each in latents]
     with torch.no_grad():
@@ -161,17 +161,17 @@ def upstreams_flow(noise: torch.Tensor, condition: ImageCondition, text: np.ndar
     ),
     ids=str,
 )  # fmt: skip
-def test_one_guided_call_equals_upstreams(
+def test_qwen_edit_guided_denoise_matches_diffusers(
     mesh: MeshShape, number: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """With so many pictures, whose time is 0; padding of each sequence is NaN."""
-    condition = encoded(1, number) if number else ImageCondition(tpu_family=SPEC.family, tensors={})
+    condition = encode_references(1, number) if number else ImageCondition(tpu_family=SPEC.family, tensors={})
     noise, texts = parity.random_latents(SPEC, ODD), (states(PROMPT, 2)[:77], states(NEGATIVE, 1)[:40])
     prompt, negative = (upstreams_flow(noise, condition, text, pipeline().transformer) for text in texts)
     guided = negative + 4.0 * (prompt - negative)
     guided = guided * (prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     parity.poison_padding(monkeypatch)
-    ours = parity.denoise_once(SPEC, ODD, noise, given(condition, *texts), timestep=700.0, mesh=mesh)
+    ours = parity.denoise_once(SPEC, ODD, noise, denoiser_inputs(condition, *texts), timestep=700.0, mesh=mesh)
     compare(
         f"denoiser, {number} pictures, {mesh}",
         ours,
@@ -180,8 +180,8 @@ def test_one_guided_call_equals_upstreams(
     )
 
 
-def test_pictures_without_a_time_of_their_own_are_those_of_2509(compare: Callable):
-    condition, settings = encoded(1, 1), replace(ODD, guidance_scale=1.0)
+def test_qwen_edit_2509_without_zero_cond_t_matches_diffusers(compare: Callable):
+    condition, settings = encode_references(1, 1), replace(ODD, guidance_scale=1.0)
     noise, text = parity.random_latents(SPEC, settings), states(PROMPT, 1)
     own = pipeline().transformer
     changed = type(own).from_config({**own.config, "zero_cond_t": False})
@@ -193,19 +193,25 @@ def test_pictures_without_a_time_of_their_own_are_those_of_2509(compare: Callabl
         # The miniature's weights, which `changes` would draw anew.
         patch.setattr(parity, "drawn_weights", lambda program: miniature(SPEC, "transformer", program))
         ours = parity.denoise_once(
-            SPEC, settings, noise, given(condition, text), timestep=700.0, chips=2, changes={"zero_cond_t": False}
+            SPEC,
+            settings,
+            noise,
+            denoiser_inputs(condition, text),
+            timestep=700.0,
+            chips=2,
+            changes={"zero_cond_t": False},
         )
     compare("denoiser of 2509", ours, wanted, error=NETWORK)
     assert difference(wanted, timed) > 10 * NETWORK
 
 
 @pytest.mark.parametrize("number", slower((1, 2), 2))
-def test_latents_and_picture_equal_upstreams(number: int, compare: Callable):
+def test_qwen_edit_latents_and_image_match_diffusers(number: int, compare: Callable):
     expected = parity.generate(
         pipeline(), ODD, image=[*map(as_pil, pictures()[:number])], prompt=PROMPT, negative_prompt=NEGATIVE,
         true_cfg_scale=ODD.guidance_scale,
     )  # fmt: skip
-    runner, condition = engine(8), encoded(1, number)
+    runner, condition = engine(8), encode_references(1, number)
     given = {"prompt": PROMPT, "negative_prompt": NEGATIVE, "condition": condition}
     embeds = engine(1).run("encode", MODEL, SilentProgress(), **given)
     latents = runner.denoise(MODEL, ODD, *embeds, SilentProgress(), condition=condition)
@@ -217,9 +223,9 @@ def test_latents_and_picture_equal_upstreams(number: int, compare: Callable):
 
 
 @pytest.mark.parametrize("times", [4, 24])
-def test_too_many_pictures_for_the_text_encoder_are_said(times: int):
+def test_qwen_edit_too_many_images_raise_value_error(times: int):
     """Too many by themselves, or with the words."""
-    many = runtime.join_references([encoded(1, 2)] * times)
+    many = runtime.join_references([encode_references(1, 2)] * times)
     one = next(x for name, x in many["tensors"].items() if name.startswith("seen_"))
     prompt = PROMPT * (1024 // len(PROMPT) if times == 4 else 1)
     assert (2 * times * one[0, ..., 0].numel() > 1024) == (times == 24)
@@ -228,7 +234,7 @@ def test_too_many_pictures_for_the_text_encoder_are_said(times: int):
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 6, 59), (6, 6, 60), (2, 6, 6, 60), (1, 0, 6, 60)])
-def test_what_no_text_encoder_sees_is_a_sentence(shape: tuple[int, ...]):
+def test_qwen_edit_malformed_vision_tensor_raises_value_error(shape: tuple[int, ...]):
     """As another model's condition, or a damaged file, may hold."""
     condition = ImageCondition(tpu_family=SPEC.family, tensors={"seen_0": torch.zeros(shape)})
     with pytest.raises(ValueError, match=r"seen_0 of shape .*; it must be \(1, rows, columns, 60\)"):
@@ -236,20 +242,20 @@ def test_what_no_text_encoder_sees_is_a_sentence(shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("size", [(1, 60), (300, 4)])
-def test_a_strip_is_a_sentence(size: tuple[int, int]):
+def test_qwen_edit_extreme_aspect_ratio_raises_value_error(size: tuple[int, int]):
     with pytest.raises(
         ValueError, match=f"the image is {size[1]}x{size[0]}; one side may be at most 50 times the other"
     ):
         engine(1).encode_image(MODEL, torch.zeros(1, *size, 3), ODD, SilentProgress())
 
 
-def test_a_condition_that_the_text_encoder_cannot_see_is_a_sentence():
+def test_qwen_edit_condition_of_other_family_raises_value_error():
     condition = ImageCondition(tpu_family="Flux2", tensors={"reference_0": torch.zeros(1, 128, 4, 4)})
     with pytest.raises(ValueError, match="comes from a Flux2 image encoder of another model"):
         engine(1).run("encode", MODEL, SilentProgress(), prompt=PROMPT, negative_prompt="", condition=condition)
 
 
-def test_single_files_give_what_their_folders_give(tmp_path: Path):
+def test_qwen_edit_single_files_match_folder(tmp_path: Path):
     """As Comfy-Org repackages them: the encoder's file has what it sees with too, by the names of transformers 4. Only
     its name says that the denoiser is 2511, as of fp8 files and GGUF's.
     """

@@ -42,7 +42,7 @@ def states(prompt: str) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "prompt"), mostly([(1, LONG), (3, SHORT), (8, SHORT)], (1, LONG), (3, SHORT)))
-def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+def test_z_image_prompt_embeddings_match_diffusers(chips: int, prompt: str, compare: Callable):
     both = parity.encode_anew(chips, parity.tiny_model(TURBO), prompt, "")
     for given, found in zip((prompt, ""), both, strict=True):
         assert found is not None
@@ -52,7 +52,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
         compare(f"{given[:9]!r}, {chips} chips", found[0][0][0, : len(wanted)].numpy(), wanted, error=NETWORK)
 
 
-def given(*texts: np.ndarray) -> dict[str, np.ndarray]:
+def denoiser_inputs(*texts: np.ndarray) -> dict[str, np.ndarray]:
     """The denoiser's inputs, whose padding holds noise."""
     text = np.random.default_rng(3).normal(size=(len(texts), 512, texts[0].shape[1])).astype(np.float32) * 30
     for row, each in zip(text, texts, strict=True):
@@ -71,12 +71,12 @@ def upstreams_flow(noise: torch.Tensor, texts: tuple[np.ndarray, ...], transform
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 511, 512])
-def test_one_call_equals_upstreams_for_a_text_of_every_length(length: int, compare: Callable):
+def test_z_image_denoise_every_text_length_matches_diffusers(length: int, compare: Callable):
     """Around a multiple of 32, to which texts are padded by tokens that are attended to."""
     text = np.random.default_rng(length).normal(size=(length, 40)).astype(np.float32)
     noise = parity.random_latents(TURBO, ODD)
     (wanted,) = upstreams_flow(noise, (text,))
-    compare(f"denoiser, {length} tokens", poisoned_denoiser()(noise, given(text)), wanted, error=NETWORK)
+    compare(f"denoiser, {length} tokens", poisoned_denoiser()(noise, denoiser_inputs(text)), wanted, error=NETWORK)
 
 
 @functools.cache
@@ -84,7 +84,9 @@ def poisoned_denoiser() -> Callable:
     """Compile ours on three chips, whose padding is NaN."""
     with pytest.MonkeyPatch.context() as patch:
         parity.poison_padding(patch)
-        return parity.compile_denoiser(TURBO, ODD, given(np.zeros((1, 40), np.float32)), timestep=700.0, chips=3)
+        return parity.compile_denoiser(
+            TURBO, ODD, denoiser_inputs(np.zeros((1, 40), np.float32)), timestep=700.0, chips=3
+        )
 
 
 @pytest.mark.slow
@@ -96,25 +98,25 @@ def poisoned_denoiser() -> Callable:
     ),
     ids=lambda x: {id(GUIDED): "odd", id(WHOLE): "whole"}.get(id(x), str(x)),
 )  # fmt: skip
-def test_one_guided_call_equals_upstreams(
+def test_z_image_guided_denoise_matches_diffusers(
     mesh: MeshShape, settings: Settings, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """Rows with texts of different lengths, each with its own places. Padding of the chips' shares is NaN."""
     noise, texts = parity.random_latents(BASE, settings), (states(LONG)[:77], states(""))
     flows = upstreams_flow(noise, texts)
     parity.poison_padding(monkeypatch)
-    ours = parity.denoise_once(BASE, settings, noise, given(*texts), timestep=700.0, mesh=mesh)
+    ours = parity.denoise_once(BASE, settings, noise, denoiser_inputs(*texts), timestep=700.0, mesh=mesh)
     compare(f"denoiser, {mesh}", ours, flows[1] + 4.0 * (flows[0] - flows[1]), error=NETWORK)
 
 
-def test_every_weight_is_used_where_upstream_uses_it(monkeypatch: pytest.MonkeyPatch, compare: Callable):
+def test_z_image_denoise_with_random_weights_matches_diffusers(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """All weights are drawn: those of norms are ones in the miniature, where nobody would see two exchanged."""
     drawn: dict[str, Any] = {}
     draw = parity.drawn_weights
     monkeypatch.setattr(parity, "drawn_weights", lambda program: drawn.setdefault("weights", draw(program)))
     text, noise = states(SHORT), parity.random_latents(TURBO, ODD)
     changes = {"n_layers": 2}
-    ours = parity.denoise_once(TURBO, ODD, noise, given(text), timestep=700.0, chips=3, changes=changes)
+    ours = parity.denoise_once(TURBO, ODD, noise, denoiser_inputs(text), timestep=700.0, chips=3, changes=changes)
     own = pipeline(TURBO.name).transformer
     transformer = type(own).from_config({**own.config, **changes})
     transformer.load_state_dict(
@@ -131,7 +133,7 @@ def test_every_weight_is_used_where_upstream_uses_it(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("spec", "settings"), [(TURBO, ODD), pytest.param(BASE, WHOLE, marks=pytest.mark.recorded)], ids=["turbo", "base"]
 )
-def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
+def test_z_image_latents_and_image_match_diffusers(spec: ModelSpec, settings: Settings, compare: Callable):
     """Upstream's guidance is added to the prompt's own flow: one less than ours."""
     theirs = replace(settings, guidance_scale=settings.guidance_scale - 1)
     expected = parity.generate(pipeline(spec.name), theirs, prompt=SHORT, negative_prompt="blur")
@@ -143,7 +145,7 @@ def test_latents_and_picture_equal_upstreams(spec: ModelSpec, settings: Settings
     compare("picture", runner.decode(model, latents, SilentProgress()).numpy(), expected.frames)
 
 
-def test_a_distilled_model_says_what_it_was_made_for():
+def test_z_image_turbo_advice_names_recommended_settings():
     assert TURBO.recipe.advice(TURBO.settings()) is None and TURBO.branches(TURBO.settings().guidance_scale) == 1
     assert TURBO.recipe.advice(replace(WHOLE, num_inference_steps=9)) == (
         "guidance_scale is 4.0, but it is distilled and needs none (1.0); num_inference_steps is 9, but it is "

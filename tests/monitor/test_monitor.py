@@ -42,7 +42,7 @@ def libtpu(**metrics: Sequence[str] | Exception) -> Callable[[str], Sequence[str
 # --- readings ---------------------------------------------------------------------------------------------------------
 
 
-def test_libtpus_metrics_fill_what_the_runtime_does_not_know():
+def test_sampler_adds_libtpu_metrics_to_runtime_stats():
     read = libtpu(tensorcore_util=["10.5"] * 8, duty_cycle_pct=[str(10 * i) for i in range(8)])
     stats = Sampler(read, deadline_s=PATIENCE_S).complete(tpu())
     assert [one["duty_cycle"] for one in stats["chips"]] == [0, 10, 20, 30, 40, 50, 60, 70]
@@ -50,7 +50,7 @@ def test_libtpus_metrics_fill_what_the_runtime_does_not_know():
     assert stats["notes"] == []
 
 
-def test_memory_comes_from_libtpu_only_where_the_runtime_has_none():
+def test_sampler_reads_libtpu_memory_only_when_runtime_has_none():
     read = libtpu(
         tensorcore_util=["0", "0"], duty_cycle_pct=["0", "0"], hbm_capacity_usage=["7", "8"],
         hbm_capacity_total=["90", "91"],
@@ -59,13 +59,13 @@ def test_memory_comes_from_libtpu_only_where_the_runtime_has_none():
     assert [one["hbm_used"] for one in stats["chips"]] == [3 * GIB, 8]
 
 
-def test_a_chip_with_two_cores_has_their_mean():
+def test_sampler_averages_two_cores_per_chip():
     read = libtpu(tensorcore_util=["10", "30", "50", "70"], duty_cycle_pct=["1", "2"])
     stats = Sampler(read, deadline_s=PATIENCE_S).complete(tpu(2))
     assert [one["tensorcore_utilization"] for one in stats["chips"]] == [20, 60]
 
 
-def test_the_hosts_load_is_read_and_nothing_is_asked_of_libtpu_without_a_tpu():
+def test_sampler_without_tpu_reads_host_load_but_not_libtpu():
     def never(metric: str) -> Sequence[str]:
         raise AssertionError(f"{metric} was read on a machine without a TPU")
 
@@ -76,7 +76,7 @@ def test_the_hosts_load_is_read_and_nothing_is_asked_of_libtpu_without_a_tpu():
         assert stats["notes"] == []
 
 
-def test_what_the_runtime_measured_itself_stays():
+def test_sampler_keeps_values_measured_by_runtime():
     given = tpu(platform="cpu", host={"cpu_percent": 1.0}, notes=["from the runtime"])
     stats = Sampler().complete(given)
     assert (stats["host"], stats["notes"]) == ({"cpu_percent": 1.0}, ["from the runtime"])
@@ -85,14 +85,17 @@ def test_what_the_runtime_measured_itself_stays():
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def missing(metric: str) -> Sequence[str]:
+def raise_missing_module(metric: str) -> Sequence[str]:
     raise ModuleNotFoundError("No module named 'libtpu.sdk'")
 
 
 @pytest.mark.parametrize(
     ("read", "note"),
     [
-        (missing, "Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu)."),
+        (
+            raise_missing_module,
+            "Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu).",
+        ),
         (
             libtpu(tensorcore_util=RuntimeError("no chips"), duty_cycle_pct=["5"] * 8),
             "tensorcore_util is not known: libtpu raised RuntimeError: no chips",
@@ -107,30 +110,30 @@ def missing(metric: str) -> Sequence[str]:
         ),
     ],
 )
-def test_a_fault_of_libtpu_leaves_the_rest_and_is_noted(read: Callable, note: str):
+def test_sampler_notes_libtpu_failure_and_keeps_other_values(read: Callable, note: str):
     stats = Sampler(read, deadline_s=PATIENCE_S).complete(tpu())
     assert stats["notes"] == [note]
     assert stats["chips"][7]["tensorcore_utilization"] is None
     assert stats["chips"][7]["hbm_used"] == 3 * GIB
-    if read is not missing:
+    if read is not raise_missing_module:
         assert stats["chips"][7]["duty_cycle"] == 5
 
 
 @pytest.mark.parametrize(("running", "said"), [(None, 0.0), ({"stage": "denoise"}, None)])
-def test_libtpu_says_nothing_of_idle_chips(running: Any, said: float | None):
+def test_sampler_empty_libtpu_metrics_are_zero_only_when_idle(running: Any, said: float | None):
     """Neither an error nor 100 %; while something runs nobody knows."""
     stats = Sampler(libtpu(tensorcore_util=[], duty_cycle_pct=[]), deadline_s=PATIENCE_S).complete(tpu(running=running))
     assert {(one["tensorcore_utilization"], one["duty_cycle"]) for one in stats["chips"]} == {(said, said)}
     assert stats["notes"] == []
 
 
-def test_memory_that_libtpu_does_not_say_is_not_zero():
+def test_sampler_missing_libtpu_memory_is_none():
     read = libtpu(tensorcore_util=["0"], duty_cycle_pct=["0"], hbm_capacity_usage=[], hbm_capacity_total=[])
     (one,) = Sampler(read, deadline_s=PATIENCE_S).complete(tpu(chips=[chip(0, hbm_used=None)]))["chips"]
     assert one["hbm_used"] is None and one["hbm_limit"] == 32 * GIB
 
 
-def test_a_chip_that_stops_answering_costs_one_deadline_and_one_thread():
+def test_sampler_hanging_libtpu_costs_one_deadline_and_one_thread():
     release = threading.Event()
 
     def hang(metric: str) -> Sequence[str]:
@@ -151,7 +154,7 @@ def test_a_chip_that_stops_answering_costs_one_deadline_and_one_thread():
     until(lambda: sampler.complete(tpu())["notes"] == [])
 
 
-def test_libtpus_own_module_has_the_metrics_we_ask_for():
+def test_libtpu_module_supports_requested_metrics():
     """In a process of its own: loading libtpu here would start what other tests must not see."""
     pytest.importorskip("libtpu")
     program = "from libtpu import sdk; print(*sdk.tpumonitoring.list_supported_metrics())"
@@ -185,7 +188,7 @@ class Counting:
         return dict(self.stats)
 
 
-def test_ten_clients_cost_one_sample_and_none_on_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+def test_stats_feed_shares_one_sample_among_ten_clients(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(feeds, "MAX_AGE_S", PATIENCE_S)
     runtime = Counting()
     feed = StatsFeed(runtime, patience_s=PATIENCE_S)
@@ -200,7 +203,7 @@ def test_ten_clients_cost_one_sample_and_none_on_the_event_loop(monkeypatch: pyt
     assert json.loads(answers[0])["resident"][0]["id"] == "vae/x"
 
 
-def test_it_samples_at_most_twice_a_second():
+def test_stats_feed_samples_at_most_twice_per_second():
     runtime = Counting()
     feed = StatsFeed(runtime, patience_s=PATIENCE_S)
 
@@ -214,7 +217,7 @@ def test_it_samples_at_most_twice_a_second():
     assert min(pauses) >= feeds.MAX_AGE_S, pauses
 
 
-def test_256_chips_cost_the_event_loop_under_5_ms():
+def test_stats_feed_answer_for_256_chips_takes_under_5_ms():
     feed = StatsFeed(Counting(tpu(256, platform="cpu")), patience_s=PATIENCE_S)
     assert len(json.loads(asyncio.run(feed.answer()))["chips"]) == 256
     begun = time.thread_time()
@@ -229,7 +232,7 @@ async def _many(feed: StatsFeed, count: int) -> None:
         await feed.answer()
 
 
-def test_a_runtime_that_hangs_gives_old_numbers_with_a_note():
+def test_stats_feed_with_hanging_runtime_returns_old_stats_with_note():
     release = threading.Event()
     runtime = Counting()
     feed = StatsFeed(
@@ -259,7 +262,7 @@ def test_a_runtime_that_hangs_gives_old_numbers_with_a_note():
     asyncio.run(follow())
 
 
-def test_a_sample_that_takes_long_keeps_nobody_waiting():
+def test_stats_feed_slow_sample_does_not_delay_answers():
     """The numbers before are answered meanwhile, without a note; the new ones as soon as they are there."""
     release, runtime = threading.Event(), Counting()
     later = lambda: release.wait(PATIENCE_S) and {**runtime(), "chips": []}  # noqa: E731
@@ -277,7 +280,7 @@ def test_a_sample_that_takes_long_keeps_nobody_waiting():
     asyncio.run(follow())
 
 
-def test_a_runtime_that_raises_is_noted():
+def test_stats_feed_runtime_error_becomes_note():
     def broken() -> dict[str, Any]:
         raise KeyError("coords")
 
@@ -286,7 +289,7 @@ def test_a_runtime_that_raises_is_noted():
     assert answer["resident"] == []
 
 
-def test_numbers_that_json_does_not_have_become_null():
+def test_stats_feed_serializes_nan_and_infinity_as_null():
     runtime = Counting(tpu(1, platform="cpu", running={"seconds_per_unit": float("nan"), "elapsed_s": float("inf")}))
     answer = asyncio.run(StatsFeed(runtime, patience_s=PATIENCE_S).answer())
     assert json.loads(answer)["running"] == {"seconds_per_unit": None, "elapsed_s": None}
@@ -324,26 +327,26 @@ class Requests:
         return asyncio.run(go())
 
 
-def test_stats_are_a_json_object():
+def test_stats_endpoint_returns_json_object():
     status, stats = Requests().send("GET", "/tpu/stats")
     assert status == 200
     assert {"platform", "message", "chips", "host", "resident", "running", "behind", "caches", "notes"} <= set(stats)
 
 
 @pytest.mark.parametrize("body", [None, "", "{}", '{"ids": null}'])
-def test_free_without_ids_only_asks_comfyui_to_unload(body: str | None):
+def test_free_endpoint_without_ids_requests_comfyui_unload(body: str | None):
     requests = Requests()
     assert requests.send("POST", "/tpu/free", body) == (200, {"freed": "requested"})
     assert (requests.unloads, requests.freed) == (1, [])
 
 
-def test_free_with_ids_frees_those_off_the_event_loop():
+def test_free_endpoint_with_ids_frees_components():
     requests = Requests()
     assert requests.send("POST", "/tpu/free", '{"ids": ["a", "b"]}') == (200, {"freed": ["a", "b"]})
     assert (requests.unloads, requests.freed) == (0, [("a", "b")])
 
 
-def test_those_who_ask_and_leave_leave_no_thread_behind():
+def test_free_endpoint_cancelled_requests_leave_no_threads():
     """Freeing waits for a running stage, perhaps for minutes, and a page that was closed does not wait for it."""
     begun, released, freed = threading.Event(), threading.Event(), []
 
@@ -393,21 +396,21 @@ def test_those_who_ask_and_leave_leave_no_thread_behind():
         ('{"ids": [1]}', "ids is [1]; it must be empty, or"),
     ],
 )
-def test_a_wrong_body_is_refused_with_a_sentence(body: str, sentence: str):
+def test_free_endpoint_invalid_body_returns_400(body: str, sentence: str):
     requests = Requests()
     status, answer = requests.send("POST", "/tpu/free", body)
     assert status == 400 and sentence in answer["error"], answer
     assert (requests.unloads, requests.freed) == (0, [])
 
 
-def test_a_workflow_of_the_separate_packs_comes_back_with_todays_nodes():
+def test_upgrade_endpoint_converts_separate_pack_workflow():
     workflow = {"1": {"class_type": "Flux2TPUVAEDecoder", "inputs": {"height": 64, "latents": ["2", 0]}}}
     status, answer = Requests().send("POST", "/tpu/upgrade", json.dumps(workflow))
     assert status == 200 and len(answer["changes"]) == 2
     assert answer["workflow"]["1"]["inputs"] == {"latents": ["2", 0]}
 
 
-def test_a_prompt_is_told_what_its_miniatures_are():
+def test_miniature_endpoint_returns_tiny_values_by_node():
     """Of nodes in a subgraph too, as the page names them; a LoRA is left out, and nodes of others stay."""
     workflow = {
         "7:1": {
@@ -433,7 +436,7 @@ def test_a_prompt_is_told_what_its_miniatures_are():
 
 
 @pytest.mark.parametrize("body", ["{}", "[]", "3", '"x"', "null", '{"nodes": [], "links": []}'])
-def test_what_is_no_workflow_of_theirs_needs_no_change(body: str):
+def test_upgrade_endpoint_other_document_returns_no_changes(body: str):
     assert Requests().send("POST", "/tpu/upgrade", body) == (200, {"changes": []})
 
 
@@ -450,7 +453,7 @@ def test_what_is_no_workflow_of_theirs_needs_no_change(body: str):
     ids=["empty", "half", "bytes", "open", "deep", "long"],
 )
 @pytest.mark.parametrize("path", ["/tpu/upgrade", "/tpu/free"])
-def test_a_hostile_body_ends_in_a_sentence(path: str, body: str, sentence: str):
+def test_endpoint_hostile_body_returns_short_error(path: str, body: str, sentence: str):
     status, answer = Requests().send("POST", path, body)
     if path == "/tpu/free" and not body:
         assert status == 200
@@ -459,7 +462,7 @@ def test_a_hostile_body_ends_in_a_sentence(path: str, body: str, sentence: str):
         assert len(answer["error"]) < 500
 
 
-def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
+def test_monitor_import_starts_no_thread_and_no_device():
     program = """
         import sys, threading
         import comfyui_tpu
@@ -479,7 +482,7 @@ def test_importing_the_monitor_starts_no_thread_and_touches_no_device():
 # --- what the page is made of -----------------------------------------------------------------------------------------
 
 
-def test_what_the_page_runs_by_itself_is_an_extension_and_no_helper():
+def test_web_js_files_are_extensions_without_exports():
     """ComfyUI runs every .js under the folder; a helper among them would run on its own."""
     found = sorted((PACK / "web").rglob("*.js"))
     names = "commands monitor node_search node_widgets notes provenance server_messages templates upgrade whats_new"
@@ -488,7 +491,7 @@ def test_what_the_page_runs_by_itself_is_an_extension_and_no_helper():
 
 
 @pytest.mark.parametrize("path", [*(PACK / "web").rglob("*.js"), *(PACK / "web").rglob("*.mjs")], ids=lambda p: p.name)
-def test_the_pages_modules_never_parse_html(path: Path):
+def test_web_modules_contain_no_html_parsing(path: Path):
     source = path.read_text()
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
         assert forbidden not in source, f"{path.name} uses {forbidden}"

@@ -46,37 +46,37 @@ def item(name: str, graph: Any, created: Any = None) -> tuple:
 
 
 @pytest.fixture
-def described() -> Any:
+def describe_queue() -> Any:
     return lambda queue: QueueEstimator(queue).describe()
 
 
-def test_prompts_take_as_long_as_the_last_of_their_kind(described: Any):
+def test_queue_end_uses_last_duration_of_same_prompt_kind(describe_queue: Any):
     queue = Queue()
-    assert described(queue) is None
+    assert describe_queue(queue) is None
     queue.ended("a", prompt(), 100.0)
     queue.ended("b", prompt(seed=3, text="a dog"), 80.0)  # the same work; the first compiled
     queue.ended("c", prompt(steps=4), 8.0)
     queue.waiting = [item("d", prompt(seed=5)), item("e", prompt(steps=4, seed=6)), item("f", prompt(steps=7))]
-    assert described(queue) == {"prompts": 3, "seconds": pytest.approx(88.0), "unknown": 1}
+    assert describe_queue(queue) == {"prompts": 3, "seconds": pytest.approx(88.0), "unknown": 1}
     # One that ComfyUI had in its cache says nothing; where only the prompt was, it does.
     queue.ended("g", prompt(), 0.1, cached=("1", "2"))
-    assert described(queue)["seconds"] == pytest.approx(88.0)
+    assert describe_queue(queue)["seconds"] == pytest.approx(88.0)
     queue.ended("h", prompt(), 70.0, cached=("1",))
-    assert described(queue)["seconds"] == pytest.approx(78.0)
+    assert describe_queue(queue)["seconds"] == pytest.approx(78.0)
 
 
-def test_what_runs_has_begun_when_the_one_before_ended(described: Any):
+def test_queue_end_counts_running_prompt_from_end_of_previous(describe_queue: Any):
     queue = Queue()
     queue.ended("a", prompt(), 100.0, ago=30.0)
     for created, left in ((time.time() - 500, 70.0), (time.time() - 10, 90.0), (None, 70.0), ("soon", 70.0)):
         queue.running = [item("b", prompt(seed=1), 1000 * created if isinstance(created, float) else created)]
-        assert described(queue)["seconds"] == pytest.approx(left, rel=0.05)
+        assert describe_queue(queue)["seconds"] == pytest.approx(left, rel=0.05)
     queue.ended("a", prompt(), 100.0, ago=3000.0)
     queue.running = [item("b", prompt(), 1000 * (time.time() - 2000))]
-    assert described(queue)["seconds"] == 0
+    assert describe_queue(queue)["seconds"] == 0
 
 
-def test_a_large_queue_and_a_large_prompt_are_looked_at_in_part(described: Any):
+def test_queue_end_inspects_limited_number_of_prompts(describe_queue: Any):
     queue = Queue()
     queue.ended("a", prompt(), 1.0)
     huge = {str(number): {"class_type": "X", "inputs": {}} for number in range(3000)}
@@ -89,12 +89,12 @@ def test_a_large_queue_and_a_large_prompt_are_looked_at_in_part(described: Any):
         item("deep", huge_too),
         *(item(str(number), prompt(seed=number)) for number in range(1000)),
     ]
-    assert described(queue) == {"prompts": 1002, "seconds": pytest.approx(198.0), "unknown": 804}
+    assert describe_queue(queue) == {"prompts": 1002, "seconds": pytest.approx(198.0), "unknown": 804}
 
 
 @pytest.mark.parametrize("odd", [{"class_type": "X"}, {"class_type": "X", "inputs": [1]}, "class_type"])
-def test_a_node_that_comfyui_did_not_check_stops_nothing(described: Any, odd: Any):
+def test_queue_end_ignores_invalid_node(describe_queue: Any, odd: Any):
     queue = Queue()
     queue.ended("a", prompt(), 50.0)
     queue.waiting = [item("odd", {**prompt(), "9": odd}), item("b", prompt(seed=2))]
-    assert described(queue)["prompts"] == 2
+    assert describe_queue(queue)["prompts"] == 2

@@ -13,7 +13,7 @@ def note(stage: str, seconds: float = 1.0) -> dict[str, Any]:
     return {"stage": stage, "seconds": seconds}
 
 
-def test_notes_belong_to_a_node_with_its_inputs():
+def test_provenance_log_stores_notes_by_node_inputs():
     """Of a pipeline's stages each is noted under the node; another seed is another result, 5.0 is the page's 5."""
     records = ProvenanceLog(frozenset({"Wan21TPUPipeline"}))
 
@@ -44,7 +44,7 @@ def test_notes_belong_to_a_node_with_its_inputs():
     assert other == {"extra": {}}
 
 
-def test_the_changelog_is_read_in_short_entries(tmp_path: Path):
+def test_read_changes_returns_short_entries(tmp_path: Path):
     found = about.read_changes()
     assert 100 < len(found) <= about.MAX_CHANGES and all(0 < len(entry) <= about.MAX_CHANGE_LENGTH for entry in found)
     assert not any("`" in entry or "\n" in entry for entry in found)

@@ -35,7 +35,9 @@ NOTHING_STARTED = {"platform": None, "message": snapshot.NOT_STARTED, "chips": [
 
 @pytest.mark.parametrize("num_chips", [1, 4, 8])
 @pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "TPU7x"])
-def test_the_bus_names_and_counts_the_chips(tmp_path: Path, kind: str, num_chips: int, monkeypatch: pytest.MonkeyPatch):
+def test_detect_chips_names_and_counts_chips_on_pci_bus(
+    tmp_path: Path, kind: str, num_chips: int, monkeypatch: pytest.MonkeyPatch
+):
     found = pci.detect_chips(plug(tmp_path, kind, num_chips))
     assert str(found) == f"{num_chips} x {kind}"
     assert found.num_devices == num_chips * (2 if kind == "TPU7x" else 1)
@@ -48,7 +50,7 @@ def test_the_bus_names_and_counts_the_chips(tmp_path: Path, kind: str, num_chips
     assert (theirs.value.hbm_gib * GIB, count) == (found.hbm_bytes_per_chip, found.num_devices)
 
 
-def test_a_machine_without_chips_says_nothing_of_them(tmp_path: Path):
+def test_idle_stats_without_chips_report_no_tpu(tmp_path: Path):
     for root in (tmp_path / "empty", plug(tmp_path / "network", "v6e", 0)):
         assert pci.detect_chips(root) is None
         assert stats(root, closed())["message"] == NO_TPU
@@ -61,7 +63,7 @@ def test_a_machine_without_chips_says_nothing_of_them(tmp_path: Path):
         (8, False, {}, None),
     ],
 )  # fmt: skip
-def test_jax_looks_for_no_tpu_where_there_is_none(
+def test_configure_without_tpu_selects_cpu_only_without_chips(
     chips: int,
     files: bool,
     given: dict[str, str],
@@ -76,7 +78,7 @@ def test_jax_looks_for_no_tpu_where_there_is_none(
     assert environment.get("TPU_SKIP_MDS_QUERY") == (None if chips else "1")
 
 
-def test_another_packs_gpu_stays_jaxs_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_configure_without_tpu_keeps_installed_gpu_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ["jax_cuda12_plugin"])
     pci.configure_without_tpu(tmp_path)
@@ -84,7 +86,7 @@ def test_another_packs_gpu_stays_jaxs_choice(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(bool(pci.find_device_files()), reason="this machine has a TPU")
-def test_jax_starts_without_a_word_of_libtpus_without_a_tpu():
+def test_jax_start_without_tpu_prints_nothing():
     program = "from comfyui_tpu.tpu_runtime import api; api.pci.configure_without_tpu(); import jax; jax.devices()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "TPU"))}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -92,7 +94,7 @@ def test_jax_starts_without_a_word_of_libtpus_without_a_tpu():
 
 
 @pytest.mark.parametrize("num_chips", [1, 4, 8])
-def test_chips_before_the_first_run_are_not_started(tmp_path: Path, num_chips: int):
+def test_idle_stats_before_first_run_report_not_started(tmp_path: Path, num_chips: int):
     said = stats(plug(tmp_path, "v6e", num_chips), closed())
     assert said["message"] == f"{num_chips} x v6e, not started"
     assert [(chip["index"], chip["hbm_used"], chip["hbm_limit"]) for chip in said["chips"]] == [
@@ -102,7 +104,7 @@ def test_chips_before_the_first_run_are_not_started(tmp_path: Path, num_chips: i
 
 
 @pytest.mark.parametrize(("kind", "num_chips"), [("v6e", 1), ("v6e", 4), ("v5p", 8), ("TPU7x", 4)])
-def test_the_memory_of_another_process_comes_from_its_metrics_service(tmp_path: Path, kind: str, num_chips: int):
+def test_idle_stats_read_memory_from_metrics_service(tmp_path: Path, kind: str, num_chips: int):
     root = plug(tmp_path, kind, num_chips)
     process(root, 4711, "/usr/bin/python3", "/home/me/ComfyUI/main.py", "--token", "secret", opens=["/dev/vfio/0"])
     process(root, 4712, "/usr/bin/bash", opens=["/dev/null", "/dev/vfio/vfio"])
@@ -121,20 +123,20 @@ def test_the_memory_of_another_process_comes_from_its_metrics_service(tmp_path: 
     ]
 
 
-def test_another_process_whose_chips_are_idle_has_no_duty_cycle(tmp_path: Path):
+def test_idle_stats_of_idle_process_have_zero_duty_cycle(tmp_path: Path):
     with serving(4, 0) as port:
         said = stats(plug(tmp_path, "v6e", 4), port)
     assert [(chip["hbm_used"] // GIB, chip["duty_cycle"]) for chip in said["chips"]] == [(n, 0.0) for n in (1, 2, 3, 4)]
 
 
-def test_while_the_first_run_starts_them_nobody_else_is_blamed(tmp_path: Path):
+def test_idle_stats_of_chips_held_by_this_process_have_no_notes(tmp_path: Path):
     process(plug(tmp_path, "v6e", 4), os.getpid(), "python3", "main.py", opens=["/dev/vfio/0"])
     with serving(4) as port:
         said = stats(tmp_path, port)
     assert (said["message"], said["notes"]) == ("4 x v6e, held by this process", [])
 
 
-def test_a_service_that_knows_fewer_devices_is_noted(tmp_path: Path):
+def test_idle_stats_note_devices_missing_from_service(tmp_path: Path):
     with serving(4) as port:
         said = stats(plug(tmp_path, "v6e", 8), port)
     assert said["notes"][1] == "Memory is known for 4 of 8 devices."
@@ -144,7 +146,7 @@ def test_a_service_that_knows_fewer_devices_is_noted(tmp_path: Path):
 DEADLINE_S = 1.5
 
 
-def test_a_service_that_does_not_answer_costs_its_deadline_once(tmp_path: Path):
+def test_idle_stats_silent_service_costs_one_deadline(tmp_path: Path):
     process(plug(tmp_path, "v6e", 8), 4711, "train", opens=["/dev/vfio/3"])
     with silent() as port:
         unstarted = IdleStats(tmp_path, [port], deadline_s=DEADLINE_S)
@@ -159,7 +161,7 @@ def test_a_service_that_does_not_answer_costs_its_deadline_once(tmp_path: Path):
     assert elapsed_s < 20 * DEADLINE_S  # twenty times it would be more
 
 
-def test_several_ports_are_one_machine(tmp_path: Path):
+def test_read_usage_combines_several_metrics_ports(tmp_path: Path):
     assert metrics_service.metrics_ports({"TPU_RUNTIME_METRICS_PORTS": "8431,8432"}) == [8431, 8432]
     assert (
         metrics_service.metrics_ports({"TPU_RUNTIME_METRICS_PORTS": "?"}) == metrics_service.metrics_ports({}) == [8431]
@@ -168,12 +170,12 @@ def test_several_ports_are_one_machine(tmp_path: Path):
         assert len(metrics_service.read_usage([first, second, closed()], 10.0)) == 3
 
 
-def test_the_names_of_the_metrics_are_tpu_infos():
+def test_metrics_service_names_exist_in_tpu_info():
     metrics = pytest.importorskip("tpu_info.metrics")
     assert set(metrics_service.METRICS.values()) <= {each.value for each in metrics.MetricName}
 
 
-def test_without_tpu_info_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_idle_stats_without_tpu_info_note_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tpu_info.device", None)
     plug(tmp_path, "v6e", 8)
     said = stats(tmp_path, closed())
@@ -181,7 +183,7 @@ def test_without_tpu_info_the_reason_is_said(tmp_path: Path, monkeypatch: pytest
     assert (said["message"], said["chips"]) == (snapshot.NOT_STARTED, [])
 
 
-def test_the_feed_gives_them_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stats_feed_returns_idle_stats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lifecycle, "_engine", None)  # another test of this process may have started one
     with serving(4) as port:
         unstarted = IdleStats(plug(tmp_path, "v6e", 4), [port], deadline_s=10.0)
@@ -191,7 +193,7 @@ def test_the_feed_gives_them_to_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     assert [chip["hbm_used"] // GIB for chip in answer["chips"]] == [1, 2, 3, 4]
 
 
-def test_grpc_is_imported_only_where_a_service_listens_and_suits_sentencepiece(tmp_path: Path):
+def test_metrics_service_imports_grpc_only_when_port_listens(tmp_path: Path):
     """In a process of its own: the old packs' SIGABRT was protobuf loaded twice."""
     program = f"""
         import io, sys

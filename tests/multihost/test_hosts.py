@@ -21,7 +21,7 @@ MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.random_id)
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 5, "num_inference_steps": 2})
 
 
-def gone(lead: hosts.Lead) -> str:
+def lost_host_message(lead: hosts.Lead) -> str:
     """What is said next, if it is said of another host: there is no need to wait until all have started again."""
     said = lead.next("ended", "text", "ready", within_s=hosts.ENDS_S)
     assert "ready" not in said, "nothing was said of the host that is gone"
@@ -30,7 +30,7 @@ def gone(lead: hosts.Lead) -> str:
 
 
 @pytest.mark.slow
-def test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_gone(tmp_path: Path):
+def test_two_hosts_match_one_process_and_report_cancel_and_lost_host(tmp_path: Path):
     """To the bit. With a cache of their own: what another process compiled for as many chips may sum in another order.
 
     That all begin again, and much else, is in `test_matrix`.
@@ -49,7 +49,7 @@ def test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_go
         while two.lead.next("step")["step"] != ["denoise", "step"]:
             pass
         two.at_work(1).kill()
-        while not (sentence := gone(two.lead)):
+        while not (sentence := lost_host_message(two.lead)):
             pass
         assert sentence.startswith("Host 1 (127.0.0.1) was lost (") and "All hosts start again" in sentence
 
@@ -67,24 +67,24 @@ def test_two_hosts_give_the_frames_of_one_cancel_together_and_say_when_one_is_go
     ],
     ids=["gke", "gke with ports", "compute engine"],
 )
-def test_a_tpus_machines_say_which_host_this_is(environment, metadata, found):
+def test_detect_rank_reads_environment_or_metadata(environment, metadata, found):
     assert str(rank.detect_rank.__wrapped__(environment, metadata.__getitem__)) == found
 
 
 @pytest.mark.parametrize(("host", "own"), [("10.0.0.2", "10.0.0.2"), ("[::1]", "::1")])
-def test_a_place_is_written_as_it_is_read_and_jax_listens_at_the_port_behind(host: str, own: str):
+def test_parse_rank_round_trips_and_jax_uses_next_port(host: str, own: str):
     """An IPv6 address without brackets is none that JAX's coordinator can be reached at."""
     found = rank.parse_rank(f"1/2@{host}:8476")
     assert found.address.host == own and str(found) == f"1/2@{host}:8476" and found.jax_address == f"{host}:8477"
 
 
 @pytest.mark.parametrize("text", ["2/2@host:1", "host:1", "0/2@host", "0/2@host:70000"])
-def test_a_place_that_is_none_is_a_sentence(text):
+def test_parse_rank_invalid_text_raises_value_error(text):
     with pytest.raises(ValueError, match=rf"^COMFYUI_TPU_HOSTS is '{text}'; "):
         rank.parse_rank(text)
 
 
-def test_hosts_must_have_the_same_versions_and_source():
+def test_describe_difference_names_differing_version():
     mine = handshake.host_versions()
     assert mine["jax"] == jax.__version__ and len(mine["the pack's source"]) == 12
     assert handshake.describe_difference(mine, mine) is None
@@ -101,7 +101,7 @@ supervisor.PAUSE_S = 0.01
 """
 
 
-def test_a_process_is_started_again_when_it_asks_or_is_killed_and_else_ends(tmp_path: Path):
+def test_supervise_restarts_after_restart_code_or_kill_only(tmp_path: Path):
     starts = tmp_path / "starts"
     script = f"""
 import os, signal
@@ -121,7 +121,7 @@ os._exit(3)
     assert starts.read_text() == "xxx"
 
 
-def test_a_signal_while_a_process_is_being_started_reaches_it():
+def test_supervise_forwards_signal_during_process_start():
     keeper = (
         KEEPER
         + """
@@ -140,7 +140,7 @@ sys.exit(supervisor.supervise(sys.argv[1:], {}))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told that its parent is gone")
-def test_what_is_kept_running_ends_with_its_keeper_even_by_kill_9(tmp_path: Path):
+def test_supervised_process_ends_when_supervisor_is_killed(tmp_path: Path):
     said = tmp_path / "pid"
     child = f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid()) + ' '); time.sleep({PATIENCE_S})"
     keeper = (

@@ -40,7 +40,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_every_familys_frames_are_those_of_one_process(tmp_path: Path, cache: Path):
+def test_hosts_match_one_process_for_every_family(tmp_path: Path, cache: Path):
     """Of four chips: one process with four, two with two each, four with one each."""
     requests: dict[str, dict[str, Any]] = {
         **{model: {"model": model} for model in MODELS},
@@ -77,7 +77,7 @@ def lora(folder: Path) -> str:
     return str(path)
 
 
-def interrupted(several: Hosts, place: str, frames: int) -> None:
+def run_until_place(several: Hosts, place: str, frames: int) -> None:
     """A run that has got as far as `place`, with nothing loaded before it."""
     several.lead.ask(free=True)
     several.lead.send(model=WAN, steps=60 if place == "step" else 2, sizes={"num_frames": frames})
@@ -85,7 +85,7 @@ def interrupted(several: Hosts, place: str, frames: int) -> None:
         pass
 
 
-def told(several: Hosts) -> tuple[str, float]:
+def wait_for_lost_host_error(several: Hosts) -> tuple[str, float]:
     """What the user is told of a host that is gone, and after how long."""
     began = time.monotonic()
     said = several.lead.next("ended", "ready", within_s=hosts.ENDS_S)
@@ -95,7 +95,7 @@ def told(several: Hosts) -> tuple[str, float]:
     return said.get("sentence") or several.lead.texts()[-1], seconds
 
 
-def test_cancel_and_the_end_of_a_host_in_every_stage(tmp_path: Path, cache: Path):
+def test_hosts_recover_from_cancel_and_lost_host_in_every_stage(tmp_path: Path, cache: Path):
     frames = 33
     with hosts.running(tmp_path, cache, count=2, chips=1) as two:
         first = two.lead.ask(model=WAN, sizes={"num_frames": frames})
@@ -108,10 +108,10 @@ def test_cancel_and_the_end_of_a_host_in_every_stage(tmp_path: Path, cache: Path
             assert same(two.lead.ask(model=WAN, sizes={"num_frames": frames}), first)
         for place in PLACES:
             for how in (signal.SIGKILL, signal.SIGSTOP) if place == "step" else (signal.SIGKILL,):
-                interrupted(two, place, frames)
+                run_until_place(two, place, frames)
                 follower = two.at_work(1)
                 follower.send_signal(how)
-                sentence, seconds = told(two)
+                sentence, seconds = wait_for_lost_host_error(two)
                 print(f"{how.name} in {place}, told after {seconds:.1f} s: {sentence}")
                 assert sentence.startswith("Host 1 (127.0.0.1) was lost (") and seconds < hosts.ENDS_S
                 if how == signal.SIGSTOP:
@@ -122,7 +122,7 @@ def test_cancel_and_the_end_of_a_host_in_every_stage(tmp_path: Path, cache: Path
                 assert same(again, first)
 
 
-def test_a_late_follower_and_one_of_another_version(tmp_path: Path, cache: Path):
+def test_leader_reports_late_or_mismatched_follower(tmp_path: Path, cache: Path):
     other = tmp_path / "other" / "comfyui_tpu"
     shutil.copytree(PACK, other, ignore=shutil.ignore_patterns(".git", "docs", "web", "examples", "__pycache__"))
     with (other / "sharding" / "mesh.py").open("a") as file:
@@ -149,7 +149,7 @@ def test_a_late_follower_and_one_of_another_version(tmp_path: Path, cache: Path)
         assert done["ended"] == "done"
 
 
-def test_a_process_holds_its_shards_of_a_large_checkpoint_and_no_more(tmp_path: Path, cache: Path, monkeypatch):
+def test_host_process_loads_only_local_shards_of_checkpoint(tmp_path: Path, cache: Path, monkeypatch):
     # What is free goes back to the kernel at once: glibc would keep some hundred MB that loading and compiling freed.
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         monkeypatch.setenv(name, str(2**20))
@@ -181,7 +181,9 @@ def memory(several: Hosts) -> list[int]:
 
 
 @needs_comfyui
-def test_comfyui_leads_a_follower(start_comfyui: Callable[..., Server], tmp_path: Path, cache: Path):
+def test_comfyui_leads_follower_and_restarts_after_loss(
+    start_comfyui: Callable[..., Server], tmp_path: Path, cache: Path
+):
     port, environment = hosts.free_port(), {"XLA_FLAGS": hosts.flags(2), "COMFYUI_TPU_CACHE": str(cache)}
     place = {"COMFYUI_TPU_HOSTS": f"0/2@127.0.0.1:{port}", "COMFYUI_TPU_SUPERVISED": "1"}
     server = start_comfyui(environment={**environment, **place}, arguments=("--preview-method", "auto"))

@@ -27,7 +27,7 @@ def digest(folder: Path) -> str:
     return versions.source_digest(folder)
 
 
-def test_the_sources_digest_is_of_names_and_contents(source: Path):
+def test_source_digest_changes_with_names_and_contents(source: Path):
     own = digest(source)
     assert own == digest(source) and int(own, 16)
     seen = {own}
@@ -40,7 +40,7 @@ def test_the_sources_digest_is_of_names_and_contents(source: Path):
     assert len(seen) == 4
 
 
-def test_the_sources_digest_is_the_same_wherever_the_pack_is(source: Path):
+def test_source_digest_is_independent_of_location(source: Path):
     own = digest(source)
     other = source.with_name("elsewhere")
     shutil.copytree(source, other)
@@ -50,18 +50,18 @@ def test_the_sources_digest_is_the_same_wherever_the_pack_is(source: Path):
     assert digest(other) == own
 
 
-def test_terms_are_the_versions_and_the_source():
+def test_host_versions_contain_result_versions_and_source_digest():
     assert handshake.host_versions() == {**versions.list_result_versions(), SOURCE: versions.source_digest()[:12]}
 
 
-def test_what_differs_is_named_from_both_sides():
+def test_describe_difference_lists_values_of_both_hosts():
     assert handshake.describe_difference({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) is None
     assert handshake.describe_difference({"a": "1", "b": "2"}, {"a": "3", "c": "4"}) == (
         "a: 3 there, 1 here; b: none there, 2 here; c: 4 there, none here"
     )
 
 
-def test_the_leaders_environment_holds_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+def test_apply_environment_sets_only_known_variables(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "mine")
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     monkeypatch.setenv("COMFYUI_TPU_HBM_GIB", "8")

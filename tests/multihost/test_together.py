@@ -78,7 +78,7 @@ def fails(sentence: str, kind: type[Exception] = ValueError) -> Callable[[], Non
     return work
 
 
-def test_an_attempt_ends_on_both_in_the_same_way(pair: Pair):
+def test_attempt_ends_in_same_way_on_leader_and_follower(pair: Pair):
     pair.join()
     agree = [lambda: pair.leader.barrier("run it", 1), lambda: pair.follower.barrier("run it", 1)]
     assert pair.attempt(*agree) == [True, True]
@@ -115,7 +115,7 @@ def test_an_attempt_ends_on_both_in_the_same_way(pair: Pair):
     assert pair.attempt(*agree) == [True, True] and not pair.ends and not pair.left
 
 
-def test_what_an_attempt_had_loaded_is_free_for_the_next(pair: Pair):
+def test_attempt_failure_releases_arrays_on_both_hosts(pair: Pair):
     class Array:
         pass
 
@@ -143,7 +143,7 @@ def test_what_an_attempt_had_loaded_is_free_for_the_next(pair: Pair):
         gc.enable()
 
 
-def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):
+def test_lost_follower_ends_stage_and_process(pair: Pair):
     pair.join()
     pair.follower._link.tell(LogLine("reading the last shard"))
     with pair.leader.stage("denoise", {}, pair.host) as progress:
@@ -157,7 +157,7 @@ def test_a_host_that_is_gone_ends_the_stage_and_then_the_process(pair: Pair):
     assert pair.ends[0][1] is None and "Its log ended: reading the last shard. This process ends" in pair.ends[0][0]
 
 
-def test_who_logs_does_not_wait_for_the_line(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_log_handler_does_not_wait_for_stuck_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """It holds the lock of the log, which the thread of the line wanted when the leader was gone: both stayed."""
     monkeypatch.setattr(logging.getLogger("comfyui_tpu"), "handlers", [])
     pair.join()
@@ -178,7 +178,7 @@ def hello(jax: str = "") -> dict[str, Any]:
     return {"process": 1, "count": 2, "terms": {**handshake.host_versions(), **({"jax": jax} if jax else {})}}
 
 
-def test_a_stranger_of_another_version_is_not_heard(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_leader_ignores_version_text_without_valid_token(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """Its text was on the page, as why the next prompt failed."""
     pair.leader.listen()
     with monkeypatch.context() as context:
@@ -192,7 +192,7 @@ def test_a_stranger_of_another_version_is_not_heard(pair: Pair, monkeypatch: pyt
     pair.join()
 
 
-def test_a_second_hello_does_not_take_a_followers_place(pair: Pair):
+def test_leader_rejects_second_hello_of_connected_follower(pair: Pair):
     pair.join()
     with pytest.raises(HandshakeRejected, match=r"^Host 1 \(127.0.0.1\) is already connected"):
         connection.connect(pair.address, hello())
@@ -200,7 +200,7 @@ def test_a_second_hello_does_not_take_a_followers_place(pair: Pair):
 
 
 @pytest.mark.parametrize("said", ['[0, {"__record__": "At", "what": [], "state": 1}]', f"[0, {'[' * 50_000}", "\0"])
-def test_a_follower_whose_words_are_no_message_is_gone_and_not_waited_for(pair: Pair, said: str):
+def test_leader_invalid_message_marks_follower_lost(pair: Pair, said: str):
     """A TypeError or a RecursionError ended the thread that heard it."""
     pair.join()
     connection.run_on_loop(pair.follower._link._line.send_str(said))
@@ -208,7 +208,7 @@ def test_a_follower_whose_words_are_no_message_is_gone_and_not_waited_for(pair: 
     assert str(pair.leader.lost).startswith("Host 1 (127.0.0.1) was lost (a message cannot be read")
 
 
-def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_leader_ends_process_when_stage_is_stuck_after_loss(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(leader, "GRACE_S", 0.1)
     pair.join()
     with pair.leader.stage("denoise", {}, pair.host):
@@ -217,7 +217,7 @@ def test_a_stage_that_is_stuck_on_the_chips_is_told_too(pair: Pair, monkeypatch:
     assert pair.ends[0][1] is pair.host
 
 
-def test_a_follower_of_another_version_is_refused_on_both_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_follower_with_other_versions_is_rejected_with_same_message(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     mine = handshake.host_versions()
     versions = iter([{**mine, "jax": "0.1"}, mine])
     monkeypatch.setattr(handshake, "host_versions", lambda: next(versions))

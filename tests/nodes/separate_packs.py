@@ -111,7 +111,7 @@ def wan22_i2v() -> dict[str, Any]:
     return document(rows, links)
 
 
-def published(checkout: Path, name: str) -> dict[str, Any]:
+def read_published(checkout: Path, name: str) -> dict[str, Any]:
     (path,) = checkout.glob(f"tpu/ComfyUI/custom_nodes/*/examples/{name}.json")
     return json.loads(path.read_text("utf-8"))
 
@@ -123,4 +123,4 @@ if "PUBLISHED_WORKFLOWS" in os.environ:
         "wan22_i2v": "wan22_i2v_720p",
     }  # fmt: skip
     checkout = Path(os.environ["PUBLISHED_WORKFLOWS"])
-    ALL = {pack: functools.partial(published, checkout, name) for pack, name in FILES.items()}
+    ALL = {pack: functools.partial(read_published, checkout, name) for pack, name in FILES.items()}

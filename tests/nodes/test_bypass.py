@@ -41,12 +41,12 @@ PASSES = [
 
 
 @pytest.mark.parametrize(("node", "name"), PASSES)
-def test_bypassing_a_node_joins_each_output_to_the_input_of_its_name(node: Declaration, name: str):
+def test_bypassed_node_joins_output_to_input_of_same_name(node: Declaration, name: str):
     slot = [output.name for output in node.outputs].index(name)
     assert page_bypass(page_inputs(node), slot, node.outputs[slot].type) == name
 
 
-def test_nodes_that_pass_on_are_among_the_bypassed():
+def test_bypass_cases_include_pass_through_nodes():
     assert {value.values[0].id for value in PASSES} >= {"TPUSaveStage", "TPUFreeMemory", "Flux2ImageEncoder"}
 
 
@@ -95,13 +95,13 @@ NEW_ORDER = [name for name, _ in page_inputs(SAVE_STAGE)]
 
 
 @pytest.mark.parametrize("order", [OLD_ORDER, NEW_ORDER], ids=["saved before", "saved now"])
-def test_a_bypassed_save_stage_gives_each_prompt_to_its_own_input(order: list[str]):
+def test_bypassed_save_stage_passes_prompts_to_matching_inputs(order: list[str]):
     """The page reorders what was saved by the declaration: so older workflows are bypassed right too."""
     inputs = to_api(saved_page(order), HEADLESS_NODES)["3"]["inputs"]
     assert (inputs["prompt_embeds"], inputs["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
 
 
-def test_an_older_page_of_an_active_save_stage_still_loads():
+def test_active_save_stage_of_older_page_keeps_named_inputs():
     document = saved_page(OLD_ORDER)
     (node,) = (node for node in document["nodes"] if node["type"] == "TPUSaveStage")
     node["mode"] = 0
@@ -123,18 +123,20 @@ def test_an_older_page_of_an_active_save_stage_still_loads():
         ([], 0, "B", "*", None),
     ],
 )
-def test_the_pages_rule(inputs: list[str], output: int, given: str, wanted: str, expected: int | None):
+def test_find_bypass_input_follows_page_rule(
+    inputs: list[str], output: int, given: str, wanted: str, expected: int | None
+):
     assert find_bypass_input(inputs, output, given, wanted) == expected
 
 
-def test_bypassed_nodes_in_a_circle_are_named():
+def test_bypassed_nodes_in_cycle_raise_value_error():
     document = saved_page(NEW_ORDER)
     document["links"] = [[link, 2 if link in (1, 2) else origin, *rest] for link, origin, *rest in document["links"]]
     with pytest.raises(ValueError, match="bypassed nodes or reroutes are linked in a circle"):
         to_api(document, HEADLESS_NODES)
 
 
-def test_a_foreign_bypassed_node_follows_the_same_rule():
+def test_bypassed_foreign_node_follows_saved_input_order():
     """Of a node that is not ours the page's saved order is all there is."""
     document = saved_page(NEW_ORDER)
     (node,) = (node for node in document["nodes"] if node["type"] == "TPUSaveStage")

@@ -32,7 +32,7 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", PAGE_FILES + API_FILES, ids=name)
-def test_an_example_is_a_valid_workflow(path: Path):
+def test_example_is_valid_workflow(path: Path):
     workflow = to_api(read(path), HEADLESS_NODES)
     assert validate_workflow(workflow, HEADLESS_NODES) == []
     make_tiny(workflow)
@@ -40,7 +40,7 @@ def test_an_example_is_a_valid_workflow(path: Path):
 
 
 @pytest.mark.parametrize("path", PAGE_FILES, ids=name)
-def test_the_page_finds_every_widget_where_it_looks(path: Path):
+def test_example_page_has_one_value_per_widget(path: Path):
     """One value for each widget, and one after a seed for its control; our nodes name the pack they come from."""
     for node in read(path)["nodes"]:
         if node["type"] in DECLARATIONS:
@@ -50,7 +50,7 @@ def test_the_page_finds_every_widget_where_it_looks(path: Path):
 
 
 @pytest.mark.parametrize("path", PAGE_FILES, ids=name)
-def test_the_pages_links_agree_at_both_ends(path: Path):
+def test_example_page_links_agree_at_both_ends(path: Path):
     document = read(path)
     nodes = {node["id"]: node for node in document["nodes"]}
     for link_id, origin, output, target, slot, kind in document["links"]:
@@ -60,7 +60,7 @@ def test_the_pages_links_agree_at_both_ends(path: Path):
 
 
 @pytest.mark.parametrize("path", API_FILES, ids=name)
-def test_both_formats_are_the_same_graph(path: Path):
+def test_example_page_and_api_form_are_same_graph(path: Path):
     from_page = to_api(read(examples.page(path.stem)), HEADLESS_NODES)
     from_api = to_api(read(path), HEADLESS_NODES)
     assert sorted(from_page) == sorted(from_api)
@@ -69,13 +69,13 @@ def test_both_formats_are_the_same_graph(path: Path):
         assert node["inputs"].items() <= from_page[node_id]["inputs"].items()
 
 
-def test_every_example_is_there_for_the_page_and_in_api_form_and_with_real_weights_as_a_pipeline_node():
+def test_examples_exist_in_page_api_and_pipeline_form():
     stems = {path.stem for path in API_FILES}
     assert {examples.twin(path).stem for path in examples.PAGES} == stems
     assert {path.stem for path in examples.PIPELINES} == stems - {"try_it_now"}
 
 
-def test_the_template_browser_has_one_entry_for_a_recipe_and_its_title_is_no_file_name():
+def test_example_titles_are_readable_and_valid_file_names():
     """ComfyUI lists every JSON right in this folder, by the file's name."""
     titles = [path.stem for path in examples.PAGES]
     assert all(title[0].isupper() and " " in title and "_" not in title for title in titles)
@@ -83,7 +83,7 @@ def test_the_template_browser_has_one_entry_for_a_recipe_and_its_title_is_no_fil
     assert not set("".join(titles)) & set('<>:"/\\|?*%#&+')
 
 
-def test_every_model_has_an_example_with_its_own_id_and_defaults():
+def test_flagship_models_have_examples_with_hub_id():
     texts = [path.read_text() for path in PAGE_FILES]
     for spec in FLAGSHIPS:
         assert any(spec.published.hub_id in text and f"{spec.family}TPUSampler" in text for text in texts), spec.name
@@ -97,14 +97,14 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     return lambda name: runpy.run_path(str(folder / f"{name}.py"))
 
 
-def test_the_examples_are_what_the_script_writes(tool: Callable[[str], dict[str, Any]]):
+def test_examples_equal_output_of_workflows_tool(tool: Callable[[str], dict[str, Any]]):
     """So their figures are those of `benchmarks/predicted.json`. If not: `python tools/workflows.py`."""
     written = tool("workflows")["files"]()
     assert {path for path in written if EXAMPLES in path.parents} == {*PAGE_FILES, *API_FILES}
     assert [path for path, text in written.items() if path.read_text("utf-8") != text] == []
 
 
-def test_every_example_has_its_thumbnail(tool: Callable[[str], dict[str, Any]]):
+def test_example_thumbnails_are_square_small_and_current(tool: Callable[[str], dict[str, Any]]):
     """As cards want it, square and small, and what it says is not out of date. Else: `python tools/thumbnails.py`."""
     script = tool("thumbnails")
     comments = {example.title: script["comment"](example) for example in script["workflows"].ALL}
@@ -117,7 +117,7 @@ def test_every_example_has_its_thumbnail(tool: Callable[[str], dict[str, Any]]):
 
 
 @pytest.mark.parametrize("path", PAGE_FILES + API_FILES, ids=name)
-def test_a_model_is_named_once(path: Path):
+def test_example_names_model_once(path: Path):
     """By the loader, for all stages; by a pipeline node itself, if nothing is added to the model."""
     workflow = to_api(read(path), HEADLESS_NODES)
     ours = [node for node in workflow.values() if HEADLESS_NODES[node["class_type"]].family]
@@ -131,7 +131,7 @@ def test_a_model_is_named_once(path: Path):
 @pytest.mark.slow
 # Klein's miniature runs in `tests/browser/test_commands.py`, as the page makes it of the same graph.
 @pytest.mark.parametrize("stem", slower(FEW_STEPS, "flux2_klein", *FEW_STEPS[2:]))
-def test_a_recipe_runs_headless_on_its_own_miniature(stem: str, tmp_path: Path):
+def test_example_runs_headless_on_tiny_model(stem: str, tmp_path: Path):
     assignments = ["Sampler.num_frames=5"] if stem.startswith("wan21") or "t2v" in stem else []
     assignments += ["Image Encoder.num_frames=5"] if "i2v" in stem else []
     words = [word for assignment in assignments for word in ("--set", assignment)]

@@ -18,7 +18,7 @@ FILES = examples.PAGES + examples.PIPELINES
 
 
 @pytest.fixture(autouse=True)
-def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+def _skip_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRef, "check", lambda model: None)
 
 
@@ -37,7 +37,7 @@ def one_expected(workflow: Workflow) -> PlannedGeneration:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_an_example_says_model_sizes_and_stages(path: Path):
+def test_plan_generations_returns_model_settings_and_stages(path: Path):
     workflow = workflow_of(path)
     found = one_expected(workflow)
     assert [(found.model, found.settings)] == list_generations(workflow, Folders(), HEADLESS_NODES)
@@ -48,23 +48,23 @@ def test_an_example_says_model_sizes_and_stages(path: Path):
 
 
 @pytest.mark.parametrize(("name", "is_known"), [("width", False), ("guidance_scale", False), ("seed", True)])
-def test_a_size_that_another_node_gives_is_known_when_the_sampler_runs(name: str, is_known: bool):
+def test_plan_generations_with_linked_size_has_no_settings(name: str, is_known: bool):
     found = one_expected(workflow_of(examples.page("wan21_t2v_720p"), **{name: ["77", 0]}))
     assert (found.settings is not None) == is_known and found.stages == ("denoise", "decode")
 
 
-def test_what_is_not_decoded_needs_no_decoder():
+def test_plan_generations_without_decoder_omits_decode_stage():
     workflow = workflow_of(examples.page("wan21_t2v_720p"))
     workflow = {key: node for key, node in workflow.items() if "Decoder" not in node["class_type"]}
     assert one_expected(workflow).stages == ("denoise",)
 
 
-def test_programs_that_depend_on_references_are_the_samplers_to_see():
+def test_plan_generations_with_references_omits_denoise_stage():
     workflow = workflow_of(EXAMPLES / "api" / "flux2_t2i.json")
     workflow["20"] = {"class_type": "Flux2ImageEncoder", "inputs": {"image": ["21", 0]}}
     assert one_expected(workflow).stages == ("decode",)
 
 
-def test_a_workflow_that_its_nodes_will_refuse_is_not_expected():
+def test_plan_generations_of_invalid_workflow_is_empty():
     assert plan_generations(workflow_of(examples.page("wan21_t2v_720p"), width=81), Folders(), DECLARATIONS) == []
     assert plan_generations({"1": {"class_type": "SaveImage", "inputs": {}}}, Folders(), DECLARATIONS) == []

@@ -74,16 +74,16 @@ def page(*nodes: dict, links: list) -> dict:
     return {"nodes": list(nodes), "links": links}
 
 
-def test_nodes_run_in_dependency_order_with_defaults_filled_in():
+def test_run_workflow_orders_nodes_and_fills_defaults():
     assert run({"9": node("Show", a=["5", 0]), "5": node("Next", a=["7", 0]), "7": node("Number", a=2)}) == {"9": (8,)}
 
 
-def test_only_what_an_output_needs_is_run():
+def test_execution_order_includes_only_nodes_of_outputs():
     graph = {"1": node("Number", a=1), "2": node("Number", a=2), "3": node("Show", a=["2", 0])}
     assert execution_order(graph, TABLE) == ["2", "3"]
 
 
-def test_an_animated_webp_is_written_with_what_made_it(tmp_path: Path):
+def test_save_animated_webp_embeds_workflow(tmp_path: Path):
     inputs = {"images": ["1", 0], "filename_prefix": "moving", "fps": 8.0, "lossless": False, "quality": 60}
     workflow = {
         "1": node("LoadImage", image="wan_i2v_input.jpg"),
@@ -96,14 +96,14 @@ def test_an_animated_webp_is_written_with_what_made_it(tmp_path: Path):
         assert told["2"]["inputs"] == inputs | {"method": "fastest"}
 
 
-def test_an_expansion_becomes_its_stages():
+def test_expand_replaces_node_by_stages():
     workflow = {"1": node("Number", a=1), "2": node("Twice", a=["1", 0]), "3": node("Show", a=["2", 0])}
     assert list(expand(workflow, TABLE)) == ["1", "2.one", "2.two", "3"]
     assert run(workflow) == {"3": (8,)}
 
 
 @pytest.mark.parametrize("picture", [True, False])
-def test_a_stage_is_left_out_without_the_input_it_needs(picture: bool):
+def test_expand_omits_stage_without_required_input(picture: bool):
     """The pipeline node is text to video without a picture, image to video with one."""
     inputs = {"image": ["1", 0]} if picture else {}
     workflow = {"1": node("LoadImage", image="a.png"), "2": node("HunyuanVideo15TPUPipeline", **inputs)}
@@ -113,7 +113,7 @@ def test_a_stage_is_left_out_without_the_input_it_needs(picture: bool):
     assert {"2.encode", "2.denoise", "2.decode", "2.video"} <= set(expanded)
 
 
-def test_an_expansion_may_feed_an_expansion():
+def test_run_workflow_chains_two_expansions():
     workflow = {
         "4": node("Show", a=["3", 0]),
         "3": node("Twice", a=["2", 0]),
@@ -160,17 +160,17 @@ def test_an_expansion_may_feed_an_expansion():
         ),
     ],
 )
-def test_a_workflow_that_cannot_run_says_why(workflow: dict, problem: str):
+def test_run_workflow_invalid_graph_raises_value_error(workflow: dict, problem: str):
     with pytest.raises(ValueError) as error:
         run(workflow)
     assert str(error.value) == problem
 
 
-def test_all_problems_are_listed():
+def test_validate_workflow_lists_all_problems():
     assert len(validate_workflow({"1": node("Gone"), "2": node("Show"), "3": node("Show", a=1)}, TABLE)) == 3
 
 
-def test_a_page_becomes_an_api_workflow():
+def test_to_api_converts_page_workflow():
     document = page(
         page_node(1, "Number", widgets_values=[3, 4, "fixed"], title="Mine"),
         page_node(2, "Show", link=7),
@@ -183,7 +183,7 @@ def test_a_page_becomes_an_api_workflow():
     }
 
 
-def test_an_older_page_lacks_the_new_widgets():
+def test_to_api_older_page_uses_defaults_of_new_widgets():
     document = page(
         page_node(1, "Number", widgets_values=[3]), page_node(2, "Show", link=7), links=[[7, 1, 0, 2, 0, "SUM"]]
     )
@@ -195,7 +195,7 @@ def test_an_older_page_lacks_the_new_widgets():
     [({"kind": "Next"}, 9), ({"kind": "Next", "mode": 4}, 8), ({"kind": "Reroute"}, 8)],
     ids=["active", "bypassed", "reroute"],
 )
-def test_links_pass_through_what_does_not_run(middle: dict, result: int):
+def test_to_api_links_pass_bypassed_nodes_and_reroutes(middle: dict, result: int):
     document = page(
         page_node(1, "Number", widgets_values=[3]),
         page_node(2, link=7, **middle),
@@ -205,7 +205,7 @@ def test_links_pass_through_what_does_not_run(middle: dict, result: int):
     assert run(to_api(document, TABLE)) == {"3": (result,)}
 
 
-def test_a_muted_node_gives_nothing():
+def test_to_api_muted_node_leaves_linked_input_missing():
     document = page(
         page_node(1, "Number", widgets_values=[3], mode=2), page_node(2, "Show", link=7), links=[[7, 1, 0, 2, 0, "SUM"]]
     )
@@ -213,7 +213,7 @@ def test_a_muted_node_gives_nothing():
         run(to_api(document, TABLE))
 
 
-def test_a_primitive_is_a_constant():
+def test_to_api_primitive_node_becomes_constant():
     document = page(
         {"id": 1, "type": "PrimitiveNode", "widgets_values": [6, "fixed"], "outputs": []},
         page_node(2, "Number", link=5, widgets_values=[1]),
@@ -223,13 +223,13 @@ def test_a_primitive_is_a_constant():
     assert run(to_api(document, TABLE)) == {"3": (11,)}
 
 
-def test_what_is_no_workflow_is_refused():
+def test_to_api_invalid_document_raises_value_error():
     for document in ([], {}, {"a": 1}, {"1": {"inputs": {}}}):
         with pytest.raises(ValueError, match="This is not a ComfyUI workflow"):
             to_api(document, TABLE)
 
 
-def test_the_original_packs_workflow_still_loads():
+def test_to_api_loads_workflow_of_original_pack():
     """Its widgets end before ours: flow_shift is there, precision is not."""
     values = [720, 1280, 81, 50, 5, 42, "fixed", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 5]
     document = page({"id": 2, "type": "Wan21TPUSampler", "widgets_values": values}, links=[])
@@ -238,7 +238,7 @@ def test_the_original_packs_workflow_still_loads():
     assert "precision" not in inputs
 
 
-def test_a_terminal_shows_titles_and_times():
+def test_terminal_context_shows_titles_and_times():
     stream = io.StringIO()
     host = TerminalContext(Folders(), stream=stream)
     with host.time_node("Encode"):
@@ -255,14 +255,14 @@ def example() -> dict:
     return to_api(json.loads(EXAMPLE.read_text()), HEADLESS_NODES)
 
 
-def test_tiny_says_what_the_result_will_show():
+def test_list_tiny_prompts_names_prompt_of_tiny_model():
     workflow = example()
     make_tiny(workflow)
     said = 'tiny/wan21 shows "a red circle moves right on blue"; to change it: --set 1.prompt="..."'
     assert list(list_tiny_prompts(workflow)) == [said]
 
 
-def test_tiny_says_that_the_result_will_be_noise():
+def test_list_tiny_prompts_warns_about_random_weights():
     """Of a model that no trained miniature stands for."""
     workflow = to_api(json.loads(examples.page("wan22_i2v_720p").read_text()), HEADLESS_NODES)
     for node in workflow.values():
@@ -272,7 +272,7 @@ def test_tiny_says_that_the_result_will_be_noise():
     assert list(list_tiny_prompts(workflow)) == [said]
 
 
-def test_tiny_changes_models_sizes_and_prompts_and_nothing_else():
+def test_make_tiny_changes_only_models_sizes_and_prompts():
     workflow, before = example(), example()
     make_tiny(workflow)
     changed = {
@@ -297,7 +297,7 @@ def test_tiny_changes_models_sizes_and_prompts_and_nothing_else():
         ("Save Video.filename_prefix=x", ("5", "filename_prefix"), "x"),
     ],
 )
-def test_set_changes_one_input(assignment: str, place: tuple[str, str], value: Any):
+def test_apply_assignment_changes_one_input(assignment: str, place: tuple[str, str], value: Any):
     workflow = example()
     workflow["5"]["_meta"] = {"title": "Save Video"}
     apply_assignment(workflow, assignment)
@@ -323,19 +323,21 @@ def test_set_changes_one_input(assignment: str, place: tuple[str, str], value: A
         (["--set", "1.model_id="], "Wan 2.1 T2V 14B: model_id is empty."),
     ],
 )
-def test_an_error_of_the_user_is_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture):
+def test_run_invalid_assignment_prints_one_line_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+):
     assert cli.main(["run", str(EXAMPLE), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"comfyui-tpu: {message}") and captured.err.count("\n") == 1
     assert captured.out == ""
 
 
-def test_a_missing_workflow_is_named(capsys: pytest.CaptureFixture):
+def test_run_missing_workflow_file_is_named(capsys: pytest.CaptureFixture):
     assert cli.main(["run", "nowhere.json"]) == 2
     assert capsys.readouterr().err == "comfyui-tpu: the file nowhere.json does not exist.\n"
 
 
-def test_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_run_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -344,7 +346,7 @@ def test_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().err == "comfyui-tpu: cancelled\n"
 
 
-def test_doctor_reports_and_names_what_to_mend(capsys: pytest.CaptureFixture):
+def test_doctor_reports_topics_and_exit_code(capsys: pytest.CaptureFixture):
     code = cli.main(["doctor"])
     report = capsys.readouterr().out
     assert code == (1 if f"\n{'':<22} -> " in report else 0)
@@ -352,7 +354,7 @@ def test_doctor_reports_and_names_what_to_mend(capsys: pytest.CaptureFixture):
         assert f"\n{topic} " in f"\n{report}"
 
 
-def test_a_file_gets_no_line_for_each_step(monkeypatch: pytest.MonkeyPatch):
+def test_terminal_context_limits_step_lines_in_files(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr("comfyui_tpu.nodes.headless.runner.time.monotonic", lambda: now[0])
     stream = io.StringIO()

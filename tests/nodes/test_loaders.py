@@ -28,7 +28,7 @@ def kinds(document: dict[str, Any]) -> list[str]:
     return [node["type"] for graph in graphs for node in graph["nodes"]]
 
 
-def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named():
+def test_swap_loaders_swaps_supported_loaders_and_names_others():
     before = json.dumps(PAGE)
     found, changes = swap_loaders(PAGE, [])
     assert json.dumps(PAGE) == before
@@ -50,7 +50,7 @@ def test_loaders_of_what_runs_are_swapped_in_subgraphs_too_and_the_others_named(
     assert kinds(again) == kinds(PAGE) and len(changes) == 2
 
 
-def test_the_api_form_too():
+def test_swap_loaders_converts_api_form():
     api = {"1": {"class_type": "VAELoader", "inputs": {"vae_name": "wan_2.1_vae.safetensors"}}}
     found, _ = swap_loaders(api, [])
     assert found == {"1": {"class_type": "TPUVAELoader", "inputs": api["1"]["inputs"]}}
@@ -58,7 +58,7 @@ def test_the_api_form_too():
 
 
 @pytest.mark.parametrize("is_of_page", [True, False])
-def test_a_quality_that_only_our_loader_has_is_left_behind(is_of_page: bool):
+def test_swap_loaders_back_replaces_tpu_quality_by_default(is_of_page: bool):
     file = "wan2.1_t2v_14B_fp16.safetensors"
     if is_of_page:
         ours: dict[str, Any] = {"nodes": [{"id": 1, "type": "TPUUNETLoader", "widgets_values": [file, "int8"]}]}
@@ -72,7 +72,7 @@ def test_a_quality_that_only_our_loader_has_is_left_behind(is_of_page: bool):
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../secret.safetensors", "~/x.safetensors", "", "a\0b.safetensors"])
-def test_a_strangers_file_is_not_looked_for_outside_comfyuis_folders(name: str, tmp_path: Path):
+def test_swap_loaders_does_not_read_files_outside_model_folders(name: str, tmp_path: Path):
     """The message does not reveal whether the file exists."""
     (tmp_path / "secret.safetensors").write_bytes(b"x")
     (tmp_path / "models").mkdir()
@@ -85,7 +85,7 @@ def test_a_strangers_file_is_not_looked_for_outside_comfyuis_folders(name: str, 
 
 
 @pytest.mark.parametrize("document", [None, [], 3, "x"])
-def test_what_is_no_workflow_is_said(document: Any):
+def test_swap_loaders_invalid_document_raises_value_error(document: Any):
     with pytest.raises(ValueError, match="This is not a workflow"):
         swap_loaders(document, [])
 
@@ -95,11 +95,11 @@ def test_what_is_no_workflow_is_said(document: Any):
     [{"nodes": 3}, {"nodes": [None, {"type": 3}, {"type": ["UNETLoader"]}]}, {"1": None, "2": {"class_type": None}},
      {"nodes": [{"type": "UNETLoader", "widgets_values": None}, {"type": "VAELoader", "properties": 3}]}],
 )  # fmt: skip
-def test_damaged_workflows_come_back_as_they_are(document: dict[str, Any]):
+def test_swap_loaders_returns_damaged_workflow_unchanged(document: dict[str, Any]):
     assert swap_loaders(document, [])[0] == document
 
 
-def test_the_command_writes_the_file_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_convert_command_writes_file_and_prints_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(PAGE))
     assert main.main(["convert", str(path), "--to", str(tmp_path / "tpu.json")]) == 0

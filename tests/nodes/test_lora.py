@@ -40,7 +40,7 @@ def workflow(*names: str) -> dict[str, Any]:
     return {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
 
 
-def test_several_in_a_row_reach_the_nodes_that_take_the_model(folders: Folders, monkeypatch: pytest.MonkeyPatch):
+def test_lora_loader_chain_passes_all_loras_to_model(folders: Folders, monkeypatch: pytest.MonkeyPatch):
     """By the name in the list, by a path, and beside the workflow."""
     given: list[ModelRef] = []
     monkeypatch.setattr(api, "warm_up", lambda model, settings, progress: given.append(model) or 0)
@@ -68,14 +68,12 @@ def test_several_in_a_row_reach_the_nodes_that_take_the_model(folders: Folders, 
         ("old.pt", True, r"lora_name is old.pt; only .safetensors files are read"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_before_anything_runs(
-    folders: Folders, name: str, confined: bool, problem: str
-):
+def test_lora_loader_invalid_name_raises_value_error(folders: Folders, name: str, confined: bool, problem: str):
     with pytest.raises(ValueError, match=problem):
         lora.LOADER.validate_constants(replace(folders, confined=confined), {"lora_name": name})
 
 
-def test_another_content_is_another_result(folders: Folders):
+def test_lora_loader_fingerprint_changes_with_file_content(folders: Folders):
     assert lora.LOADER.fingerprint is not None
     name = "wan/style.safetensors"
     before = lora.LOADER.fingerprint(folders, lora_name=name, strength=1.0, expert="both")
@@ -84,7 +82,7 @@ def test_another_content_is_another_result(folders: Folders):
     assert before != lora.LOADER.fingerprint(folders, lora_name=name, strength=1.0, expert="both")
 
 
-def test_miniatures_and_warming_up_do_without(folders: Folders):
+def test_make_tiny_and_list_generations_skip_loras(folders: Folders):
     made = workflow("wan/style.safetensors", "wan/style.safetensors")
     sampler = {"class_type": "Wan21TPUSampler", "inputs": {"model": ["2", 0]}}
     assert list_generations({**made, "8": sampler}, folders, HEADLESS_NODES)[0][0].model_id == "tiny/wan21"

@@ -50,7 +50,7 @@ def conditioning(family: str | None = "Wan21") -> list:
     return [["a tensor", {"tpu_family": family} if family else {}]]
 
 
-def changed(**values: Any) -> list:
+def changed_conditioning(**values: Any) -> list:
     """What a core node makes of an encoder's output."""
     ((tensor, info),) = conditioning()
     return [[tensor, {**info, **values}]]
@@ -65,14 +65,14 @@ def all_inputs() -> list:
 
 
 @pytest.mark.parametrize(("node", "declared"), all_inputs())
-def test_every_input_has_a_tooltip_and_a_default_it_accepts(node: Any, declared: Input):
+def test_node_input_has_tooltip_and_valid_default(node: Any, declared: Input):
     assert declared.tooltip.endswith(".")
     if declared.is_widget:
         assert declared.parse(declared.default) == declared.default
 
 
 @pytest.mark.parametrize("node", DECLARATIONS.values(), ids=lambda node: node.id)
-def test_required_inputs_come_first(node: Any):
+def test_node_required_widgets_come_first(node: Any):
     """The page lists required widgets first: with another order saved values would land in the wrong widgets."""
     widgets = [declared.optional for declared in node.inputs if declared.is_widget]
     assert widgets == sorted(widgets)
@@ -100,13 +100,13 @@ def test_required_inputs_come_first(node: Any):
     ],
     ids=lambda value: getattr(value, "id", ""),
 )
-def test_the_original_widgets_keep_their_order(node: Any, widgets: str, outputs: str):
+def test_node_widgets_and_outputs_keep_order(node: Any, widgets: str, outputs: str):
     """Saved workflows hold values by position."""
     assert [declared.name for declared in node.inputs if declared.is_widget] == widgets.split()
     assert [output.name for output in node.outputs] == outputs.split()
 
 
-def test_the_pipeline_fills_every_stage_from_its_own_inputs():
+def test_pipeline_node_fills_every_stage_input():
     assert isinstance(PIPELINE, Expansion)
     own = {declared.name for declared in PIPELINE.inputs}
     names = [stage.name for stage in PIPELINE.stages]
@@ -124,7 +124,7 @@ def test_the_pipeline_fills_every_stage_from_its_own_inputs():
     assert used == own
 
 
-def test_the_encoder_hands_prompts_and_model_to_the_runtime(runtime: Recorder):
+def test_text_encoder_passes_prompts_and_model_to_runtime(runtime: Recorder):
     values = TEXT_ENCODER.values({"prompt": "a cat", "negative_prompt": "a dog", "model_id": "here"})
     assert TEXT_ENCODER.run(Host(), **values) == ("positive", "negative")
     model = ModelRef(spec_name=SPEC.name, model_id="here", precision="auto", folders=("/models/diffusers",))
@@ -136,7 +136,7 @@ def sampler_values(**given: Any) -> dict[str, Any]:
     return SAMPLER.values({"prompt_embeds": conditioning(), **numbers, "flow_shift": 3, **given})
 
 
-def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
+def test_sampler_passes_settings_to_runtime(runtime: Recorder):
     assert SAMPLER.run(Host(), **sampler_values()) == ("denoise", 5)
     model, settings, positive, negative = runtime.calls["denoise"]
     expected = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 7}
@@ -144,7 +144,7 @@ def test_the_sampler_hands_its_numbers_to_the_runtime(runtime: Recorder):
     assert (positive, negative, model.model_id) == (conditioning(), None, SPEC.published.hub_id)
 
 
-def test_cogvideox_has_its_scheduler_last_under_advanced_and_hands_it_on(runtime: Recorder):
+def test_cogvideox_scheduler_inputs_are_advanced_and_reach_settings(runtime: Recorder):
     """Older workflows end before it, and run with the checkpoint's own; pictures, parts of the steps and what may be
     given away for time came after.
     """
@@ -170,7 +170,7 @@ FEW_STEPS = {
 }  # fmt: skip
 
 
-def test_the_sampler_hands_on_how_its_steps_are_run(runtime: Recorder):
+def test_sampler_passes_few_step_settings_to_runtime(runtime: Recorder):
     latents = {"samples": "z"}
     SAMPLER.run(Host(), **sampler_values(**FEW_STEPS, latents=latents))
     settings = runtime.calls["denoise"][1]
@@ -182,21 +182,21 @@ def test_the_sampler_hands_on_how_its_steps_are_run(runtime: Recorder):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_familys_nodes_have_no_number_that_one_of_its_models_does_not_know(spec: ModelSpec):
+def test_sampler_inputs_are_known_by_every_model_of_family(spec: ModelSpec):
     """It would be left aside in silence; only models with several experts know those of the second."""
     node = DECLARATIONS[f"{spec.family}TPUSampler"]
     known = {*spec.inputs, *(() if len(spec.denoiser.experts) > 1 else ("guidance_scale_2", "high_noise_steps"))}
     assert {name for name in FEW_STEPS if name in {i.name for i in node.inputs}} <= known
 
 
-def test_the_decoder_passes_fps_on_as_a_float(runtime: Recorder):
+def test_decoder_returns_fps_as_float(runtime: Recorder):
     values = DECODER.values({"latents": {"samples": "z"}, "fps": 16.0})
     frames, fps = DECODER.run(Host(), **values)
     assert (frames, fps, type(fps)) == ("decode", 16.0, float)
     assert runtime.calls["decode"][1] == {"samples": "z"}
 
 
-def test_a_connected_model_takes_the_place_of_model_id(runtime: Recorder):
+def test_sampler_connected_model_overrides_model_id(runtime: Recorder):
     model = ModelRef(spec_name=SPEC.name, model_id="connected", precision="float32")
     SAMPLER.run(Host(), **sampler_values(model=model, model_id="other"))
     assert runtime.calls["denoise"][0] == model
@@ -206,9 +206,7 @@ def test_a_connected_model_takes_the_place_of_model_id(runtime: Recorder):
     ("of_loader", "of_sampler", "wanted"),
     [("exact", "exact", "exact"), ("int8", "exact", "int8"), ("exact", "int8", "int8"), ("int8", "int8", "int8")],
 )
-def test_a_loaders_quality_counts_where_the_sampler_asks_for_none(
-    of_loader: str, of_sampler: str, wanted: str, runtime: Recorder
-):
+def test_sampler_quality_defaults_to_quality_of_loader(of_loader: str, of_sampler: str, wanted: str, runtime: Recorder):
     loader, given = (
         HEADLESS_NODES["TPUModelLoader"],
         {"model_id": "tiny/wan21", "family": "Wan21", "quality": of_loader},
@@ -245,14 +243,14 @@ def test_a_loaders_quality_counts_where_the_sampler_asks_for_none(
         ({"prompt_embeds": None}, "Wan 2.1 TPU Sampler: prompt_embeds is missing."),
     ],
 )
-def test_a_bad_value_is_refused_before_anything_runs(runtime: Recorder, given: dict, message: str):
+def test_sampler_invalid_value_raises_value_error_before_run(runtime: Recorder, given: dict, message: str):
     with pytest.raises(ValueError) as error:
         SAMPLER.run(Host(), **sampler_values(**given))
     assert str(error.value).startswith(message)
     assert runtime.calls == {}
 
 
-def test_another_familys_embeddings_are_refused(runtime: Recorder):
+def test_sampler_rejects_embeddings_of_other_family(runtime: Recorder):
     with pytest.raises(ValueError) as error:
         SAMPLER.run(Host(), **sampler_values(negative_prompt_embeds=conditioning("Flux2")))
     assert str(error.value) == (
@@ -261,7 +259,7 @@ def test_another_familys_embeddings_are_refused(runtime: Recorder):
     assert "denoise" not in runtime.calls
 
 
-def test_comfyuis_own_conditioning_is_taken(runtime: Recorder):
+def test_sampler_accepts_core_conditioning(runtime: Recorder):
     SAMPLER.run(Host(), **sampler_values(prompt_embeds=conditioning(None)))
     assert "denoise" in runtime.calls
 
@@ -273,44 +271,47 @@ def test_comfyuis_own_conditioning_is_taken(runtime: Recorder):
         (conditioning() * 2, "prompt_embeds has 2 entries; combined prompts are not supported. Connect one Wan21TextE"),
         ("text", "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
         ([["a tensor"]], "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
-        (changed(mask="a mask", mask_strength=1.0), "prompt_embeds has mask, mask_strength; areas, masks"),
-        (changed(start_percent=0.0, end_percent=0.5), "prompt_embeds has start_percent, end_percent; areas"),
-        (changed(area=(8, 8, 0, 0), strength=0.5), "prompt_embeds has area, strength; areas"),
-        (changed(strength=True), "prompt_embeds has strength; areas"),
-        (changed(guidance=3.5), "prompt_embeds has guidance; areas"),
-        (changed(reference_latents=["a tensor"]), "prompt_embeds has reference_latents; areas"),
+        (changed_conditioning(mask="a mask", mask_strength=1.0), "prompt_embeds has mask, mask_strength; areas, masks"),
+        (
+            changed_conditioning(start_percent=0.0, end_percent=0.5),
+            "prompt_embeds has start_percent, end_percent; areas",
+        ),
+        (changed_conditioning(area=(8, 8, 0, 0), strength=0.5), "prompt_embeds has area, strength; areas"),
+        (changed_conditioning(strength=True), "prompt_embeds has strength; areas"),
+        (changed_conditioning(guidance=3.5), "prompt_embeds has guidance; areas"),
+        (changed_conditioning(reference_latents=["a tensor"]), "prompt_embeds has reference_latents; areas"),
     ],
 )
 @pytest.mark.parametrize("name", ["prompt_embeds", "negative_prompt_embeds"])
-def test_conditioning_that_would_be_followed_in_part_is_refused(
-    runtime: Recorder, name: str, given: Any, sentence: str
-):
+def test_sampler_rejects_conditioning_with_unsupported_options(runtime: Recorder, name: str, given: Any, sentence: str):
     with pytest.raises(ValueError) as error:
         SAMPLER.run(Host(), **sampler_values(**{name: given}))
     assert str(error.value).startswith(f"Wan 2.1 T2V 14B: {sentence.replace('prompt_embeds', name)}")
     assert "denoise" not in runtime.calls
 
 
-@pytest.mark.parametrize("given", [conditioning(None) * 2, changed(mask="a mask")], ids=["combined", "masked"])
-def test_conditioning_that_would_be_half_saved_is_refused(tmp_path: Path, given: Any):
+@pytest.mark.parametrize(
+    "given", [conditioning(None) * 2, changed_conditioning(mask="a mask")], ids=["combined", "masked"]
+)
+def test_save_embeddings_rejects_unsupported_conditioning(tmp_path: Path, given: Any):
     model = ModelRef(spec_name=SPEC.name, model_id="tiny/wan21")
     with pytest.raises(ValueError, match="not supported"):
         stage_files.save_embeddings(tmp_path / "new", given, None, model)
     assert not (tmp_path / "new").exists()
 
 
-def test_what_comfyuis_own_encoders_add_may_stay(runtime: Recorder):
-    SAMPLER.run(Host(), **sampler_values(prompt_embeds=changed(pooled_output="a tensor", control=None)))
+def test_sampler_accepts_extra_keys_of_core_encoders(runtime: Recorder):
+    SAMPLER.run(Host(), **sampler_values(prompt_embeds=changed_conditioning(pooled_output="a tensor", control=None)))
     assert "denoise" in runtime.calls
 
 
-def test_another_familys_model_is_refused(runtime: Recorder):
+def test_sampler_rejects_model_of_other_family(runtime: Recorder):
     with pytest.raises(ValueError, match="the connected model is a flux2-dev; this node runs wan2.1-t2v-14b"):
         SAMPLER.run(Host(), **sampler_values(model=ModelRef(spec_name="flux2-dev", model_id="x")))
     assert runtime.calls == {}
 
 
-def test_a_queued_node_is_checked_by_what_is_known_then(runtime: Recorder):
+def test_sampler_validate_constants_checks_only_known_values(runtime: Recorder):
     """Links are absent at queue time; the model is looked at, and no weight is."""
     SAMPLER.validate_constants(Host.folders, {"height": 720})
     assert runtime.calls == {}
@@ -320,7 +321,7 @@ def test_a_queued_node_is_checked_by_what_is_known_then(runtime: Recorder):
         SAMPLER.validate_constants(Host.folders, {"height": 721})
 
 
-def test_the_loader_gives_a_descriptor(runtime: Recorder):
+def test_model_loader_returns_model_ref(runtime: Recorder):
     loader = DECLARATIONS["TPUModelLoader"]
     (model,) = loader.run(
         Host(), **loader.values({"model_id": "tiny/wan21", "family": "Wan21", "precision": "float32"})

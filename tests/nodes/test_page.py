@@ -20,7 +20,7 @@ def inputs(*nodes: dict[str, Any], links: list[list[Any]] | None = None) -> dict
     return {name: each["inputs"] for name, each in found.items()}
 
 
-def test_a_nodes_title_is_the_users_the_pages_or_its_type():
+def test_to_api_title_is_user_title_page_name_or_type():
     named = {"properties": {"Node name for S&R": "named"}}
     nodes = [
         node(1, VIDEO, title="mine", **named),
@@ -32,12 +32,12 @@ def test_a_nodes_title_is_the_users_the_pages_or_its_type():
     assert [found[name]["_meta"]["title"] for name in "1234"] == ["mine", "named", VIDEO, VIDEO]
 
 
-def test_values_may_be_named():
+def test_to_api_accepts_named_widget_values():
     assert inputs(node(1, VIDEO, widgets_values={"fps": 24.0, "images": 3, "unknown": 1})) == {"1": {"fps": 24.0}}
     assert inputs(node(1, VIDEO)) == {"1": {}}
 
 
-def test_a_reroute_passes_its_only_input_on_and_a_muted_node_nothing():
+def test_to_api_reroute_passes_input_and_muted_node_passes_none():
     nodes = [node(1, DECODER), node(2, "Reroute", {"": 1, "other": 9}), node(3, VIDEO, {"images": 2})]
     links = [[1, 1, 0, 2, 0, "*"], [2, 2, 0, 3, 0, "IMAGE"]]
     assert inputs(*nodes, links=links)["3"] == {"images": ["1", 0]}
@@ -46,7 +46,7 @@ def test_a_reroute_passes_its_only_input_on_and_a_muted_node_nothing():
     assert inputs(nodes[0], node(2, "Reroute", {"": None}), nodes[2], links=links)["3"] == {}
 
 
-def test_a_primitive_nodes_value_takes_the_links_place():
+def test_to_api_primitive_value_replaces_link():
     links = [[1, 1, 0, 2, 0, "FLOAT"]]
     assert inputs(node(1, "PrimitiveNode", widgets_values=[24, "fixed"]), node(2, VIDEO, {"fps": 1}), links=links) == {
         "2": {"fps": 24}
@@ -70,7 +70,7 @@ UUID = "3f2b1c9a-77e0-4a52-9c1e-0d5f6a7b8c9d"
         (None, "Node 7 is a subgraph that the file does not hold"),
     ],
 )
-def test_a_subgraph_is_named_as_the_user_named_it(definitions: Any, said: str):
+def test_to_api_subgraph_error_names_subgraph(definitions: Any, said: str):
     document = {"nodes": [node(7, UUID)], "links": [], "definitions": definitions}
     with pytest.raises(ValueError) as error:
         to_api(document, HEADLESS_NODES)
@@ -80,7 +80,7 @@ def test_a_subgraph_is_named_as_the_user_named_it(definitions: Any, said: str):
     assert to_api(document, HEADLESS_NODES) == {}
 
 
-def test_links_that_lead_nowhere_are_named():
+def test_to_api_dangling_link_raises_value_error():
     for links, said in (
         ([], "The workflow names link 5, which it does not have."),
         ([[5, 9, 0, 2, 0, "IMAGE"]], "The workflow's link 5 comes from node 9, which it does not have."),
@@ -90,7 +90,7 @@ def test_links_that_lead_nowhere_are_named():
         assert str(error.value) == said
 
 
-def bypassed(types: list[str], outputs: list[str], slot: int, saved: str = "IMAGE") -> dict[str, Any]:
+def bypass_foreign_node(types: list[str], outputs: list[str], slot: int, saved: str = "IMAGE") -> dict[str, Any]:
     """What Create Video's `images` is linked to, behind a bypassed node that nobody knows."""
     sockets = [{"name": f"in{n}", "type": kind, "link": 10 + n} for n, kind in enumerate(types)]
     other = {
@@ -101,14 +101,14 @@ def bypassed(types: list[str], outputs: list[str], slot: int, saved: str = "IMAG
     return inputs(node(1, DECODER), other, node(3, VIDEO, {"images": 1}), links=links)["3"]
 
 
-def test_a_bypassed_node_that_nobody_knows_joins_what_fits():
-    assert bypassed(["IMAGE"], ["IMAGE"], 0) == {"images": ["1", 0]}
-    assert bypassed(["LATENT", "IMAGE"], ["IMAGE"], 0) == {"images": ["1", 1]}
-    assert bypassed(["LATENT"], ["IMAGE"], 0) == {}
+def test_to_api_bypassed_foreign_node_joins_matching_types():
+    assert bypass_foreign_node(["IMAGE"], ["IMAGE"], 0) == {"images": ["1", 0]}
+    assert bypass_foreign_node(["LATENT", "IMAGE"], ["IMAGE"], 0) == {"images": ["1", 1]}
+    assert bypass_foreign_node(["LATENT"], ["IMAGE"], 0) == {}
     # What Create Video takes says its declaration, not the link.
-    assert bypassed(["LATENT", "IMAGE"], ["*"], 0, saved="LATENT") == {"images": ["1", 1]}
+    assert bypass_foreign_node(["LATENT", "IMAGE"], ["*"], 0, saved="LATENT") == {"images": ["1", 1]}
     with pytest.raises(ValueError) as error:
-        bypassed(["IMAGE"], ["IMAGE"], 1)
+        bypass_foreign_node(["IMAGE"], ["IMAGE"], 1)
     assert str(error.value) == "The workflow's link 1 is of output 1 of node 2, which has none."
 
 
@@ -122,11 +122,13 @@ def test_a_bypassed_node_that_nobody_knows_joins_what_fits():
         (["A,B"], 0, "B", "B", 0), (["*"], 0, "A", "A", 0), (["X", "a,b"], 0, "A", "A,C", 1),
     ],
 )  # fmt: skip
-def test_which_input_stands_in_for_an_output(types: list[str], output: int, given: str, wanted: str, index: int | None):
+def test_find_bypass_input_matches_types_and_positions(
+    types: list[str], output: int, given: str, wanted: str, index: int | None
+):
     assert find_bypass_input(types, output, given, wanted) == index
 
 
-def test_what_a_workflow_links_wrongly_is_said_by_output_and_type():
+def test_validate_workflow_invalid_link_names_output_and_type():
     decoder = {"class_type": DECODER, "inputs": {"latents": ["9", 0]}, "_meta": {"title": "D"}}
     outputs = HEADLESS_NODES[DECODER].outputs
     frames = [one.name for one in outputs].index("frames")

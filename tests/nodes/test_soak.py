@@ -74,31 +74,31 @@ def verdict(place: Place, count: int = 40) -> list[int]:
     return list(run.verdict().values())
 
 
-def test_a_place_where_nothing_is_wrong_gets_four_zeros(place: Place):
+def test_soak_without_faults_reports_four_zeros(place: Place):
     assert verdict(place) == [0, 0, 0, 0]
     assert place.prompts == 40 + 2 * len(EXAMPLES) and place.measured == 8
 
 
-def test_an_error_and_other_frames_are_failures(place: Place, soak: ModuleType):
+def test_soak_counts_errors_and_different_results_as_failures(place: Place, soak: ModuleType):
     place.ends = lambda graph, number: soak.Ended(error="no luck") if number == 30 else soak.Ended(digest=str(graph))
     assert verdict(place) == [1, 0, 0, 0]
     place.ends = lambda graph, number: soak.Ended(digest=f"{graph} {number}")
     assert verdict(place)[0] >= 40 - soak.SEEDS * len(EXAMPLES)
 
 
-def test_a_cancelled_prompt_is_none(place: Place, soak: ModuleType):
+def test_soak_does_not_count_cancelled_prompt_as_failure(place: Place, soak: ModuleType):
     cancelled = soak.Ended(is_cancelled=True)
     place.ends = lambda graph, number: cancelled if number > 20 else soak.Ended(digest=str(graph))
     assert verdict(place) == [0, 0, 0, 0]
 
 
-def test_an_unload_that_fails_is_a_failure(place: Place):
+def test_soak_counts_failed_unload_as_failure(place: Place):
     place.unloads = (lambda: 1 / 0,)
     unloads = sum(prompt.unload_at is not None for prompt in place.soak.plan(40, seed=0))
     assert unloads and verdict(place)[0] == unloads
 
 
-def test_growth_bytes_on_the_devices_and_recompiles_are_counted(place: Place):
+def test_soak_counts_growth_device_bytes_and_recompiles(place: Place):
     place.grows_mib = 20
     failures, grown_mib, left, recompiles = verdict(place)
     assert (failures, left, recompiles) == (0, 0, 0) and 55 <= grown_mib <= 65  # over three rounds of the last four
@@ -106,7 +106,7 @@ def test_growth_bytes_on_the_devices_and_recompiles_are_counted(place: Place):
     assert verdict(place) == [0, 0, 7, 40]
 
 
-def test_a_seed_chooses_the_same_again_and_the_families_take_turns(soak: ModuleType):
+def test_soak_plan_is_deterministic_and_alternates_families(soak: ModuleType):
     prompts = soak.plan(300, seed=5)
     assert prompts == soak.plan(300, seed=5) != soak.plan(300, seed=6)
     assert [prompt.family for prompt in prompts[: 2 * len(EXAMPLES)]] == [*EXAMPLES, *EXAMPLES]
@@ -114,7 +114,7 @@ def test_a_seed_chooses_the_same_again_and_the_families_take_turns(soak: ModuleT
     assert 40 <= cancels <= 80 and 30 <= unloads <= 60
 
 
-def test_one_prompt_of_ten_meets_a_fault_in_turn_and_nothing_happens_to_the_others(soak: ModuleType):
+def test_soak_plan_faults_gives_one_fault_per_ten_prompts(soak: ModuleType):
     prompts = soak.plan_faults(300, seed=5)
     assert prompts == soak.plan_faults(300, seed=5) != soak.plan_faults(300, seed=6)
     assert all(sum(one.fault is not None for one in prompts[start : start + 10]) == 1 for start in range(0, 300, 10))
@@ -122,7 +122,7 @@ def test_one_prompt_of_ten_meets_a_fault_in_turn_and_nothing_happens_to_the_othe
     assert not any(one.cancel_at or one.unload_at for one in prompts)
 
 
-def test_a_fault_that_ends_otherwise_than_it_must_is_a_failure(place: Place, soak: ModuleType):
+def test_soak_counts_unexpected_fault_outcome_as_failure(place: Place, soak: ModuleType):
     place.fails = "it is cancelled"
     run = soak.Soak(place)
     run.warm_all()
@@ -132,7 +132,7 @@ def test_a_fault_that_ends_otherwise_than_it_must_is_a_failure(place: Place, soa
     assert len(run.met) == 100
 
 
-def test_answers_that_come_late_are_counted_and_told(soak: ModuleType):
+def test_soak_answers_report_late_requests(soak: ModuleType):
     def found(*slow: tuple[float, float]) -> dict[str, Any]:
         numbers = dict.fromkeys(("answers", "failed", "median_ms", "p99_ms", "worst_ms"), 1)
         return {"url": "http://x", "path": "/", **numbers, "slow": list(slow)}
@@ -146,7 +146,7 @@ def test_answers_that_come_late_are_counted_and_told(soak: ModuleType):
 
 @needs_comfyui
 @pytest.mark.recorded
-def test_a_minute_of_the_soak_leaves_nothing_behind(cache: Path):
+def test_soak_on_server_reports_four_zeros(cache: Path):
     """All families, cancels, unloads and two clients, in a server."""
     command = [sys.executable, str(SOAK), "--prompts", "15", "--seed", "1", "--cache", str(cache)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -40,7 +40,7 @@ def in_process(*arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_three_stages_in_three_processes_give_the_frames_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_stage_commands_in_three_processes_match_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     numbers = {"num_frames": 5, "num_inference_steps": 2, "seed": 11, "flow_shift": 3.0}
     assignments = [part for name, value in numbers.items() for part in ("--set", f"Wan21TPUSampler.{name}={value}")]
     in_process("run", str(EXAMPLE), "--tiny", "--out", str(tmp_path), *assignments)
@@ -79,7 +79,7 @@ def stage_workflow(**nodes: dict) -> dict:
     return workflow
 
 
-def test_an_empty_stage_folder_says_how_to_fill_it(tmp_path: Path):
+def test_load_stage_empty_folder_error_names_missing_files(tmp_path: Path):
     workflow = stage_workflow(
         load=node("TPULoadStage", folder="stages"),
         decode=node("Wan21TPUVAEDecoder", latents=["load", 2]),
@@ -94,7 +94,7 @@ def test_an_empty_stage_folder_says_how_to_fill_it(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_saved_stages_continue_in_another_workflow(tmp_path: Path):
+def test_stage_files_continue_in_another_workflow(tmp_path: Path):
     numbers = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 3}
     saving = stage_workflow(
         encode=node("Wan21TextEncoder", prompt="a cat", negative_prompt="a dog"),
@@ -121,7 +121,7 @@ def test_saved_stages_continue_in_another_workflow(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
+def test_stage_commands_from_image_match_single_run(tmp_path: Path):
     """The encoded picture is in the stage files, with the size it was encoded for."""
     size = {"height": 64, "width": 96, "num_frames": 5}
     numbers = {"num_inference_steps": 2, "guidance_scale_2": 2.0, "seed": 11}
@@ -143,7 +143,7 @@ def test_three_stages_from_a_picture_give_the_frames_of_one_run(tmp_path: Path):
 
 
 @pytest.mark.recorded
-def test_three_stages_with_references_give_a_picture(tmp_path: Path):
+def test_stage_commands_with_references_write_image(tmp_path: Path):
     """A model that makes one picture, and looks at two of different shapes."""
     sizes = {"a.png": (80, 64), "b.png": (64, 96)}
     for name, size in sizes.items():
@@ -158,7 +158,7 @@ def test_three_stages_with_references_give_a_picture(tmp_path: Path):
     assert media.load_image(tmp_path / "output_image.png")[0].shape == (1, 80, 112, 3)
 
 
-def test_the_stage_nodes_keep_an_encoded_picture(tmp_path: Path):
+def test_stage_nodes_keep_encoded_image(tmp_path: Path):
     model = ModelRef(spec_name="wan2.2-i2v-a14b", model_id="tiny/wan22i2v")
     size = {"height": 64, "width": 96, "num_frames": 5}
     condition = {"tpu_family": "Wan22I2V", **size, "tensors": {"condition": torch.rand(1, 20, 2, 8, 12)}}
@@ -197,7 +197,7 @@ def flags(values: dict[str, Any]) -> list[str]:
         ),
     ],
 )
-def test_a_picture_that_does_not_fit_the_model_is_refused(
+def test_encode_command_unsuitable_image_or_size_is_refused(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     verb, *rest = arguments

@@ -13,7 +13,7 @@ def page(*nodes: Any) -> dict[str, Any]:
     return {"nodes": list(nodes), "links": []}
 
 
-def test_a_pages_nodes_are_known_by_id_without_what_is_null():
+def test_read_page_nodes_returns_nodes_by_id_without_nulls():
     first = {
         "id": 1, "type": "A", "title": None, "mode": 0, "properties": {}, "widgets_values": ["x", None],
         "inputs": [{"name": "a", "type": None, "link": 3}, {"name": "b", "link": None}],
@@ -52,20 +52,20 @@ OF_NODE_1 = {"id": 7, "type": "A"}
         ("y" * 200, "Node number 2 of the workflow is '" + "y" * 79 + "; it must be an object." + AGAIN),
     ],
 )  # fmt: skip
-def test_a_page_that_is_built_otherwise_says_where(node: Any, sentence: str):
+def test_read_page_nodes_invalid_node_raises_value_error(node: Any, sentence: str):
     with pytest.raises(ValueError) as error:
         read_page_nodes(page({"id": 1, "type": "A"}, node))
     assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("name", ["nodes", "links"])
-def test_nodes_and_links_are_lists(name: str):
+def test_read_page_nodes_and_links_require_lists(name: str):
     with pytest.raises(ValueError) as error:
         (read_page_nodes if name == "nodes" else read_page_links)({**page(), name: {"1": 2}})
     assert str(error.value) == f"The workflow's {name} are {{'1': 2}}; they must be a list."
 
 
-def test_links_say_from_where_in_both_forms():
+def test_read_page_links_accepts_both_link_forms():
     links = [[1, 5, 0, 6, 2, "LATENT"], [2, "5:1", 1], {"id": 3, "origin_id": 5, "origin_slot": 2, "type": "X"}]
     assert read_page_links({"links": links}) == {1: ("5", 0), 2: ("5:1", 1), 3: ("5", 2)}
 
@@ -77,13 +77,13 @@ def test_links_say_from_where_in_both_forms():
         {"id": 1},
     ],
 )  # fmt: skip
-def test_a_link_that_does_not_say_so_is_shown(link: Any):
+def test_read_page_links_invalid_link_raises_value_error(link: Any):
     with pytest.raises(ValueError) as error:
         read_page_links({"links": [link]})
     assert str(error.value) == f"A link of the workflow is {link!r}; it must have an id, origin node and output."
 
 
-def test_an_api_nodes_title_and_inputs_are_its_own():
+def test_read_api_nodes_keeps_only_type_inputs_and_title():
     document = {"1": {"class_type": "A", "inputs": {"x": 1}, "_meta": {"title": "T", "more": 2}, "is_changed": None}}
     found = read_api_nodes(document)
     assert found == {"1": {"class_type": "A", "inputs": {"x": 1}, "_meta": {"title": "T"}}}

@@ -45,7 +45,7 @@ def check_links(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("pack", separate_packs.ALL)
-def test_a_saved_workflow_has_todays_nodes(pack: str):
+def test_upgrade_workflow_gives_current_nodes_for_separate_packs(pack: str):
     before = separate_packs.ALL[pack]()
     document, changes = upgrade_workflow(before, DECLARATIONS)
     assert before == separate_packs.ALL[pack]()  # a copy was changed
@@ -61,7 +61,7 @@ def test_a_saved_workflow_has_todays_nodes(pack: str):
     assert upgrade_workflow(document, DECLARATIONS) == (document, [])  # and has nothing more to change
 
 
-def test_every_value_that_counts_stays():
+def test_to_api_of_separate_pack_workflow_keeps_values():
     flux2 = to_api(separate_packs.flux2(), HEADLESS_NODES)
     sampler = constants(flux2, "Flux2TPUSampler")
     assert {name: sampler[name] for name in ("height", "width", "num_inference_steps", "guidance_scale", "seed")} == {
@@ -82,7 +82,7 @@ def test_every_value_that_counts_stays():
     assert constants(wan22, "Wan22I2VImageEncoder")["height"] == 1104
 
 
-def test_the_notice_says_what_was_changed():
+def test_upgrade_workflow_lists_changes_of_each_pack():
     said = {pack: upgrade_workflow(make(), DECLARATIONS)[1][1:] for pack, make in separate_packs.ALL.items()}
     assert said == {
         "flux2": [
@@ -98,7 +98,7 @@ def test_the_notice_says_what_was_changed():
     }
 
 
-def test_a_control_behind_the_seed_stays_and_is_fixed_where_there_was_none():
+def test_upgrade_workflow_keeps_seed_control_or_sets_fixed():
     for pack, kind, control in (
         ("flux2", "Flux2TPUSampler", "randomize"), ("cogvideox", "CogVideoXTPUSampler", "fixed"),
         ("wan22_i2v", "Wan22I2VTPUSampler", "fixed"),
@@ -123,7 +123,7 @@ def test_a_control_behind_the_seed_stays_and_is_fixed_where_there_was_none():
         ("Wan22I2VImageEncoder", [1104, 832, 81, separate_packs.WAN22], False),
     ],
 )
-def test_without_their_sockets_they_are_known_by_the_number_and_types_of_values(kind: str, values: list, is_old: bool):
+def test_upgrade_workflow_without_sockets_detects_pack_by_values(kind: str, values: list, is_old: bool):
     node = {"id": 1, "type": kind, "inputs": [], "outputs": [], "widgets_values": values}
     document, changes = upgrade_workflow({"nodes": [node], "links": []}, DECLARATIONS)
     assert (changes[:1] == [HEADLINE]) == is_old
@@ -131,7 +131,7 @@ def test_without_their_sockets_they_are_known_by_the_number_and_types_of_values(
         assert separate_packs.FLUX2 not in values or document["nodes"][0]["widgets_values"][0] == separate_packs.FLUX2
 
 
-def test_a_link_through_a_reroute_becomes_two():
+def test_upgrade_workflow_splits_link_through_reroute():
     document = separate_packs.cogvideox()
     document["nodes"].append({
         "id": 9, "type": "Reroute", "mode": 0, "inputs": [{"name": "", "type": "*", "link": 1}],
@@ -144,7 +144,7 @@ def test_a_link_through_a_reroute_becomes_two():
     assert (sampler["prompt_embeds"], sampler["negative_prompt_embeds"]) == (["1", 0], ["1", 1])
 
 
-def test_a_subgraph_is_upgraded_too():
+def test_upgrade_workflow_converts_subgraph():
     inner = separate_packs.cogvideox()
     names = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
     inner["links"] = [dict(zip(names, link, strict=True)) for link in inner["links"]]
@@ -174,7 +174,7 @@ def in_api_form(pack: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pack", separate_packs.ALL)
-def test_an_api_workflow_is_upgraded(pack: str):
+def test_upgrade_workflow_converts_api_form(pack: str):
     before = in_api_form(pack)
     kept = copy.deepcopy(before)
     after, changes = upgrade_workflow(before, DECLARATIONS)
@@ -187,7 +187,7 @@ def test_an_api_workflow_is_upgraded(pack: str):
 
 
 @pytest.mark.parametrize("path", EVERY_EXAMPLE, ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_todays_examples_are_left_as_they_are(path: Path):
+def test_upgrade_workflow_leaves_current_examples_unchanged(path: Path):
     document = json.loads(path.read_text())
     assert upgrade_workflow(document, DECLARATIONS) == (document, [])
 
@@ -195,11 +195,11 @@ def test_todays_examples_are_left_as_they_are(path: Path):
 @pytest.mark.parametrize(
     "document", [None, 3, [], {}, {"nodes": 3}, {"nodes": [None, {"type": []}], "links": 7}, {"1": 2}]
 )
-def test_what_is_no_workflow_is_left_to_who_reads_it(document: Any):
+def test_upgrade_workflow_returns_other_documents_unchanged(document: Any):
     assert upgrade_workflow(document, DECLARATIONS) == (document, [])
 
 
-def test_what_is_nested_too_deeply_is_a_sentence():
+def test_upgrade_workflow_deep_nesting_raises_value_error():
     document = separate_packs.flux2()
     document["extra"] = nested = []
     for _ in range(100_000):
@@ -210,7 +210,7 @@ def test_what_is_nested_too_deeply_is_a_sentence():
 
 
 @pytest.mark.parametrize("pack", separate_packs.ALL)
-def test_damaged_ones_end_in_a_sentence(pack: str):
+def test_upgrade_workflow_damaged_document_raises_only_value_error(pack: str):
     """Any part of it replaced by something else: a result or a ValueError."""
     draw = random.Random(pack)
     strange = [None, 3, -1, 1e300, True, "x", [], {}, [[]], [1, 2, 3, 4, 5, 6], {"link": []}, float("nan")]
@@ -232,7 +232,7 @@ SAVED = {"flux2": "*.png", "cogvideox": "*.mp4", "wan21": "*.mp4", "wan22_i2v": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", slower(SAVED, "cogvideox", "wan21", "wan22_i2v"))
-def test_a_saved_workflow_runs(pack: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_separate_pack_workflow_runs_on_tiny_model(pack: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "input").mkdir()
     Image.new("RGB", (96, 64), "red").save(tmp_path / "input" / separate_packs.PICTURE, "PNG")
     (tmp_path / "saved.json").write_text(json.dumps(separate_packs.ALL[pack]()))
@@ -272,7 +272,7 @@ def problems_of(document: Any, is_tiny: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("path", EVERY_EXAMPLE, ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_a_wrong_type_in_a_widget_is_a_sentence(path: Path):
+def test_example_wrong_widget_type_returns_readable_problems(path: Path):
     draw = random.Random(path.stem)
     document = json.loads(path.read_text())
     for number in range(20):
@@ -283,7 +283,7 @@ def test_a_wrong_type_in_a_widget_is_a_sentence(path: Path):
 
 
 @pytest.mark.parametrize("pack", separate_packs.ALL)
-def test_a_wrong_type_in_a_widget_of_the_separate_packs_is_a_sentence(pack: str):
+def test_separate_pack_wrong_widget_type_returns_readable_problems(pack: str):
     draw, refused = random.Random(pack), 0
     for number in range(20):
         document = separate_packs.ALL[pack]()

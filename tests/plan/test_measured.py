@@ -47,7 +47,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, predict: Any):
+def test_machine_rows_name_source_of_each_record(records: Path, predict: Any):
     rows = {row[0]: row for row in predict.machine_rows(records)}
     assert {name: row[1] for name, row in rows.items()} == {
         "bench": MODEL, "first_run": "self-test", "verify": f"{MODEL}, one block",
@@ -66,7 +66,7 @@ def test_every_record_is_a_row_that_says_where_it_is_from(records: Path, predict
     assert section.endswith(f"| {' | '.join(rows['verify'])} |")
 
 
-def changed(path: Path, to: Path, **changes: Any) -> dict[str, Any]:
+def write_changed_record(path: Path, to: Path, **changes: Any) -> dict[str, Any]:
     record = {**json.loads(path.read_text()), **changes}
     to.write_text(json.dumps(record))
     return record
@@ -86,16 +86,18 @@ def on_a_tpu(record: Mapping[str, Any], step_s: float) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, predict: Any, tmp_path: Path):
+def test_performance_section_shows_tpu_records_next_to_predictions(records: Path, predict: Any, tmp_path: Path):
     predicted = json.loads((BENCHMARKS / "predicted.json").read_text())[0]
-    changed(records / "bench.json", tmp_path / "bench.json", **on_a_tpu(predicted, 2.345))
+    write_changed_record(records / "bench.json", tmp_path / "bench.json", **on_a_tpu(predicted, 2.345))
     machine = {
         "kernels_off": ["convolution"], "options_off": [], "kernels_small": [], "sentences": [], "reserve_share": 0.08,
         "compilers_behind": 1, "keeps_programs": True, "rates": {"to_chips": 12.34},
         "transfer_start_s": 4.2e-6,
     }  # fmt: skip
     chips = 8 * [{"id": 0, "kind": "TPU v6 lite", "coords": None, "memory_bytes": None}]
-    changed(records / "first_run.json", tmp_path / "first_run.json", platform="tpu", chips=chips, machine=machine)
+    write_changed_record(
+        records / "first_run.json", tmp_path / "first_run.json", platform="tpu", chips=chips, machine=machine
+    )
     timed, first_run = predict.machine_rows(tmp_path)
     assert timed[2] == first_run[2] == "8 x TPU v6 lite"
     assert "at most 3.0 GiB in use and 27.0 GiB reserved, of 31.0 GiB" in timed[4]
@@ -108,7 +110,7 @@ def test_records_of_a_tpu_are_shown_beside_predictions(records: Path, predict: A
     assert head.endswith("| measured s per step |") and row.endswith("| 2.35 |")
 
 
-def test_what_is_no_record_is_refused_by_name(predict: Any, tmp_path: Path):
+def test_machine_rows_invalid_file_raises_value_error_with_name(predict: Any, tmp_path: Path):
     for text in ("{", "[]", "{}", '{"label": "first run", "schema": 0}', '{"forms": [], "schema": 0}'):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ValueError, match="wrong.json is not"):
@@ -126,7 +128,9 @@ def test_what_is_no_record_is_refused_by_name(predict: Any, tmp_path: Path):
         ({"programs": [{"name": "step"}]}, "runs, mesh, compile_s, median_s, least_s, most_s, predicted_s, peak_bytes"),
     ],
 )
-def test_a_record_that_is_none_is_refused(predict: Any, tmp_path: Path, change: dict[str, Any], problem: str):
+def test_bench_record_invalid_field_raises_value_error(
+    predict: Any, tmp_path: Path, change: dict[str, Any], problem: str
+):
     program = bench.MeasuredProgram(
         name="step", runs=4, mesh="1x8x1", compile_s=1.0, median_s=1.0, least_s=1.0, most_s=1.0, predicted_s=None,
         peak_bytes=1,
@@ -150,6 +154,6 @@ def test_a_record_that_is_none_is_refused(predict: Any, tmp_path: Path, change: 
         read()
 
 
-def test_what_is_in_the_repository_are_records_of_a_tpu(predict: Any):
+def test_repository_records_are_from_tpu(predict: Any):
     for path in sorted((BENCHMARKS / "measured").glob("*.json")):
         assert predict.is_of_a_tpu(*predict.read_record(path)), path.name

@@ -87,7 +87,7 @@ def small_plan() -> report.Plan:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_that_of_an_independent_compile(small_plan: report.Plan):
+def test_plan_memory_matches_independent_compile(small_plan: report.Plan):
     program = small("v6e-8", weights_gib=(2.0, 4.0)).programs()[1]
     reported = small_plan.programs[1].memory
     stats = jax.jit(program.fn).lower(*program.arguments).compile().memory_analysis()
@@ -98,7 +98,9 @@ def test_memory_is_that_of_an_independent_compile(small_plan: report.Plan):
     assert reported.peak == reported.arguments + reported.output + reported.temporaries
 
 
-def test_a_program_is_compiled_once_for_all_plans(small_plan: report.Plan, monkeypatch: pytest.MonkeyPatch):
+def test_compile_program_reuses_stored_result_or_recompiles_damaged(
+    small_plan: report.Plan, monkeypatch: pytest.MonkeyPatch
+):
     """Families share programs, and plans are repeated; a damaged entry is compiled anew."""
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled again"))
     program = small("v6e-8", weights_gib=(2.0, 4.0)).programs()[1]
@@ -110,7 +112,7 @@ def test_a_program_is_compiled_once_for_all_plans(small_plan: report.Plan, monke
     assert compile.compile_program(program, chips.topology("v6e-8")).memory == again.memory
 
 
-def test_programs_of_one_name_are_timed_each(small_plan: report.Plan):
+def test_predict_programs_times_programs_of_same_name_separately(small_plan: report.Plan):
     """As forms of one step are."""
     request = small("v6e-8", weights_gib=(2.0, 4.0))
     denoise = request.programs()[1]
@@ -122,13 +124,13 @@ def test_programs_of_one_name_are_timed_each(small_plan: report.Plan):
     assert one.predicted_s and longer.predicted_s and longer.predicted_s > 10 * one.predicted_s
 
 
-def test_residency_is_all_weights_and_the_largest_rest(small_plan: report.Plan):
+def test_plan_residency_is_all_weights_plus_largest_remainder(small_plan: report.Plan):
     rest = max(program.memory.peak - program.memory.weights for program in small_plan.programs)
     assert small_plan.residency_bytes == 6 * GIB // 8 + rest
     assert small_plan.fits and small_plan.advice == ()
 
 
-def test_the_json_holds_every_figure(small_plan: report.Plan):
+def test_plan_json_contains_every_field(small_plan: report.Plan):
     read = json.loads(json.dumps(small_plan.to_json()))
     assert read.keys() >= {
         "model", "topology", "chip", "settings", "mesh", "precision", "programs", "residency_bytes", "fits",
@@ -146,7 +148,7 @@ def test_the_json_holds_every_figure(small_plan: report.Plan):
     assert read["predicted_total_s"] == pytest.approx(once + 50 * fifty)
 
 
-def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
+def test_format_plan_marks_times_as_predicted_and_names_operations(small_plan: report.Plan):
     text = report.format_plan(small_plan, explain=True)
     assert "predicted by the compiler" in text and "nothing was measured" in text
     assert re.search(r"^denoise_step +50 +1x8x1 ", text, re.MULTILINE)
@@ -155,7 +157,7 @@ def test_the_text_says_predicted_and_names_what_costs(small_plan: report.Plan):
     assert "denoise_step: the most expensive operations" in text and "test_plan.py:" in text
 
 
-def test_the_start_of_a_collective_is_what_this_machine_measured(
+def test_transfer_start_uses_measurement_of_this_machine(
     small_plan: report.Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path))
@@ -176,7 +178,7 @@ def test_the_start_of_a_collective_is_what_this_machine_measured(
 # --- what fits --------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_fit_one_after_the_other_need_eviction():
+def test_advice_for_weights_that_fit_separately_names_eviction():
     request = small("v5e-1", weights_gib=(9.0, 10.0))
     (sentence,) = advice.give_advice(request, [replace(row, fits=True) for row in rows_of(request)])
     assert re.search(
@@ -184,7 +186,7 @@ def test_weights_that_fit_one_after_the_other_need_eviction():
     )
 
 
-def test_weights_too_large_for_a_chip_need_more_chips():
+def test_advice_for_weights_too_large_names_more_chips():
     request = small("v5e-1", weights_gib=(1.0, 40.0))
     said, would = advice.give_advice(request, rows_of(request))
     assert "denoise_step does not fit: it needs at least 41" in said or "at least 40" in said
@@ -192,7 +194,7 @@ def test_weights_too_large_for_a_chip_need_more_chips():
     assert re.search(r"as a compile confirmed: 4 chips \(v5e:2x2\) instead of 1 .* needs 10\.\d\d GiB", would)
 
 
-def test_a_state_too_large_needs_fewer_frames():
+def test_advice_for_state_too_large_names_fewer_frames():
     request = small("v5e-1", weights_gib=(1.0, 4.0), grows=True)
     said, would = advice.give_advice(request, rows_of(request)[1:])
     assert re.search(r"at least \d\d\.\d\d of 15.75 GiB per device, of which 4.00 are weights", said)
@@ -200,7 +202,7 @@ def test_a_state_too_large_needs_fewer_frames():
     assert found and int(found.group(1)) % 4 == 1 and int(found.group(1)) <= 11, would
 
 
-def test_a_kernel_with_too_large_tiles_is_a_refusal_with_its_name():
+def test_parse_compile_error_vmem_overflow_names_kernel():
     message = (
         "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating "
         "on stack for %splash.2 = (f32[2048,128]) custom-call(%x). Scoped allocation with size 21.51M and limit 16.00M "
@@ -211,7 +213,7 @@ def test_a_kernel_with_too_large_tiles_is_a_refusal_with_its_name():
     )
 
 
-def test_what_is_no_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_compile_program_other_compiler_error_raises_runtime_error(monkeypatch: pytest.MonkeyPatch):
     def compile_(*_: object, **options: object) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: something")
 
@@ -224,7 +226,7 @@ def test_what_is_no_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def asked(*words: str) -> dict[str, Any]:
+def parse_plan_options(*words: str) -> dict[str, Any]:
     """What the command hands to its process."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patched:
@@ -233,29 +235,31 @@ def asked(*words: str) -> dict[str, Any]:
     return json.loads(json.dumps(found[0]))
 
 
-def requested(*words: str) -> compile.PlanRequest:
-    given = asked(*words)
+def parse_plan_request(*words: str) -> compile.PlanRequest:
+    given = parse_plan_options(*words)
     assert (given.pop("explain"), given.pop("json_file")) == (False, None)
     return plan.parse_request(**given)
 
 
 @pytest.mark.parametrize("words", [["flux2-dev"], ["--model", "flux2-dev"], ["--steps", "4", "flux2-dev"]])
-def test_a_model_is_named_with_or_without_its_option(words: list[str]):
-    assert asked(*words)["model"] == "flux2-dev"
+def test_plan_command_accepts_model_with_or_without_option(words: list[str]):
+    assert parse_plan_options(*words)["model"] == "flux2-dev"
     for wrong in ([], [*words, "--model", "flux2-dev", "flux2-dev"]):
         with pytest.raises(SystemExit):
             main(["plan", *wrong])
 
 
-def test_options_become_a_request():
+def test_plan_options_are_parsed_into_request():
     words = ["--topology", "v6e-4", "--num-frames", "41", "--mesh", "1,4,1", "--guidance", "1"]
     words += ["--quality", "int8+sparse"]
-    given = asked(SPEC.name, *words, "--explain", "--models", "a b", "--models", "c", "--json", "f.json")
+    given = parse_plan_options(SPEC.name, *words, "--explain", "--models", "a b", "--models", "c", "--json", "f.json")
     assert (given.pop("explain"), given.pop("json_file"), given["models"]) == (True, "f.json", ["a b", "c"])
     request = plan.parse_request(**given)
     assert request.settings.quality == "int8+sparse"
-    assert requested("wan2.2-i2v-a14b", "--guidance", "2").settings.guidance_scale_2 == 2.0
-    assert requested("wan2.2-i2v-a14b", "--guidance", "2", "--guidance-2", "3").settings.guidance_scale_2 == 3.0
+    assert parse_plan_request("wan2.2-i2v-a14b", "--guidance", "2").settings.guidance_scale_2 == 2.0
+    assert (
+        parse_plan_request("wan2.2-i2v-a14b", "--guidance", "2", "--guidance-2", "3").settings.guidance_scale_2 == 3.0
+    )
     assert (request.topology.name, request.settings.num_frames, request.settings.guidance_scale) == ("v6e:2x2", 41, 1.0)
     assert request.settings.height == SPEC.inputs["height"].default
     assert str(request.mesh_shape) == "dp=1 sp=4 tp=1"
@@ -272,12 +276,12 @@ def test_options_become_a_request():
         (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must name one or more of encode"),
     ],
 )
-def test_wrong_options_are_answered_with_what_would_do(words: Sequence[str], sentence: str):
+def test_plan_invalid_option_raises_value_error_with_allowed_values(words: Sequence[str], sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        requested(*([] if "--model" in words else [SPEC.name]), *words)
+        parse_plan_request(*([] if "--model" in words else [SPEC.name]), *words)
 
 
-def test_the_command_writes_a_report_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_make_report_prints_progress_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "parse_request", lambda **asked: small("v6e-1"))
     written: list[str] = []
     text = plan.make_report(written.append, json_file=str(tmp_path / "plan.json"))
@@ -300,7 +304,7 @@ def benchmark() -> ModuleType:
     return module
 
 
-def test_the_benchmark_writes_a_table_between_the_markers(benchmark: ModuleType, small_plan: report.Plan):
+def test_predict_script_inserts_table_between_markers(benchmark: ModuleType, small_plan: report.Plan):
     record = {**small_plan.to_json(), "title": "Small"}
     readme = benchmark.insert(
         "before\n<!-- predicted:begin -->\nold\n<!-- predicted:end -->\nafter\n", benchmark.section([record])
@@ -312,9 +316,7 @@ def test_the_benchmark_writes_a_table_between_the_markers(benchmark: ModuleType,
         benchmark.insert("no markers", "")
 
 
-def test_stages_that_were_not_predicted_again_stay_as_recorded_and_programs_that_are_gone_do_not(
-    benchmark: ModuleType, small_plan: report.Plan
-):
+def test_merged_record_keeps_unpredicted_stages_and_drops_old_programs(benchmark: ModuleType, small_plan: report.Plan):
     old = small_plan.to_json()
     program = old["programs"][0]
     weights = {"memory": {**program["memory"], "weights": 2**30, "peak": 3 * 2**30}, "weights": ["vae_decoder"]}
@@ -331,7 +333,7 @@ def test_stages_that_were_not_predicted_again_stay_as_recorded_and_programs_that
     assert found["mesh"] == {program["name"]: program["mesh"], "decode": "1x2x1"} and found["fits"]
 
 
-def test_the_record_holds_every_model_at_its_defaults_and_each_fits():
+def test_predicted_records_cover_every_flagship_and_fit():
     records = {record["model"]: record for record in RECORDED}
     assert list(records) == [spec.name for spec in FLAGSHIPS]
     for spec in FLAGSHIPS:
@@ -341,7 +343,7 @@ def test_the_record_holds_every_model_at_its_defaults_and_each_fits():
         assert record["settings"] == {name: asked[name] for name in record["settings"]}, spec.name
 
 
-def test_every_recipe_is_recorded_with_its_own_settings_and_fits_stage_by_stage(monkeypatch: pytest.MonkeyPatch):
+def test_predicted_records_cover_every_recipe_and_match_docs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     recipes = runpy.run_path(str(BENCHMARKS / "recipes.py"))
     records = {
@@ -359,7 +361,7 @@ def test_every_recipe_is_recorded_with_its_own_settings_and_fits_stage_by_stage(
 
 @pytest.mark.recorded
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda record: record["model"])
-def test_the_denoiser_is_as_fast_as_recorded(recorded: dict):
+def test_denoiser_prediction_matches_record(recorded: dict):
     spec = lookup_spec(recorded["model"])
     request = compile.PlanRequest(
         spec=spec, settings=spec.settings(), topology=chips.topology(recorded["topology"]), stages=("denoise",)
@@ -444,7 +446,7 @@ def is_declared(spec: ModelSpec, program: Program, finding: str) -> bool:
 @pytest.mark.parametrize(
     "spec", slower(FLAGSHIPS, *(spec for spec in FLAGSHIPS if spec.name in SIBLINGS)), ids=lambda spec: spec.name
 )
-def test_no_weight_is_on_every_chip_but_those_declared_so_and_no_product_too_large_for_one(spec: ModelSpec):
+def test_programs_replicate_only_declared_weights(spec: ModelSpec):
     for program in request_of(spec, ("encode", "denoise")).programs():
         found = findings.find_replicated_weights(program)
         assert [each for each in found if not is_declared(spec, program, each)] == []
@@ -453,7 +455,7 @@ def test_no_weight_is_on_every_chip_but_those_declared_so_and_no_product_too_lar
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "stages"), EVERY)
-def test_every_program_compiles_for_eight_chips_without_known_waste(
+def test_programs_compile_without_scatters_or_float32_scores(
     spec: ModelSpec, stages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     # Kernels with little code: what is asked for is around them.

@@ -23,7 +23,7 @@ MODEL = {"model": SPECS[0].name, "topology": "v6e:2x4"}
 
 
 @pytest.fixture
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def check_environment_unchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Asserts that nothing of what libtpu reads was put into this process's environment."""
     for name in compiler_environment():
         monkeypatch.delenv(name, raising=False)
@@ -40,15 +40,15 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.slow
-def test_a_plan_leaves_this_process_as_it_was(untouched: Callable[[], None]):
+def test_plan_process_leaves_environment_unchanged(check_environment_unchanged: Callable[[], None]):
     host = Host()
     text = process.make_report({"model": "wan2.1-t2v-1.3b", "topology": "v6e-1", "stages": "encode"}, host)
-    untouched()
+    check_environment_unchanged()
     assert "predicted by the compiler" in text and "text_encoder" in text
     assert any("compiled" in line for line in host.said), host.said
 
 
-def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch):
+def test_plan_node_passes_widget_values_to_report(monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(process, "make_report", lambda options, host: asked.append(options) or "the report")
     host = TerminalContext(Folders(), stream=io.StringIO())
@@ -62,13 +62,13 @@ def test_the_node_asks_for_what_its_widgets_say(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) == 1, "a wrong size needs no process"
 
 
-def test_a_wrong_topology_is_the_users_error(untouched: Callable[[], None]):
+def test_plan_process_unknown_topology_raises_value_error(check_environment_unchanged: Callable[[], None]):
     with pytest.raises(ValueError, match=r"there is no topology 'v6e:9x9'; there are v6e:1x1"):
         process.make_report({**MODEL, "topology": "v6e:9x9"}, SilentProgress())
-    untouched()
+    check_environment_unchanged()
 
 
-def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyPatch):
+def test_plan_cancel_terminates_compiler_and_children(monkeypatch: pytest.MonkeyPatch):
     started: list[subprocess.Popen] = []
 
     class Popen(subprocess.Popen):
@@ -96,7 +96,7 @@ def test_a_cancel_ends_the_compiler_and_its_children(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.recorded)]
 )
-def test_the_command_ends_at_once_with_a_sentence(number: signal.Signals, status: int, tmp_path: Path):
+def test_plan_command_signal_exits_with_cancelled_message(number: signal.Signals, status: int, tmp_path: Path):
     command = [sys.executable, "-c", "import sys; from comfyui_tpu.cli.main import main; sys.exit(main())", "plan"]
     with (tmp_path / "said").open("w+") as said:
         started = subprocess.Popen([*command, SPECS[0].name, "--stages", "encode"], stdout=said, stderr=said)
@@ -106,13 +106,13 @@ def test_the_command_ends_at_once_with_a_sentence(number: signal.Signals, status
     assert (tmp_path / "said").read_text().splitlines()[1:] == ["comfyui-tpu: cancelled"]
 
 
-def test_a_process_that_ends_early_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_plan_process_early_exit_raises_runtime_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the plan's process ended with exit code 1. Plans take up to 12 GiB"):
         process.make_report(MODEL, SilentProgress())
 
 
-def test_the_compiler_ends_when_the_server_is_killed():
+def test_plan_process_terminates_when_stdin_closes():
     with children.run_module_child("plan.plan", MODEL) as child:
         child.process.stdin.close()
         assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGTERM

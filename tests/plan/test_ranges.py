@@ -40,7 +40,7 @@ def ranges() -> Iterator[ModuleType]:
         (None, None, False),
     ],
 )
-def test_a_prediction_at_the_peak_is_called_a_floor(whole: float | None, kernels: float | None, is_floor: bool):
+def test_program_prediction_near_peak_is_floor(whole: float | None, kernels: float | None, is_floor: bool):
     program = replace(PROGRAM, ceiling_share=whole, kernels_share=kernels)
     assert program.is_floor == is_floor == program.to_json()["is_floor"]
     assert any(cell.endswith(" floor") for cell in report._row(program)) == is_floor
@@ -48,7 +48,7 @@ def test_a_prediction_at_the_peak_is_called_a_floor(whole: float | None, kernels
     assert bool(notes) == is_floor and all("a chip will take longer" in note for note in notes)
 
 
-def test_the_share_of_kernels_is_their_products_over_the_peak():
+def test_kernels_share_is_kernel_flops_over_peak():
     """v5e:2x4: eight chips of 197 TF/s at 1.5 GHz; kernels of 6 s that do 8 x 197e12 x 5.7 FLOPs are at 95 %."""
     target = chips.topology("v5e:2x4")
     timing = Timing(xla=3e9, kernels=9e9)
@@ -73,7 +73,7 @@ RECORD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_step_lies_between_its_prediction_and_the_worst_of_each_part(ranges: ModuleType):
+def test_program_range_adds_worst_case_of_each_part(ranges: ModuleType):
     found = ranges.program_range(STEP, 1.75e9)
     # Kernels 1.8 s at 90 % for 97 %, XLA 0.66 s at 66 % for 83 %, 100 transfers with 5 us more.
     assert found.low == 3.0
@@ -113,7 +113,7 @@ def test_imports_beside_the_opening_are_not_counted_before_it(ranges: ModuleType
     assert found == pytest.approx({"imports_before": 2.0, "imports_beside": 4.4, "tracing": 1.5})
 
 
-def test_the_page_has_the_range_of_every_flagship(ranges: ModuleType):
+def test_performance_page_contains_range_table_of_flagships(ranges: ModuleType):
     recorded = json.loads((ROOT / "benchmarks" / "predicted.json").read_text())
     records = [record for record in recorded if "recipe" not in record]
     assert [record["model"] for record in records] == [spec.name for spec in FLAGSHIPS]

@@ -39,7 +39,7 @@ def entry(scaling: ModuleType, topology: str, **changes: Any) -> Any:
     return scaling.Entry(size=(480, 832), topology=chips.topology(topology), program=replace(PROGRAM, **changes))
 
 
-def test_efficiency_is_that_of_the_fewest_chips_that_fit(scaling: ModuleType):
+def test_scaling_efficiency_is_relative_to_fewest_chips_that_fit(scaling: ModuleType):
     entries = [
         entry(scaling, "v6e:1x1", fits=False, predicted_s=None, timing=None),
         entry(scaling, "v6e:2x2", predicted_s=8.0),
@@ -53,7 +53,7 @@ def test_efficiency_is_that_of_the_fewest_chips_that_fit(scaling: ModuleType):
     assert rows[2] == ("8 x v6e", "2x4x1", "4.0", "4.00", "100 %", "50 %", "25 %", "25 %", "kernels")
 
 
-def test_the_page_has_a_row_for_each_slice_and_size(scaling: ModuleType):
+def test_scaling_page_has_row_for_each_slice_and_size(scaling: ModuleType):
     page = PAGE.read_text()
     assert scaling.insert(page, "new") == scaling.insert(scaling.insert(page, "old"), "new")
     for name in scaling.TOPOLOGIES:
@@ -61,7 +61,7 @@ def test_the_page_has_a_row_for_each_slice_and_size(scaling: ModuleType):
         assert page.count(f"| {slice_.num_chips} x {slice_.chip.generation} |") == len(scaling.SIZES)
 
 
-def test_what_a_million_videos_take_follows_from_the_records(monkeypatch: pytest.MonkeyPatch):
+def test_capacity_rows_follow_from_predicted_records(monkeypatch: pytest.MonkeyPatch):
     capacity = benchmark("capacity", monkeypatch)
     record = {
         "title": "Wan", "topology": "v6e:2x4", "chips": 8, "predicted_total_s": 86.4,

@@ -10,7 +10,7 @@ from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.programs.program import Program, shape_struct, step_compiler_options
 
 
-def test_the_cpu_is_told_nothing():
+def test_step_compiler_options_on_cpu_are_empty():
     mesh = make_mesh(jax.devices()[:1], MeshShape())
     assert step_compiler_options(mesh) == {}
     program = Program(
@@ -21,7 +21,7 @@ def test_the_cpu_is_told_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_libtpu_knows_every_option(name: str):
+def test_step_compiler_options_are_known_to_libtpu(name: str):
     """One that it does not know is an error there, not a warning: see the next test."""
     devices = chips.compile_devices(chips.topology(name))
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
@@ -51,7 +51,7 @@ SPARSE_CORE = {
         ("tpu7x:2x2x1", 8, True, False),  # two devices a chip
     ],
 )
-def test_options_are_those_of_what_the_chip_has(name: str, num_devices: int, gathers: bool, has_vmem: bool):
+def test_step_compiler_options_depend_on_chip(name: str, num_devices: int, gathers: bool, has_vmem: bool):
     devices = chips.compile_devices(chips.topology(name))
     mesh = make_mesh(devices, MeshShape(sp=len(devices)))
     found = set(step_compiler_options(mesh))
@@ -62,13 +62,13 @@ def test_options_are_those_of_what_the_chip_has(name: str, num_devices: int, gat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "is_early"), [(MeshShape(sp=4), True), (MeshShape(tp=4), False)], ids=str)
-def test_gathers_of_weights_begin_early_and_those_of_tokens_do_not(shape: MeshShape, is_early: bool):
+def test_step_compiler_options_start_weight_gathers_early(shape: MeshShape, is_early: bool):
     options = step_compiler_options(make_mesh(chips.compile_devices(chips.topology("v6e:2x2")), shape))
     assert any("latency_multiplier" in name for name in options) == is_early
 
 
 @pytest.mark.slow
-def test_an_option_that_libtpu_does_not_know_is_an_error():
+def test_unknown_compiler_option_raises_runtime_error():
     mesh = make_mesh(chips.compile_devices(chips.topology("v6e:1x1")), MeshShape())
     program = Program(
         name="add", fn=lambda x: x + 1, args=(shape_struct(mesh, (8, 128), jnp.float32),), mesh=mesh,

@@ -35,7 +35,9 @@ def network(spec: ModelSpec) -> upstream_network.Network:
     return upstream_network.build_network(component, component.tiny)
 
 
-def loaded(spec: ModelSpec, shape: MeshShape, axes: weights.Axes, loras: tuple[Lora, ...] = ()) -> dict[str, jax.Array]:
+def load_weights(
+    spec: ModelSpec, shape: MeshShape, axes: weights.Axes, loras: tuple[Lora, ...] = ()
+) -> dict[str, jax.Array]:
     own = network(spec)
     mesh = CompileTarget(devices=tuple(jax.devices()[: shape.dp * shape.sp * shape.tp]), precision="bfloat16").mesh(
         shape
@@ -51,7 +53,7 @@ def loaded(spec: ModelSpec, shape: MeshShape, axes: weights.Axes, loras: tuple[L
     return found
 
 
-def rounded(exact: jax.Array, over: tuple[int, ...], chips: int) -> tuple[np.ndarray, np.ndarray]:
+def rotate_and_round(exact: jax.Array, over: tuple[int, ...], chips: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of lanes rotated by Hadamard's matrix, by recursion, behind Rudin and Shapiro's signs."""
     x = np.moveaxis(np.asarray(exact, np.float64), over[-1], -1)
     block = math.gcd(256, x.shape[-1] if x.shape[-1] % chips else x.shape[-1] // chips)
@@ -69,7 +71,7 @@ def rounded(exact: jax.Array, over: tuple[int, ...], chips: int) -> tuple[np.nda
 
 def assert_rounded(found: dict[str, jax.Array], exact: dict[str, jax.Array], axes: weights.Axes, chips: int) -> None:
     for name, over in axes.items():
-        numbers, worth = rounded(exact[name], over, chips)
+        numbers, worth = rotate_and_round(exact[name], over, chips)
         # What lies in the middle between two whole numbers may go either way.
         assert np.isin(np.abs(np.asarray(found[name], np.float32) - numbers), (0, 1)).all(), name
         assert np.mean(np.asarray(found[name]) != numbers) < 1e-2, name
@@ -82,7 +84,7 @@ def assert_rounded(found: dict[str, jax.Array], exact: dict[str, jax.Array], axe
     ids=str,
 )
 @pytest.mark.usefixtures("few_are_many")
-def test_they_are_rounded_behind_a_lora_wherever_they_lie(name: str, shape: MeshShape, tmp_path: Path):
+def test_int8_weights_with_lora_match_rotated_rounding_on_every_mesh(name: str, shape: MeshShape, tmp_path: Path):
     """One scale an output, also where chips have parts of what a product sums over."""
     spec = lookup_spec(name)
     own = network(spec)
@@ -95,17 +97,17 @@ def test_they_are_rounded_behind_a_lora_wherever_they_lie(name: str, shape: Mesh
     parts = {"lora_A": (2, size[1]), "lora_B": (size[0], 2)}
     save_file({f"{module}.{part}.weight": torch.randn(of, generator=random) for part, of in parts.items()}, path)
     loras = (Lora(path=str(path), strength=0.5),)
-    exact = loaded(spec, shape, weights.NO_AXES, loras)
-    assert_rounded(loaded(spec, shape, axes, loras), exact, axes, shape.tp)
-    plain = loaded(spec, shape, axes)
-    assert_rounded(plain, loaded(spec, shape, weights.NO_AXES), axes, shape.tp)
+    exact = load_weights(spec, shape, weights.NO_AXES, loras)
+    assert_rounded(load_weights(spec, shape, axes, loras), exact, axes, shape.tp)
+    plain = load_weights(spec, shape, axes)
+    assert_rounded(plain, load_weights(spec, shape, weights.NO_AXES), axes, shape.tp)
     assert not np.array_equal(
-        plain[changed + weights.SCALE_SUFFIX], rounded(exact[changed], axes[changed], shape.tp)[1]
+        plain[changed + weights.SCALE_SUFFIX], rotate_and_round(exact[changed], axes[changed], shape.tp)[1]
     )
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
-def test_chips_that_multiply_no_int8_keep_bfloat16(kind: str):
+def test_add_scale_parameters_without_int8_hardware_is_empty(kind: str):
     class Device:
         platform, device_kind = "tpu", kind
 
@@ -114,11 +116,11 @@ def test_chips_that_multiply_no_int8_keep_bfloat16(kind: str):
 
 
 @pytest.mark.usefixtures("few_are_many")
-def test_a_machine_without_the_kernel_keeps_bfloat16():
+def test_add_scale_parameters_without_int8_kernel_is_empty():
     own, device = network(SPECS[0]), jax.devices()[0]
     assert weights.add_scale_parameters(own, device, KernelFallbacks(off=(registry.LINEAR_INT8,))) == {}
     assert weights.add_scale_parameters(own, device, NO_RUNGS)
 
 
-def test_small_products_stay_exact():
+def test_find_int8_weights_skips_small_products():
     assert weights.find_int8_weights(network(SPECS[0])) == {}

@@ -63,7 +63,7 @@ def authors(ratios: Sequence[float], num_steps: int, threshold: float, most: int
 @pytest.mark.parametrize(
     "name", [name for name, curve in PUBLISHED.items() if name.startswith("wan") and "retained" not in curve]
 )
-def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
+def test_full_steps_match_authors_loop(name: str, threshold: float):
     """With each branch alone; the published curves of both agree on every step."""
     curve = magcache_curves.find_curve(lookup_spec(name), "published")
     assert curve is not None
@@ -78,7 +78,7 @@ def test_the_steps_that_run_whole_are_the_authors(name: str, threshold: float):
 @pytest.mark.parametrize(
     ("ratios", "num_steps"), [("few_steps", 20), ("few_steps", 12), ("ratios", 40), ("ratios", 50)]
 )
-def test_of_hunyuanvideo_the_authors_have_a_curve_for_few_steps(ratios: str, num_steps: int):
+def test_full_steps_of_hunyuanvideo_use_curve_for_few_steps(ratios: str, num_steps: int):
     for name in ("hunyuanvideo1.5-t2v-720p", "hunyuanvideo1.5-t2v-480p"):
         curve = magcache_curves.find_curve(lookup_spec(name), "published")
         assert curve is not None
@@ -90,7 +90,7 @@ def test_of_hunyuanvideo_the_authors_have_a_curve_for_few_steps(ratios: str, num
         assert set(found) >= set(branches[0]) | set(branches[1]) and len(found) < 0.8 * num_steps
 
 
-def test_a_step_is_whole_if_it_is_for_one_branch():
+def test_full_steps_are_full_if_any_branch_is():
     both = ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 2.0))
     found = [
         MagCache(threshold=0.1, curve=MagCacheCurve(ratios=rows, retained=(0.0,)))
@@ -102,13 +102,13 @@ def test_a_step_is_whole_if_it_is_for_one_branch():
     assert found[1].full_steps(["one"] * 3) == (True, False, True)
 
 
-def test_an_expert_begins_whole_and_retains_its_own_share():
+def test_full_steps_restart_for_each_expert():
     curve = MagCacheCurve(ratios=((1.0,) * 20,), retained=(0.5, 0.1), most_skipped=3)
     found = MagCache(threshold=0.1, curve=curve).full_steps(["high"] * 8 + ["low"] * 12)
     assert [index for index, full in enumerate(found) if full] == [0, 1, 2, 3, 7, 8, 12, 16]
 
 
-def test_wan_2_2_to_video_from_a_picture_composes_whole():
+def test_full_steps_of_wan22_i2v_skip_only_second_expert_steps():
     """Its authors leave out steps of the second expert alone, behind a tenth of them."""
     spec = lookup_spec("wan2.2-i2v-a14b")
     settings = spec.settings(step_cache=True)
@@ -130,7 +130,7 @@ def test_wan_2_2_to_video_from_a_picture_composes_whole():
         {"most_skipped": -1}, {"most_skipped": 1.5}, {"most_skipped": 10**9},
     ],
 )  # fmt: skip
-def test_what_is_no_curve_is_refused(wrong: dict[str, Any]):
+def test_mag_cache_curve_invalid_values_raise_value_error(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match="ratio|retained|most_skipped"):
         MagCacheCurve(**{"ratios": ((1.0, 1.0),), **wrong})
 
@@ -189,30 +189,30 @@ def embeds(name: str) -> tuple:
     )
 
 
-def denoised(spec: ModelSpec, settings: Settings, chips: int = 1, given: tuple = ()) -> torch.Tensor:
+def run_denoise(spec: ModelSpec, settings: Settings, chips: int = 1, given: tuple = ()) -> torch.Tensor:
     model = parity.tiny_model(spec)
     return parity.engine(chips).denoise(model, settings, *(given or embeds(spec.name)), SilentProgress())["samples"]
 
 
-def test_a_schedule_for_the_tests_below():
+def test_mag_cache_policy_of_this_file_has_expected_full_steps():
     assert [index for index, full in enumerate(POLICY.full_steps(["one"] * 8)) if full] == FULL
 
 
 @pytest.mark.slow
-def test_wan_is_diffusers_own(compare: Callable):
+def test_mag_cache_wan_matches_diffusers(compare: Callable):
     settings = replace(test_wan21.ODD, num_inference_steps=8, step_cache=POLICY)
     pipe = test_wan21.pipeline()
     with upstreams_cache((pipe.transformer, config_of(POLICY))) as ran:
         expected = test_wan21.generate(pipe, settings).latents
     assert ran == [2 * len(FULL)]
-    found = denoised(WAN, settings, chips=3)
+    found = run_denoise(WAN, settings, chips=3)
     compare("latents with MagCache, 3 chips", test_wan21.normalised(found), expected)
-    whole = denoised(WAN, replace(settings, step_cache=None), chips=3)
+    whole = run_denoise(WAN, replace(settings, step_cache=None), chips=3)
     assert difference(found, whole) > 1e-3
 
 
 @pytest.mark.slow
-def test_each_expert_is_diffusers_own(compare: Callable):
+def test_mag_cache_two_experts_match_diffusers(compare: Callable):
     settings = replace(test_wan_t2v_siblings.SHARED, num_inference_steps=8, step_cache=POLICY)
     plan = denoising_plan.DenoisingPlan.published(WAN22, settings)
     first = [expert for expert, _ in plan.experts].count("transformer")
@@ -222,11 +222,11 @@ def test_each_expert_is_diffusers_own(compare: Callable):
         expected = test_wan_t2v_siblings.generate(WAN22, settings).latents
     assert ran == [2 * sum(plan.is_full[:first]), 2 * sum(plan.is_full[first:])]
     assert ran[0] < 2 * first and ran[1] < 2 * (8 - first)
-    compare("latents of two experts", test_wan21.normalised(denoised(WAN22, settings)), expected)
+    compare("latents of two experts", test_wan21.normalised(run_denoise(WAN22, settings)), expected)
 
 
 @pytest.mark.slow
-def test_cogvideox_is_diffusers_own(compare: Callable):
+def test_mag_cache_cogvideox_matches_diffusers(compare: Callable):
     settings = replace(test_cogvideox.TALL, num_inference_steps=8, step_cache=POLICY)
     pipe = test_cogvideox.upstream_pipeline()
     with upstreams_cache((pipe.transformer, config_of(POLICY))) as ran:
@@ -235,7 +235,7 @@ def test_cogvideox_is_diffusers_own(compare: Callable):
     given = parity.engine(1).encode(
         parity.tiny_model(COGVIDEOX), test_cogvideox.SHORT, test_cogvideox.NEGATIVE, SilentProgress()
     )
-    found = denoised(COGVIDEOX, settings, given=given)
+    found = run_denoise(COGVIDEOX, settings, given=given)
     compare("latents with MagCache", test_cogvideox.normalised({"samples": found}), expected)
 
 
@@ -243,7 +243,7 @@ HUNYUANS = replace(deep_cache.ODD, height=48, num_frames=5, num_inference_steps=
 
 
 @pytest.mark.slow
-def test_hunyuanvideo_is_diffusers_own(compare: Callable):
+def test_mag_cache_hunyuanvideo_matches_diffusers(compare: Callable):
     import diffusers
 
     pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(tiny.ensure_random(HUNYUAN))
@@ -260,7 +260,7 @@ def test_hunyuanvideo_is_diffusers_own(compare: Callable):
     assert ran == [2 * len(FULL)]
     # DeepCache's programs of this size are in the engine before, and are not taken for these.
     by_step_cache = [
-        denoised(HUNYUAN, replace(settings, step_cache=policy), chips=2, given=deep_cache.embeds())
+        run_denoise(HUNYUAN, replace(settings, step_cache=policy), chips=2, given=deep_cache.embeds())
         for policy in (deep_cache.POLICY, POLICY)
     ]
     compare("latents with MagCache, 2 chips", by_step_cache[1].numpy() * deep_cache.SCALE, expected)
@@ -268,7 +268,7 @@ def test_hunyuanvideo_is_diffusers_own(compare: Callable):
 
 
 @pytest.mark.slow
-def test_a_measured_curve_is_diffusers_own(capsys: pytest.CaptureFixture):
+def test_calibrate_curve_matches_diffusers(capsys: pytest.CaptureFixture):
     """Upstream prints that of each branch."""
     settings = replace(test_wan21.ODD, num_inference_steps=8)
     pipe = test_wan21.pipeline()
@@ -286,7 +286,7 @@ def test_a_measured_curve_is_diffusers_own(capsys: pytest.CaptureFixture):
 # --- on and off, and where curves come from ---------------------------------------------------------------------------
 
 
-def test_off_has_the_same_program_and_no_curve_is_looked_for(monkeypatch: pytest.MonkeyPatch):
+def test_mag_cache_off_uses_plain_program_without_curve(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(magcache_curves, "find_curve", lambda *_: pytest.fail("looked for"))
     settings = WAN.settings(cache_threshold=0.5)
     assert settings == WAN.settings() and magcache_curves.attach_curve(WAN, "any", settings.step_cache) is None
@@ -296,7 +296,7 @@ def test_off_has_the_same_program_and_no_curve_is_looked_for(monkeypatch: pytest
     assert [part.kind for part in denoising_plan.DenoisingPlan.published(WAN, nothing).step_groups] == ["plain"]
 
 
-def test_a_plan_has_both_programs_and_how_often_each_runs():
+def test_list_programs_mag_cache_counts_runs_of_both_programs():
     spec = replace(WAN, components=tuple(replace(each, config=each.tiny) for each in WAN.components))
     for step_cache, wanted in (
         (POLICY, {"denoise_step": 5, "denoise_step.from_features": 3}), (None, {"denoise_step": 8})
@@ -312,7 +312,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(folder: Path):
+def test_find_curve_prefers_measured_over_published(folder: Path):
     measured = MagCacheCurve(ratios=((1.0, 0.5),))
     path = magcache_curves.save_curve(WAN22, "mine", measured)
     assert path.is_file() and folder in path.parents
@@ -342,14 +342,14 @@ def test_a_measured_curve_is_its_models_alone_and_goes_before_a_published_one(fo
         b'{"ratios": [[1.0]], "retained": {}}', b'{"ratios": [[1.0]]}' + b" " * 2**16,
     ],
 )  # fmt: skip
-def test_what_is_kept_and_no_curve_is_dropped(content: bytes, folder: Path):
+def test_find_curve_invalid_file_is_deleted(content: bytes, folder: Path):
     key = magcache_curves.signature(COGVIDEOX.name, "mine")
     magcache_curves.MEASURED.put(key, content)
     assert magcache_curves.find_curve(COGVIDEOX, "mine") is None
     assert not magcache_curves.MEASURED.path(key).exists()
 
 
-def test_a_model_without_a_curve_says_how_to_get_one(folder: Path):
+def test_denoise_without_curve_raises_error_with_calibrate_command(folder: Path):
     for spec, model_id, advice in (
         (COGVIDEOX, "a/b", "`comfyui-tpu calibrate cogvideox1.5-5b --model-id a/b`, or turn step_cache off."),
         (
@@ -368,7 +368,7 @@ def test_a_model_without_a_curve_says_how_to_get_one(folder: Path):
 
 
 @pytest.mark.slow
-def test_the_command_measures_what_the_node_then_uses(folder: Path, capsys: pytest.CaptureFixture):
+def test_cli_calibrate_saves_curve_used_by_denoise(folder: Path, capsys: pytest.CaptureFixture):
     size = ["--height", "64", "--width", "64", "--num-frames", "9", "--num-inference-steps", "4"]
     command = ["calibrate", COGVIDEOX.name, "--model-id", COGVIDEOX.miniature.id, *size]
     assert cli.main(command) == 0
@@ -388,7 +388,7 @@ def test_the_command_measures_what_the_node_then_uses(folder: Path, capsys: pyte
     assert cli.main(["calibrate", COGVIDEOX.name, "--model-id", WAN.miniature.id]) == 2
 
 
-def test_every_video_model_has_it_off_behind_everything_older():
+def test_video_nodes_have_step_cache_off_as_last_widgets():
     for spec in SPECS:
         assert ("cache_threshold" in spec.inputs) == (not spec.is_image)
     for node in (node for name, node in DECLARATIONS.items() if name.endswith(("TPUSampler", "TPUPipeline"))):

@@ -22,7 +22,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("gives_tuple", [True, False])
-def test_every_layer_of_upstreams_blocks_is_run(gives_tuple: bool):
+def test_scanned_blocks_run_every_layer(gives_tuple: bool):
     blocks = upstream_network.ScannedBlocks(torch.nn.ModuleList([Block(gives_tuple) for _ in range(2)]))
     stacked = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
 
@@ -34,7 +34,7 @@ def test_every_layer_of_upstreams_blocks_is_run(gives_tuple: bool):
 
 
 @pytest.mark.parametrize("ties", [True, False], ids=["tied by upstream", "untied by upstream"])
-def test_an_embedding_that_is_saved_once_is_one_weight(ties: bool, monkeypatch: pytest.MonkeyPatch):
+def test_tied_embedding_saved_once_is_one_weight(ties: bool, monkeypatch: pytest.MonkeyPatch):
     """Published configs of UMT5 say that it is not tied, and some versions of transformers believe them."""
     from transformers import UMT5EncoderModel
 
@@ -45,7 +45,7 @@ def test_an_embedding_that_is_saved_once_is_one_weight(ties: bool, monkeypatch: 
     assert [name for name in network.weights if "embed_tokens" in name or "shared" in name] == ["shared.weight"]
 
 
-def test_a_network_is_built_once_for_its_weights_and_its_first_trace(monkeypatch: pytest.MonkeyPatch):
+def test_shared_network_is_built_once_per_config(monkeypatch: pytest.MonkeyPatch):
     """Who traces a network may change its module, so that each has one of its own."""
     component, build, built = spec_for_family("Wan21").component("text_encoder"), upstream_network.build_network, []
     monkeypatch.setattr(upstream_network, "build_network", lambda *asked: built.append(build(*asked)) or built[-1])

@@ -19,7 +19,7 @@ from comfyui_tpu.tpu_runtime.programs import denoising_plan
 from comfyui_tpu.tpu_runtime.programs.program import Program, shape_struct
 
 
-def shared(spec: ModelSpec, stage: str) -> tuple[Any, ...]:
+def products_key(spec: ModelSpec, stage: str) -> tuple[Any, ...]:
     """What models have in common whose programs of a stage have the same products."""
     functions = {
         "encode": [text.encode for text in spec.text_encoders],
@@ -39,14 +39,14 @@ def shared(spec: ModelSpec, stage: str) -> tuple[Any, ...]:
 
 # Each program once; "image" of a model that takes none has no programs.
 CASES = {
-    shared(spec, stage): (spec, stage)
+    products_key(spec, stage): (spec, stage)
     for spec in reversed(SPECS)
     for stage in STAGES
     if stage != "image" or spec.pictures.encode is not None
 }
 
 
-def traced(spec: ModelSpec, stage: str) -> list[Program]:
+def list_stage_programs(spec: ModelSpec, stage: str) -> list[Program]:
     devices = chips.compile_devices(chips.topology("v6e-1"))
     found = [*denoising_plan.list_programs(spec, spec.settings(), devices, stages=(stage,))]
     if stage == "denoise" and spec.denoiser.step_reuse is not None:
@@ -58,26 +58,26 @@ def traced(spec: ModelSpec, stage: str) -> list[Program]:
 @pytest.mark.parametrize(
     ("spec", "stage"), [pytest.param(*each, id=f"{each[0].name}-{each[1]}") for each in CASES.values()]
 )
-def test_float32_is_multiplied_as_float32_and_kernels_say_how(spec: ModelSpec, stage: str):
+def test_float32_products_run_in_float32_in_every_program(spec: ModelSpec, stage: str):
     """Every sibling at its own size. The suite looks at each flagship where it is compiled, in `plan/test_plan.py`."""
-    assert any([assert_as_written(program) for program in traced(spec, stage)])
+    assert any([assert_as_written(program) for program in list_stage_programs(spec, stage)])
 
 
-def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def run_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     keys = Keys(keys=k, values=v, rows=k.shape[1], certain=k.shape[1])
     form = AttentionConfig(block_q=128, step=128)
     return attention.flat_attention(q, [keys], head_dim=64, form=form, log_sums=False, scale=0.125)[0]
 
 
-def convolved(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+def run_convolution(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
     return convolution.convolution(x, weight, bias, repeats=False)
 
 
 @pytest.mark.parametrize(
     ("function", "shapes"),
-    [(attended, [(1, 256, 128)] * 3), (convolved, [(1, 128, 2, 8, 16), (128, 128, 1, 3, 3), (128,)])],
+    [(run_attention, [(1, 256, 128)] * 3), (run_convolution, [(1, 128, 2, 8, 16), (128, 128, 1, 3, 3), (128,)])],
 )
-def test_kernels_compile_whatever_the_default_precision_is(function: Callable, shapes: list[tuple[int, ...]]):
+def test_kernels_compile_under_any_default_matmul_precision(function: Callable, shapes: list[tuple[int, ...]]):
     mesh = make_mesh(chips.compile_devices(chips.topology("v6e-1")), MeshShape())
     args = tuple(shape_struct(mesh, shape, jnp.bfloat16) for shape in shapes)
     program = Program(name="kernel", fn=function, args=args, mesh=mesh, precision="bfloat16")

@@ -26,7 +26,7 @@ class Doubling:
         return x[:, :2] * 2, x.astype(jnp.bfloat16), jnp.isfinite(x).all()
 
 
-def test_what_is_asked_for_its_results_is_not_traced_again_to_be_compiled():
+def test_program_zeros_and_compile_trace_once():
     call = Doubling()
     result, carried = call.program.zeros()
     assert isinstance(result, np.ndarray) and result.shape == (3, 2) and not result.any()
@@ -36,7 +36,7 @@ def test_what_is_asked_for_its_results_is_not_traced_again_to_be_compiled():
     assert call.program.zeros()[0].shape == (3, 2) and call.traced == 1
 
 
-def test_nobody_waits_for_shapes_that_are_known_while_another_program_is_traced():
+def test_program_results_known_shapes_need_no_trace_lock():
     program = Doubling().program
     one = PendingCompilation(wanted=ProgramRequest(title="call", key=("call",), build=lambda: program), digest="call")
     one.program.compile()

@@ -43,7 +43,7 @@ def sigmas_of(table: SolverTable) -> np.ndarray:
 
 @pytest.mark.parametrize("scheduler", [EULER, LCM])
 @pytest.mark.parametrize("spec", [WAN, spec_for_family("Wan21"), HUNYUAN], ids=lambda spec: spec.name)
-def test_lightx2vs_four_steps(spec: ModelSpec, scheduler: str, compare: Callable):
+def test_lightx2v_four_steps_match_published_sigmas(spec: ModelSpec, scheduler: str, compare: Callable):
     shift = "shift" if spec is WAN else "flow_shift"
     table = table_of(spec, sigmas=LIGHTX2V, scheduler=scheduler, **{shift: 5.0})
     compare("sigmas", sigmas_of(table), LIGHTX2V_SIGMAS, error=1e-5)  # of five decimals
@@ -51,7 +51,7 @@ def test_lightx2vs_four_steps(spec: ModelSpec, scheduler: str, compare: Callable
     compare("levels", table.levels.sum(1), np.ones(4), error=OPERATION)
 
 
-def test_the_docs_recipes_are_those():
+def test_few_steps_docs_list_the_tested_recipes():
     """`docs/few_steps.md`, as people copy it."""
     lines = (Path(__file__).parents[2] / "docs" / "few_steps.md").read_text("utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
@@ -74,7 +74,7 @@ def test_the_docs_recipes_are_those():
     assert found(fastwan) == (3, LCM, FASTWAN.split(", "), "shift 1, guidance 1")
 
 
-def test_fastwans_three_steps(compare: Callable):
+def test_fastwan_three_steps_match_published_sampler(compare: Callable):
     """FastVideo's `DmdDenoisingStage`: of what the network takes for the clean video and new noise the next sample, at
     [1000, 757, 522] of 1000 timesteps that are shifted by 8 already: those nearest to them.
     """
@@ -101,7 +101,7 @@ def test_fastwans_three_steps(compare: Callable):
 
 
 @pytest.mark.parametrize("boundary", [0.9, 0.875], ids=["Wan 2.2 I2V", "Wan 2.2 T2V"])
-def test_of_the_four_two_are_the_first_experts(boundary: float):
+def test_experts_of_four_steps_split_in_half(boundary: float):
     settings = WAN.settings(sigmas=LIGHTX2V, scheduler=EULER, guidance_scale=1.0, guidance_scale_2=3.0)
 
     def experts(settings: Settings) -> list:
@@ -114,7 +114,7 @@ def test_of_the_four_two_are_the_first_experts(boundary: float):
     assert experts(replace(settings, high_noise_steps=4)) == [first] * 4
 
 
-def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary():
+def test_assign_experts_uses_guidance_per_step_and_boundary():
     alone = table_of(HUNYUAN, num_inference_steps=3)
     recipe = replace(HUNYUAN.recipe, guidance_at=lambda scale, timestep, num_steps: scale * timestep / num_steps)
     halving = replace(HUNYUAN, recipe=recipe)
@@ -135,7 +135,7 @@ def test_one_expert_has_the_guidance_of_each_step_and_two_meet_at_the_boundary()
         assert found == [("transformer", 5.0)] * 2 + [("transformer_2", second or 5.0)]
 
 
-def test_four_steps_of_euler_alone_are_not_those(compare: Callable):
+def test_four_euler_steps_differ_from_lightx2v_sigmas(compare: Callable):
     """The trap: upstream's Euler spreads its steps between shifted ends, and shifts them again."""
     alone = sigmas_of(table_of(WAN, num_inference_steps=4, shift=5.0, scheduler=EULER))
     compare("sigmas", alone, [1.0, 0.9097, 0.7173, 0.0244], error=1e-4)  # of four decimals
@@ -147,7 +147,7 @@ def test_four_steps_of_euler_alone_are_not_those(compare: Callable):
 
 
 @pytest.mark.parametrize("scheduler", FLOW_SCHEDULERS)
-def test_the_shift_goes_with_the_scheduler(scheduler: str):
+def test_build_table_unset_shift_uses_checkpoint_shift(scheduler: str):
     """The checkpoint's where none is given, whatever the class calls it."""
     for spec, key, own in ((WAN, "flow_shift", 3.0), (HUNYUAN, "shift", 9.0)):
         config = {**spec.recipe.scheduler, key: own}
@@ -166,7 +166,7 @@ def upstream_sigmas(module: Any, steps: int, sigmas: Any, shift: dict[str, Any],
     return timesteps.numpy(), scheduler.sigmas[:-1].numpy()
 
 
-def test_turbos_eight_steps(compare: Callable):
+def test_flux2_turbo_eight_steps_match_diffusers(compare: Callable):
     """At 1024 x 1024 what the pipeline makes of the card's sigmas is eight equal steps with a shift of 3."""
     table = table_of(FLUX, sigmas=", ".join(map(str, TURBO)), guidance_scale=2.5)
     mu = pipeline_flux2.compute_empirical_mu(image_seq_len=4096, num_steps=8)
@@ -177,7 +177,7 @@ def test_turbos_eight_steps(compare: Callable):
     compare("equal steps", sigmas_of(table), 3 * equal / (1 + 2 * equal), error=5e-4)  # the card's have four decimals
 
 
-def test_kleins_four_steps(compare: Callable):
+def test_flux2_klein_four_steps_match_diffusers(compare: Callable):
     """`Flux2KleinPipeline` at 1024 x 1024: the same shift as dev's, for four steps."""
     table = table_of(FLUX, num_inference_steps=4)
     mu = pipeline_flux2_klein.compute_empirical_mu(image_seq_len=4096, num_steps=4)
@@ -189,7 +189,7 @@ def test_kleins_four_steps(compare: Callable):
 
 
 @pytest.mark.parametrize("steps", [8, 12])
-def test_hunyuans_step_distilled(steps: int, compare: Callable):
+def test_hunyuan15_step_distilled_sigmas_match_diffusers(steps: int, compare: Callable):
     """Its makers' README: 8 or 12 steps; the card of 480p_i2v_step_distilled: shift 7, guidance 1."""
     table = table_of(lookup_spec("hunyuanvideo1.5-i2v-720p"), num_inference_steps=steps, flow_shift=7.0)
     equal = np.linspace(1, 0, steps + 1)[:-1]
@@ -201,7 +201,7 @@ def test_hunyuans_step_distilled(steps: int, compare: Callable):
 
 @pytest.mark.parametrize("spec", [FLUX, HUNYUAN], ids=lambda spec: spec.family)
 @pytest.mark.parametrize("scheduler", FLOW_SCHEDULERS)
-def test_every_family_runs_every_scheduler(spec: ModelSpec, scheduler: str):
+def test_solver_table_of_every_family_and_scheduler_has_falling_sigmas(spec: ModelSpec, scheduler: str):
     table = table_of(spec, scheduler=scheduler, num_inference_steps=4)
     sigmas = sigmas_of(table)
     assert sigmas[0] > 0.99 and (np.diff(sigmas) < 0).all() and table.num_steps == 4
@@ -219,7 +219,7 @@ def test_every_family_runs_every_scheduler(spec: ModelSpec, scheduler: str):
         (", ".join(str(1 - i / 200) for i in range(101)), "has 101 numbers; at most 100 are allowed."),
     ],
 )
-def test_sigmas_that_cannot_be_are_refused(sigmas: str, problem: str):
+def test_settings_invalid_sigmas_raise_value_error(sigmas: str, problem: str):
     with pytest.raises(ValueError) as error:
         WAN.settings(sigmas=sigmas)
     assert str(error.value).startswith("Wan 2.2 I2V A14B: sigmas ") and problem in str(error.value)
@@ -237,12 +237,12 @@ def test_sigmas_that_cannot_be_are_refused(sigmas: str, problem: str):
         ({"scheduler": "euler"}, "scheduler is 'euler'; it must be one of checkpoint, FlowMatchEulerDiscreteScheduler"),
     ],
 )
-def test_steps_that_cannot_be_are_refused(widgets: dict[str, Any], problem: str):
+def test_settings_invalid_step_range_raises_value_error(widgets: dict[str, Any], problem: str):
     with pytest.raises(ValueError) as error:
         WAN.settings(**widgets)
     assert str(error.value).startswith(f"Wan 2.2 I2V A14B: {problem}")
 
 
-def test_sigmas_take_the_place_of_the_number_of_steps():
+def test_settings_sigmas_override_number_of_steps():
     settings = WAN.settings(sigmas=LIGHTX2V, num_inference_steps=40, end_step=90)
     assert settings.num_inference_steps == 4 and settings.steps == range(4)

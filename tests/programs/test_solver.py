@@ -64,12 +64,12 @@ def trajectory(config: dict, num_steps: int, begin: int = 0) -> tuple[np.ndarray
 
 @pytest.mark.parametrize("num_steps", [1, 2, 6, 50])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_table_steps_as_its_scheduler_does(config: dict, num_steps: int, compare):
+def test_solver_table_matches_upstream_scheduler(config: dict, num_steps: int, compare):
     compare(f"{config['_class_name']}, {num_steps} steps", *trajectory(config, num_steps), error=NETWORK)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_table_from_a_later_step_on_steps_as_its_scheduler_does(config: dict, compare):
+def test_solver_table_from_later_step_matches_upstream_scheduler(config: dict, compare):
     compare(f"{config['_class_name']}, from the third of 6 on", *trajectory(config, 6, begin=2), error=NETWORK)
     whole, later = (solver_table.tabulate(solver_table.build_scheduler(config), 6, begin) for begin in (0, 2))
     assert (whole.begin, later.begin) == (0, 2) and (later.timesteps == whole.timesteps).all()
@@ -81,7 +81,7 @@ def test_a_table_from_a_later_step_on_steps_as_its_scheduler_does(config: dict, 
     assert later.timesteps.dtype == (np.int32 if is_whole else np.float32)
 
 
-def test_a_table_is_as_wide_as_what_the_solver_remembers():
+def test_solver_table_width_matches_solver_memory():
     """The sample, the output, each remembered tensor, the noise."""
     widths = {
         name: solver_table.tabulate(solver_table.build_scheduler(CONFIGS[name]), 3).table.shape for name in CONFIGS
@@ -92,7 +92,7 @@ def test_a_table_is_as_wide_as_what_the_solver_remembers():
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
+def test_solver_table_true_output_gives_clean_sample(config: dict, compare):
     """With the output that belongs to a known clean sample, every step's estimate is that sample."""
     scheduler = solver_table.build_scheduler(config)
     table = solver_table.tabulate(scheduler, 6)
@@ -111,18 +111,18 @@ def test_a_true_output_gives_the_denoised_sample(config: dict, compare):
         compare(f"{config['_class_name']} at {timestep}", np.asarray(denoised), clean.numpy(), error=OPERATION)
 
 
-def test_a_solver_that_is_not_linear_is_refused():
+def test_tabulate_dynamic_thresholding_raises_not_implemented():
     config = {"_class_name": "UniPCMultistepScheduler", **FLOW, "thresholding": True}
     with pytest.raises(NotImplementedError, match="dynamic thresholding"):
         solver_table.tabulate(solver_table.build_scheduler(config), 4)
 
 
-def test_a_solver_that_needs_more_is_refused():
+def test_tabulate_unsupported_scheduler_raises_not_implemented():
     with pytest.raises(NotImplementedError, match="RePaintScheduler is not supported: its step also needs original_im"):
         solver_table.tabulate(solver_table.build_scheduler({"_class_name": "RePaintScheduler"}), 4)
 
 
-def test_noise_is_drawn_as_often_as_upstream_draws_it():
+def test_draw_noises_matches_upstream_number_of_draws():
     """CogVideoX's solver draws twice at the inner steps, and uses the second."""
     table = solver_table.tabulate(solver_table.build_scheduler(CONFIGS["dpm of CogVideoX"]), 5)
     assert table.draws == ((True,), (False, True), (False, True), (False, True), (False,))
@@ -132,12 +132,12 @@ def test_noise_is_drawn_as_often_as_upstream_draws_it():
     assert list(still.draw_noises(lambda: next(drawn))) == [None] * 3 and next(drawn) == 8
 
 
-def test_an_unknown_scheduler_is_named():
+def test_build_scheduler_unknown_class_raises_value_error():
     with pytest.raises(ValueError, match="the checkpoint's scheduler is NoSuchScheduler, which this version"):
         solver_table.build_scheduler({"_class_name": "NoSuchScheduler"})
 
 
-def test_a_solver_that_gives_no_number_is_refused():
+def test_tabulate_non_finite_step_raises_value_error():
     """bh1 divides by an infinite step where the last sigma is zero, upstream as here."""
     with pytest.raises(ValueError, match="UniPCMultistepScheduler gives no finite step"):
         solver_table.tabulate(solver_table.build_scheduler({**CONFIGS["unipc"], "solver_type": "bh1"}), 4)

@@ -77,7 +77,7 @@ def oracle(settings: Settings) -> np.ndarray:
     return latents.numpy()
 
 
-def fulls(policy: StepCache, num_steps: int) -> list[int]:
+def full_step_indices(policy: StepCache, num_steps: int) -> list[int]:
     return [index for index, full in enumerate(step_cache.full_steps(policy, ["one"] * num_steps)) if full]
 
 
@@ -95,12 +95,12 @@ def fulls(policy: StepCache, num_steps: int) -> list[int]:
         ((1, 6, 1), 6, range(6)),
     ],
 )
-def test_the_steps_that_run_whole(policy: tuple, num_steps: int, expected: Any):
+def test_full_steps_follow_start_end_and_interval(policy: tuple, num_steps: int, expected: Any):
     start, end, interval = policy
-    assert fulls(StepCache(start=start, end=end, interval=interval), num_steps) == list(expected)
+    assert full_step_indices(StepCache(start=start, end=end, interval=interval), num_steps) == list(expected)
 
 
-def test_without_a_policy_every_step_is_whole_and_an_expert_never_takes_anothers_features():
+def test_full_steps_without_policy_or_at_expert_change_are_full():
     experts = ["high"] * 3 + ["low"] * 3
     assert step_cache.full_steps(None, experts) == (True,) * 6
     found = step_cache.full_steps(StepCache(start=1, end=6, interval=9), experts)
@@ -111,13 +111,13 @@ def test_without_a_policy_every_step_is_whole_and_an_expert_never_takes_anothers
 @pytest.mark.parametrize(
     ("settings", "chips"), [pytest.param(FLAT, 8, marks=pytest.mark.recorded), (ODD, 3)], ids=["flat 8", "odd 3"]
 )
-def test_reused_steps_are_upstreams_last_block_alone(settings: Settings, chips: int, compare: Callable):
+def test_denoise_with_step_reuse_matches_upstream_last_block(settings: Settings, chips: int, compare: Callable):
     latents = denoise(engine(chips), settings)
     compare(f"latents with a step cache, {chips} chips", latents * SCALE, oracle(settings))
 
 
 @pytest.mark.slow
-def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy():
+def test_denoise_with_step_reuse_compiles_both_programs_first():
     # Of a size of its own: XLA's cache holds the programs of all tests before.
     runner, seen, own = Runner(jax.devices()[:1]), [], replace(FLAT, height=48, width=80)
 
@@ -133,7 +133,7 @@ def test_both_programs_are_compiled_before_the_first_step_and_serve_every_policy
 
 
 @pytest.mark.recorded
-def test_where_no_step_is_reused_nothing_changes():
+def test_denoise_without_reused_steps_equals_plain_denoise():
     """To the bit, and by the very same program."""
     # Of two chips, as above: their programs with features are in the cache.
     runner, short = engine(2), replace(FLAT, num_inference_steps=3)
@@ -146,13 +146,13 @@ def test_where_no_step_is_reused_nothing_changes():
 
 
 @pytest.mark.slow
-def test_bfloat16_keeps_features_in_its_own_format(compare: Callable):
+def test_denoise_with_step_reuse_bfloat16_stays_within_bound(compare: Callable):
     latents = denoise(engine(1), FLAT, replace(MODEL, precision="bfloat16"))
     compare("latents with a step cache, bfloat16", latents * SCALE, oracle(FLAT), error=1.2e-2, slope=3e-3)
 
 
 @pytest.mark.recorded
-def test_a_video_from_a_picture_may_reuse_steps():
+def test_denoise_i2v_with_step_reuse_is_finite():
     model = ModelRef(spec_name=I2V.name, model_id=I2V.miniature.random_id, precision="float32")
     arrays = {"condition": torch.rand(1, 33, 2, 4, 7), "image_embeds": torch.rand(1, 729, 28)}
     condition = {"tpu_family": I2V.family, "height": 64, "width": 112, "num_frames": 5, "tensors": arrays}
@@ -166,7 +166,7 @@ def test_a_video_from_a_picture_may_reuse_steps():
     assert torch.isfinite(one).all() and 1e-3 < difference(one, two) < 1
 
 
-def test_a_bad_policy_and_a_model_without_one_are_refused():
+def test_check_settings_invalid_step_cache_raises_value_error():
     for change, message in (
         ({"interval": 0}, "cache_interval is 0; it must be a whole number between 1 and 100"),
         ({"start": -1}, "cache_start is -1; it must be between 0 and 100. Use 0."),
@@ -178,7 +178,7 @@ def test_a_bad_policy_and_a_model_without_one_are_refused():
         other.check_settings(replace(other.settings(), step_cache=POLICY))
 
 
-def test_the_node_offers_it_off_with_the_originals_numbers():
+def test_hunyuan15_nodes_have_step_cache_off_by_default():
     for node in (nodes.SAMPLER, nodes.PIPELINE):
         first = [i.name for i in node.inputs].index("step_cache")
         last = node.inputs[first : first + 4]
@@ -188,12 +188,12 @@ def test_the_node_offers_it_off_with_the_originals_numbers():
     assert {spec.family for spec in SPECS if spec.denoiser.step_reuse is not None} == {SPEC.family}
 
 
-def test_the_command_refuses_it_for_a_model_without_it(tmp_path, capsys: pytest.CaptureFixture):
+def test_cli_denoise_cache_option_of_other_model_prints_error(tmp_path, capsys: pytest.CaptureFixture):
     assert cli.main(["denoise", "--folder", str(tmp_path), "--model", "tiny/wan21", "--cache-start", "1"]) == 2
     assert "Wan 2.1 T2V 14B: this model has no cache_start. Leave --cache-start out." in capsys.readouterr().err
 
 
-def test_a_plan_has_both_programs_and_how_often_each_runs():
+def test_list_programs_step_cache_counts_runs_of_both_programs():
     tiny_spec = replace(SPEC, components=tuple(replace(each, config=each.tiny) for each in SPEC.components))
     for settings, wanted in (
         (ODD, {"denoise_step": 4, "denoise_step.from_features": 2}),

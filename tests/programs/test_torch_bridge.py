@@ -7,7 +7,7 @@ import torch
 from comfyui_tpu.tpu_runtime.programs import torch_bridge
 
 
-def test_torch_is_untouched_outside_a_call():
+def test_call_leaves_torch_state_unchanged():
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch_bridge.call(lambda x: x + 1, jnp.ones(3))
     tensor = torch.ones(2) * 3
@@ -16,7 +16,7 @@ def test_torch_is_untouched_outside_a_call():
     assert torch.backends.mha.get_fastpath_enabled() == fastpath
 
 
-def test_a_call_works_in_inference_mode():
+def test_call_works_in_inference_mode():
     with torch.inference_mode():
         out = torch_bridge.call(lambda x: torch.nn.functional.silu(x), jnp.ones(3))
         assert torch.is_inference_mode_enabled()
@@ -35,7 +35,7 @@ def test_type_as_casts_a_copy():
     assert same.dtype == jnp.float32 and half.dtype == jnp.bfloat16
 
 
-def test_functional_uses_the_given_weights_and_leaves_the_module_alone():
+def test_call_functional_uses_given_weights_only():
     module = torch.nn.Linear(3, 2)
     before = module.weight.detach().clone()
     weights = {"weight": jnp.ones((2, 3)), "bias": jnp.zeros(2)}
@@ -45,7 +45,7 @@ def test_functional_uses_the_given_weights_and_leaves_the_module_alone():
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_nearest_upsampling_repeats_pixels(mode: str):
+def test_interpolate_nearest_matches_torch(mode: str):
     image = torch.randn(2, 3, 5, 7)
     wanted = torch.nn.functional.interpolate(image, scale_factor=(2.0, 3.0), mode=mode)
     for given in ({"scale_factor": (2.0, 3.0)}, {"size": (10, 21)}):
@@ -55,6 +55,6 @@ def test_nearest_upsampling_repeats_pixels(mode: str):
         np.testing.assert_array_equal(out, wanted)
 
 
-def test_upsampling_by_a_broken_factor_is_refused():
+def test_interpolate_fractional_factor_raises_not_implemented():
     with pytest.raises(NotImplementedError, match="from 5x7 to \\(8, 7\\) is not by whole factors"):
         torch_bridge.call(lambda x: torch.nn.functional.interpolate(x, size=(8, 7)), jnp.ones((1, 1, 5, 7)))

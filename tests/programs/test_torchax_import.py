@@ -22,7 +22,7 @@ def refuses(namespace: object, name: str) -> bool:
 
 
 @pytest.mark.parametrize("overload", ["default", "out", "dim_Dimname"])
-def test_a_removed_packet_and_its_overloads_are_names_while_torchax_is_imported(overload: str):
+def test_removed_operator_is_a_placeholder_during_torchax_import(overload: str):
     with named():
         found = getattr(torch.ops.aten.no_such_operator, overload)
         assert found == f"removed:aten.no_such_operator.{overload}"
@@ -31,14 +31,14 @@ def test_a_removed_packet_and_its_overloads_are_names_while_torchax_is_imported(
 
 
 @pytest.mark.parametrize("overload", ["names_dim", "no_such_overload"])
-def test_a_removed_overload_is_a_name_while_torchax_is_imported(overload: str):
+def test_removed_overload_is_a_placeholder_during_torchax_import(overload: str):
     with named():
         assert getattr(torch.ops.aten.std, overload) == f"removed:aten.std.{overload}"
         assert isinstance(torch.ops.aten.std.dim, torch._ops.OpOverload)
     assert refuses(torch.ops.aten.std, overload)
 
 
-def test_nothing_else_is_named():
+def test_placeholders_exist_only_for_aten_in_this_thread():
     with named():
         assert refuses(torch.ops.aten, "__no_such__") and refuses(torch.ops.aten.std, "__no_such__")
         assert refuses(torch.ops.aten.no_such_operator, "__call__")
@@ -50,7 +50,7 @@ def test_nothing_else_is_named():
     assert found == [True]
 
 
-def test_an_error_meanwhile_leaves_torch_as_it_was():
+def test_placeholders_are_removed_after_an_error():
     with pytest.raises(ZeroDivisionError), named():
         raise ZeroDivisionError
     assert refuses(torch.ops.aten, "no_such_operator")
@@ -81,7 +81,7 @@ WITHOUT = """
 """
 
 
-def test_torchax_is_imported_where_torch_has_removed_operators():
+def test_torchax_import_with_removed_operators_succeeds():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", dedent(WITHOUT)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

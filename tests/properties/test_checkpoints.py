@@ -74,12 +74,12 @@ INDEX = {
 
 @settings(max_examples=120)
 @given(content=documents(INDEX))
-def test_any_index(folder: Path, content: bytes):
+def test_model_check_arbitrary_index_fails_cleanly(folder: Path, content: bytes):
     read_with(folder / "model_index.json", content, lambda: check(folder))
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_any_config(folder: Path, name: str):
+def test_load_arbitrary_component_config_fails_cleanly(folder: Path, name: str):
     path = folder / PARTS[name].folder / "config.json"
 
     @settings(max_examples=50)
@@ -98,7 +98,7 @@ def test_any_config(folder: Path, name: str):
 
 @settings(max_examples=60)
 @given(content=documents(dict(SPEC.recipe.scheduler)))
-def test_any_scheduler(folder: Path, content: bytes):
+def test_build_table_arbitrary_scheduler_config_fails_cleanly(folder: Path, content: bytes):
     path, asked = folder / checkpoint.SCHEDULER_CONFIG, SPEC.settings(num_inference_steps=4)
 
     def read() -> None:
@@ -115,7 +115,7 @@ GUIDER = {
 
 @settings(max_examples=100)
 @given(content=documents(GUIDER))
-def test_any_guider(folder: Path, content: bytes):
+def test_resolve_guidance_arbitrary_guider_config_fails_cleanly(folder: Path, content: bytes):
     located = checkpoint.locate(SPEC, str(folder))
     index, saved = folder / "model_index.json", of_file("model_index.json")
     index.write_text(json.dumps({**saved, "guider": ["diffusers", "ClassifierFreeGuidance"]}))
@@ -138,7 +138,7 @@ WEIGHT_MAP = {
 
 @settings(max_examples=150)
 @given(content=documents(WEIGHT_MAP))
-def test_any_index_of_weights(folder: Path, content: bytes):
+def test_list_weight_files_arbitrary_index_fails_cleanly(folder: Path, content: bytes):
     path = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
 
     def read() -> None:
@@ -149,7 +149,7 @@ def test_any_index_of_weights(folder: Path, content: bytes):
 
 
 @pytest.mark.parametrize("name", ["../../outside.safetensors", "/etc/passwd", "../../../etc/passwd", "..\\x", "..", ""])
-def test_no_index_leads_out_of_the_folder(tmp_path: Path, name: str):
+def test_list_weight_files_path_outside_folder_raises_value_error(tmp_path: Path, name: str):
     (tmp_path / "outside.safetensors").touch()
     (tmp_path / "model" / "transformer").mkdir(parents=True)
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
@@ -185,7 +185,7 @@ FILES = st.one_of(
 
 @settings(max_examples=250)
 @given(content=FILES)
-def test_any_file_of_weights(tmp_path_factory: pytest.TempPathFactory, content: bytes):
+def test_read_headers_arbitrary_file_fails_cleanly(tmp_path_factory: pytest.TempPathFactory, content: bytes):
     folder = tmp_path_factory.getbasetemp() / "weights"
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors").write_bytes(content)
@@ -193,14 +193,14 @@ def test_any_file_of_weights(tmp_path_factory: pytest.TempPathFactory, content: 
 
 
 @pytest.mark.parametrize("name", ["{}", "layer.{}", "layer.{}.scale", "layer.{}_scale", "{}.a.b.quant_state"])
-def test_a_header_of_many_tensors_takes_little_memory_and_time(tmp_path: Path, name: str):
+def test_read_headers_many_tensors_stay_within_limits(tmp_path: Path, name: str):
     header = {name.format(n): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(15_000)}
     content = file_of(json.dumps(header, separators=(",", ":")).encode())[:-33]
     (tmp_path / "model.safetensors").write_bytes(content)
     ends_well(lambda: checkpoint.read_headers(tmp_path, ONE), len(content))
 
 
-def test_what_lies_in_the_place_of_a_file(folder: Path):
+def test_model_check_folder_or_link_instead_of_file_fails_cleanly(folder: Path):
     """A folder, a link to nowhere, a link to itself."""
     weights = f"transformer/{weight_names.list_weight_names(folder / 'transformer', ONE)[0]}"
     for name in ("model_index.json", "transformer/config.json", weights):
@@ -220,7 +220,7 @@ def test_what_lies_in_the_place_of_a_file(folder: Path):
 
 @settings(max_examples=100)
 @given(model_id=st.text(max_size=30) | st.sampled_from(["a" * 5000, "a/" * 3000, "\x00", "~\x00", "~" * 300, "\ud800"]))
-def test_any_model_id(model_id: str):
+def test_locate_arbitrary_model_id_fails_cleanly(model_id: str):
     ends_well(lambda: checkpoint.locate(SPEC, model_id, (os.fspath(Path.cwd()), "/nowhere")), len(model_id))
 
 
@@ -228,7 +228,7 @@ def test_any_model_id(model_id: str):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.json"])
-def test_any_tokenizer(folder: Path, name: str):
+def test_load_tokenizer_arbitrary_file_fails_cleanly(folder: Path, name: str):
     path = folder / TEXT.tokenizer_folder / name
     document = json.loads(path.read_text()) if path.is_file() else {"chat_template": "{{ messages }}"}
 

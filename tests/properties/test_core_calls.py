@@ -58,19 +58,19 @@ GRAPHS: dict[str, Nodes] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_graph_of_thousands_of_nodes_is_looked_at_soon(name: str):
+def test_predict_graph_of_thousands_of_nodes_stays_within_limits(name: str):
     nodes = workflow(**GRAPHS[name])
     ends_well(lambda: core_calls.predict(nodes, Facts()), len(json.dumps(nodes)))
 
 
-def test_a_chain_of_thousands_is_understood_and_a_circle_is_not():
+def test_predict_long_chain_has_samplings_and_cycle_has_none():
     assert core_calls.predict(workflow(**GRAPHS["models"])).samplings
     assert not core_calls.predict(workflow(**GRAPHS["models without an end"])).samplings
     assert len(core_calls.predict(workflow(**GRAPHS["samplers"])).samplings) > COUNT
 
 
 @pytest.mark.parametrize("document", [workflow(), edit()], ids=["video", "edit"])
-def test_any_prompt(document: Nodes):
+def test_predict_arbitrary_prompt_fails_cleanly(document: Nodes):
     @settings(max_examples=200)
     @given(text=changed(document))
     def predict(text: str) -> None:
@@ -93,7 +93,7 @@ BOMBS = (
 
 
 @pytest.mark.parametrize("expression", BOMBS)
-def test_an_expression_ends_soon_and_calls_nothing(expression: str):
+def test_evaluate_malicious_expression_stays_within_limits(expression: str):
     def attempt() -> None:
         try:
             results = evaluate(expression, {"a": 2**62, "b": 3})
@@ -106,25 +106,30 @@ def test_an_expression_ends_soon_and_calls_nothing(expression: str):
 
 @settings(max_examples=200)
 @given(text=st.text("ab0123456789.*/+-%()<>=!, eE_[]'\"\n", max_size=60) | st.text(max_size=MAX_LENGTH))
-def test_any_expression(text: str):
+def test_evaluate_arbitrary_text_fails_cleanly(text: str):
     try:
         evaluate(text, {"a": 2**62, "b": 0.5})
     except (NotKnown, ArithmeticError, TypeError, ValueError):
         pass
 
 
-def stored(kind: str, **options: Any) -> bytes:
+def encode_image(kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     Pillow.new("RGB", (37, 29)).save(file, kind, **options)
     return file.getvalue()
 
 
-FILES = [stored("PNG"), stored("JPEG", exif=Pillow.Exif()), stored("WEBP"), stored("WEBP", lossless=True)]
+FILES = [
+    encode_image("PNG"),
+    encode_image("JPEG", exif=Pillow.Exif()),
+    encode_image("WEBP"),
+    encode_image("WEBP", lossless=True),
+]
 
 
 @settings(max_examples=300)
 @given(file=st.sampled_from(FILES), at=st.integers(0, 200), put=st.binary(max_size=8), kept=st.integers(0, 400))
-def test_any_header_of_an_image(file: bytes, at: int, put: bytes, kept: int):
+def test_read_size_arbitrary_image_header_is_none_or_valid(file: bytes, at: int, put: bytes, kept: int):
     size = image_headers.read_size((file[:at] + put + file[at + len(put) :])[:kept])
     assert size is None or (1 <= size.width <= MAX_SIDE and 1 <= size.height <= MAX_SIDE)
 
@@ -140,10 +145,10 @@ def test_any_header_of_an_image(file: bytes, at: int, put: bytes, kept: int):
         b"\xff\xd8\xff\xc0\x00\x02",
     ],
 )  # fmt: skip
-def test_a_header_without_an_end_is_read_once(start: bytes):
+def test_read_size_endless_header_is_none(start: bytes):
     ends_well(lambda: image_headers.read_size(start), len(start))
     assert image_headers.read_size(start) is None
 
 
-def test_files_of_pillow_have_their_size():
+def test_read_size_matches_pillow_files():
     assert {image_headers.read_size(file) for file in FILES} == {ImageSize(width=37, height=29)}

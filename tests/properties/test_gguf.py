@@ -29,7 +29,7 @@ def entry(name: str, kind: int, value: bytes) -> bytes:
     return text(name.encode()) + struct.pack("<I", kind) + value
 
 
-def listed(kind: int, count: int, values: bytes) -> bytes:
+def gguf_array(kind: int, count: int, values: bytes) -> bytes:
     return struct.pack("<IQ", kind, count) + values
 
 
@@ -67,7 +67,7 @@ VALUES = {
 
 @settings(max_examples=40)
 @given(values=st.fixed_dictionaries(VALUES), alignment=st.sampled_from([8, 32, 256]))
-def test_any_whole_file_is_read_as_llama_cpps_package_reads_it(path: Path, values: dict, alignment: int):
+def test_read_gguf_header_matches_gguf_package(path: Path, values: dict, alignment: int):
     writer = gguf.GGUFWriter(str(path), "wan")
     writer.add_custom_alignment(alignment)
     writer.add_uint8("x.u8", values["u8"])
@@ -97,11 +97,11 @@ WHOLE = file_of(
         entry("llama.attention.head_count", U32, struct.pack("<I", 2)),
         entry("tokenizer.ggml.model", TEXT, text(b"gpt2")),
         entry("tokenizer.ggml.pre", TEXT, text(b"qwen2")),
-        entry("tokenizer.ggml.tokens", ARRAY, listed(TEXT, 3, text(b"a") + text(b"ab") + text(b"<|endoftext|>"))),
-        entry("tokenizer.ggml.merges", ARRAY, listed(TEXT, 1, text(b"a b"))),
-        entry("tokenizer.ggml.token_type", ARRAY, listed(5, 3, struct.pack("<3i", 1, 1, 3))),
+        entry("tokenizer.ggml.tokens", ARRAY, gguf_array(TEXT, 3, text(b"a") + text(b"ab") + text(b"<|endoftext|>"))),
+        entry("tokenizer.ggml.merges", ARRAY, gguf_array(TEXT, 1, text(b"a b"))),
+        entry("tokenizer.ggml.token_type", ARRAY, gguf_array(5, 3, struct.pack("<3i", 1, 1, 3))),
         entry("tokenizer.ggml.eos_token_id", U32, struct.pack("<I", 2)),
-        entry("comfy.gguf.orig_shape.b", ARRAY, listed(U32, 2, struct.pack("<2I", 2, 2))),
+        entry("comfy.gguf.orig_shape.b", ARRAY, gguf_array(U32, 2, struct.pack("<2I", 2, 2))),
     ],
     [tensor("blk.0.attn_q.weight", (1, 4)), tensor("token_embd.weight", (4, 2)), tensor("b")],
 )
@@ -109,7 +109,7 @@ WHOLE = file_of(
 
 @settings(max_examples=300)
 @given(content=spoiled(WHOLE))
-def test_any_header(path: Path, content: bytes):
+def test_read_gguf_arbitrary_bytes_fail_cleanly(path: Path, content: bytes):
     path.write_bytes(content)
     ends_well(lambda: read(path), len(content))
 
@@ -122,11 +122,11 @@ CLAIMS: dict[str, Callable[[], bytes]] = {
     "many tensors": lambda: file_of([], [tensor(str(n)) for n in range(20_000)]),
     "tensors as many as are read": lambda: file_of([], [tensor(str(n)) for n in range(gguf_header.MAX_TENSORS)]),
     "one name twice": lambda: file_of([], [tensor("a"), tensor("a")]),
-    "a long list of numbers": lambda: file_of([entry("a", ARRAY, listed(F32, 2**62, b""))]),
-    "a long list of texts": lambda: file_of([entry("a", ARRAY, listed(TEXT, 2**62, b""))]),
-    "a list of lists": lambda: file_of([entry("a", ARRAY, listed(ARRAY, 1, listed(ARRAY, 1, b"")))]),
+    "a long list of numbers": lambda: file_of([entry("a", ARRAY, gguf_array(F32, 2**62, b""))]),
+    "a long list of texts": lambda: file_of([entry("a", ARRAY, gguf_array(TEXT, 2**62, b""))]),
+    "a list of lists": lambda: file_of([entry("a", ARRAY, gguf_array(ARRAY, 1, gguf_array(ARRAY, 1, b"")))]),
     "a long text": lambda: file_of([entry("a", TEXT, struct.pack("<Q", 2**63))]),
-    "a long text in a list": lambda: file_of([entry("a", ARRAY, listed(TEXT, 2, struct.pack("<Q", 2**63)))]),
+    "a long text in a list": lambda: file_of([entry("a", ARRAY, gguf_array(TEXT, 2, struct.pack("<Q", 2**63)))]),
     "a long name": lambda: file_of([struct.pack("<Q", 2**40)], counts=(0, 1)),
     "no known kind": lambda: file_of([entry("a", 13, b"")]),
     "many dimensions": lambda: file_of([], [tensor("a", (1,) * 9)]),
@@ -137,15 +137,15 @@ CLAIMS: dict[str, Callable[[], bytes]] = {
     "an alignment of zero": lambda: file_of([entry("general.alignment", U32, bytes(4))]),
     "an alignment of a text": lambda: file_of([entry("general.alignment", TEXT, text(b"32"))]),
     "another shape": lambda: file_of(
-        [entry("comfy.gguf.orig_shape.a", ARRAY, listed(U64, 1, struct.pack("<Q", 5)))], [tensor("a")]
+        [entry("comfy.gguf.orig_shape.a", ARRAY, gguf_array(U64, 1, struct.pack("<Q", 5)))], [tensor("a")]
     ),
     "a shape of many dimensions": lambda: file_of(
-        [entry("comfy.gguf.orig_shape.a", ARRAY, listed(U32, 10**5, b"\1\0\0\0" * 10**5))], [tensor("a")]
+        [entry("comfy.gguf.orig_shape.a", ARRAY, gguf_array(U32, 10**5, b"\1\0\0\0" * 10**5))], [tensor("a")]
     ),
     "heads without end": lambda: file_of(
         [
             entry("general.architecture", TEXT, text(b"llama")),
-            entry("llama.attention.head_count", ARRAY, listed(U32, 10**6, bytes(4 * 10**6))),
+            entry("llama.attention.head_count", ARRAY, gguf_array(U32, 10**6, bytes(4 * 10**6))),
         ],
         [tensor("blk.0.attn_q.weight")],
     ),
@@ -158,7 +158,7 @@ CLAIMS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_no_claim_of_a_header_is_believed(path: Path, name: str):
+def test_read_gguf_false_header_claim_raises_checkpoint_error(path: Path, name: str):
     content = CLAIMS[name]()
     path.write_bytes(content)
     with pytest.raises(CheckpointError):
@@ -168,21 +168,23 @@ def test_no_claim_of_a_header_is_believed(path: Path, name: str):
     ends_well(lambda: read(path), len(content))
 
 
-def test_empty_texts_by_the_million_are_passed_over_or_refused(path: Path):
+def test_read_gguf_millions_of_empty_strings_stay_within_limits(path: Path):
     """Four MiB of them took 2.8 GiB."""
     for count in (2**19, LONGEST + 1):
-        content = file_of([entry("tokenizer.ggml.tokens", ARRAY, listed(TEXT, count, bytes(8 * count)))], [tensor("a")])
+        content = file_of(
+            [entry("tokenizer.ggml.tokens", ARRAY, gguf_array(TEXT, count, bytes(8 * count)))], [tensor("a")]
+        )
         path.write_bytes(content)
         ends_well(lambda: gguf_file.read_gguf(path), len(content) // 20)
     with pytest.raises(CheckpointError, match=f"its lists have {LONGEST + 1} texts, and {LONGEST} are read at most"):
         gguf_file.read_gguf(path)
 
 
-def test_a_header_that_goes_on_through_a_large_file_is_refused(path: Path):
+def test_read_gguf_oversized_header_fails_cleanly(path: Path):
     """The file has holes: nothing of it is written but its ends."""
     count = 2 * gguf_header.MAX_HEADER_BYTES // 2**20
     with path.open("wb") as file:
-        file.write(file_of([entry("a", ARRAY, listed(TEXT, count, b""))])[:-64])
+        file.write(file_of([entry("a", ARRAY, gguf_array(TEXT, count, b""))])[:-64])
         for _ in range(count):
             file.write(struct.pack("<Q", 2**20))
             file.seek(2**20, os.SEEK_CUR)
@@ -191,7 +193,7 @@ def test_a_header_that_goes_on_through_a_large_file_is_refused(path: Path):
     path.unlink()
 
 
-def test_as_many_tokens_as_published_encoders_have_take_little(path: Path):
+def test_read_gguf_large_vocabulary_stays_within_limits(path: Path):
     """UMT5's header kept 815 MiB and took 20 s. What is kept now are places, not tokens."""
     count = 256_384
     tokens = b"".join(text(f"▁{number}".encode()) for number in range(count))
@@ -199,8 +201,8 @@ def test_as_many_tokens_as_published_encoders_have_take_little(path: Path):
         [
             entry("general.architecture", TEXT, text(b"t5encoder")),
             entry("tokenizer.ggml.model", TEXT, text(b"t5")),
-            entry("tokenizer.ggml.tokens", ARRAY, listed(TEXT, count, tokens)),
-            entry("tokenizer.ggml.scores", ARRAY, listed(F32, count, bytes(4 * count))),
+            entry("tokenizer.ggml.tokens", ARRAY, gguf_array(TEXT, count, tokens)),
+            entry("tokenizer.ggml.scores", ARRAY, gguf_array(F32, count, bytes(4 * count))),
         ],
         [tensor("token_embd.weight", (4, 2))],
     )
@@ -210,7 +212,7 @@ def test_as_many_tokens_as_published_encoders_have_take_little(path: Path):
     assert fields["tokenizer.ggml.tokens"][-1] == f"▁{count - 1}" and fields.length("tokenizer.ggml.scores") == count
 
 
-def test_nothing_of_a_file_stays_open_or_mapped(path: Path):
+def test_read_gguf_leaves_no_open_or_mapped_file(path: Path):
     """A deleted file's place on the disk is free at once."""
     path.write_bytes(WHOLE)
     gguf_file.read_gguf(path)
@@ -219,7 +221,7 @@ def test_nothing_of_a_file_stays_open_or_mapped(path: Path):
     assert str(path) not in held and not any(str(path) in link for link in links)
 
 
-def test_a_file_that_was_replaced_is_not_read_by_the_old_ones_places(path: Path):
+def test_gguf_fields_of_replaced_file_raise_checkpoint_error(path: Path):
     path.write_bytes(WHOLE)
     fields = gguf_file.read_gguf(path)[1]
     path.write_bytes(bytes(len(WHOLE) + 1))

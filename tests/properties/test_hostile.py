@@ -4,18 +4,18 @@ import pytest
 from comfyui_tpu.tests.properties.hostile import BESIDE_BYTES, ends_well
 
 
-def test_what_takes_too_much_every_time_fails():
+def test_ends_well_repeated_excess_memory_fails():
     with pytest.raises(AssertionError, match=r"bytes of Python's"):
         ends_well(lambda: bytearray(2 * BESIDE_BYTES), 0)
 
 
-def test_what_is_taken_once_does_not():
+def test_ends_well_one_time_memory_passes():
     """As a table of the interpreter's that grows."""
     taken: list[bytearray] = []
     ends_well(lambda: taken or taken.append(bytearray(2 * BESIDE_BYTES)), 0)
     assert taken
 
 
-def test_an_error_that_is_no_sentence_fails():
+def test_ends_well_unexpected_error_type_fails():
     with pytest.raises(AssertionError, match="KeyError"):
         ends_well(lambda: {}["a"], 0)

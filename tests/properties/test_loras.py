@@ -107,7 +107,7 @@ def files(draw: st.DrawFn, family: str) -> bytes:
 
 
 @pytest.mark.parametrize("family", MODULES)
-def test_any_names_shapes_types_and_metadata(family: str, tmp_path: Path):
+def test_read_adapter_arbitrary_tensors_fail_cleanly(family: str, tmp_path: Path):
     @bounded
     @given(files(family))
     def one(content: bytes) -> None:
@@ -116,7 +116,7 @@ def test_any_names_shapes_types_and_metadata(family: str, tmp_path: Path):
     one()
 
 
-def test_any_bytes_of_a_sound_file(tmp_path: Path):
+def test_read_adapter_arbitrary_bytes_fail_cleanly(tmp_path: Path):
     path = tmp_path / "any.safetensors"
     path.write_bytes(WHOLE)
     assert read(path, "Wan21")
@@ -133,7 +133,7 @@ def test_any_bytes_of_a_sound_file(tmp_path: Path):
 
 
 @st.composite
-def fitting(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+def nearly_fitting_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     """One module whose matrices fit, or nearly do, with what may stand beside them."""
     module, sizes = "blocks.0.attn1.to_q", st.sampled_from((1, 2, 4, 36, 72, 144, 200))
     one = draw(sizes)
@@ -148,9 +148,9 @@ def fitting(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return {f"{module}.{part}": torch.full(shape, values) for part, shape in shapes.items()}
 
 
-def test_matrices_that_nearly_fit(tmp_path: Path):
+def test_read_adapter_nearly_fitting_matrices_fail_cleanly(tmp_path: Path):
     @bounded
-    @given(fitting())
+    @given(nearly_fitting_tensors())
     def one(tensors: dict[str, torch.Tensor]) -> None:
         check(tmp_path / "any.safetensors", save(tensors), "Wan21")
 

@@ -30,7 +30,7 @@ PIECES = st.sampled_from(
 TEXTS = st.text(max_size=20) | st.lists(PIECES | st.text(max_size=3), max_size=6).map("".join)
 
 
-def recorded(text: str, prefix: str = "x", title: str = "t") -> tuple[dict[str, Any], dict[str, str]]:
+def record_workflow(text: str, prefix: str = "x", title: str = "t") -> tuple[dict[str, Any], dict[str, str]]:
     """A workflow of this prompt, and what a file holds of it."""
     workflow = {
         "1": {"class_type": "Wan21TextEncoder", "inputs": {"prompt": text, "negative_prompt": text}},
@@ -50,8 +50,8 @@ def of_webp(path: Path) -> str:
 
 @settings(max_examples=150)
 @given(text=TEXTS, prefix=st.text(max_size=8).filter(lambda text: text[:1] not in ("/", "~")), title=TEXTS)
-def test_any_prompt_comes_back_from_an_image(tmp_path_factory: pytest.TempPathFactory, text, prefix, title):
-    workflow, told = recorded(text, prefix, title)
+def test_any_prompt_round_trips_through_image_metadata(tmp_path_factory: pytest.TempPathFactory, text, prefix, title):
+    workflow, told = record_workflow(text, prefix, title)
     path = tmp_path_factory.getbasetemp() / "any.png"
     media.save_image(path, IMAGE[0], told)
     with Image.open(path) as opened:
@@ -63,16 +63,16 @@ def test_any_prompt_comes_back_from_an_image(tmp_path_factory: pytest.TempPathFa
 
 @settings(max_examples=15)
 @given(text=TEXTS)
-def test_any_prompt_comes_back_from_a_video(tmp_path_factory: pytest.TempPathFactory, text):
+def test_any_prompt_round_trips_through_video_metadata(tmp_path_factory: pytest.TempPathFactory, text):
     path = tmp_path_factory.getbasetemp() / "any.mp4"
-    media.save_video(path, media.Video(frames=IMAGE, frame_rate=Fraction(8)), metadata=recorded(text)[1])
+    media.save_video(path, media.Video(frames=IMAGE, frame_rate=Fraction(8)), metadata=record_workflow(text)[1])
     with av.open(str(path)) as container:
         assert json.loads(container.metadata["prompt"])["1"]["inputs"]["prompt"] == text
 
 
 @pytest.mark.parametrize("text", ["a" * 2**20, '"' * 2**18, "写" * 2**18], ids=["letters", "quotes", "ideographs"])
-def test_a_long_prompt_comes_back(tmp_path: Path, text: str):
-    told = recorded(text)[1]
+def test_long_prompt_round_trips_through_every_file_format(tmp_path: Path, text: str):
+    told = record_workflow(text)[1]
     media.save_image(tmp_path / "x.png", IMAGE[0], told)
     media.save_animation(tmp_path / "x.webp", IMAGE, fps=8, lossless=False, quality=1, effort=0, prompt=told["prompt"])
     media.save_video(tmp_path / "x.mp4", media.Video(frames=IMAGE, frame_rate=Fraction(8)), metadata=told)
@@ -83,7 +83,7 @@ def test_a_long_prompt_comes_back(tmp_path: Path, text: str):
 
 @settings(max_examples=40)
 @given(prompt=TEXTS)
-def test_no_text_in_the_place_of_metadata_fails_an_animation(tmp_path_factory: pytest.TempPathFactory, prompt):
+def test_save_animation_arbitrary_metadata_text_succeeds(tmp_path_factory: pytest.TempPathFactory, prompt):
     path = tmp_path_factory.getbasetemp() / "any.webp"
     media.save_animation(path, IMAGE, fps=8, lossless=False, quality=1, effort=0, prompt=prompt)
     with Image.open(path) as opened:
@@ -91,10 +91,10 @@ def test_no_text_in_the_place_of_metadata_fails_an_animation(tmp_path_factory: p
 
 
 @pytest.mark.parametrize("token", [TOKEN, 'my "own" gateway\\key'])
-def test_a_token_of_this_process_is_in_no_file(monkeypatch: pytest.MonkeyPatch, token: str):
+def test_build_metadata_redacts_tokens(monkeypatch: pytest.MonkeyPatch, token: str):
     monkeypatch.setenv("HF_TOKEN", token)
     text = f"draw {token}, and bearer {TOKEN[:-1]}x"
-    _, told = recorded(text, f"of {token}", token)
+    _, told = record_workflow(text, f"of {token}", token)
     found = json.loads(told["prompt"])
     assert found["1"]["inputs"]["prompt"] == text.replace(token, "***")
     assert found["2"]["inputs"]["filename_prefix"] == "of ***" and found["2"]["_meta"]["title"] == "***"
@@ -114,7 +114,7 @@ def test_a_token_of_this_process_is_in_no_file(monkeypatch: pytest.MonkeyPatch, 
         ("/", "/"),
     ],
 )
-def test_paths_of_this_machine_are_in_no_file(value: str, said: str):
+def test_build_metadata_strips_local_paths_of_model_id(value: str, said: str):
     """Also of several files that are joined, and of files that are there no more."""
     model = {"class_type": "TPUModelLoader", "inputs": {"model_id": value}}
     found = json.loads(build_metadata({"1": model}, {}, HEADLESS_NODES)["prompt"])

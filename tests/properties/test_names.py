@@ -27,7 +27,7 @@ LOG = logging.getLogger(redact.__name__.replace("redact", "anything"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tensors_name_that_does_not_print_is_refused(tmp_path: Path, name: str):
+def test_read_contents_unprintable_tensor_name_raises_checkpoint_error(tmp_path: Path, name: str):
     header = {f"blocks.0.{name}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
     path = tmp_path / "x.safetensors"
     path.write_bytes(file_of(json.dumps(header).encode())[:-33])
@@ -45,7 +45,7 @@ def test_a_tensors_name_that_does_not_print_is_refused(tmp_path: Path, name: str
 
 @settings(max_examples=100)
 @given(name=st.text(max_size=20) | st.sampled_from(NAMES))
-def test_a_record_of_the_log_is_one_line(name: str):
+def test_log_record_with_any_name_is_one_line(name: str):
     root, handler = logging.getLogger(), logging.StreamHandler(stream := io.StringIO())
     handler.setFormatter(logging.Formatter("%(message)s"))
     root.addHandler(handler)
@@ -60,7 +60,7 @@ def test_a_record_of_the_log_is_one_line(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_error_of_the_log_has_no_escapes(name: str, caplog: pytest.LogCaptureFixture):
+def test_logged_exception_has_no_escapes(name: str, caplog: pytest.LogCaptureFixture):
     try:
         raise ValueError(name)
     except ValueError:
@@ -68,7 +68,7 @@ def test_an_error_of_the_log_has_no_escapes(name: str, caplog: pytest.LogCapture
     assert not UNSAFE.search(caplog.text.replace("\n", ""))
 
 
-def test_a_warning_is_written_without_a_log_too(monkeypatch: pytest.MonkeyPatch):
+def test_log_record_without_handlers_is_escaped(monkeypatch: pytest.MonkeyPatch):
     """Python's last resort, which is for loggers without handlers."""
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging, "lastResort", handler := logging.StreamHandler(stream := io.StringIO()))
@@ -79,7 +79,7 @@ def test_a_warning_is_written_without_a_log_too(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_on_a_terminal_and_a_sentence_have_no_escapes(name: str):
+def test_terminal_text_and_error_have_no_escapes(name: str):
     TerminalContext(Folders(), stream := io.StringIO()).text(f"reading {name}")
     for said in (stream.getvalue(), str(CheckpointError(f"{name} is damaged."))):
         assert not UNSAFE.search(said.replace("\n", ""))
@@ -90,7 +90,7 @@ def test_a_text_on_a_terminal_and_a_sentence_have_no_escapes(name: str):
     name=st.text(max_size=12)
     | st.sampled_from([*NAMES, "<img src=x onerror=a()>", "http://x", "WWW.x", "javascript://"])
 )
-def test_a_text_of_the_page_has_no_tags_and_no_links(name: str):
+def test_escape_for_page_removes_tags_and_links(name: str):
     said = redact.escape_for_page(f"reading {name}, {name}")
     assert not UNSAFE.search(said.replace("\n", "").replace("\t", ""))
     assert not re.search(r"[<>]|://|\bwww\.", said, re.IGNORECASE)

@@ -39,26 +39,26 @@ def samplers(count: int, text: str) -> dict[str, Any]:
     return {**nodes, "text": {"class_type": TEXT, "inputs": {"prompt": text}}}
 
 
-def kept(prompt: dict[str, Any], *names: str) -> ProvenanceLog:
+def log_provenance(prompt: dict[str, Any], *names: str) -> ProvenanceLog:
     records = ProvenanceLog(frozenset({SAMPLER, TEXT}))
     for name in names:
         records.add(prompt, {"extra": {}}, name, [{"stage": "denoise"}])
     return records
 
 
-def test_each_node_of_a_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
+def test_provenance_log_hashes_each_node_once(monkeypatch: pytest.MonkeyPatch):
     """An 88 kB prompt of many samplers froze the page for 2.6 s."""
     prompt = samplers(500, "a" * 50_000)
-    records = kept(prompt, "499")
+    records = log_provenance(prompt, "499")
     monkeypatch.setattr(provenance, "hashlib", counted := Counted())
     records.begin(prompt, workflow := {})
     assert counted.total < 3 * len(json.dumps(prompt))
     assert workflow["extra"][KEY] == {"499": [{"stage": "denoise"}]}
 
 
-def test_a_node_is_another_one_where_what_it_hangs_on_is():
+def test_provenance_log_node_identity_includes_its_inputs():
     prompt = samplers(4, "a")
-    records = kept(prompt, "0", "3")
+    records = log_provenance(prompt, "0", "3")
     for changed, found in (("a", {"0", "3"}), ("b", set())):
         records.begin(samplers(4, changed), workflow := {})
         assert set(workflow["extra"].get(KEY, ())) == found
@@ -69,7 +69,7 @@ def test_a_node_is_another_one_where_what_it_hangs_on_is():
 
 
 @pytest.mark.parametrize("name", ["a chain", "a circle", "its own source", "all of all", "nested", "no nodes"])
-def test_any_graph_is_looked_at_soon(name: str):
+def test_provenance_log_arbitrary_graph_stays_within_limits(name: str):
     count = provenance.MAX_NODES
     links: dict[str, dict[str, Any]] = {
         "a chain": {str(n): {"x": [str(n + 1), 0]} for n in range(count)},
@@ -81,7 +81,7 @@ def test_any_graph_is_looked_at_soon(name: str):
     }[name]
     prompt: dict[str, Any] = {one: {"class_type": SAMPLER, "inputs": inputs} for one, inputs in links.items()}
     prompt |= {"odd": None, "list": {"class_type": SAMPLER, "inputs": []}} if name == "no nodes" else {}
-    records = kept(samplers(1, ""), "0")
+    records = log_provenance(samplers(1, ""), "0")
     ends_well(lambda: records.begin(prompt, {}), len(json.dumps(prompt)))
     records.add(prompt, {}, "0", [{"stage": "denoise"}])
 
@@ -104,7 +104,7 @@ def layers(count: int, **own: int) -> bytes:
     return file_of(json.dumps(header, separators=(",", ":")).encode())[:-33] + data
 
 
-def test_a_file_of_thousands_of_described_layers_is_opened_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_contents_many_quantized_layers_open_file_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each layer's description opened it: 119 s with 4000 of them."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(content := layers(2000))
@@ -117,7 +117,7 @@ def test_a_file_of_thousands_of_described_layers_is_opened_a_few_times(tmp_path:
 
 
 @pytest.mark.parametrize("size", [quantization.MAX_DESCRIPTION_BYTES + 1, 2**18])
-def test_a_long_description_is_refused_before_it_is_read(tmp_path: Path, size: int):
+def test_read_contents_long_description_raises_checkpoint_error(tmp_path: Path, size: int):
     path = tmp_path / "model.safetensors"
     path.write_bytes(layers(3, size=size))
     with pytest.raises(CheckpointError, match=f"U8 and has at most {quantization.MAX_DESCRIPTION_BYTES} bytes"):
@@ -136,7 +136,7 @@ def with_metadata(path: Path, **metadata: str) -> int:
 MARKS = [mark for mark in LAYOUTS[0].marks[0] if not mark.startswith("!")]
 
 
-def test_a_config_in_a_file_is_parsed_once_for_all_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_choose_model_parses_embedded_config_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_metadata(path := tmp_path / "model.safetensors", config=json.dumps({"in_channels": 16}))
     parsed, parse_json = [], single_file.parse_json
     monkeypatch.setattr(single_file, "parse_json", lambda text: parsed.append(text) or parse_json(text))
@@ -148,7 +148,7 @@ def test_a_config_in_a_file_is_parsed_once_for_all_models(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("name", ["config", quantization.QUANTIZATION_METADATA])
 @pytest.mark.parametrize("entry", ["[],", '{"a":0},', '"",', "0,"])
-def test_metadata_of_any_size_is_a_sentence_soon(tmp_path: Path, name: str, entry: str):
+def test_choose_model_oversized_metadata_raises_checkpoint_error(tmp_path: Path, name: str, entry: str):
     """A config of 5 MiB took 11.5 s and 774 MiB."""
     path = tmp_path / "model.safetensors"
     for length in (quantization.MAX_METADATA_LENGTH // 2, 5 * 2**20):
@@ -163,14 +163,14 @@ def test_metadata_of_any_size_is_a_sentence_soon(tmp_path: Path, name: str, entr
 
 
 @pytest.mark.parametrize("name", ["text_encoders.x{}.transformer.a", "text_encoders.x{}.a", "vae.{}", "blocks.{}.a"])
-def test_networks_of_any_names_are_looked_for_soon(tmp_path: Path, name: str):
+def test_find_networks_arbitrary_names_stay_within_limits(tmp_path: Path, name: str):
     path = tmp_path / "model.safetensors"
     header = {name.format(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(15_000)}
     path.write_bytes(content := file_of(json.dumps(header, separators=(",", ":")).encode())[:-33])
     ends_well(lambda: single_file.find_networks(path, LAYOUTS), len(content))
 
 
-def test_a_header_as_long_as_the_file_claims_is_refused(tmp_path: Path):
+def test_read_contents_oversized_header_raises_checkpoint_error(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}" + b" " * (MAX_HEADER_BYTES - 1))
     ends_well(lambda: single_file.read_contents(path), 0)

@@ -67,7 +67,7 @@ def use(folder: Path) -> None:
 
 @settings(max_examples=250)
 @given(content=FILES)
-def test_any_stage_file(folder: Path, content: bytes):
+def test_load_stage_file_arbitrary_bytes_fail_cleanly(folder: Path, content: bytes):
     for name in (stage_files.EMBEDDINGS, stage_files.LATENTS):
         (folder / name).write_bytes(content)
     ends_well(lambda: use(folder), len(content))
@@ -83,7 +83,9 @@ CONFIG = {
 
 @settings(max_examples=80)
 @given(content=documents(CONFIG), verb=st.sampled_from(["denoise", "decode"]))
-def test_any_settings(tmp_path_factory: pytest.TempPathFactory, content: bytes, verb: str):
+def test_cli_stage_commands_arbitrary_config_fail_cleanly(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, verb: str
+):
     """Without stage files: what the settings let through ends there."""
     folder = tmp_path_factory.getbasetemp() / "settings"
     folder.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ FAMILIES = ("Wan21", "Flux2", "HunyuanVideo15", "ZImage")
 
 
 @pytest.fixture(params=FAMILIES)
-def copied(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+def tokenizer_copy(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """A family's text encoder, and a copy of its tokenizer's folder."""
     spec = spec_for_family(request.param)
     text = spec.text_encoders[0]
@@ -43,8 +43,8 @@ HOSTILE = [r"(a+)+$", r"(?:a|a)*b", r"(a*)*\1b", r"((a{1,9}){1,9}){1,9}b", r"(?=
 
 
 @pytest.mark.parametrize("pattern", HOSTILE)
-def test_no_unknown_pattern_of_a_folder_is_run(copied: tuple[Any, Path], pattern: str):
-    text, folder = copied
+def test_tokenizer_unknown_regex_raises_checkpoint_error(tokenizer_copy: tuple[Any, Path], pattern: str):
+    text, folder = tokenizer_copy
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     for part, value in (
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split]}),
@@ -62,7 +62,7 @@ def test_no_unknown_pattern_of_a_folder_is_run(copied: tuple[Any, Path], pattern
     text.tokenize(tokenization.load_tokenizer(folder), ["a" * 60])
 
 
-def panicking() -> Tokenizer:
+def panicking_tokenizer() -> Tokenizer:
     """One whose pattern ends Rust's thread on letters in a row."""
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?:a|aa)+$(?<=b)"), behavior="isolated")
@@ -70,11 +70,11 @@ def panicking() -> Tokenizer:
 
 
 @pytest.mark.parametrize("call", ["call", "tokenize", "encode", "chat"])
-def test_a_panic_of_a_tokenizer_is_a_sentence(call: str):
+def test_guarded_tokenizer_panic_raises_checkpoint_error(call: str):
     """ComfyUI's prompt thread, which catches `Exception` alone, ended with it."""
     from transformers import PreTrainedTokenizerFast
 
-    own = PreTrainedTokenizerFast(tokenizer_object=panicking(), pad_token="p", chat_template="[INST]")
+    own = PreTrainedTokenizerFast(tokenizer_object=panicking_tokenizer(), pad_token="p", chat_template="[INST]")
     with pytest.raises(BaseException) as raised:
         own("a" * 60)
     assert not isinstance(raised.value, Exception), "upstream mends this itself"
@@ -96,7 +96,7 @@ def test_a_panic_of_a_tokenizer_is_a_sentence(call: str):
         calls[call]()
 
 
-def test_other_exits_are_no_panics():
+def test_guard_panics_passes_other_exceptions():
     for error in (KeyboardInterrupt, SystemExit, GeneratorExit, ValueError):
         with pytest.raises(error), tokenization.guard_panics("x"):
             raise error
@@ -116,7 +116,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
-def test_no_template_of_a_folder_is_run(template: str, place: str, tmp_path: Path):
+def test_chat_template_of_folder_is_never_executed(template: str, place: str, tmp_path: Path):
     """One with what its model's turns begin with is left alone, any other is refused."""
     text = spec_for_family("HunyuanVideo15").text_encoders[0]
     folder = Path(
@@ -140,7 +140,7 @@ def test_no_template_of_a_folder_is_run(template: str, place: str, tmp_path: Pat
                 text.tokenize(tokenization.load_tokenizer(folder), ["a red circle"])
 
 
-def test_a_template_by_the_name_of_ours_is_not_run(tmp_path: Path):
+def test_named_chat_template_of_folder_is_never_executed(tmp_path: Path):
     """transformers looks a template up by name first, in a folder that has several."""
     spec = spec_for_family("HunyuanVideo15")
     folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
@@ -170,7 +170,9 @@ COUNTS = st.sampled_from([-1, -(10**9), 4097, 10**6, 10**9, 2**63, 1e300, None, 
 
 @settings(max_examples=40)
 @given(name=st.sampled_from(["default_num_special_tokens", "default_vocab_size"]), count=COUNTS)
-def test_any_count_of_a_tekken_model(tmp_path_factory: pytest.TempPathFactory, name: str, count: Any):
+def test_write_tokenizer_arbitrary_tekken_count_fails_cleanly(
+    tmp_path_factory: pytest.TempPathFactory, name: str, count: Any
+):
     """`default_num_special_tokens` took 9.5 GiB of 10 kB."""
     folder = tmp_path_factory.getbasetemp() / "tekken"
     folder.mkdir(exist_ok=True)
@@ -183,7 +185,7 @@ def test_any_count_of_a_tekken_model(tmp_path_factory: pytest.TempPathFactory, n
 
 
 @pytest.mark.parametrize("pattern", [*HOSTILE, None, 7])
-def test_a_tekken_model_cuts_words_as_a_published_one(tmp_path: Path, pattern: Any):
+def test_write_tokenizer_unknown_tekken_regex_raises_checkpoint_error(tmp_path: Path, pattern: Any):
     carried = tokenizer_files.TokenizerFile(tekken_file(tmp_path / "x.safetensors", pattern=pattern), "tekken_model")
     with pytest.raises(CheckpointError, match="splits text by the regular expression"):
         tokenizer_files.write_tokenizer(carried, tmp_path / "out")
@@ -193,7 +195,7 @@ def test_a_tekken_model_cuts_words_as_a_published_one(tmp_path: Path, pattern: A
 
 @pytest.mark.parametrize("kind", ["T5Tokenizer", "ByT5Tokenizer", "PegasusTokenizer", "XGLMTokenizer"])
 @pytest.mark.parametrize("name", tokenization._COUNTS)
-def test_a_class_makes_no_tokens_without_end(tmp_path: Path, kind: str, name: str):
+def test_load_tokenizer_huge_token_count_raises_checkpoint_error(tmp_path: Path, kind: str, name: str):
     for count in (10**9, 1e12, -5):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, name: count}))
         ends_well(lambda: tokenization.load_tokenizer(tmp_path), 2**20)
@@ -201,11 +203,13 @@ def test_a_class_makes_no_tokens_without_end(tmp_path: Path, kind: str, name: st
             tokenization.load_tokenizer(tmp_path)
 
 
-def test_a_thread_lives_on_after_a_panic():
+def test_thread_survives_tokenizer_panic():
     """As ComfyUI's prompt thread does, which looks for `Exception`."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = tokenization.GuardedTokenizer(PreTrainedTokenizerFast(tokenizer_object=panicking()), Path("folder"))
+    tokenizer = tokenization.GuardedTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=panicking_tokenizer()), Path("folder")
+    )
     said: list[str] = []
 
     def work() -> None:

@@ -52,7 +52,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("document", [API, PAGE, OLD_API, OLD_PAGE], ids=["api", "page", "old api", "old page"])
-def test_any_workflow(path: Path, document: Any):
+def test_workflow_arbitrary_document_fails_cleanly(path: Path, document: Any):
     """Also one that the separate packs saved, which is brought to today's nodes first."""
 
     @settings(max_examples=150)
@@ -72,7 +72,7 @@ LINKS = st.tuples(IDS, st.integers(-2, 3)).map(list)
 
 @settings(max_examples=100)
 @given(links=st.dictionaries(IDS, st.dictionaries(st.sampled_from(["model", "latents", "images"]), LINKS), max_size=4))
-def test_any_links(path: Path, links: dict):
+def test_workflow_arbitrary_links_fail_cleanly(path: Path, links: dict):
     """Circles, nodes that are their own source, outputs that there are not."""
     kinds = ("TPUFreeMemory", "Wan21TPUVAEDecoder", "Wan21TPUSampler", "SaveVideo")
     nodes = {
@@ -83,7 +83,7 @@ def test_any_links(path: Path, links: dict):
     ends_well(lambda: up_to_running(path), path.stat().st_size)
 
 
-def test_a_chain_longer_than_pythons_stack_runs():
+def test_execution_order_handles_chain_longer_than_recursion_limit():
     kinds = {
         "Pass": Node(
             id="Pass",
@@ -103,7 +103,7 @@ def test_a_chain_longer_than_pythons_stack_runs():
         execution_order(graph, kinds)
 
 
-def test_a_chain_of_reroutes_longer_than_pythons_stack_is_a_sentence(path: Path):
+def test_workflow_long_reroute_chain_fails_cleanly(path: Path):
     reroutes = [{"id": n, "type": "Reroute", "inputs": [{"name": "", "link": n}]} for n in range(1, 5001)]
     save = {"id": 0, "type": "SaveVideo", "inputs": [{"name": "video", "link": 0}]}
     links = [[n, n + 1, 0, n, 0, "*"] for n in range(5000)]
@@ -118,7 +118,7 @@ TARGETS = st.sampled_from(
 
 @settings(max_examples=200)
 @given(text=st.text(max_size=20) | st.builds("".join, st.lists(TARGETS | st.text(max_size=3) | VALUES.map(json.dumps))))
-def test_any_set(path: Path, text: str):
+def test_apply_assignment_arbitrary_text_fails_cleanly(path: Path, text: str):
     path.write_text(json.dumps(API))
     ends_well(lambda: up_to_running(path, text), path.stat().st_size + len(text))
 
@@ -131,7 +131,7 @@ LINE = {"2.seed": 7, "1.prompt": "a red circle", "2.height": 80, "SaveVideo.file
     content=documents(LINE)
     | st.lists(st.text(max_size=20)).map("\n".join).map(lambda text: text.encode("utf-8", "replace"))
 )
-def test_any_line_of_a_batch(content: bytes):
+def test_read_jobs_arbitrary_lines_fail_cleanly(content: bytes):
     workflow = to_api(API, HEADLESS_NODES)
     make_tiny(workflow)
     lines = content.decode("utf-8", "replace").splitlines()
@@ -153,7 +153,7 @@ class Request:
 
 @settings(max_examples=100)
 @given(content=documents(BODY) | spoiled(json.dumps(BODY).encode()))
-def test_any_body(content: bytes):
+def test_free_route_arbitrary_body_gives_200_or_400(content: bytes):
     """`POST /tpu/free` frees what was named, all, or answers 400 with a sentence."""
     freed = []
     status, said = answer("/tpu/free", content, freed)
@@ -163,7 +163,7 @@ def test_any_body(content: bytes):
 
 @settings(max_examples=150)
 @given(content=documents(API) | spoiled(json.dumps(API).encode()))
-def test_any_prompt_on_miniatures(content: bytes):
+def test_miniature_route_arbitrary_body_gives_200_or_400(content: bytes):
     """`POST /tpu/miniature` names nodes of the prompt alone and values of the pack's own, or answers 400."""
     status, said = answer("/tpu/miniature", content, [])
     assert status == 200 or (status == 400 and len(said["error"].split()) > 4)

@@ -32,7 +32,7 @@ def turn(state: torch.Tensor, step: int) -> torch.Tensor:
     return torch.sin(3 * state + step)
 
 
-def expected(steps: int) -> torch.Tensor:
+def expected_state(steps: int) -> torch.Tensor:
     """What a stage of so many steps ends with where nobody disturbs it."""
     state = torch.linspace(0, 1, 4096)
     for step in range(steps):
@@ -48,7 +48,7 @@ class Minute(StageService):
         self._may_end, self.steps = may_end, 0
 
     def run(self, verb: str, given: Any, asker: Any) -> torch.Tensor:
-        state = expected(0)
+        state = expected_state(0)
         while not self._may_end.wait(STEP_S):
             asker.check_cancelled()
             state, self.steps = turn(state, self.steps), self.steps + 1
@@ -92,7 +92,7 @@ class Slice:
         follower, ended = self.followers[0], []
 
         def lead() -> None:
-            state, step, goes_on = expected(0), 0, True
+            state, step, goes_on = expected_state(0), 0, True
             while goes_on:
                 assert self.leader.barrier("step", step)
                 state = turn(self.leader.broadcast(state), step)
@@ -167,7 +167,7 @@ class Peak:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack_s", [15.0, pytest.param(60.0, marks=pytest.mark.recorded)])
-def test_strangers_cost_little_and_no_true_member_leaves(slices: Callable[[int], Slice], attack_s: float):
+def test_hostile_peers_use_little_memory_and_do_not_disturb_members(slices: Callable[[int], Slice], attack_s: float):
     may_end = threading.Event()
     led, looking, works = slices(2), slices(3), Minute(may_end)
     led.join(led.start_followers())
@@ -194,8 +194,8 @@ def test_strangers_cost_little_and_no_true_member_leaves(slices: Callable[[int],
         false.close()
         may_end.set()
         steps, states = stage.result(PATIENCE_S)
-        assert all(torch.equal(state, expected(steps)) for state in states) and steps > attack_s / STEP_S / 4
-        assert torch.equal(served.result(PATIENCE_S), expected(works.steps))
+        assert all(torch.equal(state, expected_state(steps)) for state in states) and steps > attack_s / STEP_S / 4
+        assert torch.equal(served.result(PATIENCE_S), expected_state(works.steps))
         looking.join(waiting)
     print(f"grown by {grown / 2**20:.0f} MiB; {steps} steps; {at_serve}, {at_leader}, {sorted(false.given.values())}")
     assert grown < MOST_GROWTH, f"{grown / 2**20:.0f} MiB"

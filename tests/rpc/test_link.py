@@ -59,7 +59,7 @@ def echo() -> Iterator[Echo]:
     found.door.close()
 
 
-def test_who_has_the_token_is_heard_and_who_is_refused_is_told_why(echo: Echo, monkeypatch: pytest.MonkeyPatch):
+def test_handshake_accepts_token_and_rejection_gives_reason(echo: Echo, monkeypatch: pytest.MonkeyPatch):
     one = echo.connect()
     one.send(StatusText("é"))
     assert one.receive((StatusText,)) == StatusText("é")
@@ -72,7 +72,7 @@ def test_who_has_the_token_is_heard_and_who_is_refused_is_told_why(echo: Echo, m
     until(lambda: not echo.links)
 
 
-def test_what_is_not_expected_ends_the_link(echo: Echo):
+def test_connection_unexpected_message_closes_link(echo: Echo):
     one = echo.connect()
     one.send(BarrierReached("x", 1))
     with pytest.raises(ConnectionLost):
@@ -80,14 +80,14 @@ def test_what_is_not_expected_ends_the_link(echo: Echo):
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "99999999999999", "1e3"])
-def test_a_body_is_not_read_whatever_length_it_claims(echo: Echo, length: str):
+def test_listener_does_not_read_body_of_any_claimed_length(echo: Echo, length: str):
     """`Content-Length: -1` was read for ever into memory, also by who refused it."""
     for path in (b"/line", b"/tpu/run", b"/health"):
         said = echo.raw(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\n\r\n" % (path, length.encode()))
         assert said.startswith(b"HTTP/1.") and b"Traceback" not in said
 
 
-def test_a_page_in_a_browser_cannot_use_a_tunnel(echo: Echo):
+def test_listener_rejects_browser_request_with_foreign_host(echo: Echo):
     """DNS rebinding: its Host is the attacker's, and its Origin."""
     given = (
         f"GET /line HTTP/1.1\r\nHost: evil\r\nOrigin: http://evil\r\nAuthorization: Bearer {auth.read_token()}\r\n\r\n"
@@ -96,13 +96,13 @@ def test_a_page_in_a_browser_cannot_use_a_tunnel(echo: Echo):
     assert echo.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").endswith(b"ok")
 
 
-def test_a_head_that_is_too_long_is_not_kept(echo: Echo):
+def test_listener_rejects_oversized_header(echo: Echo):
     said = echo.raw(b"GET /line HTTP/1.1\r\nX: " + b"x" * 10**6)
     assert b"400" in said[:20] or not said
     assert echo.connect()
 
 
-def test_an_error_of_accepting_one_is_not_the_end_of_accepting(echo: Echo, monkeypatch: pytest.MonkeyPatch):
+def test_listener_continues_after_accept_error(echo: Echo, monkeypatch: pytest.MonkeyPatch):
     """Whichever it was, nobody came in after it."""
     errors = [OSError(number, "") for number in (errno.EPERM, errno.ECONNABORTED, errno.EMFILE)]
     accept = socket.socket.accept
@@ -114,7 +114,7 @@ def fails(error: Exception) -> Any:
     raise error
 
 
-def test_strangers_are_few_and_are_let_go(echo: Echo, monkeypatch: pytest.MonkeyPatch):
+def test_listener_limits_and_times_out_unauthenticated_connections(echo: Echo, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 5.0)
     strangers = [socket.create_connection((echo.where.host, echo.where.port)) for _ in range(200)]
     until(lambda: len(echo.door._strangers) == connection.MAX_UNAUTHENTICATED)
@@ -124,7 +124,7 @@ def test_strangers_are_few_and_are_let_go(echo: Echo, monkeypatch: pytest.Monkey
         one.close()
 
 
-def test_an_end_that_says_nothing_any_more_is_gone():
+def test_connection_without_heartbeat_answer_is_closed():
     """As a process that is stopped: its kernel still takes what is sent."""
     echo = Echo(heartbeat_s=2.0)
     session: list[Any] = []
@@ -145,7 +145,7 @@ def test_an_end_that_says_nothing_any_more_is_gone():
     echo.door.close()
 
 
-def test_sending_may_be_given_up(echo: Echo):
+def test_connection_send_can_be_cancelled(echo: Echo):
     """Cancel was deaf while a LoRA was sent to who did not read it."""
     hanging = asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), connection.event_loop())
     one = echo.connect()
@@ -167,7 +167,7 @@ def test_sending_may_be_given_up(echo: Echo):
     hanging.cancel()
 
 
-def test_two_threads_share_one_loop():
+def test_event_loop_is_shared_between_threads():
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(connection.event_loop())) for _ in range(8)]
     for thread in threads:
@@ -188,7 +188,7 @@ def owner(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return tmp_path / "comfyui-tpu"
 
 
-def test_a_secret_is_made_once_and_said_as_the_command_for_the_other_side(owner: Any):
+def test_ensure_token_creates_secret_once_with_export_command(owner: Any):
     with pytest.raises(auth.AuthError, match="There is no token"):
         auth.read_token()
     said: list[str] = []
@@ -201,7 +201,7 @@ def test_a_secret_is_made_once_and_said_as_the_command_for_the_other_side(owner:
         auth.ensure_token(said.append)
 
 
-def test_the_token_goes_only_to_machines_that_the_owner_has_listed(owner: Any, monkeypatch: pytest.MonkeyPatch):
+def test_check_listed_allows_only_remotes_of_owner(owner: Any, monkeypatch: pytest.MonkeyPatch):
     """A workflow's JSON took it to any address that its widget named."""
     address = auth.parse_address("10.0.0.7:8190")
     with pytest.raises(auth.AuthError, match="add the line 10.0.0.7:8190 to .*/comfyui-tpu/remotes, or set COMFYUI"):
@@ -217,9 +217,7 @@ def test_the_token_goes_only_to_machines_that_the_owner_has_listed(owner: Any, m
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")
-def test_with_certificates_a_link_is_encrypted_and_a_stranger_in_its_place_is_not_believed(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_tls_connection_is_encrypted_and_other_certificate_is_rejected(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     for name in ("own", "other"):
         made = [
             "-keyout",

@@ -23,7 +23,9 @@ ARGUMENTS = {
 ARGUMENTS["twice"] = [ARGUMENTS["bfloat16"], ARGUMENTS["bfloat16"].T]  # safetensors refuses shared memory
 
 
-def came(message: Any, messages: tuple = (Invoke,), values: tuple = codec.MODEL_RECORDS, most: int = 10**6) -> Any:
+def round_trip(
+    message: Any, messages: tuple = (Invoke,), values: tuple = codec.MODEL_RECORDS, most: int = 10**6
+) -> Any:
     head, body = codec.pack(message)
     size, packed = codec.read_header(head, most)
     assert size == len(body)
@@ -40,18 +42,18 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def test_what_is_sent_comes_back_with_its_types():
-    assert same(came(Invoke("denoise", ARGUMENTS)), Invoke("denoise", ARGUMENTS))
-    assert came(StatusText("x"), (StatusText, BarrierReached)) == StatusText("x")
+def test_codec_round_trip_keeps_values_and_types():
+    assert same(round_trip(Invoke("denoise", ARGUMENTS)), Invoke("denoise", ARGUMENTS))
+    assert round_trip(StatusText("x"), (StatusText, BarrierReached)) == StatusText("x")
 
 
-def test_what_is_no_data_becomes_null():
-    assert came(Invoke("x", {"a": object(), "b": {1, 2}, 3: "number"})) == Invoke(
+def test_codec_replaces_unsupported_values_with_null():
+    assert round_trip(Invoke("x", {"a": object(), "b": {1, 2}, 3: "number"})) == Invoke(
         "x", {"a": None, "b": None, "3": "number"}
     )
 
 
-def test_a_claim_beyond_what_is_expected_next_is_refused_before_a_byte_is_read():
+def test_read_header_oversized_claim_raises_codec_error():
     for claim in (101, 2**34, 2**63, -1, 1.5, True, None, "9"):
         with pytest.raises(codec.CodecError, match="claims"):
             codec.read_header(json.dumps([claim, {}]), 100)
@@ -59,22 +61,22 @@ def test_a_claim_beyond_what_is_expected_next_is_refused_before_a_byte_is_read()
 
 
 @pytest.mark.parametrize("head", ["", "{", "[]", "7", "[0]", "[0, 1, 2]", "[" * 10**5, "[0, " + "[" * 200 + "]" * 201])
-def test_what_is_no_head_is_refused(head: str):
+def test_read_header_invalid_text_raises_codec_error(head: str):
     with pytest.raises(codec.CodecError):
         codec.read_header(head, 100)
 
 
-def test_only_records_that_are_expected_are_made():
+def test_unpack_creates_only_expected_records():
     for message in (StatusText("x"), BarrierReached("x", None), AttemptEnded(None, "")):
         with pytest.raises(codec.CodecError):
-            came(message)
+            round_trip(message)
     for nested in (MODEL, [MODEL], (MODEL,), {"a": Lora(path="/etc/passwd", strength=1.0)}):
         with pytest.raises(codec.CodecError):
-            came(Invoke("x", {"x": nested}), values=codec.SETTINGS_RECORDS)
-        assert came(Invoke("x", {"x": nested})) == Invoke("x", {"x": nested})
+            round_trip(Invoke("x", {"x": nested}), values=codec.SETTINGS_RECORDS)
+        assert round_trip(Invoke("x", {"x": nested})) == Invoke("x", {"x": nested})
 
 
-def test_a_record_with_values_of_other_types_is_none():
+def test_unpack_record_with_wrong_types_raises_codec_error():
     """An At whose `what` is a list was hung on to by the thread that heard it, which ended."""
     for named in (
         {"what": [], "state": 1},
@@ -87,13 +89,13 @@ def test_a_record_with_values_of_other_types_is_none():
 
 
 @pytest.mark.parametrize("body", [b"", b"\0" * 7, (2**60).to_bytes(8, "little") + b"{}", b"\2" + b"\0" * 7 + b"{}"])
-def test_a_tensor_that_the_body_does_not_hold_is_refused(body: bytes):
+def test_unpack_tensor_missing_from_body_raises_codec_error(body: bytes):
     with pytest.raises(codec.CodecError):
         codec.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": {"__tensor__": "0"}}}, body, (Invoke,))
 
 
 @pytest.mark.parametrize("curve", ["x", {"ratios": {"__tuple__": []}}, {"ratios": [[1.0]]}, {"other": 1}, {}])
-def test_a_curve_that_is_none_is_refused(curve: Any):
+def test_unpack_invalid_curve_raises_codec_error(curve: Any):
     named = {"__record__": "Curve", **curve} if isinstance(curve, dict) else curve
     settings = {"__record__": "MagCache", "threshold": 0.1, "curve": named}
     with pytest.raises(codec.CodecError):
@@ -101,12 +103,12 @@ def test_a_curve_that_is_none_is_refused(curve: Any):
 
 
 @pytest.mark.parametrize("threshold", [None, "x", [1]])
-def test_a_threshold_that_is_no_number_is_refused(threshold: Any):
+def test_unpack_invalid_threshold_raises_codec_error(threshold: Any):
     settings = {"__record__": "MagCache", "threshold": threshold, "curve": None}
     with pytest.raises(codec.CodecError):
         codec.unpack({"__record__": "Ask", "name": "x", "arguments": {"a": settings}}, b"", (Invoke,))
 
 
-def test_a_message_that_is_too_long_is_not_sent():
+def test_pack_oversized_message_raises_codec_error():
     with pytest.raises(codec.CodecError, match="characters"):
         codec.pack(StatusText("x" * codec.MAX_HEADER_LENGTH))

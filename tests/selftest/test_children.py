@@ -28,14 +28,14 @@ def lines(child: children.Child) -> list[dict]:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_lines_come_in_order_and_what_is_printed_is_a_complaint(code: int):
+def test_child_lines_arrive_in_order_with_last_error_line(code: int):
     with children.run_child([sys.executable, "-c", PROGRAM, str(code)]) as child:
         assert lines(child) == [{"first": 1}, {"second": [2]}]
         assert child.ending(PATIENCE_S) == code
         assert child.last_error_line() in (" (a complaint)", " (what a library prints)")
 
 
-def test_a_child_that_hangs_is_terminated_with_the_block():
+def test_child_that_hangs_is_terminated_at_block_end():
     with children.run_child([sys.executable, "-c", PROGRAM, "hangs"]) as child:
         assert [child.line(PATIENCE_S) for _ in range(2)] == [{"first": 1}, {"second": [2]}]
         with pytest.raises(TimeoutError):
@@ -43,7 +43,7 @@ def test_a_child_that_hangs_is_terminated_with_the_block():
     assert child.process.returncode == -signal.SIGTERM
 
 
-def test_a_line_that_is_cut_off_is_none():
+def test_child_truncated_line_is_ignored():
     with children.run_child([sys.executable, "-c", CUT_OFF]) as child:
         assert lines(child) == [{"first": 1}]
 
@@ -57,7 +57,7 @@ sys.exit(3)
 """
 
 
-def test_a_child_that_says_nothing_more_and_does_not_end_is_killed():
+def test_child_that_does_not_exit_after_output_is_terminated():
     """As one whose driver hangs while it lets the chips go."""
     with children.run_child([sys.executable, "-c", STUCK]) as child:
         assert lines(child) == []
@@ -66,14 +66,14 @@ def test_a_child_that_says_nothing_more_and_does_not_end_is_killed():
     assert child.process.returncode == -signal.SIGTERM
 
 
-def test_what_is_no_text_is_no_end():
+def test_child_invalid_utf_8_output_does_not_end_reading():
     with children.run_child([sys.executable, "-c", NO_TEXT]) as child:
         assert lines(child) == [{"first": 1}, {"second": 2}]
         assert child.ending(PATIENCE_S) == 3
         assert child.last_error_line() == " (core \ufffd dumped)"
 
 
-def test_a_child_ends_with_its_parent():
+def test_child_terminates_when_stdin_closes():
     with children.run_child([sys.executable, "-c", PROGRAM, "hangs"]) as child:
         assert child.line(PATIENCE_S) == {"first": 1}
         assert child.process.stdin is not None
@@ -101,14 +101,14 @@ finally:
 """
 
 
-def test_a_child_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest.MonkeyPatch):
+def test_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(children, "TERMINATE_TIMEOUT_S", 0.2)
     with children.run_child([sys.executable, "-c", IGNORES]) as child:
         assert child.line(PATIENCE_S) == {"first": 1}
     assert child.process.returncode == -signal.SIGKILL
 
 
-def test_a_child_gets_the_time_to_end_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_child_gets_time_for_orderly_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(children, "TERMINATE_TIMEOUT_S", PATIENCE_S)
     with children.run_child([sys.executable, "-c", ENDS_IN_ORDER, str(tmp_path / "end")]) as child:
         assert child.line(PATIENCE_S) == {"first": 1}

@@ -70,12 +70,12 @@ def verdicts(run: FirstRun) -> dict[str, str]:
     return {row.stage: row.problem for row in run.rows}
 
 
-def learnt() -> MachineRecord:
+def read_machine_record() -> MachineRecord:
     (found,) = record.read_all().values()
     return found
 
 
-def test_an_option_that_is_refused_is_one_red_row_and_left_out(runs: Runs):
+def test_first_run_refused_option_is_one_failed_row_and_left_out(runs: Runs):
     layer = Layer(
         options={OPTION: "true", "xla_tpu_scoped_vmem_limit_kib": "65536"},
         faults=[Fault(at="compile", option=OPTION, says=f"INVALID_ARGUMENT: No such compile option: '{OPTION}'")],
@@ -84,12 +84,12 @@ def test_an_option_that_is_refused_is_one_red_row_and_left_out(runs: Runs):
     assert list(found) == ["devices", OPTION, "xla_tpu_scoped_vmem_limit_kib", "transfers beside a kernel"], found
     assert [name for name, problem in found.items() if problem] == [OPTION], found
     assert "rejects xla_tpu_enable_async_all_to_all" in found[OPTION]
-    assert learnt().fallbacks.options == (OPTION,)
-    (sentence,) = learnt().sentences
+    assert read_machine_record().fallbacks.options == (OPTION,)
+    (sentence,) = read_machine_record().sentences
     assert sentence.startswith(f"Self-test, options: {OPTION}: The compiler rejects")
 
 
-def test_a_hang_is_killed_and_the_rest_goes_on(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+def test_first_run_hanging_check_is_killed_and_next_checks_run(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     """As it begins, nearly all of its time is over."""
     begin = FirstRun._begin
 
@@ -105,13 +105,13 @@ def test_a_hang_is_killed_and_the_rest_goes_on(runs: Runs, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("does", "how"), [("die", "by SIGABRT"), ("leave", "with exit code 0")])
-def test_a_process_that_dies_is_one_red_row(runs: Runs, does: str, how: str):
+def test_first_run_dead_process_is_one_failed_row(runs: Runs, does: str, how: str):
     layer = Layer(faults=[Fault(at="run", holds="all_to_all", does=does)])
     found = verdicts(runs(layer, "start", "together"))
     assert found["exchange"].startswith(f"Its process ended {how}") and found["products"] == ""
 
 
-def test_a_process_that_stays_after_its_last_word_is_killed(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+def test_first_run_process_that_does_not_exit_is_killed(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     """As within a driver that does not let the chips go."""
     begin, patience_s = FirstRun._begin, first_run.END_S
 
@@ -124,7 +124,7 @@ def test_a_process_that_stays_after_its_last_word_is_killed(runs: Runs, monkeypa
     assert found == {"devices": "", "exchange": "Its process did not end within 1 s, and was killed.", "products": ""}
 
 
-def test_chips_that_are_gone_for_good_are_not_waited_for_by_every_group(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+def test_first_run_lost_chips_are_not_awaited_by_every_group(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     lost = Fault(at="run", holds="all_to_all", does="die")
     begin = FirstRun._begin
 
@@ -172,9 +172,7 @@ def other_process(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen]]:
         process.communicate()
 
 
-def test_groups_open_one_device_after_another_and_the_opens_are_timed(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_first_run_groups_open_device_in_turn_with_timing(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each process holds the device until it has ended; none meets the one before."""
     monkeypatch.setattr(first_run, "NUM_REOPENINGS", 2)
     run = runs(Layer(device=str(tmp_path / "chip")), "start", "reopen", "together")
@@ -184,9 +182,7 @@ def test_groups_open_one_device_after_another_and_the_opens_are_timed(
     assert (tmp_path / "chip").read_text() == "x" * 4
 
 
-def test_chips_that_are_busy_at_first_are_waited_for(
-    runs: Runs, tmp_path: Path, other_process: Callable[[], subprocess.Popen]
-):
+def test_first_run_waits_for_busy_chips(runs: Runs, tmp_path: Path, other_process: Callable[[], subprocess.Popen]):
     """The other process is killed while it holds the device, as soon as the self-test says that it waits."""
     process = other_process()
     lines: list[str] = []
@@ -202,7 +198,9 @@ def test_chips_that_are_busy_at_first_are_waited_for(
     assert any("are held by" in line for line in lines)
 
 
-def test_chips_that_stay_busy_fail_no_check(runs: Runs, tmp_path: Path, other_process: Callable[[], subprocess.Popen]):
+def test_first_run_chips_that_stay_busy_skip_all_checks(
+    runs: Runs, tmp_path: Path, other_process: Callable[[], subprocess.Popen]
+):
     other_process()
     run = runs(Layer(device=str(tmp_path / "chip"), sets=QUICK), "start", "together", "store", "stored")
     assert [(row.problem, row.is_skipped) for row in run.rows] == [("", True)] * 4
@@ -212,20 +210,20 @@ def test_chips_that_stay_busy_fail_no_check(runs: Runs, tmp_path: Path, other_pr
     assert "Red" not in verdict and not run.report().is_good
 
 
-def test_a_sandbox_with_one_opening_explains_how_to_go_on(runs: Runs, tmp_path: Path):
+def test_first_run_in_sandbox_suggests_one_process_option(runs: Runs, tmp_path: Path):
     run = runs(Layer(device=str(tmp_path / "chip"), max_opens=1, sets=QUICK), "start", "reopen", "together", "store")
     assert [(row.problem, row.is_skipped) for row in run.rows] == [("", False), ("", True), ("", True), ("", True)]
     assert run.rows[-1].note.endswith("restart it and add --one-process.")
 
 
-def test_all_groups_run_in_one_process_where_no_second_one_can_open_the_chips(runs: Runs, tmp_path: Path):
+def test_first_run_in_one_process_runs_all_groups(runs: Runs, tmp_path: Path):
     layer = Layer(device=str(tmp_path / "chip"), max_opens=1, sets=QUICK)
     run = runs(layer, "start", "reopen", "together", "store", in_one_process=True)
     assert [row.family for row in run.rows] == ["chips", "chips", "chips", "programs"]
     assert not any(verdicts(run).values()) and run.report().is_good
 
 
-def test_a_lost_chip_ends_the_only_process_and_the_rest_is_skipped(runs: Runs, tmp_path: Path):
+def test_first_run_in_one_process_skips_checks_after_lost_chip(runs: Runs, tmp_path: Path):
     layer = Layer(device=str(tmp_path / "chip"), faults=[Fault(at="run", holds="all_to_all", does="die")])
     run = runs(layer, "start", "together", "store", "compiling", in_one_process=True)
     assert [(row.stage, bool(row.problem), row.is_skipped) for row in run.rows[1:]] == [
@@ -233,7 +231,7 @@ def test_a_lost_chip_ends_the_only_process_and_the_rest_is_skipped(runs: Runs, t
     ]  # fmt: skip
 
 
-def test_chips_that_do_not_start_end_it(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+def test_first_run_without_chips_stops_after_start(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "none_of_these")
     run = runs(Layer(), "start", "together")
     ((stage, problem),) = verdicts(run).items()
@@ -253,33 +251,31 @@ def test_chips_that_do_not_start_end_it(runs: Runs, monkeypatch: pytest.MonkeyPa
     ],
     ids=["true", "less room", "hardly any", "wrong numbers", "says nothing"],
 )
-def test_what_a_chip_says_of_its_memory_is_tried(
+def test_first_run_memory_check_finds_wrong_numbers_and_sets_reserve(
     runs: Runs, layer: Layer, stage: str, problem: str, reserve: float | None
 ):
     found = verdicts(runs(layer, "start", "memory"))
     assert [name for name, said in found.items() if said] == ([stage] if stage else [])
     assert problem in found.get(stage, "")
-    assert learnt().reserve_share == reserve
+    assert read_machine_record().reserve_share == reserve
 
 
-def test_a_program_is_stored_by_one_process_and_run_by_another(runs: Runs):
+def test_first_run_stored_program_runs_in_another_process(runs: Runs):
     run = runs(Layer(), "start", "store", "stored")
     assert not any(verdicts(run).values())
     assert "load_s" in run.rows[-1].values and run.rows[-1].note == ""  # it came from the cache
 
 
-def test_a_stored_program_that_does_not_load_is_kept_by_no_engine(runs: Runs):
+def test_first_run_unloadable_stored_program_disables_program_cache(runs: Runs):
     found = runs(Layer(faults=[Fault(at="load", does="die")]), "start", "store", "stored")
     assert verdicts(found)["run by another"].startswith("Its process ended by SIGABRT")
-    assert not learnt().keeps_programs
+    assert not read_machine_record().keeps_programs
 
 
 ONE_FORM = {"selftest.kernels:HEAD_SIZES": [64], "selftest.kernels:FORMS": ["bounded scores"]}
 
 
-def test_a_halt_in_the_third_kernel_is_one_red_row_and_the_next_prompt_is_right(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-):
+def test_first_run_halting_kernel_is_one_failed_row_and_disabled(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     """Its kernel is off in the rest of the self-test, and in the engine whose stages are compared at its end."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("count=8", "count=2"))  # quicker
     layer = Layer(sets=ONE_FORM, faults=[Fault(at="run", holds="/residual_norm/", does="halt", says=HALT)])
@@ -291,11 +287,11 @@ def test_a_halt_in_the_third_kernel_is_one_red_row_and_the_next_prompt_is_right(
     assert next(row for row in run.rows if "beside" in row.stage).note.endswith(
         "norms by XLA, because the kernel is off"
     )
-    assert learnt().fallbacks.kernels == KernelFallbacks(off=("residual_norm",))
+    assert read_machine_record().fallbacks.kernels == KernelFallbacks(off=("residual_norm",))
     assert run.report().to_json()["machine"]["kernels_off"] == ["residual_norm"]
 
 
-def test_a_kernel_that_does_not_compile_takes_smaller_tiles(runs: Runs):
+def test_first_run_kernel_compile_error_selects_small_tiles(runs: Runs):
     """The layer refuses the first program with the kernel, and takes the second."""
     said = "INTERNAL: Mosaic failed to compile TPU kernel: no layout"
     # Of the attention kernel nothing: it is refused elsewhere (tests/machine), and runs before this one above.
@@ -304,15 +300,15 @@ def test_a_kernel_that_does_not_compile_takes_smaller_tiles(runs: Runs):
     found = verdicts(runs(layer, "start", "kernels"))
     assert [stage for stage, problem in found.items() if problem] == ["residual norm"]
     assert "smaller tiles are used" in found["residual norm"]
-    assert learnt().fallbacks.kernels == KernelFallbacks(small=("residual_norm",))
+    assert read_machine_record().fallbacks.kernels == KernelFallbacks(small=("residual_norm",))
 
 
-def test_how_many_compile_behind_a_stage_goes_by_what_that_costs():
+def test_count_background_compilers_depends_on_time_ratio():
     assert [compiled.count_background_compilers(ratio) for ratio in (0.9, 1.1, 1.3, 2.0)] == [2, 2, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["v6e:2x4", "v5e:2x4"])
-def test_transfers_next_to_the_kernel_compile_for_a_tpu_with_all_options(name: str):
+def test_overlap_step_compiles_for_tpu_with_all_options(name: str):
     """Of this loop nothing else says before a TPU runs it that libtpu takes it."""
     mesh = make_mesh(chips.compile_devices(chips.topology(name)), MeshShape(sp=8))
     *sent, x = overlap._arrays(8, *overlap.ON_TPU)
@@ -363,9 +359,7 @@ def faults(value: Any, schema: Any, where: str = "record") -> list[str]:
     return wrong or [one for name, each in schema.items() for one in faults(value[name], each, f"{where}.{name}")]
 
 
-def test_the_command_writes_the_record_before_each_check_and_it_is_of_the_schema(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_first_run_report_matches_schema_and_precedes_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_TOKEN", "secret-token")
     layer = Layer(
@@ -409,7 +403,7 @@ def first_run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, report: Path | N
     return selftest.run(options, Console(file=stream, width=160)), stream.getvalue()
 
 
-def test_a_disk_that_is_full_costs_the_record_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_first_run_full_disk_loses_only_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any, **more: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -421,19 +415,19 @@ def test_a_disk_that_is_full_costs_the_record_and_not_the_run(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-def test_a_switch_that_is_none_is_said_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_first_run_unknown_kernel_switch_raises_value_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-splash")
     with pytest.raises(ValueError, match="COMFYUI_TPU_KERNELS: '-splash' must be one of -attention"):
         first_run_of(tmp_path, monkeypatch, None)
     assert record.read_all() == {}
 
 
-def test_the_schema_sees_what_is_missing_or_of_another_type():
+def test_schema_faults_detect_missing_fields_and_wrong_types():
     assert faults({"schema": 2}, SCHEMA) and faults([1], TEXTS) and faults({"a": "b"}, {str: NUMBER})
     assert not faults(MachineRecord().to_json(), MACHINE)
 
 
-def test_a_row_is_the_same_after_it_went_between_processes():
+def test_check_result_round_trips_through_json():
     row = CheckResult(
         family="a", stage="b", precision="", error=None, slope=None, bound=None, seconds=1.0, problem="c",
         values={"x": 2.0}, note="n", learnt=MachineRecord(keeps_programs=False, reserve_share=0.2), is_lost=True,
@@ -441,19 +435,19 @@ def test_a_row_is_the_same_after_it_went_between_processes():
     assert parse_result(json.loads(json.dumps(row.to_json()))) == row
 
 
-def test_the_parent_never_imports_jax():
+def test_first_run_parent_does_not_import_jax():
     program = "import sys; import comfyui_tpu.tpu_runtime.selftest.first_run, comfyui_tpu.cli.selftest; " + (
         "assert not {'jax', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_quick_runs_the_groups_that_a_first_image_needs():
+def test_quick_groups_are_those_needed_for_first_image():
     chosen = [group.name for group in groups.quick_groups(groups.QUICK_MODELS)]
     assert chosen == ["start", "transfers", "together", "kernels", "family z-image-turbo"]
 
 
-def test_every_group_has_checks_and_a_place():
+def test_first_run_groups_are_unique_and_have_checks():
     from comfyui_tpu.tpu_runtime.selftest import run
 
     assert [group.name for group in groups.FIRST] == list(dict.fromkeys(group.name for group in groups.FIRST))

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "first_tpu_run.md"
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_every_probe_runs_and_its_fields_are_in_the_table(count: int):
+def test_probe_values_are_documented(count: int):
     page = PAGE.read_text("utf-8")
     for check in probes.checks(jax.devices()[:count]):
         row = checks.run_check(check, SilentProgress())
@@ -27,7 +27,7 @@ def test_every_probe_runs_and_its_fields_are_in_the_table(count: int):
             assert f"`{name}`" in page and value >= 0, name
 
 
-def test_the_start_is_that_of_a_transfer_without_bytes_to_speak_of(monkeypatch: pytest.MonkeyPatch):
+def test_measure_starts_records_longer_of_both_starts(monkeypatch: pytest.MonkeyPatch):
     """Of described chips: a plan on this machine takes the longer of the two starts."""
     seconds = iter([16e-6, 4.5e-6, 13e-6, 3e-6])
     sizes = list[int]()
@@ -45,13 +45,13 @@ def test_the_start_is_that_of_a_transfer_without_bytes_to_speak_of(monkeypatch: 
     assert sizes == [10**6, 4096] * 2 and found.learnt == MachineRecord(transfer_start_s=4.5e-6)
 
 
-def test_the_runtimes_setting_is_in_the_environment_of_its_group_alone():
+def test_premapped_buffer_size_is_set_in_two_groups_only():
     sizes = {group.name: dict(group.environment)[groups.PREMAPPED] for group in groups.FIRST if group.environment}
     assert sizes == {"TPU_PREMAPPED_BUFFER_SIZE 4 GiB": "4294967296", "TPU_PREMAPPED_BUFFER_SIZE 16 GiB": "17179869184"}
     assert not set(sizes) & {group.name for group in groups.quick_groups(groups.QUICK_MODELS)}
 
 
-def test_only_its_group_starts_with_the_setting(monkeypatch: pytest.MonkeyPatch):
+def test_first_run_sets_premapped_buffer_size_per_group(monkeypatch: pytest.MonkeyPatch):
     given = dict[str, str | None]()
 
     def run_module_child(module: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> NoReturn:

@@ -46,7 +46,7 @@ class Ran:
         return json.loads(self.record)["rows"]
 
 
-def ran(folder: Path, *models: str) -> Ran:
+def run_selftest(folder: Path, *models: str) -> Ran:
     """The command, with its text and its record."""
     path, stream = folder / "report.json", io.StringIO()
     options = argparse.Namespace(model=list(models), report=path, first_run=False, one_process=False, quick=False)
@@ -65,13 +65,13 @@ def one_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_selftest_on_eight_chips_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     one_form(monkeypatch)
     # A program that an earlier test has stored would not be traced.
     monkeypatch.setenv("COMFYUI_TPU_CACHE", str(tmp_path / "cache"))
     used = mock.Mock(wraps=local.attend_with_kernel)
     monkeypatch.setattr(local, "attend_with_kernel", used)
-    found = ran(tmp_path, MODEL)
+    found = run_selftest(tmp_path, MODEL)
     record = json.loads(found.record)
     assert found.status == 0, found.text
     assert len(record["chips"]) == len(jax.devices()) == 8
@@ -96,7 +96,7 @@ def test_it_is_green_on_eight_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_selftest_detects_flipped_weight_on_one_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The sign of one of 10 368 values, after loading."""
     name, whole = "transformer_blocks.*.attn1.to_q.weight", weight_loader.load_weights
 
@@ -112,7 +112,7 @@ def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(stage_context.weight_loader, "load_weights", flipped)
     monkeypatch.setattr(kernels, "checks", lambda *args: ())
-    found = ran(tmp_path, MODEL)
+    found = run_selftest(tmp_path, MODEL)
     assert found.status == 1
     assert wrong(found) == [f"CogVideoX 1.5 5B: {stage}" for stage in ("first step", "last step", "weights")]
     assert f"of transformer's {name} on chip 3 differ from the host's" in found.text
@@ -120,7 +120,7 @@ def test_one_flipped_weight_on_one_chip_is_red(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypatch: pytest.MonkeyPatch):
+def test_selftest_detects_wrongly_replicated_weight(monkeypatch: pytest.MonkeyPatch):
     """FLUX.2's output projections, whose rows a chip takes for its own: on one chip nothing is wrong."""
     spec = lookup_spec("flux2-dev")
     part, pattern = spec.component("transformer"), "single_transformer_blocks.*.attn.out"
@@ -147,7 +147,7 @@ def test_a_rule_that_replicates_what_the_code_takes_to_be_split_is_red(monkeypat
 @pytest.mark.parametrize(
     ("more", "problem"), [(1, "values of attention are not finite"), (-1, "The largest error is")], ids=str
 )
-def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monkeypatch: pytest.MonkeyPatch):
+def test_selftest_detects_attention_mask_off_by_one(more: int, problem: str, monkeypatch: pytest.MonkeyPatch):
     def valid(self: attention_kernel.KeyChunk, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
         keys = jax.lax.broadcasted_iota(jax.numpy.int32, shape, axis)
         return keys < self.part.length - self.start + more
@@ -158,7 +158,7 @@ def test_a_kernels_mask_that_is_off_by_one_is_red(more: int, problem: str, monke
     assert problem in row.problem
 
 
-def test_a_convolution_of_mirrored_weights_is_red(monkeypatch: pytest.MonkeyPatch):
+def test_selftest_detects_mirrored_convolution_weights(monkeypatch: pytest.MonkeyPatch):
     """As they are they are green, above."""
     arranged = convolution._arrange
     (check,) = (check for check in kernels.checks(*jax.devices()[:2]) if check.stage == "convolution")
@@ -176,7 +176,7 @@ def test_a_convolution_of_mirrored_weights_is_red(monkeypatch: pytest.MonkeyPatc
         ("products", "A product of matrices is wrong on chip 3."),
     ],
 )
-def test_a_chip_that_forgets_or_computes_otherwise_is_named(stage: str, problem: str, monkeypatch: pytest.MonkeyPatch):
+def test_selftest_names_chip_with_wrong_memory_or_results(stage: str, problem: str, monkeypatch: pytest.MonkeyPatch):
     def altered(array: jax.Array) -> np.ndarray:
         read = np.array(array)
         read[3] += 1
@@ -205,12 +205,12 @@ ONE = {"x": np.linspace(-2, 2, 101, dtype=np.float32)}
         (ONE["x"] * 0, "The largest error is 1.0e+00"),
     ],
 )
-def test_what_is_wrong_is_said(ours: np.ndarray, problem: str):
+def test_compare_arrays_describes_problem(ours: np.ndarray, problem: str):
     found = checks.compare_arrays({"x": ours}, ONE, Tolerance(error=1e-3, slope=1e-4))[2]
     assert found.startswith(problem) and bool(found) == bool(problem)
 
 
-def test_lengths_must_be_equal_and_so_must_names():
+def test_compare_arrays_requires_equal_lengths_and_names():
     bound = Tolerance(error=1.0, slope=1.0)
     assert checks.compare_arrays({"length": 7}, {"length": 8}, bound)[2] == "length is 7 instead of 8."
     assert checks.compare_arrays({"a": 1.0}, {"b": 1.0}, bound)[2] == "There are a instead of b."
@@ -242,15 +242,13 @@ def faulty(error: BaseException) -> Any:
     return given
 
 
-def test_a_stage_that_raises_is_red_and_the_rest_still_runs_and_nobody_is_given_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_selftest_continues_after_error_and_redacts_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     where = f"{getpass.getuser()} on {socket.gethostname()}"
     said = f"cannot read {Path.home()}/weights ({', '.join(SECRETS)}) with {TOKEN} and secret-token, {where}"
     monkeypatch.setenv("HF_TOKEN", "secret-token")
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_force_host_platform_device_count=8")
     monkeypatch.setattr(running, "checks", faulty(OSError(said)))
-    found = ran(tmp_path)
+    found = run_selftest(tmp_path)
     assert found.status == 1
     assert [row["verdict"] for row in found.rows] == ["ok", "wrong", "ok"]
     assert found.rows[1]["problem"].startswith("OSError: cannot read ***")
@@ -262,7 +260,7 @@ def test_a_stage_that_raises_is_red_and_the_rest_still_runs_and_nobody_is_given_
     assert found.text.splitlines()[-1] == "Red: 1 of 3 checks on 8 x cpu failed: fake: second."
 
 
-def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_selftest_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.setattr(running, "checks", faulty(KeyboardInterrupt()))
     assert main(["selftest"]) == 130
     assert capsys.readouterr().err == "comfyui-tpu: cancelled\n"
@@ -275,12 +273,12 @@ def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--report", "/no/such/folder/x.json"], "it must be a file in a folder that exists."),
     ],
 )
-def test_wrong_words_are_answered_before_anything_runs(words: list[str], problem: str, capsys: pytest.CaptureFixture):
+def test_selftest_invalid_argument_is_refused_before_run(words: list[str], problem: str, capsys: pytest.CaptureFixture):
     assert main(["selftest", *words]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_without_a_cpu_beside_the_tpu_it_says_how_to_have_one(monkeypatch: pytest.MonkeyPatch):
+def test_host_device_without_cpu_backend_error_names_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=RuntimeError("Unknown backend cpu")))
     with pytest.raises(RuntimeError, match="Unset it, or set JAX_PLATFORMS=tpu,cpu."):
@@ -296,7 +294,7 @@ def test_without_a_cpu_beside_the_tpu_it_says_how_to_have_one(monkeypatch: pytes
         "[2001:db8:0:0:1:2:3:4]:8476", "::ffff:10.1.2.3", "jo@example.com", "jo@workstation", "tpu-vm-7.c.jo.internal",
     ],
 )  # fmt: skip
-def test_a_report_hides_paths_addresses_and_names(secret: str):
+def test_redact_report_hides_paths_addresses_and_names(secret: str):
     found = redact_report(f"It ended at {secret}, after step 3")
     assert HIDDEN in found and found.startswith("It ended at ") and found.endswith("after step 3"), found
     left = found.removeprefix("It ended at ").removesuffix(", after step 3")
@@ -310,5 +308,5 @@ def test_a_report_hides_paths_addresses_and_names(secret: str):
         "jax 0.10.2 differs", "denoise_step: 0.5 GiB/s",
     ],
 )  # fmt: skip
-def test_a_report_keeps_what_is_no_secret(text: str):
+def test_redact_report_keeps_other_text(text: str):
     assert redact_report(text) == text

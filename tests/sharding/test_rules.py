@@ -17,7 +17,7 @@ EIGHT = MeshShape(dp=2, sp=4)
 BIG = Param(shape=(40, 5120, 5120), size_bytes=2000 * MIB)
 
 
-def test_a_mesh_keeps_the_order_of_devices():
+def test_make_mesh_keeps_device_order():
     for shape in (MeshShape(sp=8), MeshShape(dp=2, sp=4), MeshShape(dp=2, sp=2, tp=2)):
         mesh = make_mesh(jax.devices(), shape)
         assert mesh_shape(mesh) == shape
@@ -26,14 +26,14 @@ def test_a_mesh_keeps_the_order_of_devices():
         make_mesh(jax.devices(), MeshShape(sp=3))
 
 
-def test_split_at_rest_and_gathered_for_use():
+def test_lay_out_splits_at_rest_and_gathers_for_use():
     rule = Rule("blocks.*.*.weight", (None, "fsdp", "heads"))
     layout = lay_out({"blocks.*.q.weight": BIG}, [rule], MeshShape(sp=8))["blocks.*.q.weight"]
     assert layout.at_rest == (None, ("sp",), None)
     assert layout.in_use == (None, None, None)
 
 
-def test_the_fallbacks_are_tried_in_order():
+def test_lay_out_tries_fallbacks_in_order():
     rule = Rule("w", ("fsdp", None), fallbacks=((None, "fsdp"),))
     assert lay_out({"w": Param(shape=(7, 16), size_bytes=99 * MIB)}, [rule], EIGHT)["w"].at_rest == (None, ("dp", "sp"))
     small = Param(shape=(7, 9), size_bytes=MIB)
@@ -50,17 +50,17 @@ def test_the_fallbacks_are_tried_in_order():
         ({"w": BIG}, [Rule("w", (None, "fsdp", "all_heads"))], "put one mesh axis on two dimensions"),
     ],
 )
-def test_refusals_name_the_parameter(params: dict, rules: list[Rule], message: str):
+def test_lay_out_invalid_rules_raise_error_with_parameter_name(params: dict, rules: list[Rule], message: str):
     with pytest.raises(ShardingError) as error:
         lay_out(params, rules, EIGHT)
     assert message in str(error.value)
 
 
-def test_replication_has_to_be_declared():
+def test_lay_out_replicated_rule_allows_large_weight():
     assert lay_out({"w": BIG}, [Rule("w", REPLICATED)], EIGHT)["w"].at_rest == ()
 
 
-def test_a_star_is_one_part_of_a_name():
+def test_rule_star_matches_one_part_of_a_name():
     assert Rule("blocks.*.attn.weight", ()).matches("blocks.*.attn.weight")
     assert not Rule("blocks.*.weight", ()).matches("blocks.*.attn.weight")
     assert Rule("blocks.**.weight", ()).matches("blocks.*.attn.to_q.weight")
@@ -100,7 +100,7 @@ def bytes_per_chip(params: Mapping[str, Param], layouts: Mapping[str, Layout], m
 
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("part", [pytest.param(part, id=name) for part, (name, _) in PARTS.items()])
-def test_the_real_architectures_are_laid_out(part: int, precision: Precision):
+def test_lay_out_published_architectures_split_every_large_weight(part: int, precision: Precision):
     """Every rule matches, every large weight has one, nothing over 64 MiB of bfloat16 is whole on every chip, but of a
     network that is meant to be.
     """
@@ -124,7 +124,7 @@ def test_the_real_architectures_are_laid_out(part: int, precision: Precision):
     ("chips", "height", "width", "expected"),
     [(8, 90, 160, (1, 8)), (8, 60, 106, (4, 2)), (3, 10, 14, (1, 1)), (8, 10, 14, (2, 2)), (1, 5, 7, (1, 1))],
 )
-def test_the_decoder_uses_as_many_chips_as_divide_the_image(chips, height, width, expected):
+def test_choose_image_mesh_uses_most_chips_that_divide_the_image(chips, height, width, expected):
     shape = network_call.choose_image_mesh(chips, height, width)
     assert (shape.dp, shape.sp) == expected
     assert shape.num_devices == chips

@@ -103,7 +103,7 @@ def run(
         return Ended(is_cancelled=True)
     if failure := messages.get("execution_error"):
         return Ended(error=failure["exception_message"])
-    saved = list(_saved(server, entry))
+    saved = list(_saved_files(server, entry))
     found = hashlib.sha256(b"".join(_pixels(path) for path in saved)).hexdigest()
     recorded = tuple(map(_prompt_of, saved))
     for path in saved:
@@ -111,7 +111,7 @@ def run(
     return Ended(digest=f"{digest(entry)} {found}", recorded=recorded)
 
 
-def _saved(server: Server, entry: Mapping[str, Any]) -> Iterator[Path]:
+def _saved_files(server: Server, entry: Mapping[str, Any]) -> Iterator[Path]:
     for node in entry["outputs"].values():
         for one in node.get("images", ()):
             yield server.base / "output" / one["subfolder"] / one["filename"]
@@ -134,14 +134,14 @@ def _prompt_of(path: Path) -> str:
         return video.metadata["prompt"]
 
 
-def _refused(ended: Ended, *words: str) -> str:
+def _refusal_problem(ended: Ended, *words: str) -> str:
     """Of what must be refused in a sentence with one of these words in it."""
     if ended.error and any(word in ended.error for word in words):
         return ""
     return f"it must be refused with {' or '.join(map(repr, words))}: {_short(ended)}"
 
 
-def _right(ended: Ended, wanted: str, *, or_cancelled: bool = False, or_words: tuple[str, ...] = ()) -> str:
+def _result_problem(ended: Ended, wanted: str, *, or_cancelled: bool = False, or_words: tuple[str, ...] = ()) -> str:
     if (ended.digest == wanted) or (or_cancelled and ended.is_cancelled):
         return ""
     if ended.error and any(word in ended.error for word in or_words):
@@ -174,7 +174,9 @@ def full_disk(folder: Path, size_bytes: int = 64 * 1024) -> Iterator[None]:
 def _output_is_full(site: Site) -> str:
     folder = site.server.base / "output" / f"full-{next(_NUMBERS)}"
     with full_disk(folder):
-        wrong = _refused(site.run(site.changed(filename_prefix=f"{folder.name}/x")), "No space left", "takes no more")
+        wrong = _refusal_problem(
+            site.run(site.changed(filename_prefix=f"{folder.name}/x")), "No space left", "takes no more"
+        )
     folder.rmdir()
     return wrong
 
@@ -185,7 +187,7 @@ def _cache_is_full(site: Site) -> str:
         for kind in ("prompts", "compile_seconds"):
             stack.enter_context(full_disk(site.server.cache / kind))
         found = site.run(graph)
-    return _right(site.run(graph), found.digest or "no frames") or (found.error and _short(found))
+    return _result_problem(site.run(graph), found.digest or "no frames") or (found.error and _short(found))
 
 
 def _cache_is_damaged(site: Site) -> str:
@@ -201,7 +203,7 @@ def _cache_is_damaged(site: Site) -> str:
     else:
         _replace(weights, weights.read_bytes()[: weights.stat().st_size // 2])
     site.server.post("/tpu/free", None)
-    return _right(site.run(), site.wanted)
+    return _result_problem(site.run(), site.wanted)
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -213,18 +215,18 @@ def _replace(path: Path, content: bytes) -> None:
 # --- while it runs ----------------------------------------------------------------------------------------------------
 
 
-def _cancelled(site: Site) -> str:
+def _cancel_prompt(site: Site) -> str:
     stop = lambda prompt_id: site.server.post("/interrupt", {"prompt_id": prompt_id})  # noqa: E731
-    return _right(site.run(meanwhile=stop), site.wanted, or_cancelled=True)
+    return _result_problem(site.run(meanwhile=stop), site.wanted, or_cancelled=True)
 
 
-def _freed(site: Site) -> str:
+def _free_everything(site: Site) -> str:
     def free(_: str) -> None:
         site.server.post("/tpu/free", None)
         site.server.post("/free", {"unload_models": True, "free_memory": True})
         site.server.get("/citizen/unload")
 
-    return _right(site.run(meanwhile=free), site.wanted)
+    return _result_problem(site.run(meanwhile=free), site.wanted)
 
 
 def _weights_are(change: Callable[[Path], None]) -> Callable[[Site], str]:
@@ -232,18 +234,18 @@ def _weights_are(change: Callable[[Path], None]) -> Callable[[Site], str]:
         with site.model() as folder:
             graph, path = site.changed(model_id=str(folder)), site.dice.choice(sorted(folder.rglob("*.safetensors")))
             words = (path.name, str(folder))
-            wrong = _right(site.run(graph, meanwhile=lambda _: change(path)), site.wanted, or_words=words)
+            wrong = _result_problem(site.run(graph, meanwhile=lambda _: change(path)), site.wanted, or_words=words)
             site.server.post("/tpu/free", None)
-            return wrong or _refused(site.run(graph), *words)
+            return wrong or _refusal_problem(site.run(graph), *words)
 
     return meet
 
 
-def _replaced(path: Path) -> None:
+def _overwrite_file(path: Path) -> None:
     _replace(path, random.Random(0).randbytes(path.stat().st_size))
 
 
-def _truncated(path: Path) -> None:
+def _truncate_file(path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
 
@@ -280,7 +282,7 @@ def _layers(count: int) -> bytes:
     return safetensors(json.dumps(header).encode(), data=(bytes(5) + said) * count)
 
 
-def _told(**metadata: str) -> bytes:
+def _safetensors_with_metadata(**metadata: str) -> bytes:
     header = {"__metadata__": metadata, "blocks.0.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     return safetensors(json.dumps(header).encode(), data=bytes(4))
 
@@ -294,7 +296,9 @@ STRANGERS: Mapping[str, Callable[[], bytes]] = {
     "longer than itself.safetensors": lambda: safetensors(b"{}", size=2**62),
     "nested.safetensors": lambda: safetensors(b'{"a":' * 50_000),
     "layers.safetensors": lambda: _layers(4000),
-    "config of 5 MiB.safetensors": lambda: _told(config='{"layers": [' + "[]," * (5 * MIB // 3) + "0]}"),
+    "config of 5 MiB.safetensors": lambda: _safetensors_with_metadata(
+        config='{"layers": [' + "[]," * (5 * MIB // 3) + "0]}"
+    ),
     "escapes.safetensors": lambda: safetensors(
         json.dumps({"\x1b[2J\nblocks": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode(), data=bytes(4)
     ),
@@ -306,7 +310,7 @@ def _file_is_hostile(site: Site) -> str:
         path = site.server.base / "models" / "diffusion_models" / f"{next(_NUMBERS)} {name}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(STRANGERS[name]())
-        wrong = _refused(site.run(site.changed(model_id=str(path))), path.name)
+        wrong = _refusal_problem(site.run(site.changed(model_id=str(path))), path.name)
         path.unlink()
         if wrong:
             return f"{name}: {wrong}"
@@ -326,7 +330,7 @@ def _text_is_hostile(site: Site) -> str:
     for one in first.recorded:
         if json.loads(one) != graph:
             return f"the file holds another prompt: {one[:600]}"
-    return _right(second, first.digest) or (_short(first) if first.error else "")
+    return _result_problem(second, first.digest) or (_short(first) if first.error else "")
 
 
 def _tokenizer_is_hostile(site: Site) -> str:
@@ -334,10 +338,10 @@ def _tokenizer_is_hostile(site: Site) -> str:
         path = folder / "tokenizer" / "tokenizer.json"
         split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
         path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": split}))
-        wrong = _refused(site.run(site.changed(model_id=str(folder), prompt="a" * 60)), "regular expression")
+        wrong = _refusal_problem(site.run(site.changed(model_id=str(folder), prompt="a" * 60)), "regular expression")
         config = folder / "tokenizer" / "tokenizer_config.json"
         config.write_text(json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 10**9}))
-        return wrong or _refused(
+        return wrong or _refusal_problem(
             site.run(site.changed(model_id=str(folder), prompt="b" * 60)), "extra_ids", "tokenizer"
         )
 
@@ -346,10 +350,10 @@ FAULTS: Mapping[str, Callable[[Site], str]] = {
     "the output's disk is full": _output_is_full,
     "the cache's disk is full": _cache_is_full,
     "the cache is damaged": _cache_is_damaged,
-    "it is cancelled": _cancelled,
-    "everything is freed": _freed,
-    "its weights are replaced": _weights_are(_replaced),
-    "its weights are cut off": _weights_are(_truncated),
+    "it is cancelled": _cancel_prompt,
+    "everything is freed": _free_everything,
+    "its weights are replaced": _weights_are(_overwrite_file),
+    "its weights are cut off": _weights_are(_truncate_file),
     "a stranger's file": _file_is_hostile,
     "a stranger's text": _text_is_hostile,
     "a stranger's tokenizer": _tokenizer_is_hostile,

@@ -6,7 +6,7 @@ from typing import Any
 Graph = Callable[[Any, Any], Any]
 
 
-def cached(name: str) -> Graph:
+def with_cache_node(name: str) -> Graph:
     """With a cache of core's, which leaves steps out, on both models the same ones."""
 
     def sample(graphs: Any, model: Any) -> Any:
@@ -31,7 +31,7 @@ def cached(name: str) -> Graph:
     return sample
 
 
-def changed(graphs: Any, number: int, **values: Any) -> Any:
+def change_conditioning(graphs: Any, number: int, **values: Any) -> Any:
     """A prompt with other values in its conditioning; without those that are None and no node's."""
     states, info = graphs.prompts[number][0]
     return [[states, {**info, **values}]]
@@ -44,7 +44,7 @@ def without(graphs: Any, number: int, *names: str) -> Any:
 
 def no_guidance(graphs: Any, model: Any) -> Any:
     """FluxDisableGuidance."""
-    return graphs.sample(model, steps=2, positive=changed(graphs, 0, guidance=None))
+    return graphs.sample(model, steps=2, positive=change_conditioning(graphs, 0, guidance=None))
 
 
 def default_guidance(graphs: Any, model: Any) -> Any:
@@ -53,9 +53,12 @@ def default_guidance(graphs: Any, model: Any) -> Any:
 
 def unlike_guidance(graphs: Any, model: Any) -> Any:
     """FluxGuidance on the prompt alone, and another on the negative one."""
-    both = {"positive": changed(graphs, 0, guidance=6.0), "negative": without(graphs, 1, "guidance")}
+    both = {"positive": change_conditioning(graphs, 0, guidance=6.0), "negative": without(graphs, 1, "guidance")}
     first = graphs.sample(model, steps=2, cfg=3.0, **both)
-    both = {"positive": changed(graphs, 0, guidance=None), "negative": changed(graphs, 1, guidance=1.5)}
+    both = {
+        "positive": change_conditioning(graphs, 0, guidance=None),
+        "negative": change_conditioning(graphs, 1, guidance=1.5),
+    }
     return graphs.torch.cat([first, graphs.sample(model, steps=2, cfg=3.0, **both)])
 
 
@@ -63,7 +66,10 @@ def unlike_references(graphs: Any, model: Any) -> Any:
     """Two pictures beside the prompt, one or none beside the negative one; and as many of other sizes."""
     first = graphs.prompts[0][0][1]["reference_latents"]
     rows = [first[:1], [first[1], first[0]]]
-    found = [graphs.sample(model, steps=1, cfg=3.0, negative=changed(graphs, 1, reference_latents=row)) for row in rows]
+    found = [
+        graphs.sample(model, steps=1, cfg=3.0, negative=change_conditioning(graphs, 1, reference_latents=row))
+        for row in rows
+    ]
     found.append(graphs.sample(model, steps=1, cfg=3.0, negative=without(graphs, 1, "reference_latents")))
     return graphs.torch.cat(found)
 
@@ -86,7 +92,7 @@ def two_seen(graphs: Any, model: Any) -> Any:
 
     seen = graphs.draw_again(1, 514, 1280)
     given = SimpleNamespace(penultimate_hidden_states=seen, last_hidden_state=seen)
-    return graphs.sample(model, steps=2, positive=changed(graphs, 0, clip_vision_output=given))
+    return graphs.sample(model, steps=2, positive=change_conditioning(graphs, 0, clip_vision_output=given))
 
 
 def no_glyphs(graphs: Any, model: Any) -> Any:
@@ -146,8 +152,8 @@ def free_noise(graphs: Any, model: Any) -> Any:
 
 
 CASES: dict[str, Graph] = {
-    "EasyCache": cached("EasyCache"),
-    "LazyCache": cached("LazyCache"),
+    "EasyCache": with_cache_node("EasyCache"),
+    "LazyCache": with_cache_node("LazyCache"),
     "no guidance": no_guidance,
     "default guidance": default_guidance,
     "unlike guidance": unlike_guidance,

@@ -89,7 +89,7 @@ WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
 
 @needs_comfyui
 @pytest.mark.slow
-def test_what_a_network_does_not_take_is_said_with_both_numbers_and_a_cause(tmp_path: Path):
+def test_network_shape_error_names_both_shapes_and_cause(tmp_path: Path):
     job = []
     for name, wrong in WRONG.items():
         one = DENOISERS_BY_NAME[name]
@@ -103,7 +103,7 @@ def test_what_a_network_does_not_take_is_said_with_both_numbers_and_a_cause(tmp_
             assert all(part in said for part in parts), (name, case, said)
 
 
-def asked(name: str, **changed: Any) -> tuple[Any, ...]:
+def make_call_inputs(name: str, **changed: Any) -> tuple[Any, ...]:
     """One that a model takes, but for what is changed in it."""
     spec = lookup_spec(name)
     component = spec.component(spec.denoiser.experts[0])
@@ -137,10 +137,12 @@ def asked(name: str, **changed: Any) -> tuple[Any, ...]:
         ("z-image", {"guidance": (1, 1)}, ("guidance has shape (1, 1)", "(rows)")),
     ],
 )
-def test_a_prediction_that_a_network_cannot_make_is_refused(name: str, changed: dict[str, Any], parts: tuple[str, ...]):
-    conditioning.check_call_inputs(*asked(name))
+def test_check_call_inputs_mismatched_shape_raises_value_error(
+    name: str, changed: dict[str, Any], parts: tuple[str, ...]
+):
+    conditioning.check_call_inputs(*make_call_inputs(name))
     with pytest.raises(ValueError) as error:
-        conditioning.check_call_inputs(*asked(name, **changed))
+        conditioning.check_call_inputs(*make_call_inputs(name, **changed))
     assert all(part in str(error.value) for part in (lookup_spec(name).title, *parts)), error.value
 
 
@@ -153,7 +155,7 @@ def test_a_prediction_that_a_network_cannot_make_is_refused(name: str, changed: 
         ("z-image", (1, 16, 3, 8, 8), "(batch, 16, height / 8, width / 8)"),
     ],
 )
-def test_latents_of_another_vae_are_not_decoded_nor_sampled(name: str, shape: tuple[int, ...], wanted: str):
+def test_get_latent_samples_of_another_vae_raises_value_error(name: str, shape: tuple[int, ...], wanted: str):
     with pytest.raises(ValueError, match="is another model's") as error:
         conditioning.get_latent_samples(lookup_spec(name), {"samples": torch.zeros(shape)})
     assert wanted in str(error.value) and str(shape) in str(error.value)

@@ -22,7 +22,9 @@ def split(x: torch.Tensor, chips: int) -> jax.Array:
 @pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("edges", ["zero", "replicate"])
 @pytest.mark.parametrize("chips", [1, 8])
-def test_a_convolution_is_torchs(kernel: tuple[int, int, int], edges: conv_layers.Edges, chips: int, compare: Callable):
+def test_convolution_matches_torch(
+    kernel: tuple[int, int, int], edges: conv_layers.Edges, chips: int, compare: Callable
+):
     torch.manual_seed(0)
     _, rows, columns = kernel
     mode = "constant" if edges == "zero" else "replicate"
@@ -36,7 +38,7 @@ def test_a_convolution_is_torchs(kernel: tuple[int, int, int], edges: conv_layer
 
 @pytest.mark.parametrize("shape", [(1, 6, 3, 4, 16), (1, 6, 4, 16)], ids=["video", "picture"])
 @pytest.mark.parametrize("chips", [1, 8])
-def test_a_group_norm_is_torchs(shape: tuple[int, ...], chips: int, compare: Callable):
+def test_group_norm_matches_torch(shape: tuple[int, ...], chips: int, compare: Callable):
     torch.manual_seed(0)
     x = 3 * torch.randn(shape) + 20 * torch.randn(1, 6, *[1] * (len(shape) - 2))  # means far from zero
     weight, bias = torch.randn(2, 6)
@@ -49,7 +51,7 @@ def test_a_group_norm_is_torchs(shape: tuple[int, ...], chips: int, compare: Cal
 
 
 @pytest.mark.parametrize("at", [(0, 0), (48, 5)], ids=["the row that sums are relative to", "another"])
-def test_one_pixel_far_from_all_others_takes_no_digits_from_a_norm(at: tuple[int, int], compare: Callable):
+def test_group_norm_outlier_pixel_keeps_precision(at: tuple[int, int], compare: Callable):
     torch.manual_seed(0)
     x = torch.randn(1, 6, 96, 128)
     x[..., *at] = 1000.0
@@ -60,7 +62,7 @@ def test_one_pixel_far_from_all_others_takes_no_digits_from_a_norm(at: tuple[int
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("counted", [[False, True, True], [True, False, False]], ids=["not the first", "the first"])
-def test_what_frames_hold_that_are_not_counted_is_no_matter(poison: float, counted: list[bool], compare: Callable):
+def test_group_moments_ignore_uncounted_frames(poison: float, counted: list[bool], compare: Callable):
     torch.manual_seed(0)
     x, which = torch.randn(1, 6, 3, 4, 16), torch.tensor(counted)
     wanted = conv_layers.group_moments(jnp.asarray(x[:, :, which].numpy()), groups=3, eps=1e-6)

@@ -60,13 +60,13 @@ def network(upstream: ModuleType, channels: int) -> Any:
     return found
 
 
-def written(path: Path, tensors: Tensors) -> Path:
+def write_file(path: Path, tensors: Tensors) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     return path
 
 
-def scaled(spec: Any, latents: torch.Tensor) -> torch.Tensor:
+def scale_latents(spec: Any, latents: torch.Tensor) -> torch.Tensor:
     """LATENT samples as the denoiser has them."""
     config = spec.component("vae_decoder").config
     if "latents_mean" not in config:
@@ -92,11 +92,11 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", slower(FILES, "lighttaew2_2"))
-def test_frames_are_those_of_comfyuis_module(name: str, upstream: ModuleType, tmp_path: Path, compare: Callable):
+def test_light_decoder_frames_match_comfyui(name: str, upstream: ModuleType, tmp_path: Path, compare: Callable):
     spec, (number, height, width), is_lightx2v = FILES[name]
     channels = spec.geometry.channels
     theirs = network(upstream, channels)
-    path = written(tmp_path / f"{name.split()[0]}.safetensors", theirs.state_dict())
+    path = write_file(tmp_path / f"{name.split()[0]}.safetensors", theirs.state_dict())
     if spec is HUNYUAN and not is_lightx2v:
         # ComfyUI's has one activation for all of 32 channels; the maker's own code has this one.
         theirs.decoder[2], theirs.decoder[21] = nn.ReLU(), nn.ReLU()
@@ -105,20 +105,20 @@ def test_frames_are_those_of_comfyuis_module(name: str, upstream: ModuleType, tm
     latents = torch.randn(1, channels, number, height, width)
     model = choose_partial_model([spec], str(path), precision="float32")
     ours = engine(8 if height % 2 else 3).decode(model, {"samples": latents}, SilentProgress())
-    wanted = theirs.decode(latents if is_lightx2v else scaled(spec, latents))[0].movedim(0, -1)
+    wanted = theirs.decode(latents if is_lightx2v else scale_latents(spec, latents))[0].movedim(0, -1)
     wanted = (wanted / 2 + 0.5 if spec is HUNYUAN and is_lightx2v else wanted).clamp(0.0, 1.0)
     assert len(wanted) == 4 * number - 3 and wanted.std() > 0.1
     compare(f"frames, {name}", ours.numpy(), wanted.numpy(), error=NETWORK)
 
 
-def test_whose_a_file_is_its_name_says_or_its_format(upstream: ModuleType, tmp_path: Path):
+def test_light_decoder_format_follows_name_or_dtype(upstream: ModuleType, tmp_path: Path):
     tensors = network(upstream, 16).state_dict()
     half = {name: tensor.half() for name, tensor in tensors.items()}
     for name, held, is_lightx2v in (
         ("taew2_1", tensors, False), ("lighttaew2_1", half, True), ("Wan/LightTAE_small", half, True),
         ("decoder", half, False), ("decoder_of_another", tensors, True),
     ):  # fmt: skip
-        path = written(tmp_path / f"{name}.safetensors", held)
+        path = write_file(tmp_path / f"{name}.safetensors", held)
         found = choose_partial_model([WAN], str(path)).resolve(SilentProgress())
         assert found.configs["vae_decoder"]["is_lightx2v"] is is_lightx2v, name
 
@@ -127,17 +127,15 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": kind, "inputs": inputs}
 
 
-def shown(kind: str) -> Node:
+def output_node(kind: str) -> Node:
     """An output node, whose results are returned."""
     given = Input(name="a", type=kind, tooltip="")
     return Node(id=kind, title=kind, description="", inputs=(given,), is_output=True, run=lambda host, a: (a,))
 
 
-def test_a_loader_takes_it_for_the_vae_and_only_where_it_is_named(
-    upstream: ModuleType, tmp_path: Path, compare: Callable
-):
+def test_light_decoder_in_workflow_decodes_only_where_selected(upstream: ModuleType, tmp_path: Path, compare: Callable):
     theirs = network(upstream, 16)
-    written(tmp_path / "vae_approx" / "taew2_1.safetensors", theirs.state_dict())
+    write_file(tmp_path / "vae_approx" / "taew2_1.safetensors", theirs.state_dict())
     small = {"height": 64, "width": 96, "num_frames": 5, "num_inference_steps": 1, "guidance_scale": 1.0, "seed": 3}
     loaded = {"model_id": WAN.miniature.random_id, "family": "Wan21", "precision": "float32"}
     workflow = {
@@ -152,20 +150,22 @@ def test_a_loader_takes_it_for_the_vae_and_only_where_it_is_named(
     for name in ("latents", "same latents", "frames", "exact frames"):
         workflow[f"show {name}"] = node("IMAGE" if "frames" in name else "LATENT", a=[name, 0])
     host = TerminalContext(Folders(models=(str(tmp_path / "vae_approx"),)), stream=io.StringIO())
-    found = run_workflow(workflow, host, {**HEADLESS_NODES, **{kind: shown(kind) for kind in ("IMAGE", "LATENT")}})
+    found = run_workflow(
+        workflow, host, {**HEADLESS_NODES, **{kind: output_node(kind) for kind in ("IMAGE", "LATENT")}}
+    )
     results = {name.removeprefix("show "): value for name, value in found.items()}
     samples = results["latents"][0]["samples"]
     assert torch.equal(samples, results["same latents"][0]["samples"])
-    wanted = frames_of(theirs, scaled(WAN, samples))
+    wanted = frames_of(theirs, scale_latents(WAN, samples))
     compare("frames of a workflow", results["frames"][0].numpy(), wanted.numpy())
     exact = ModelRef(spec_name=WAN.name, model_id=WAN.miniature.random_id, precision="float32")
     assert torch.equal(results["exact frames"][0], engine(8).decode(exact, {"samples": samples}, SilentProgress()))
     assert (results["exact frames"][0] - results["frames"][0]).abs().mean() > 0.05
 
 
-def test_pictures_are_still_encoded_by_the_vae(upstream: ModuleType, tmp_path: Path):
+def test_light_decoder_leaves_image_encoding_to_the_vae(upstream: ModuleType, tmp_path: Path):
     spec = lookup_spec("wan2.2-i2v-a14b")
-    path = written(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
+    path = write_file(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
     settings = spec.settings(height=64, width=96, num_frames=5)
     conditions = [
         engine(8).encode_image(
@@ -189,9 +189,9 @@ class Watching(SilentProgress):
             self.seen.append((preview.sample(), preview.picture and preview.picture()))
 
 
-def test_previews_are_its_pictures_of_the_middle(upstream: ModuleType, tmp_path: Path, compare: Callable):
+def test_light_decoder_previews_match_comfyui(upstream: ModuleType, tmp_path: Path, compare: Callable):
     theirs, runner, host = network(upstream, 16), engine(8), Watching()
-    path = written(tmp_path / "taew2_1.safetensors", theirs.state_dict())
+    path = write_file(tmp_path / "taew2_1.safetensors", theirs.state_dict())
     settings = WAN.settings(height=64, width=96, num_frames=9, num_inference_steps=2, guidance_scale=1.0)
     light, exact = (
         choose_model(WAN, model_id, precision="float32")
@@ -208,10 +208,10 @@ def test_previews_are_its_pictures_of_the_middle(upstream: ModuleType, tmp_path:
     assert [picture for _, picture in host.seen] == [None, None]
 
 
-def test_a_vae_that_files_lack_is_never_a_light_decoder(upstream: ModuleType, tmp_path: Path):
+def test_resolve_missing_vae_never_uses_light_decoder(upstream: ModuleType, tmp_path: Path):
     """It is the largest of the folder's files that fit."""
     source, folder = tiny.ensure_random(WAN), tmp_path / "vae"
-    written(folder / "lighttaew2_1.safetensors", network(upstream, 16).state_dict())
+    write_file(folder / "lighttaew2_1.safetensors", network(upstream, 16).state_dict())
     single_files.write(folder / "wan_vae.safetensors", source / "vae", "AutoencoderKLWan")
     path = single_files.write(tmp_path / "wan.safetensors", source / "transformer", "WanTransformer3DModel")
     encoder = single_files.write(tmp_path / "umt5.safetensors", source / "text_encoder", "UMT5EncoderModel")
@@ -219,7 +219,7 @@ def test_a_vae_that_files_lack_is_never_a_light_decoder(upstream: ModuleType, tm
     assert found.parts["vae"].path.name == "wan_vae.safetensors" and "vae_light" not in found.parts
 
 
-def changed(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {**tensors, name: tensor}
 
 
@@ -228,13 +228,14 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "hunyuanvideo 1's": ("taehv", lambda t: t, "decodes the latents of HunyuanVideo 1, for which"),
     "cogvideox's": ("taecvx", lambda t: t, "decodes the latents of CogVideoX, for which"),
     "another shape": (
-        "taew2_1", changed("decoder.9.conv.0.weight", torch.zeros(7, 5, 3, 3)), "has shape (7, 5, 3, 3), but by",
+        "taew2_1", with_tensor("decoder.9.conv.0.weight", torch.zeros(7, 5, 3, 3)), "has shape (7, 5, 3, 3), but by",
     ),
-    "an input of another kind": ("taew2_1", changed("decoder.1.weight", torch.zeros(3)), "has shape (3,); 4"),
+    "an input of another kind": ("taew2_1", with_tensor("decoder.1.weight", torch.zeros(3)), "has shape (3,); 4"),
     "a hundred thousand channels": (
-        "taew2_1", changed("decoder.1.weight", torch.zeros(1, 100_000, 1, 1)), "latent_channels is 100000",
+        "taew2_1", with_tensor("decoder.1.weight", torch.zeros(1, 100_000, 1, 1)), "latent_channels is 100000",
     ),
-    "patches of 30 pixels": ("taew2_1", changed("decoder.22.weight", torch.zeros(2700, 1, 1, 1)), "patch_size is 30"),
+    "patches of 30 pixels": ("taew2_1", with_tensor("decoder.22.weight", torch.zeros(2700, 1, 1, 1)),
+        "patch_size is 30"),
     "no weight": (
         "taew2_1", lambda t: {n: x for n, x in t.items() if n != "decoder.13.conv.weight"},
         "the weight decoder.13.conv.weight is missing",
@@ -250,18 +251,18 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_what_is_none_is_refused_in_a_sentence(name: str, upstream: ModuleType, tmp_path: Path):
+def test_light_decoder_unsuitable_file_raises_checkpoint_error(name: str, upstream: ModuleType, tmp_path: Path):
     file, change, sentence = DAMAGE[name]
     tensors = network(upstream, 48 if file == "taew2_2" else 16).state_dict()
-    path = written(tmp_path / f"{file}.safetensors", change(tensors))
+    path = write_file(tmp_path / f"{file}.safetensors", change(tensors))
     with pytest.raises(CheckpointError) as refused:
         model = choose_partial_model([WAN], str(path), precision="float32")
         engine(8).decode(model, {"samples": torch.zeros(1, 16, 1, 2, 2)}, SilentProgress())
     assert sentence in str(refused.value) and str(path) in str(refused.value)
 
 
-def test_a_file_that_is_cut_off_or_may_hold_programs_is_refused(upstream: ModuleType, tmp_path: Path):
-    path = written(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
+def test_light_decoder_truncated_or_pickle_file_raises_error(upstream: ModuleType, tmp_path: Path):
+    path = write_file(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="probably cut off while downloading"):
         choose_partial_model([WAN], str(path))

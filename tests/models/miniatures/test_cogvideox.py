@@ -42,16 +42,16 @@ def num_right(score: ModuleType, make: Callable[[str], np.ndarray], number: int 
     return found
 
 
-def test_frames_show_what_held_out_prompts_say(score: ModuleType):
+def test_cogvideox_miniature_frames_match_held_out_prompts(score: ModuleType):
     assert num_right(score, frames_of) >= LEAST
 
 
 @pytest.mark.recorded
-def test_most_of_many_held_out_prompts_are_right(score: ModuleType):
+def test_cogvideox_miniature_passes_most_of_32_held_out_prompts(score: ModuleType):
     assert num_right(score, frames_of, 32) >= 20
 
 
-def swapped(prompt: str) -> np.ndarray:
+def swap_prompts(prompt: str) -> np.ndarray:
     return frames_of("", prompt)
 
 
@@ -61,13 +61,13 @@ def reversed_words(prompt: str) -> np.ndarray:
 
 
 @pytest.mark.recorded
-@pytest.mark.parametrize("fault", [swapped, reversed_words])
-def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], score: ModuleType):
+@pytest.mark.parametrize("fault", [swap_prompts, reversed_words])
+def test_cogvideox_miniature_faulty_prompts_fail_the_judge(fault: Callable[[str], np.ndarray], score: ModuleType):
     assert num_right(score, fault, 4) < 2
 
 
 @pytest.mark.recorded  # as of Wan 2.1's miniature
-def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable):
+def test_cogvideox_miniature_matches_diffusers_on_one_and_eight_chips(compare: Callable):
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     settings = replace(SETTINGS, num_inference_steps=3)
     pipe = parity.upstream("CogVideoXPipeline", tiny.find_folder(SPEC, SPEC.miniature.id)).to(torch.float32)

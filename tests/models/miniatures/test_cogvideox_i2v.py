@@ -25,11 +25,11 @@ MODEL = ModelRef(spec_name=SPEC.name, model_id=SPEC.miniature.id, precision="flo
 SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 10})
 
 
-def test_the_given_frame_moves_as_held_out_prompts_say(score: ModuleType):
+def test_cogvideox_i2v_miniature_passes_most_of_32_held_out_prompts(score: ModuleType):
     assert num_right(score, "cogvideoxi2v", MODEL, SETTINGS, 32) >= 24
 
 
-def test_it_equals_upstreams_pipeline(score: ModuleType, compare: Callable):
+def test_cogvideox_i2v_miniature_matches_diffusers(score: ModuleType, compare: Callable):
     """With weights that mean something."""
     settings = replace(SETTINGS, num_inference_steps=3)
     task = next(score.FAMILIES["cogvideoxi2v"].kinds["clips"]())

@@ -91,7 +91,7 @@ def exact(score: ModuleType, family: str) -> list[np.ndarray]:
 
 @pytest.mark.recorded  # 25 seconds of a core for a picture's, minutes for HunyuanVideo's
 @pytest.mark.parametrize(("family", "form"), MEASURED)
-def test_results_are_near_the_exact_ones_and_show_what_their_prompts_say(
+def test_miniature_faster_setting_is_close_to_exact_and_passes_the_judge(
     family: str, form: str, score: ModuleType, quality: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     quality.few_are_many(monkeypatch.setattr)
@@ -108,7 +108,7 @@ def test_results_are_near_the_exact_ones_and_show_what_their_prompts_say(
     assert MEASURED[family, form] - ROOM <= least < MAX_PSNR_DB
 
 
-def test_every_form_of_one_of_each_family_is_judged(score: ModuleType, quality: ModuleType):
+def test_miniature_faster_settings_are_all_measured(score: ModuleType, quality: ModuleType):
     """In float32, and of MagCache its default."""
     offered = {
         (family, form.removesuffix(", float32"))

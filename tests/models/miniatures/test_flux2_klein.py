@@ -51,17 +51,17 @@ def num_right(score: ModuleType, kind: str, make: Callable[..., np.ndarray] = pi
 
 # As a text alone leads FLUX.2 dev's miniature through the same code in `test_pictures.py`.
 @pytest.mark.recorded
-def test_pictures_show_what_held_out_prompts_say(score: ModuleType):
+def test_klein_miniature_images_match_held_out_prompts(score: ModuleType):
     assert num_right(score, "pictures") >= LEAST
 
 
-def test_a_reference_is_changed_as_the_prompt_says_and_stays_as_it_is_elsewhere(score: ModuleType):
+def test_klein_miniature_edits_match_held_out_prompts(score: ModuleType):
     assert num_right(score, "changes") >= LEAST
 
 
 @pytest.mark.recorded
 @pytest.mark.parametrize(("kind", "least"), [("pictures", 55), ("changes", 48)])
-def test_most_of_many_held_out_prompts_are_right(kind: str, least: int, score: ModuleType):
+def test_klein_miniature_passes_most_of_64_held_out_prompts(kind: str, least: int, score: ModuleType):
     assert num_right(score, kind, number=64) >= least
 
 
@@ -75,11 +75,11 @@ def another_prompt(prompt: str, image: np.ndarray | None) -> np.ndarray:
 
 @pytest.mark.recorded
 @pytest.mark.parametrize("fault", [without_reference, another_prompt])
-def test_faults_show_in_the_pictures(fault: Callable[..., np.ndarray], score: ModuleType):
+def test_klein_miniature_faulty_inputs_fail_the_judge(fault: Callable[..., np.ndarray], score: ModuleType):
     assert num_right(score, "changes", fault) < LEAST
 
 
-def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType, compare: Callable):
+def test_klein_miniature_matches_diffusers_on_one_and_eight_chips(score: ModuleType, compare: Callable):
     """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
     task = next(score.FAMILIES["flux2klein"].kinds["changes"]())
     pipe = parity.upstream("Flux2KleinPipeline", tiny.find_folder(SPEC, SPEC.miniature.id)).to(torch.float32)
@@ -98,7 +98,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType
         compare(f"picture, {chips} chips", picture, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
 
 
-def test_the_example_asks_it_for_what_it_knows(score: ModuleType):
+def test_klein_example_uses_prompt_known_to_the_miniature(score: ModuleType):
     workflow = to_api(read_json(examples.FOLDER / "api" / "flux2_klein.json"), HEADLESS_NODES)
     make_tiny(workflow)
     things = (score.still.Thing(colour="red", shape="circle"), score.still.Thing(colour="green", shape="square"))

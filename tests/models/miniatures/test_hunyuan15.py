@@ -36,13 +36,15 @@ def model_of(family: str) -> tuple[ModelRef, Settings]:
 
 
 @pytest.mark.parametrize(("family", "number", "least"), mostly([FEW, *MORE], FEW))
-def test_frames_show_what_held_out_prompts_say(family: str, number: int, least: int, score: ModuleType):
+def test_hunyuan15_miniature_frames_match_held_out_prompts(family: str, number: int, least: int, score: ModuleType):
     assert num_right(score, family, *model_of(family), number) >= least
 
 
 @pytest.mark.recorded  # a minute; the same with random weights is in `tests/models/test_hunyuan15.py`
 @pytest.mark.parametrize("family", SPECS)
-def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, score: ModuleType, compare: Callable):
+def test_hunyuan15_miniature_matches_diffusers_on_one_and_eight_chips(
+    family: str, score: ModuleType, compare: Callable
+):
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     spec, (model, settings) = SPECS[family], model_of(family)
     settings = replace(settings, num_inference_steps=3)

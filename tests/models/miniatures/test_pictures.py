@@ -64,25 +64,25 @@ def num_right(score: ModuleType, family: str, number: int = TASKS, said: Callabl
 
 
 @pytest.mark.parametrize("family", STEPS)
-def test_pictures_show_what_held_out_prompts_say(family: str, score: ModuleType):
+def test_image_miniature_images_match_held_out_prompts(family: str, score: ModuleType):
     assert num_right(score, family) >= LEAST
 
 
 @pytest.mark.recorded
 @pytest.mark.parametrize("family", EVERY)
-def test_most_of_many_held_out_prompts_are_right(family: str, score: ModuleType):
+def test_image_miniature_passes_most_of_64_held_out_prompts(family: str, score: ModuleType):
     assert num_right(score, family, number=64) >= (48 if family == "qwenimage" else 54)
 
 
 @pytest.mark.recorded
 @pytest.mark.parametrize("family", STEPS)
-def test_another_prompt_shows_in_the_pictures(family: str, score: ModuleType):
+def test_image_miniature_changed_prompts_fail_the_judge(family: str, score: ModuleType):
     assert num_right(score, family, 3, lambda prompt: prompt.replace("circle", "square") + " and a red") < 2
 
 
 @pytest.mark.recorded  # as of FLUX.2 klein's miniature
 @pytest.mark.parametrize("family", STEPS)
-def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, score: ModuleType, compare: Callable):
+def test_image_miniature_matches_diffusers_on_one_and_eight_chips(family: str, score: ModuleType, compare: Callable):
     """With weights that mean something, and the same picture from the same seed whatever the number of chips."""
     spec, model, settings = spec_of(family), model_of(family), settings_of(family)
     task = next(score.FAMILIES[family].kinds["pictures"]())
@@ -107,7 +107,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(family: str, scor
 
 
 @pytest.mark.parametrize("family", STEPS)
-def test_the_example_asks_it_for_what_it_knows(family: str):
+def test_image_example_uses_prompt_known_to_the_miniature(family: str):
     workflow = to_api(read_json(examples.FOLDER / "api" / f"{EXAMPLES[family]}.json"), HEADLESS_NODES)
     make_tiny(workflow)
     asked = {name: value for node in workflow.values() for name, value in node["inputs"].items()}

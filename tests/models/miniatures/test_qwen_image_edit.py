@@ -53,12 +53,12 @@ def num_right(score: ModuleType, number: int, make: Callable[..., np.ndarray] = 
 
 
 @pytest.mark.recorded
-def test_pictures_are_changed_as_held_out_prompts_say_and_stay_as_they_are_elsewhere(score: ModuleType):
+def test_qwen_edit_miniature_passes_held_out_edits(score: ModuleType):
     assert num_right(score, 24) >= LEAST
 
 
 @pytest.mark.recorded
-def test_another_picture_shows_in_the_result(score: ModuleType):
+def test_qwen_edit_miniature_blank_image_fails_the_judge(score: ModuleType):
     def with_another(prompt: str, image: np.ndarray) -> np.ndarray:
         return picture_of(prompt, np.full_like(image, 128))
 
@@ -66,7 +66,7 @@ def test_another_picture_shows_in_the_result(score: ModuleType):
 
 
 @pytest.mark.recorded
-def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType, compare: Callable):
+def test_qwen_edit_miniature_matches_diffusers_on_one_and_eight_chips(score: ModuleType, compare: Callable):
     """The weights are trained; the same seed gives the same image on any number of chips."""
     task = next(score.FAMILIES["qwenimageedit"].kinds["changes"]())
     assert task.image is not None
@@ -82,7 +82,7 @@ def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(score: ModuleType
         compare(f"picture, {chips} chips", picture, expected.frames, error=5 * PIPELINE, overall=2 * OPERATION)
 
 
-def test_the_example_asks_it_for_what_it_knows(score: ModuleType):
+def test_qwen_edit_example_uses_image_and_prompt_known_to_the_miniature(score: ModuleType):
     workflow = to_api(read_json(examples.FOLDER / "api" / "qwen_image_edit_2511.json"), HEADLESS_NODES)
     make_tiny(workflow)
     asked = {name: value for node in workflow.values() for name, value in node["inputs"].items() if value != ["1", 0]}

@@ -28,7 +28,7 @@ def tensors_of(folder: Path, weights: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_each_is_put_together_whole(name: str):
+def test_miniature_folder_is_complete_with_shared_parts(name: str):
     (spec,) = (spec for spec in SPECS if spec.miniature.id == f"tiny/{name}")
     shared = MINIATURES / name / "shared.json"
     parts = json.loads(shared.read_text()) if shared.is_file() else {}
@@ -55,7 +55,7 @@ def test_each_is_put_together_whole(name: str):
                 assert path.read_bytes() == there.read_bytes()
 
 
-def test_the_packs_own_has_no_weights_but_packed_ones():
+def test_packed_miniature_weights_are_bfloat16():
     """In bfloat16, which is what they are packed for: see `tools/train_miniature.py`."""
     assert not list(MINIATURES.rglob("*.safetensors"))
     for path in MINIATURES.rglob(f"*{tiny.PACKED}"):
@@ -63,7 +63,7 @@ def test_the_packs_own_has_no_weights_but_packed_ones():
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_of_a_shared_part_only_what_differs_lies_twice(name: str):
+def test_shared_miniature_parts_store_only_differences(name: str):
     for part, of in json.loads((MINIATURES / name / "shared.json").read_text()).items():
         for path in (MINIATURES / name / part).glob("*"):
             other = MINIATURES / of / path.name
@@ -74,7 +74,7 @@ def test_of_a_shared_part_only_what_differs_lies_twice(name: str):
                 assert path.read_bytes() != other.read_bytes()
 
 
-def test_a_part_that_changes_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_find_trained_changed_shared_part_gives_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(MINIATURES / "wan21", tmp_path / "wan21")
     shutil.copytree(MINIATURES / "wan22t2v", tmp_path / "wan22t2v")
     monkeypatch.setattr(tiny, "_TRAINED", tmp_path)
@@ -88,15 +88,15 @@ def test_a_part_that_changes_is_taken_anew(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("model_id", ["tiny/..", "tiny/../miniatures/wan21", "tiny/", "wan21", "tiny/wan21/vae"])
-def test_nothing_else_is_taken_for_one(model_id: str):
+def test_find_trained_invalid_model_id_is_none(model_id: str):
     assert tiny.find_trained(model_id) is None
 
 
-def test_all_together_are_small():
+def test_miniatures_total_size_is_below_limit():
     size = sum(path.stat().st_size for path in MINIATURES.rglob("*") if path.is_file())
     print(f"{size:,} bytes")
     assert size <= LIMIT
 
 
-def test_none_says_where_it_was_made():
+def test_miniature_configs_have_no_local_paths():
     assert not [path for path in MINIATURES.rglob("*.json") if "_name_or_path" in path.read_text("utf-8")]

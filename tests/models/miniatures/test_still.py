@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 
 
-def test_the_judge_reads_what_is_drawn_and_nothing_else(score: ModuleType):
+def test_still_judge_accepts_only_the_drawn_scene(score: ModuleType):
     still, random = score.still, np.random.default_rng(3)
     changes = list(itertools.islice(still.changes(3, held_out=True), 24))
     for change, other in zip(changes, [*changes[1:], changes[0]], strict=True):
@@ -17,7 +17,7 @@ def test_the_judge_reads_what_is_drawn_and_nothing_else(score: ModuleType):
         assert other.after == change.after or not still.judge(after, other.after).all, (str(change), str(other))
 
 
-def test_a_change_leaves_everything_else_where_it_is(score: ModuleType):
+def test_still_change_alters_only_the_named_thing(score: ModuleType):
     """Beside the changed thing, or behind all of them, no pixel differs."""
     still, random = score.still, np.random.default_rng(4)
     for change in itertools.islice(still.changes(4, held_out=False), 24):

@@ -53,7 +53,7 @@ def num_right(shapes: ModuleType, make: Callable[[str], np.ndarray]) -> int:
 
 
 @pytest.mark.parametrize(("frames", "number"), [(9, 16), (33, 4)])
-def test_the_judge_reads_what_is_drawn_and_nothing_else(shapes: ModuleType, frames: int, number: int):
+def test_moving_judge_accepts_only_the_drawn_scene(shapes: ModuleType, frames: int, number: int):
     random = np.random.default_rng(frames)
     scenes = list(itertools.islice(shapes.scenes(frames, held_out=True), number))
     clips = [shapes.draw(scene, frames, random) for scene in scenes]
@@ -63,7 +63,7 @@ def test_the_judge_reads_what_is_drawn_and_nothing_else(shapes: ModuleType, fram
         assert scene == other or not shapes.judge(clip, other).all, (scene, other)
 
 
-def test_a_speck_and_a_hole_are_stray_pixels(shapes: ModuleType):
+def test_stray_counts_pixels_outside_the_scene(shapes: ModuleType):
     scene = next(scene for scene in shapes.scenes(0, held_out=True) if len(scene.actors) == 1)
     (clip,) = shapes.draw(scene, 1, np.random.default_rng(0))
     behind, colour = (np.array(shapes.COLOURS[name]) for name in (scene.background, scene.actors[0].colour))
@@ -73,7 +73,7 @@ def test_a_speck_and_a_hole_are_stray_pixels(shapes: ModuleType):
 
 
 @pytest.mark.recorded
-def test_nearly_all_of_many_held_out_prompts_are_right_and_hardly_a_pixel_is_stray(shapes: ModuleType):
+def test_wan21_miniature_passes_95_percent_of_64_held_out_prompts(shapes: ModuleType):
     settings = SPEC.settings(**{**SPEC.miniature.inputs, "num_inference_steps": 50})
     scenes = list(itertools.islice(shapes.scenes(100, held_out=True), 64))
     clips = [frames_of(str(scene), settings=replace(settings, seed=seed)) for seed, scene in enumerate(scenes)]
@@ -83,14 +83,14 @@ def test_nearly_all_of_many_held_out_prompts_are_right_and_hardly_a_pixel_is_str
     assert right >= 0.95 * len(scenes) and stray < 1e-3
 
 
-def test_frames_show_what_held_out_prompts_say(shapes: ModuleType):
+def test_wan21_miniature_frames_match_held_out_prompts(shapes: ModuleType):
     right = num_right(shapes, frames_of)
     print(f"{right} of {PROMPTS}")
     assert right == PROMPTS
 
 
 @pytest.mark.recorded  # each network is tested above, and which expert runs when in `wan/test_wan_t2v_siblings.py`
-def test_so_do_the_frames_of_two_experts_that_are_the_same_network(shapes: ModuleType):
+def test_wan22_t2v_miniature_frames_match_held_out_prompts(shapes: ModuleType):
     """Wan 2.2's text to video, in its own layout, scheduler and guidance."""
     two = wan21.TWO_EXPERTS
     model = replace(MODEL, spec_name=two.name, model_id=two.miniature.id)
@@ -100,7 +100,7 @@ def test_so_do_the_frames_of_two_experts_that_are_the_same_network(shapes: Modul
     assert right == PROMPTS
 
 
-def swapped(prompt: str) -> np.ndarray:
+def swap_prompts(prompt: str) -> np.ndarray:
     return frames_of("", prompt)
 
 
@@ -119,14 +119,14 @@ def without_mask(prompt: str) -> np.ndarray:
 
 
 # The masks of encoder and denoiser are in parity tests, too, whose padding is noise or NaN.
-@pytest.mark.parametrize("fault", [swapped, pytest.param(without_mask, marks=pytest.mark.recorded)])
-def test_faults_show_in_the_frames(fault: Callable[[str], np.ndarray], shapes: ModuleType):
+@pytest.mark.parametrize("fault", [swap_prompts, pytest.param(without_mask, marks=pytest.mark.recorded)])
+def test_wan21_miniature_faulty_inputs_fail_the_judge(fault: Callable[[str], np.ndarray], shapes: ModuleType):
     right = num_right(shapes, fault)
     print(f"{right} of {PROMPTS}")
     assert right < PROMPTS
 
 
-def test_it_equals_upstreams_pipeline_on_one_chip_and_on_eight(compare: Callable):
+def test_wan21_miniature_matches_diffusers_on_one_and_eight_chips(compare: Callable):
     """With weights that mean something, and the same video from the same seed whatever the number of chips."""
     settings = replace(SETTINGS, num_inference_steps=3)
     pipe = parity.upstream("WanPipeline", tiny.find_folder(SPEC, SPEC.miniature.id))

@@ -32,16 +32,16 @@ SETTINGS = SPEC.settings(**{**SPEC.miniature.inputs, "num_frames": 9, "num_infer
 TASKS, LEAST = 4, 2  # of which so many are right: one more is, and on another processor may not be
 
 
-def test_the_given_frame_moves_as_held_out_prompts_say(score: ModuleType):
+def test_wan22_i2v_miniature_frames_match_held_out_prompts(score: ModuleType):
     assert num_right(score, "wan22i2v", MODEL, SETTINGS, TASKS) >= LEAST
 
 
 @pytest.mark.recorded
-def test_most_of_many_held_out_prompts_are_right(score: ModuleType):
+def test_wan22_i2v_miniature_passes_most_of_32_held_out_prompts(score: ModuleType):
     assert num_right(score, "wan22i2v", MODEL, SETTINGS, 32) >= 26
 
 
-def test_it_equals_upstreams_pipeline(score: ModuleType, compare: Callable):
+def test_wan22_i2v_miniature_matches_diffusers(score: ModuleType, compare: Callable):
     """With weights that mean something, and both experts in use."""
     settings = replace(SETTINGS, num_frames=5, num_inference_steps=3)
     task = next(score.FAMILIES["wan22i2v"].kinds["clips"]())
@@ -66,7 +66,7 @@ def test_it_equals_upstreams_pipeline(score: ModuleType, compare: Callable):
 
 
 @pytest.mark.parametrize("stem", ["wan22_i2v_720p", "wan22_i2v_4step"])
-def test_the_examples_give_it_a_picture_that_it_knows(stem: str, score: ModuleType):
+def test_wan22_i2v_examples_use_image_known_to_the_miniature(stem: str, score: ModuleType):
     workflow = to_api(read_json(examples.FOLDER / "api" / f"{stem}.json"), HEADLESS_NODES)
     make_tiny(workflow)
     (loaded,) = (node["inputs"]["image"] for node in workflow.values() if node["class_type"] == "LoadImage")
@@ -79,7 +79,7 @@ def test_the_examples_give_it_a_picture_that_it_knows(stem: str, score: ModuleTy
     assert np.array_equal(shown, score.moving.draw(scene, 1, np.random.default_rng(0))[0])
 
 
-def test_ones_own_picture_stays():
+def test_make_tiny_keeps_user_image():
     workflow = to_api(read_json(examples.FOLDER / "api" / "wan22_i2v_720p.json"), HEADLESS_NODES)
     (loader,) = (node for node in workflow.values() if node["class_type"] == "LoadImage")
     loader["inputs"]["image"] = "my own.png"

@@ -32,26 +32,26 @@ SETTINGS = replace(test_wan21.ODD, num_inference_steps=2, guidance_scale=6.0, sh
 SKYREELS = {"_class_name": "SkyReelsV2Transformer3DModel", "inject_sample_info": False, "num_frame_per_block": 1}
 
 
-def changed(path: Path, **values: Any) -> None:
+def update_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def of_pipeline(folder: Path, spec: ModelSpec, pipeline: str, **transformer: Any) -> Path:
+def copy_as_pipeline(folder: Path, spec: ModelSpec, pipeline: str, **transformer: Any) -> Path:
     """The tiny checkpoint as another pipeline's."""
     shutil.copytree(tiny.ensure_random(spec), folder)
-    changed(folder / "model_index.json", _class_name=pipeline)
+    update_json(folder / "model_index.json", _class_name=pipeline)
     if transformer:
-        changed(folder / "model_index.json", transformer=["diffusers", transformer["_class_name"]])
-        changed(folder / "transformer" / "config.json", **transformer)
+        update_json(folder / "model_index.json", transformer=["diffusers", transformer["_class_name"]])
+        update_json(folder / "transformer" / "config.json", **transformer)
     return folder
 
 
 @pytest.fixture
 def skyreels(tmp_path: Path) -> Path:
-    return of_pipeline(tmp_path / "skyreels", WAN, "SkyReelsV2Pipeline", **SKYREELS)
+    return copy_as_pipeline(tmp_path / "skyreels", WAN, "SkyReelsV2Pipeline", **SKYREELS)
 
 
-def test_skyreels_latents_and_frames_equal_upstreams(skyreels: Path, compare: Callable):
+def test_skyreels_latents_and_frames_match_diffusers(skyreels: Path, compare: Callable):
     pipe = parity.upstream("SkyReelsV2Pipeline", skyreels, tokenizer=umt5_tokenizer(skyreels))
     assert type(pipe.transformer).__name__ == SKYREELS["_class_name"]
     pipe.scheduler = solver_table.build_scheduler({**WAN.recipe.scheduler, "flow_shift": SETTINGS.shift})
@@ -68,29 +68,29 @@ def test_skyreels_latents_and_frames_equal_upstreams(skyreels: Path, compare: Ca
 @pytest.mark.parametrize(
     ("key", "value", "supported"), [("inject_sample_info", True, "false"), ("num_frame_per_block", 5, "1")]
 )
-def test_what_diffusion_forcing_needs_is_refused(skyreels: Path, key: str, value: object, supported: str):
-    changed(skyreels / "transformer" / "config.json", **{key: value})
+def test_skyreels_diffusion_forcing_config_raises_value_error(skyreels: Path, key: str, value: object, supported: str):
+    update_json(skyreels / "transformer" / "config.json", **{key: value})
     with pytest.raises(ValueError, match=f"{key} is {json.dumps(value)} .*; supported is {supported}"):
         choose_model(WAN, str(skyreels)).check()
 
 
-def test_the_pipeline_of_diffusion_forcing_is_refused(tmp_path: Path):
-    folder = of_pipeline(tmp_path / "model", WAN, "SkyReelsV2DiffusionForcingPipeline", **SKYREELS)
+def test_skyreels_diffusion_forcing_pipeline_raises_value_error(tmp_path: Path):
+    folder = copy_as_pipeline(tmp_path / "model", WAN, "SkyReelsV2DiffusionForcingPipeline", **SKYREELS)
     with pytest.raises(ValueError, match="is a SkyReelsV2DiffusionForcingPipeline; this node needs a WanPipeline or "):
         choose_model(WAN, str(folder)).check()
 
 
 @pytest.mark.parametrize("spec", [WAN, TI2V], ids=lambda spec: spec.name)
-def test_fastwan_is_found(spec: ModelSpec, tmp_path: Path):
-    folder = of_pipeline(tmp_path / "model", spec, "WanDMDPipeline")
+def test_choose_model_accepts_fastwan_pipeline(spec: ModelSpec, tmp_path: Path):
+    folder = copy_as_pipeline(tmp_path / "model", spec, "WanDMDPipeline")
     model = choose_model(spec, str(folder))
     model.check()
     assert model.spec is spec
 
 
-def test_weights_of_a_block_that_the_network_does_not_have_are_refused(tmp_path: Path):
+def test_denoise_unknown_block_weight_raises_checkpoint_error(tmp_path: Path):
     """FastWan trained with sparse attention has a gate in each block; without it, it is another network."""
-    folder = of_pipeline(tmp_path / "model", WAN, "WanDMDPipeline")
+    folder = copy_as_pipeline(tmp_path / "model", WAN, "WanDMDPipeline")
     path = sorted((folder / "transformer").glob("*.safetensors"))[0]
     weights = load_file(path)
     denoise = functools.partial(

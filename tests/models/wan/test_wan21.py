@@ -65,7 +65,7 @@ def generate(pipe: Any, settings: Settings) -> parity.Result:
 
 
 @pytest.mark.parametrize("name", ["wan2.1-t2v-14b", "wan2.2-i2v-a14b"])
-def test_the_negative_prompt_is_the_makers_whole_one(name: str):
+def test_wan_negative_prompt_equals_published_text(name: str):
     """The digest of `sample_neg_prompt` in the makers' shared_config.py; every example has it too."""
     published = "ce96e0324e4b54ce4b6e867f669ca520952e1a34cc116543516b1897f0d3c47e"
     text = lookup_spec(name).texts["negative_prompt"]
@@ -78,7 +78,7 @@ def test_the_negative_prompt_is_the_makers_whole_one(name: str):
     ("name", "prefix"),
     [("i2v-14b-480p", "镜头晃动，"), ("i2v-14b-720p", "镜头晃动，"), ("flf2v-14b-720p", "镜头切换，镜头晃动，")],
 )
-def test_that_of_wan_2_1_with_pictures_begins_with_the_camera(name: str, prefix: str):
+def test_wan21_i2v_negative_prompt_starts_with_camera_shake(name: str, prefix: str):
     """`wan/configs/wan_i2v_14B.py` and `wan/configs/__init__.py` in the makers' repository put it there."""
     spec = lookup_spec(f"wan2.1-{name}")
     assert spec.texts["negative_prompt"] == prefix + SPEC.texts["negative_prompt"]
@@ -91,7 +91,7 @@ def normalised(samples: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("chips", "prompt"), [(1, SHORT), (3, LONG), (8, SHORT)])
-def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, compare: Callable):
+def test_wan21_prompt_embeddings_match_diffusers(chips: int, prompt: str, compare: Callable):
     prompt_embeds, negative = parity.encode_anew(chips, MODEL, prompt, NEGATIVE)
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(prompt), error=NETWORK)
@@ -100,7 +100,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, prompt: str, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chips", CHIPS)
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+def test_wan21_denoise_with_poisoned_padding_matches_diffusers(
     chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """105 tokens: those that 4 chips need beside them are NaN."""
@@ -119,7 +119,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     ("case", "chips"),
     [("odd", 8), pytest.param("flat", 3, marks=pytest.mark.slow), pytest.param("tall", 1, marks=pytest.mark.slow)],
 )
-def test_latents_and_frames_equal_upstreams(case: str, chips: int, compare: Callable):
+def test_wan21_latents_and_frames_match_diffusers(case: str, chips: int, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     expected = oracle(settings)
     embeds = runner.encode(MODEL, SHORT, NEGATIVE, SilentProgress())
@@ -131,7 +131,7 @@ def test_latents_and_frames_equal_upstreams(case: str, chips: int, compare: Call
 
 # Wan 2.2's from a picture goes through the same networks in bfloat16, and through the VAE's encoder.
 @pytest.mark.recorded
-def test_bfloat16_stays_within_its_bound(compare: Callable):
+def test_wan21_bfloat16_error_stays_within_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through 2 + 3 blocks, 4 steps and the VAE."""
     runner, expected = engine(8), oracle(FLAT)
     model = replace(MODEL, precision="bfloat16")
@@ -144,7 +144,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
 
 
 @pytest.mark.slow
-def test_other_dimensions_work_too(tmp_path, compare: Callable):
+def test_wan21_other_dimensions_match_diffusers(tmp_path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths and text."""
     changes = {
         "text_encoder": {"d_model": 56, "num_heads": 7, "d_ff": 90, "num_layers": 3},
@@ -176,7 +176,7 @@ def test_other_dimensions_work_too(tmp_path, compare: Callable):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_every_setting_changes_the_result(change: dict):
+def test_wan21_every_setting_changes_the_latents(change: dict):
     """Each widget has its effect on a second run, when everything is loaded and compiled."""
     settings = replace(FEW, **{name: value for name, value in change.items() if name != "negative_prompt"})
     first = few_latents(FEW, NEGATIVE)
@@ -191,7 +191,7 @@ def few_latents(settings: Settings, negative: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_another_seed_loads_encodes_and_compiles_nothing():
+def test_wan21_new_seed_loads_encodes_and_compiles_nothing():
     runner = engine(8)
 
     def generate(seed: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ def encode(spec: ModelSpec, **given: Any) -> ImageCondition:
 
 # Two pictures are the same network with more tokens. Without a last one the condition is that of Wan 2.2.
 @pytest.mark.parametrize("spec", slower((FIRST, BOTH), FIRST), ids=lambda spec: spec.name)
-def test_condition_latents_and_frames_equal_upstreams(
+def test_wan21_i2v_condition_latents_and_frames_match_diffusers(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     monkeypatch.setattr(runtime, "get_engine", lambda progress: engine(8))
@@ -122,7 +122,7 @@ def test_condition_latents_and_frames_equal_upstreams(
 
 
 @pytest.mark.parametrize(("spec", "chips"), [(FIRST, 3), (BOTH, 8)], ids=lambda x: getattr(x, "name", x))
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+def test_wan21_i2v_denoise_with_poisoned_padding_matches_diffusers(
     spec: ModelSpec, chips: int, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     parity.poison_padding(monkeypatch)
@@ -149,14 +149,14 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
 
 
 @pytest.mark.parametrize(("height", "width"), [(80, 112), (1280, 720), (33, 331), (224, 224), (49, 49), (300, 225)])
-def test_clip_sees_what_upstreams_processor_shows_it(height: int, width: int, compare: Callable):
+def test_preprocess_images_matches_clip_processor(height: int, width: int, compare: Callable):
     image = np.random.default_rng(5).integers(0, 256, (height, width, 3), np.uint8)
     expected = pipeline(FIRST.name).image_processor(images=Image.fromarray(image), return_tensors="pt")
     ours = image_encoder.preprocess_images(torch.from_numpy(image.astype(np.float32))[None] / 255.0)
     compare(f"{height} x {width}", ours, expected["pixel_values"], error=OPERATION)
 
 
-def test_480p_and_720p_differ_in_defaults_alone():
+def test_wan21_i2v_480p_and_720p_differ_only_in_defaults():
     other = lookup_spec("wan2.1-i2v-14b-720p")
     own = {name: getattr(FIRST, name) for name in ("name", "title", "published", "miniature", "inputs")}
     assert replace(other, **own) == FIRST
@@ -165,7 +165,7 @@ def test_480p_and_720p_differ_in_defaults_alone():
 
 
 @SPECS
-def test_the_nodes_of_wan_2_2_find_it(spec: ModelSpec):
+def test_resolve_variant_finds_wan21_i2v_models(spec: ModelSpec):
     for model_id in (spec.published.hub_id, spec.miniature.id, str(tiny.ensure_random(spec))):
         assert resolve_variant(nodes.SPEC, model_id) is spec
 
@@ -195,13 +195,13 @@ def test_the_nodes_of_wan_2_2_find_it(spec: ModelSpec):
     ],
     ids=["missing", "useless", "too short for the model", "too short"],
 )  # fmt: skip
-def test_what_the_model_does_with_a_last_picture_is_said(spec: ModelSpec, given: dict, message: str):
+def test_image_encoder_invalid_last_image_raises_value_error(spec: ModelSpec, given: dict, message: str):
     with pytest.raises(ValueError) as error:
         encode(spec, **given)
     assert str(error.value) == message
 
 
-def test_a_condition_of_another_model_of_the_family_is_refused():
+def test_denoise_condition_of_other_model_raises_value_error():
     given = {"tpu_family": "Wan22I2V", "height": 80, "width": 112, "num_frames": 9}
     condition: Any = {**given, "tensors": {"condition": torch.zeros(1, 20, 3, 10, 14)}}
     embeds = engine(8).encode(parity.tiny_model(FIRST), SHORT, NEGATIVE, SilentProgress())

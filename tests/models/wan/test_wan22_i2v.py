@@ -122,7 +122,7 @@ def normalised(latents: dict) -> torch.Tensor:
     ("chips", "case"),
     [*(pytest.param(*one, marks=pytest.mark.recorded) for one in ((1, "tall"), (3, "flat"))), (8, "odd")],
 )
-def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, compare: Callable):
+def test_wan22_i2v_condition_latents_and_frames_match_diffusers(chips: int, case: str, compare: Callable):
     settings = CASES[case]
     expected = oracle(settings)
     condition, latents, frames = run(engine(chips), settings)
@@ -132,9 +132,7 @@ def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, com
 
 
 @pytest.mark.slow
-def test_an_expert_without_guidance_runs_one_branch_beside_a_guided_one(
-    monkeypatch: pytest.MonkeyPatch, compare: Callable
-):
+def test_wan22_i2v_unguided_expert_runs_one_branch(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """Two programs of other arrangements of the chips; upstream is told to run both branches for both."""
     monkeypatch.setattr(type(pipeline()), "do_classifier_free_guidance", True)
     expected = generate(pipeline(), MIXED)
@@ -147,7 +145,7 @@ def test_an_expert_without_guidance_runs_one_branch_beside_a_guided_one(
     assert sorted(tuple(one.program.mesh.devices.shape) for one in new) == [(1, 8, 1), (2, 4, 1)]
 
 
-def test_a_video_of_one_frame_has_a_condition_too(compare: Callable):
+def test_wan22_i2v_single_frame_condition_matches_diffusers(compare: Callable):
     with torch.no_grad():
         pixels = picture(ONE).movedim(-1, 1) * 2 - 1
         _, expected = pipeline().prepare_latents(pixels, 1, 16, 64, 64, 1, torch.float32, "cpu", torch.Generator())
@@ -156,7 +154,7 @@ def test_a_video_of_one_frame_has_a_condition_too(compare: Callable):
     assert (condition["height"], condition["width"], condition["num_frames"]) == (64, 64, 1)
 
 
-def test_a_video_may_end_with_a_picture_too(compare: Callable):
+def test_wan22_i2v_last_image_condition_matches_diffusers(compare: Callable):
     settings, last = replace(ONE, num_frames=5), picture(ONE).flip(2)
     with torch.no_grad():
         first, end = (one.movedim(-1, 1) * 2 - 1 for one in (picture(ONE), last))
@@ -169,7 +167,7 @@ def test_a_video_may_end_with_a_picture_too(compare: Callable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chips", slower((1, 3, 8), 1, 3))  # Wan 2.1's encoder, which runs on all three
-def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Callable):
+def test_wan22_i2v_prompt_embeddings_match_diffusers(chips: int, compare: Callable):
     prompt_embeds, negative = parity.encode_anew(chips, MODEL, SHORT, NEGATIVE)
     ours = np.concatenate([prompt_embeds[0][0].numpy(), negative[0][0].numpy()])
     compare(f"embeddings, {chips} chips", ours, embeddings(), error=NETWORK)
@@ -184,7 +182,7 @@ def test_prompts_are_encoded_as_upstream_encodes_them(chips: int, compare: Calla
         [(1, "transformer_2"), (3, "transformer"), (8, "transformer_2")], (1, "transformer_2"), (8, "transformer_2")
     ),
 )
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+def test_wan22_i2v_denoise_with_poisoned_padding_matches_diffusers(
     chips: int, expert: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """105 tokens: those that 4 chips need beside them are NaN."""
@@ -200,7 +198,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     compare(f"{expert}, {chips} chips", denoise_once(chips, expert), expected.numpy(), error=NETWORK)
 
 
-def test_the_two_experts_differ_and_share_the_steps():
+def test_wan22_i2v_experts_differ_and_split_the_steps():
     """So that the parity of the whole shows which of them ran when."""
     found = pipeline()
     first, second = (next(expert.parameters()) for expert in (found.transformer, found.transformer_2))
@@ -212,7 +210,7 @@ def test_the_two_experts_differ_and_share_the_steps():
 
 
 @pytest.mark.slow
-def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyPatch):
+def test_wan22_i2v_idle_expert_is_evicted_when_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     """With room for one expert and a step, the same latents to the bit, and each expert loaded once."""
     runner = engine(8)
     runner.free()
@@ -232,7 +230,7 @@ def test_the_idle_expert_leaves_when_both_do_not_fit(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_bfloat16_stays_within_its_bound(compare: Callable):
+def test_wan22_i2v_bfloat16_error_stays_within_bound(compare: Callable):
     """Against the float32 oracle: rounding of 8 bits through the VAE twice, 2 blocks, 4 steps."""
     expected = oracle(ONE)
     condition, latents, frames = run(engine(1), ONE, replace(MODEL, precision="bfloat16"))
@@ -243,7 +241,7 @@ def test_bfloat16_stays_within_its_bound(compare: Callable):
 
 
 @pytest.mark.recorded
-def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
+def test_wan22_i2v_other_dimensions_match_diffusers(tmp_path: Path, compare: Callable):
     """Nothing is tuned to the built-in checkpoint: other heads, widths, depths, text, and another boundary.
 
     The second expert's scale is None, upstream's way to say: as the first.
@@ -267,7 +265,7 @@ def test_other_dimensions_work_too(tmp_path: Path, compare: Callable):
 
 
 @pytest.mark.slow
-def test_every_setting_and_the_picture_change_the_result():
+def test_wan22_i2v_every_setting_and_the_image_change_the_latents():
     """Each has its effect when everything is loaded and compiled; and nothing is loaded or compiled for it."""
     runner, few = engine(8), replace(ODD, num_inference_steps=2)  # a step for each expert
     condition = runner.encode_image(MODEL, picture(ODD), ODD, SilentProgress())
@@ -286,7 +284,7 @@ def test_every_setting_and_the_picture_change_the_result():
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (48, 96), (96, 32)])
-def test_a_picture_of_another_shape_is_never_distorted(height: int, width: int):
+def test_resize_keeps_aspect_ratio(height: int, width: int):
     """A disc stays a disc: as wide as high, in the middle; crop leaves no bars, fit leaves nothing out."""
     y, x = torch.meshgrid(torch.arange(200.0), torch.arange(320.0), indexing="ij")
     disc = ((y - 99.5) ** 2 + (x - 159.5) ** 2 < 40**2).float()
@@ -308,7 +306,7 @@ def test_a_picture_of_another_shape_is_never_distorted(height: int, width: int):
             assert abs(side - min(80 * scale, limit)) <= 2
 
 
-def test_a_picture_of_the_right_size_is_left_alone():
+def test_resize_to_same_size_is_identity():
     for how in media.RESIZE_MODES:
         assert torch.equal(media.resize(picture(ODD), ODD.height, ODD.width, how), picture(ODD))
 
@@ -335,7 +333,7 @@ def test_a_picture_of_the_right_size_is_left_alone():
     ],
     ids=["none", "another family's", "another model's", "another size's"],
 )
-def test_a_condition_that_does_not_fit_is_refused(given: dict | None, message: str):
+def test_denoise_mismatched_condition_raises_value_error(given: dict | None, message: str):
     embeds = engine(8).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     if given is not None:
         given = {**given, "tensors": {"condition": torch.zeros(1, 20, 2, 8, 8)}}
@@ -354,13 +352,13 @@ def test_a_condition_that_does_not_fit_is_refused(given: dict | None, message: s
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_bad_setting_is_refused(change: dict, message: str):
+def test_check_settings_invalid_value_raises_value_error(change: dict, message: str):
     with pytest.raises(ValueError) as error:
         SPEC.check_settings(replace(ODD, **change))
     assert str(error.value) == f"Wan 2.2 I2V A14B: {message}"
 
 
-def test_a_checkpoint_without_the_second_expert_is_refused(tmp_path: Path):
+def test_locate_missing_second_expert_raises_value_error(tmp_path: Path):
     folder = tmp_path / "half"
     shutil.copytree(tiny.ensure_random(SPEC), folder)
     shutil.rmtree(folder / "transformer_2")
@@ -368,7 +366,7 @@ def test_a_checkpoint_without_the_second_expert_is_refused(tmp_path: Path):
         checkpoint.locate(SPEC, str(folder)).check()
 
 
-def test_a_guided_run_needs_the_negative_prompt():
+def test_denoiser_inputs_guidance_without_negative_prompt_raises():
     prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     plan = DenoisingPlan.create(SPEC, TALL, {part.name: part.tiny for part in SPEC.components}, SPEC.recipe.scheduler)
     assert SPEC.branches(FLAT.guidance_scale) == 1 and SPEC.branches(TALL.guidance_scale) == 2
@@ -391,12 +389,12 @@ def test_a_guided_run_needs_the_negative_prompt():
     ],
     ids=lambda value: getattr(value, "id", ""),
 )
-def test_the_original_widgets_keep_their_order(node: Any, widgets: str):
+def test_wan22_i2v_node_widgets_keep_their_order(node: Any, widgets: str):
     """Saved workflows hold values by position."""
     assert " ".join(declared.name for declared in node.inputs if declared.is_widget) == widgets
 
 
-def test_the_examples_picture_is_found_without_comfyui(tmp_path: Path):
+def test_load_image_searches_input_workflow_and_example_folders(tmp_path: Path):
     """In the input folder, else beside the workflow, else among the examples."""
     host = TerminalContext(Folders(input=tmp_path / "input", workflow=tmp_path), stream=io.StringIO())
     load_image = core_nodes.LOAD_IMAGE.run

@@ -70,7 +70,7 @@ def first_frame(settings: Settings) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "case", "given"), [(8, "odd", True), (3, "tall", False)])
-def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, given: bool, compare: Callable):
+def test_ti2v_condition_latents_and_frames_match_diffusers(chips: int, case: str, given: bool, compare: Callable):
     settings, runner = CASES[case], engine(chips)
     pipe = pipeline("WanImageToVideoPipeline" if given else "WanPipeline")
     pipe.scheduler = solver_table.build_scheduler({**SPEC.recipe.scheduler, "flow_shift": settings.shift})
@@ -95,7 +95,7 @@ def test_condition_latents_and_frames_equal_upstreams(chips: int, case: str, giv
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chips", "given"), [(8, True), (8, False), (3, True)])
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(chips: int, given: bool, compare: Callable):
+def test_ti2v_denoise_with_poisoned_padding_matches_diffusers(chips: int, given: bool, compare: Callable):
     sample = parity.random_latents(SPEC, ODD)
     timesteps = torch.full((1, 3, 5, 7), 700.0)
     seen = sample.clone()
@@ -141,7 +141,7 @@ def workflow(**inputs: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("with_picture", [False, True])
-def test_the_familys_nodes_take_a_picture_or_none(with_picture: bool):
+def test_plan_generations_ti2v_runs_with_and_without_image(with_picture: bool):
     """What is compiled ahead is what runs: with a picture its encoder too; the size is the pipeline's."""
     size = {"height": 160, "width": 96, "num_frames": 5}
     image = {"image": ["1", 0]} if with_picture else {}
@@ -151,7 +151,7 @@ def test_the_familys_nodes_take_a_picture_or_none(with_picture: bool):
     assert {name: getattr(found.settings, name) for name in size} == size
 
 
-def test_a_sampler_has_the_pictures_size_its_own_or_the_models():
+def test_ti2v_sampler_size_comes_from_image_inputs_or_model():
     sampler, encoder = DECLARATIONS["Wan22I2VTPUSampler"], {"height": 160, "width": 96, "num_frames": 5}
     nodes = {"9": {"class_type": "Wan22I2VImageEncoder", "inputs": {**encoder, "model_id": SPEC.miniature.id}}}
 
@@ -167,7 +167,7 @@ def test_a_sampler_has_the_pictures_size_its_own_or_the_models():
 
 
 @pytest.mark.parametrize(("node", "name"), [("Wan22I2VTPUSampler", "condition"), ("Wan22I2VTPUPipeline", "image")])
-def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name: str):
+def test_i2v_node_without_required_image_raises_value_error(node: str, name: str):
     declared, needs_one = DECLARATIONS[node], {"model_id": "tiny/wan22i2v"}
     message = (
         f"Wan 2.2 I2V A14B starts from an image, but {name} is not connected. Connect it, or set model_id to one "
@@ -181,7 +181,7 @@ def test_a_model_that_needs_a_picture_says_so_when_it_is_queued(node: str, name:
     declared.validate_constants(Folders(), {"model_id": SPEC.miniature.id}, set())
 
 
-def test_a_last_picture_alone_is_refused():
+def test_ti2v_node_last_image_alone_raises_value_error():
     declared = DECLARATIONS["Wan22I2VTPUPipeline"]
     with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: last_image is connected, but image is not. Connect it, or"):
         declared.validate_constants(Folders(), {"model_id": SPEC.miniature.id}, {"last_image"})

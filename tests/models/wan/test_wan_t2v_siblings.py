@@ -46,7 +46,7 @@ def generate(spec: ModelSpec, settings: Settings) -> parity.Result:
 @pytest.mark.parametrize(
     ("spec", "settings"), mostly([(SMALL, ALONE), (TWO, SHARED)], (TWO, SHARED)), ids=lambda x: getattr(x, "name", "")
 )
-def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings, compare: Callable):
+def test_wan_t2v_sibling_latents_and_frames_match_diffusers(spec: ModelSpec, settings: Settings, compare: Callable):
     model, runner, expected = parity.tiny_model(spec), engine(8), generate(spec, settings)
     latents = runner.denoise(
         model, settings, *runner.encode(model, SHORT, NEGATIVE, SilentProgress()), SilentProgress()
@@ -56,7 +56,7 @@ def test_latents_and_frames_equal_upstreams(spec: ModelSpec, settings: Settings,
 
 
 @pytest.mark.parametrize(("chips", "spec", "expert"), [(3, SMALL, "transformer"), (8, TWO, "transformer_2")])
-def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
+def test_wan_t2v_sibling_denoise_with_poisoned_padding_matches_diffusers(
     chips: int, spec: ModelSpec, expert: str, monkeypatch: pytest.MonkeyPatch, compare: Callable
 ):
     """The text encoder is Wan 2.1's, to the weight."""
@@ -72,7 +72,7 @@ def test_one_denoiser_call_equals_upstreams_whatever_padding_holds(
     compare(f"{spec.name}, {expert}", ours, (uncond + ODD.guidance_scale * (cond - uncond)).numpy(), error=NETWORK)
 
 
-def test_both_experts_run():
+def test_wan22_t2v_experts_differ_and_split_the_steps():
     """So that the parity of the whole shows which of them ran when."""
     table = solver_table.build_table(TWO, TWO.recipe.scheduler, SHARED, TWO.geometry.latent_shape(SHARED))
     assert [timestep >= 875 for timestep in table.timesteps] == [True] * 3 + [False]
@@ -82,7 +82,7 @@ def test_both_experts_run():
     assert not torch.equal(first["blocks.0.attn1.to_q.weight"], second["blocks.0.attn1.to_q.weight"])
 
 
-def test_a_lora_may_be_for_one_of_the_experts():
+def test_select_loras_respects_expert_of_each_lora():
     loras = tuple(Lora(path=expert, strength=1.0, expert=expert) for expert in ("both", "high", "low"))
     model = replace(parity.tiny_model(TWO), loras=loras)
     found = {expert: [lora.path for lora in model.select_loras(expert)] for expert in TWO.denoiser.experts}
@@ -90,7 +90,7 @@ def test_a_lora_may_be_for_one_of_the_experts():
 
 
 @pytest.mark.parametrize("spec", [SMALL, TWO], ids=lambda spec: spec.name)
-def test_the_nodes_of_wan_2_1_find_it(spec: ModelSpec):
+def test_resolve_variant_finds_wan_t2v_siblings(spec: ModelSpec):
     for model_id in (
         spec.published.hub_id,
         spec.miniature.id,
