@@ -21,7 +21,7 @@ from comfyui_tpu.tests.support import closeness
 from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tests.support.patience import mostly, slower
 
-from .test_attention_kernel_has_no_races_and_matches_reference import inputs, poison, scored, softmax_attention
+from .test_attention import inputs, poison, scored, softmax_attention
 
 pytestmark = pytest.mark.slow
 
