@@ -26,7 +26,7 @@ from comfyui_tpu.tests.browser.page import (
 )
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.nodes.test_bypass import OLD_ORDER, saved_page
-from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import TWO_CHIPS, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 
 EXAMPLES = examples.FOLDER
@@ -66,7 +66,7 @@ SHOWS_A_PICTURE = """() => [...document.querySelectorAll("[data-testid^=template
 
 @pytest.fixture(scope="module")
 def server(start_comfyui: Callable[..., Server]) -> Server:
-    server = start_comfyui()
+    server = start_comfyui(environment=TWO_CHIPS)
     # Where a LoRA is missing the page marks its loader, as it should.
     for name in LORAS:
         (server.base / "models" / "loras").mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from comfyui_tpu.tests.browser.page import (
 )
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
-from comfyui_tpu.tests.support.comfyui_server import Server, make_random, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import TWO_CHIPS, Server, make_random, needs_comfyui
 from comfyui_tpu.tests.support.patience import slower, until
 from PIL import Image
 
@@ -40,7 +40,7 @@ ITEMS = f"() => [...document.querySelectorAll('{NOTICE} strong, {NOTICE} li')].m
 
 @pytest.fixture(scope="module")
 def server(start_comfyui: Callable[..., Server]) -> Server:
-    server = start_comfyui()
+    server = start_comfyui(environment=TWO_CHIPS)
     (server.base / "input").mkdir(exist_ok=True)
     Image.new("RGB", (96, 64), "red").save(server.base / "input" / separate_packs.PICTURE, "PNG")
     return server

@@ -11,7 +11,7 @@ from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders, upgrade_work
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, click, fresh, needs_browser, opened
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form
-from comfyui_tpu.tests.support.comfyui_server import Server, needs_comfyui, tiny_workflow
+from comfyui_tpu.tests.support.comfyui_server import TWO_CHIPS, Server, needs_comfyui, tiny_workflow
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.messages import find_messages
 
@@ -76,7 +76,7 @@ QUEUE = """async () => { await app.queuePrompt(0).catch(() => {}); }"""
 
 @pytest.fixture(scope="module")
 def server(start_comfyui: Callable[..., Server]) -> Server:
-    return start_comfyui()
+    return start_comfyui(environment=TWO_CHIPS)
 
 
 @pytest.fixture(scope="module")
