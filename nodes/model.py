@@ -1,11 +1,12 @@
 """Nodes that select a model for other nodes: one that runs here, or on another machine."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from ..tpu_runtime import api as runtime
 from ..tpu_runtime.checkpoints.file_resolution import SEPARATOR, names_single_files
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, describe_ambiguity
-from ..tpu_runtime.model_spec import QUALITIES, Quality
+from ..tpu_runtime.messages import compose
+from ..tpu_runtime.model_spec import QUALITIES, ModelSpec, Quality
 from ..tpu_runtime.models import SPECS, published, spec_for_family
 from ..tpu_runtime.precision import CHOICES
 from . import inputs
@@ -49,15 +50,15 @@ PART_WIDGETS = {
 }
 
 
-# Families by the `type` widget of ComfyUI's own loaders of text encoders.
-CLIP_TYPES: Mapping[str, tuple[str, ...]] = {
-    "wan": ("Wan21", "Wan22I2V"),
-    "flux2": ("Flux2",),
-    "lumina2": ("ZImage",),
-    "qwen_image": ("QwenImage",),
-    "cogvideox": ("CogVideoX",),
-    "hunyuan_video_15": ("HunyuanVideo15",),
-}
+# Values of the `type` widget of ComfyUI's own loaders of text encoders.
+CLIP_TYPES = tuple(dict.fromkeys(spec.core.clip_type for spec in SPECS if spec.core.clip_type))
+
+
+def specs_of_clip_type(kind: str) -> tuple[ModelSpec, ...]:
+    """Return the models whose text encoders have this `type`. Raises ValueError for an unsupported type."""
+    if kind not in CLIP_TYPES:
+        raise ValueError(compose("comfyui.clip_type_unsupported", kind=kind, clip_types=", ".join(CLIP_TYPES)))
+    return tuple(spec for spec in SPECS if spec.core.clip_type == kind)
 
 
 def parse_quality(weight_dtype: Value) -> str:

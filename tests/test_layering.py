@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from comfyui_tpu.tpu_runtime.models import SPECS
 
 ROOT = Path(__file__).parents[1]
 # A file that cannot be read in one go hides its purpose; a run of equal lines is one function.
@@ -18,7 +19,7 @@ MAX_LINES, MAX_SHARED_RUN = 500, 8
 # What each room may import beside itself.
 LEAVES = {"leaves", "messages", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
-CHECKPOINTS = {"checkpoints", "models", "formats", *PROGRAMS}
+CHECKPOINTS = {"checkpoints", "models", "models.common", "formats", *PROGRAMS}
 ENGINE = {"engine", "multihost", "rpc", "loras", *CHECKPOINTS}
 RUNTIME = {"api", "monitor", "plan", "cost_model", *ENGINE}
 NODES = {"nodes", "nodes.graphs", *RUNTIME}
@@ -148,6 +149,29 @@ def test_package_dependencies_form_no_cycle():
 def test_file_imports_form_no_cycle():
     graph = {path: {target for target in brought_in(path) if target != path} for path in FILES}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_a_family_imports_no_other():
+    """Networks that several families share are in `models/common`."""
+    files = [path for path in FILES if room_of(path) == "models.<family>"]
+    pairs = [(path, target) for path in files for target in brought_in(path) if room_of(target) == "models.<family>"]
+    assert len(pairs) > 50
+    assert [(relative(path), relative(target)) for path, target in pairs if path.parent != target.parent] == []
+
+
+def test_nothing_asks_for_a_familys_name_outside_its_files():
+    """Families differ in fields of their specs: a name in a condition elsewhere is one that a new family lacks."""
+    denoisers = {spec.component(spec.denoiser.experts[0]).class_name for spec in SPECS}
+    names = {spec.family for spec in SPECS} | denoisers
+    own = [path for path in FILES if "spec_for_family" in path.read_text() and path.parent == ROOT / "nodes"]
+    asked = [
+        f"{relative(path)}:{node.lineno} {node.value}"
+        for path in FILES
+        if not room_of(path).startswith("models") and path not in own
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert asked == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

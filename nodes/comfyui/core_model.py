@@ -67,14 +67,12 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
     file = checkpoint.export_network(chosen.locate(), experts[expert], host())
     base = _core_model(file)
     inputs.check_known(base)
-    ours = inputs.CoreNetwork.from_model(chosen, expert)
+    ours = inputs.describe_network(chosen, expert)
     network = base.diffusion_model
     forward = inspect.signature(type(network)._forward)
 
     def predict(*args: object, **kwargs: object) -> torch.Tensor:
         """Predict as the network's `_forward`, on the TPU."""
-        from ...tpu_runtime.engine.stage_functions import PredictionRequest
-
         bound = forward.bind(network, *args, **kwargs).arguments
         passed = {name: value for name, value in bound.items() if name != "self"}
         passed |= passed.pop("kwargs", {})
@@ -86,9 +84,7 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
         result = x.new_empty(0)
         requests = inputs.split_call(ours, {**passed, "options": options})
         for rows, request in requests:
-            prediction = PredictionRequest(
-                sample=request.sample, timestep=request.timestep, inputs=request.inputs, expert=expert
-            )
+            prediction = replace(request, expert=expert)
             predicted = run_stage("predict", replace(chosen, loras=loras), host, prediction=prediction)
             if len(requests) == 1:
                 result = predicted

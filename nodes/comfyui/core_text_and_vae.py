@@ -3,6 +3,7 @@
 Prompt weights, templates, aspect ratios, batches and image crops are core's.
 """
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,6 @@ import comfy.clip_vision
 import comfy.ops
 import comfy.sd
 import comfy.sd1_clip
-import comfy.text_encoders.cogvideo
-import comfy.text_encoders.flux
-import comfy.text_encoders.hunyuan_image
-import comfy.text_encoders.hunyuan_video
-import comfy.text_encoders.qwen_image
-import comfy.text_encoders.wan
 import folder_paths
 import torch
 
@@ -27,10 +22,9 @@ from ...tpu_runtime.checkpoints.file_resolution import SEPARATOR
 from ...tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
 from ...tpu_runtime.files import TensorFile
 from ...tpu_runtime.messages import compose, compose_term
-from ...tpu_runtime.model_spec import ModelSpec
 from ...tpu_runtime.models import SPECS
 from ...tpu_runtime.progress import SilentProgress
-from ..model import CLIP_TYPES
+from ..model import specs_of_clip_type
 from .core_encoder import Encoder, EncoderSlot, check_owner, check_tokens_before
 from .core_model import MakeContext, run_stage
 from .model_patcher import CPU, CorePatcher, LazyProxy
@@ -41,31 +35,21 @@ META = torch.device("meta")
 
 # --- CLIP -------------------------------------------------------------------------------------------------------------
 
-# Text encoders whose tokenizer core does not have; their files contain it.
-_WITH_TOKENIZER = ("UMT5EncoderModel", "Mistral3ForConditionalGeneration")
-
 
 def _core_classes(model: ModelRef) -> tuple[type, type]:
     """Return core's text encoder and tokenizer of a model, as `comfy.sd.load_text_encoder_state_dicts` chooses them."""
-    te = comfy.text_encoders
-    flux, name = te.flux, model.spec.name
-    if name.startswith("flux2-klein"):
-        is_larger = "9b" in name
-        encoder = flux.klein_te(model_type="qwen3_8b" if is_larger else "qwen3_4b")
-        return encoder, flux.KleinTokenizer8B if is_larger else flux.KleinTokenizer
-    return {
-        "Flux2": lambda: (flux.flux2_te(), flux.Flux2Tokenizer),
-        "ZImage": lambda: (te.z_image.te(), te.z_image.ZImageTokenizer),
-        "QwenImage": lambda: (te.qwen_image.te(), te.qwen_image.QwenImageTokenizer),
-        "CogVideoX": lambda: (te.cogvideo.cogvideo_te(), te.cogvideo.CogVideoXTokenizer),
-        "HunyuanVideo15": lambda: (te.hunyuan_image.te(), te.hunyuan_video.HunyuanVideo15Tokenizer),
-    }.get(model.spec.family, lambda: (te.wan.te(), te.wan.WanT5Tokenizer))()
+    clip = model.spec.core.clip
+    return _find_class(clip.encoder)(**clip.options), _find_class(clip.tokenizer)
+
+
+def _find_class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"comfy.text_encoders.{module}"), name)
 
 
 def detect_clip_type(path: str) -> str:
     """Return the type, as in core's loaders, of the text encoder in a checkpoint's file."""
-    family = choose_partial_model(SPECS, path).spec.family
-    return next(kind for kind, families in CLIP_TYPES.items() if family in families)
+    return choose_partial_model(SPECS, path).spec.core.clip_type
 
 
 def load_clip(paths: Sequence[str], kind: str, precision: str, host: MakeContext) -> "CLIP":
@@ -75,9 +59,7 @@ def load_clip(paths: Sequence[str], kind: str, precision: str, host: MakeContext
         node's progress.
     Raises ValueError for an unsupported type.
     """
-    if kind not in CLIP_TYPES:
-        raise ValueError(compose("comfyui.clip_type_unsupported", kind=kind, clip_types=", ".join(CLIP_TYPES)))
-    specs = [spec for spec in SPECS if spec.family in CLIP_TYPES[kind]]
+    specs = specs_of_clip_type(kind)
     model = choose_partial_model(specs, SEPARATOR.join(paths), precision=precision)
     file = checkpoint.export_network(model.locate(), model.spec.text_encoders[0].component, host())
     with_vision = [spec for spec in specs if spec.text_encoders[0].place_beside]
@@ -95,7 +77,7 @@ def defer_clip(model: ModelRef, host: MakeContext) -> "CLIP":
 
 def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
     carried = checkpoint.export_tokenizers(model.locate(), host())
-    if not carried and model.spec.component(model.spec.text_encoders[0].component).class_name in _WITH_TOKENIZER:
+    if not carried and model.spec.core.clip.needs_tokenizer:
         raise ValueError(compose("comfyui.tokenizer_not_readable", model_id=model.model_id))
     target = ClipTarget()
     target.clip, target.tokenizer = _core_classes(model)
@@ -128,8 +110,7 @@ def _make_clip(found: "CLIP", model: ModelRef, host: MakeContext) -> None:
 
 def can_take_images(model: ModelRef) -> bool:
     """Return whether text encoders of this type take images in a prompt, if their file has a vision tower."""
-    alike = next(families for families in CLIP_TYPES.values() if model.spec.family in families)
-    return any(spec.family in alike and spec.text_encoders[0].place_beside for spec in SPECS)
+    return any(spec.text_encoders[0].place_beside for spec in specs_of_clip_type(model.spec.core.clip_type))
 
 
 class LazyOwner(LazyProxy):
@@ -317,24 +298,14 @@ class Autoencoder(torch.nn.Module):
 
 # --- CLIP_VISION ------------------------------------------------------------------------------------------------------
 
-# For each class of image encoders: core's config file, and the states that models use and ours returns.
-_VISION = {
-    "CLIPVisionModel": ("clip_vision_config_h.json", "penultimate_hidden_states"),
-    "SiglipVisionModel": ("clip_vision_siglip_384.json", "last_hidden_state"),
-}
-
 
 def load_clip_vision(path: str, precision: str, host: MakeContext) -> "CLIPVision":
     """Return core's CLIP_VISION of an image encoder in a file.
 
     path: of the file. precision: as a node has it. host: returns the running node's progress.
     """
-    specs = [spec for spec in SPECS if _image_encoder(spec) in _VISION]
+    specs = [spec for spec in SPECS if spec.core.vision and "image_encoder" in spec.image_encoders]
     return CLIPVision(choose_partial_model(specs, path, precision=precision), host)
-
-
-def _image_encoder(spec: ModelSpec) -> str:
-    return next((part.class_name for part in spec.components if part.name == "image_encoder"), "")
 
 
 class CLIPVision(comfy.clip_vision.ClipVisionModel):
@@ -342,8 +313,10 @@ class CLIPVision(comfy.clip_vision.ClipVisionModel):
 
     def __init__(self, model: ModelRef, host: MakeContext) -> None:
         # Core's own network is not created; `__getattr__` refuses its attributes.
-        name, self.states_name = _VISION[_image_encoder(model.spec)]
-        config = json.loads((Path(comfy.clip_vision.__file__).parent / name).read_text("utf-8"))
+        vision = model.spec.core.vision
+        assert vision is not None
+        self.states_name = vision.states
+        config = json.loads((Path(comfy.clip_vision.__file__).parent / vision.config).read_text("utf-8"))
         image_size = model.resolve(SilentProgress()).configs["image_encoder"]["image_size"]
         self.config = {**config, "image_size": image_size}
         self.image_size, self.model_type = self.config["image_size"], self.config["model_type"]

@@ -27,7 +27,7 @@ from ..graphs import core_calls, graph, image_headers
 from ..graphs.core_calls import Prediction
 from ..graphs.known import UNKNOWN, ImageSize, LatentSize, LoaderOutput, NoFacts, Outputs
 from ..graphs.sampling_rules import SamplerCall
-from ..model import CLIP_TYPES, join_model_id, parse_quality
+from ..model import join_model_id, parse_quality, specs_of_clip_type
 from .core_loaders import LOADERS
 from .host import comfyui_folders, resolve_path
 from .networks import inputs
@@ -271,7 +271,7 @@ def _model(source: LoaderOutput, part: str) -> ModelRef | None:
         if source.kind not in LOADERS:
             return None
         if "type" in values:
-            specs = tuple(spec for spec in specs if spec.family in CLIP_TYPES[str(values["type"])])
+            specs = specs_of_clip_type(str(values["type"]))
         if part == "vae":
             specs = tuple(spec for spec in specs if spec.vae.encode is not None)
         paths = [

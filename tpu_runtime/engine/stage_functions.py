@@ -19,6 +19,7 @@ from ..cache.store import signature
 from ..checkpoints import score_bound, tiny
 from ..messages import compose, compose_list, compose_term
 from ..model_spec import STAGES, MagCache, MagCacheCurve, ModelSpec, Quality, Settings, TextEncoding
+from ..model_spec.core_inputs import PredictionRequest
 from ..programs import denoise_step, denoising_plan, network_call
 from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
@@ -232,17 +233,6 @@ def warm_up(stage: StageContext, settings: Settings) -> int:
 
 
 # --- single calls of networks, for nodes of ComfyUI -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictionRequest:
-    """A request for a denoiser's prediction for rows of a sample, all at one timestep."""
-
-    sample: torch.Tensor  # [rows, *latent] float32
-    timestep: float  # in the denoiser's scale
-    # of `model_spec.Forward` by name, 1 or `rows` rows each; optional ones may be absent
-    inputs: Mapping[str, np.ndarray]
-    expert: int = 0  # index of the denoiser
 
 
 @dataclass(frozen=True, kw_only=True)

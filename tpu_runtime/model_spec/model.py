@@ -6,6 +6,7 @@ from typing import Any
 
 from ..messages import compose, compose_term
 from .component import Component, Json, freeze_mappings
+from .core_inputs import CoreInputs
 from .inputs import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList
 from .spec_parts import (
     DenoiserSpec,
@@ -47,6 +48,7 @@ class ModelSpec:
     parallelism: Parallelism = Parallelism()
     vae: VaeSpec
     pictures: ImageConditioning = ImageConditioning()
+    core: CoreInputs = CoreInputs()
 
     def __post_init__(self) -> None:
         choice = EnumInput(options=(CHECKPOINT, *self.recipe.schedulers))

@@ -1,4 +1,4 @@
-"""The supported families, one per line; a family is one folder. May import the families and `models/common`.
+"""The supported families; a family is one folder. May import the families and `models/common`.
 
 ComfyUI imports these files when it starts, so slow imports (JAX, PyTorch) are inside the functions that use them.
 """

@@ -8,6 +8,8 @@ import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers, merge_nested_dicts
 from comfy.samplers import cond_equal_size
 
+from ....tpu_runtime.models.common import core_inputs
+
 if TYPE_CHECKING:
     from comfy.conds import CONDRegular
     from comfy.model_base import BaseModel
@@ -16,8 +18,6 @@ Made = TypeVar("Made")
 
 # Key of this pack's own wrappers of a MODEL.
 KEY = "comfyui_tpu"
-# Entry of `transformer_options`: numbers of valid tokens of padded texts, by core's names of the texts.
-LENGTHS = "tpu_lengths"
 # Inputs that all rows of guidance share, like the sample.
 _SHARED = frozenset(("c_concat", "denoise_mask"))
 # Wrappers that see the rows of a call: with them, number and order of the rows must be core's.
@@ -37,7 +37,8 @@ class GuidanceBatch:
     sample that all rows share goes to the network as one row.
 
     The base model's `tpu_texts` has the number of tokens to which conditionings are padded, by core's names, so that
-    those of different lengths share a call; `LENGTHS` has their numbers of valid tokens. All other calls are core's.
+    those of different lengths share a call; `core_inputs.LENGTHS` has their numbers of valid tokens. All other calls
+    are core's.
 
     It is a wrapper that replaces core's function after all other wrappers, whatever its position among them.
     """
@@ -83,7 +84,7 @@ class GuidanceBatch:
             "cond_or_uncond": [index for index, _ in chosen],
             "uuids": [cond["uuid"] for _, cond in chosen],
             "sigmas": timestep,
-            LENGTHS: {name: lengths for name, (_, lengths) in texts.items()},
+            core_inputs.LENGTHS: {name: lengths for name, (_, lengths) in texts.items()},
         }
         number = len(rows)
         if len(sample) == 1 and self._share(rows):
@@ -181,19 +182,12 @@ def _pad(tensors: tuple[torch.Tensor | None, ...], most: int) -> tuple[torch.Ten
         text = like[:, :0] if text is None else text
         if text.shape[1] > most or text.shape[2] != like.shape[2] or len(text) != len(like):
             return None
-        counts = [text.shape[1]] * len(text) if mask is None else valid_lengths(mask)
+        counts = [text.shape[1]] * len(text) if mask is None else core_inputs.valid_lengths(mask)
         if counts is None:
             return None
         padded.append(torch.nn.functional.pad(text, (0, 0, 0, most - text.shape[1])))
         lengths += counts
     return torch.cat(padded), tuple(lengths)
-
-
-def valid_lengths(mask: torch.Tensor) -> list[int] | None:
-    """Return the number of valid tokens of each row of a mask `[rows, tokens]`; None unless they come first."""
-    lengths = mask.sum(dim=1).int()
-    is_plain = torch.equal(mask.bool(), torch.arange(mask.shape[1])[None] < lengths[:, None])
-    return lengths.tolist() if is_plain else None
 
 
 def _is_changed(options: Options) -> bool:

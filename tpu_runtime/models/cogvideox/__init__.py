@@ -1,6 +1,8 @@
 """CogVideoX 1.5, text and image to video. May import `models/common`, `formats`, `programs` and the leaves."""
 
 from ..common.family import Family
-from . import i2v, published_files, single_file, spec
+from . import i2v, spec
+from .published_files import FILES
+from .single_file import LAYOUTS
 
-FAMILY = Family(flagships=(spec.SPEC,), siblings=(i2v.SPEC,), layouts=single_file.LAYOUTS, files=published_files.FILES)
+FAMILY = Family(flagships=(spec.SPEC,), siblings=(i2v.SPEC,), layouts=LAYOUTS, files=FILES)

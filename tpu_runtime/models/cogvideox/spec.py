@@ -19,6 +19,7 @@ from ...model_spec import (
     VaeSpec,
 )
 from ...model_spec.upstream import UpstreamConfig
+from .core_inputs import CORE
 from .text_encoder import PROMPT, TEXT, TEXT_ENCODER
 from .transformer import GEOMETRY, TRANSFORMER, forward
 from .vae import VAE_DECODER, decode
@@ -125,4 +126,5 @@ SPEC = ModelSpec(
         ),
     ),
     vae=VaeSpec(latent_format="CogVideoX1_5", denormalize=denormalize_latents, decode=decode),
+    core=CORE,
 )

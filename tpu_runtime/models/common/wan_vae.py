@@ -255,7 +255,7 @@ VAE_DECODER = Component(
     class_aliases=("AutoencoderKLQwenImage",),
     config={"base_dim": 96, "z_dim": 16, "latents_mean": LATENTS_MEAN, "latents_std": LATENTS_STD},
     tiny={"base_dim": 8, "num_res_blocks": 1},
-    # Wan 2.2's 5B model has another VAE of the same class, see `wan22`.
+    # Wan 2.2's 5B model has another VAE of the same class, see `wan/vae.py`.
     needs={
         "is_residual": ConfigRequirement((False,)),
         "latents_mean": ConfigRequirement(fits=require_length(16), wording="16 numbers"),

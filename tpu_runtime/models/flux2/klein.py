@@ -19,8 +19,8 @@ from ...model_spec import (
     make_distilled_advice,
 )
 from ..common import qwen3
+from . import core_inputs, transformer
 from . import spec as dev
-from . import transformer
 from .vae import VAE
 
 # The number of steps that the models were distilled for.
@@ -63,6 +63,8 @@ LARGER_COMPONENTS = (
 
 MINIATURE = replace(dev.MINIATURE, id="tiny/flux2klein")
 
+_CORE = replace(core_inputs.CORE, clip=core_inputs.KLEIN_4B)
+
 # One branch and no negative prompt: upstream ignores guidance for checkpoints marked as distilled.
 DISTILLED = replace(
     dev.SPEC,
@@ -75,6 +77,7 @@ DISTILLED = replace(
     ),
     miniature=MINIATURE,
     components=COMPONENTS,
+    core=_CORE,
     text_encoders=(qwen3.TEXT,),
     inputs={
         **dev.INPUTS,
@@ -91,6 +94,7 @@ BASE = replace(
     published=HubCheckpoint(hub_id="black-forest-labs/FLUX.2-klein-base-4B", pipeline_classes=("Flux2KleinPipeline",)),
     miniature=replace(MINIATURE, id="tiny/flux2kleinbase", texts={**MINIATURE.texts, "negative_prompt": ""}),
     components=COMPONENTS,
+    core=_CORE,
     text_encoders=(qwen3.TEXT,),
     texts={"prompt": qwen3.PROMPT, "negative_prompt": ""},
     recipe=replace(dev.RECIPE, guidance="cfg"),
@@ -107,6 +111,7 @@ def derive_9b(spec: ModelSpec) -> ModelSpec:
         published=replace(spec.published, hub_id=spec.published.hub_id.replace("4B", "9B")),
         miniature=replace(spec.miniature, id=f"{spec.miniature.id}9b"),
         components=LARGER_COMPONENTS,
+        core=replace(spec.core, clip=core_inputs.KLEIN_9B),
     )
 
 

@@ -23,6 +23,7 @@ from ...model_spec import (
 )
 from ...model_spec.upstream import UpstreamConfig
 from . import text_encoder
+from .core_inputs import CORE
 from .transformer import GUIDANCE_KEYS, TRANSFORMER, forward
 from .vae import VAE, decode, denormalize_latents, encode_image, encode_pixels
 
@@ -116,4 +117,5 @@ SPEC = ModelSpec(
     parallelism=Parallelism(mesh=shard_heads),
     vae=VaeSpec(latent_format="Flux2", denormalize=denormalize_latents, decode=decode, encode=encode_pixels),
     pictures=ImageConditioning(encode=encode_image, are_references=True),
+    core=CORE,
 )

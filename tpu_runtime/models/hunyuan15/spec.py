@@ -20,6 +20,7 @@ from ...model_spec import (
     VaeSpec,
 )
 from ...model_spec.upstream import UpstreamConfig
+from .core_inputs import CORE
 from .text_encoder import GLYPH_ENCODER, NEGATIVE_PROMPT, PROMPT, TEXT_ENCODER, TEXT_ENCODERS
 from .transformer import TRANSFORMER, forward, keep_features, reuse_features
 from .vae import LIGHT_VAE, VAE_DECODER, decode, denormalize_latents
@@ -97,4 +98,5 @@ SPEC = ModelSpec(
         ),
     ),
     vae=VaeSpec(latent_format="HunyuanVideo15", denormalize=denormalize_latents, decode=decode, light=LIGHT_VAE),
+    core=CORE,
 )

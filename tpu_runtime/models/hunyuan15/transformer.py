@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ....sharding.rules import BLOCK_PRODUCT, GATHERED, REPLICATED, Rule
-from ...model_spec import Component, ConfigRequirement, EqualsConfig, KeyTable, split_rows, swap_halves
+from ...model_spec import Component, ConfigRequirement, EqualsConfig, KeyTable, RowSlice, split_rows, swap_halves
 from ...model_spec.upstream import Net
 from ..common import layers
 
@@ -269,94 +269,57 @@ def reuse_features(
 
 # --- the component ----------------------------------------------------------------------------------------------------
 
-# The path of a block of the token refiner.
-_REFINER = "context_embedder.token_refiner.refiner_blocks.*"
+_TIME = {"mlp.0": "linear_1", "in_layer": "linear_1", "mlp.2": "linear_2", "out_layer": "linear_2"}
+_TEXT = {"linear_1": "linear_1", "in_layer": "linear_1", "linear_2": "linear_2", "out_layer": "linear_2"}
+_FEED_FORWARD = {"fc1": "net.0.proj", "0": "net.0.proj", "fc2": "net.2", "2": "net.2"}
+
+
+def _attention_keys(theirs: str, own: str, qkv: Sequence[str], out: str) -> dict[str, str | tuple[RowSlice, ...]]:
+    """Return the keys of an attention, with both marks: `_` and `.`."""
+    rows = split_rows(*(f"{own}.{name}" for name in qkv))
+    return {f"{theirs}{mark}qkv": rows for mark in "_."} | {f"{theirs}{mark}proj": f"{own}.{out}" for mark in "_."}
+
+
+def _stream_keys(stream: str, norm: str, qkv: Sequence[str], norms: str, out: str, ff: str) -> KeyTable:
+    """Return the keys of a stream of the blocks, `img` or `txt`."""
+    theirs, own = f"double_blocks.*.{stream}", "transformer_blocks.*"
+    return {
+        **{f"{theirs}_mod.{name}": f"{own}.{norm}.linear" for name in ("linear", "lin")},
+        **{f"{theirs}_attn_{letter}": f"{own}.attn.{name}" for letter, name in zip("qkv", qkv, strict=True)},
+        **_attention_keys(f"{theirs}_attn", f"{own}.attn", qkv, out),
+        **{f"{theirs}_attn_{letter}_norm": f"{own}.attn.{norms}_{letter}" for letter in "qk"},
+        **{f"{theirs}_attn.norm.{name}_norm": f"{own}.attn.{norms}_{name[0]}" for name in ("query", "key")},
+        **{f"{theirs}_mlp.{name}": f"{own}.{ff}.{key}" for name, key in _FEED_FORWARD.items()},
+    }
+
+
+# Paths of a block of the token refiner.
+_THEIRS, _REFINER = "txt_in.individual_token_refiner.blocks.*", "context_embedder.token_refiner.refiner_blocks.*"
+_QKV, _ADDED_QKV = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
 # Tencent's keys, and those that only ComfyUI has.
 ORIGINAL_KEYS: KeyTable = {
     "img_in.proj": "x_embedder.proj",
-    "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
-    "time_in.in_layer": "time_embed.timestep_embedder.linear_1",
-    "time_in.mlp.2": "time_embed.timestep_embedder.linear_2",
-    "time_in.out_layer": "time_embed.timestep_embedder.linear_2",
-    "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
-    "txt_in.t_embedder.in_layer": "context_embedder.time_text_embed.timestep_embedder.linear_1",
-    "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
-    "txt_in.t_embedder.out_layer": "context_embedder.time_text_embed.timestep_embedder.linear_2",
-    "txt_in.c_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
-    "txt_in.c_embedder.in_layer": "context_embedder.time_text_embed.text_embedder.linear_1",
-    "txt_in.c_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
-    "txt_in.c_embedder.out_layer": "context_embedder.time_text_embed.text_embedder.linear_2",
+    **{f"time_in.{name}": f"time_embed.timestep_embedder.{key}" for name, key in _TIME.items()},
+    **{
+        f"txt_in.{theirs}.{name}": f"context_embedder.time_text_embed.{own}.{key}"
+        for theirs, own, keys in (("t_embedder", "timestep_embedder", _TIME), ("c_embedder", "text_embedder", _TEXT))
+        for name, key in keys.items()
+    },
     "txt_in.input_embedder": "context_embedder.proj_in",
-    "txt_in.individual_token_refiner.blocks.*.norm1": f"{_REFINER}.norm1",
-    "txt_in.individual_token_refiner.blocks.*.norm2": f"{_REFINER}.norm2",
-    "txt_in.individual_token_refiner.blocks.*.self_attn_qkv": split_rows(
-        f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
-    ),
-    "txt_in.individual_token_refiner.blocks.*.self_attn.qkv": split_rows(
-        f"{_REFINER}.attn.to_q", f"{_REFINER}.attn.to_k", f"{_REFINER}.attn.to_v"
-    ),
-    "txt_in.individual_token_refiner.blocks.*.self_attn_proj": f"{_REFINER}.attn.to_out.0",
-    "txt_in.individual_token_refiner.blocks.*.self_attn.proj": f"{_REFINER}.attn.to_out.0",
-    "txt_in.individual_token_refiner.blocks.*.mlp.fc1": f"{_REFINER}.ff.net.0.proj",
-    "txt_in.individual_token_refiner.blocks.*.mlp.0": f"{_REFINER}.ff.net.0.proj",
-    "txt_in.individual_token_refiner.blocks.*.mlp.fc2": f"{_REFINER}.ff.net.2",
-    "txt_in.individual_token_refiner.blocks.*.mlp.2": f"{_REFINER}.ff.net.2",
-    "txt_in.individual_token_refiner.blocks.*.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
+    f"{_THEIRS}.norm1": f"{_REFINER}.norm1",
+    f"{_THEIRS}.norm2": f"{_REFINER}.norm2",
+    **_attention_keys(f"{_THEIRS}.self_attn", f"{_REFINER}.attn", _QKV, "to_out.0"),
+    **{f"{_THEIRS}.mlp.{name}": f"{_REFINER}.ff.{key}" for name, key in _FEED_FORWARD.items()},
+    f"{_THEIRS}.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
     "byt5_in.layernorm": "context_embedder_2.norm",
-    "byt5_in.fc1": "context_embedder_2.linear_1",
-    "byt5_in.fc2": "context_embedder_2.linear_2",
-    "byt5_in.fc3": "context_embedder_2.linear_3",
+    **{f"byt5_in.fc{number}": f"context_embedder_2.linear_{number}" for number in (1, 2, 3)},
     "vision_in.proj.0": "image_embedder.norm_in",
     "vision_in.proj.1": "image_embedder.linear_1",
     "vision_in.proj.3": "image_embedder.linear_2",
     "vision_in.proj.4": "image_embedder.norm_out",
     "cond_type_embedding": "cond_type_embed",
-    "double_blocks.*.img_mod.linear": "transformer_blocks.*.norm1.linear",
-    "double_blocks.*.img_mod.lin": "transformer_blocks.*.norm1.linear",
-    "double_blocks.*.img_attn_q": "transformer_blocks.*.attn.to_q",
-    "double_blocks.*.img_attn_k": "transformer_blocks.*.attn.to_k",
-    "double_blocks.*.img_attn_v": "transformer_blocks.*.attn.to_v",
-    "double_blocks.*.img_attn_qkv": split_rows(
-        "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
-    ),
-    "double_blocks.*.img_attn.qkv": split_rows(
-        "transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k", "transformer_blocks.*.attn.to_v"
-    ),
-    "double_blocks.*.img_attn_q_norm": "transformer_blocks.*.attn.norm_q",
-    "double_blocks.*.img_attn_k_norm": "transformer_blocks.*.attn.norm_k",
-    "double_blocks.*.img_attn.norm.query_norm": "transformer_blocks.*.attn.norm_q",
-    "double_blocks.*.img_attn.norm.key_norm": "transformer_blocks.*.attn.norm_k",
-    "double_blocks.*.img_attn_proj": "transformer_blocks.*.attn.to_out.0",
-    "double_blocks.*.img_attn.proj": "transformer_blocks.*.attn.to_out.0",
-    "double_blocks.*.img_mlp.fc1": "transformer_blocks.*.ff.net.0.proj",
-    "double_blocks.*.img_mlp.0": "transformer_blocks.*.ff.net.0.proj",
-    "double_blocks.*.img_mlp.fc2": "transformer_blocks.*.ff.net.2",
-    "double_blocks.*.img_mlp.2": "transformer_blocks.*.ff.net.2",
-    "double_blocks.*.txt_mod.linear": "transformer_blocks.*.norm1_context.linear",
-    "double_blocks.*.txt_mod.lin": "transformer_blocks.*.norm1_context.linear",
-    "double_blocks.*.txt_attn_q": "transformer_blocks.*.attn.add_q_proj",
-    "double_blocks.*.txt_attn_k": "transformer_blocks.*.attn.add_k_proj",
-    "double_blocks.*.txt_attn_v": "transformer_blocks.*.attn.add_v_proj",
-    "double_blocks.*.txt_attn_qkv": split_rows(
-        "transformer_blocks.*.attn.add_q_proj",
-        "transformer_blocks.*.attn.add_k_proj",
-        "transformer_blocks.*.attn.add_v_proj",
-    ),
-    "double_blocks.*.txt_attn.qkv": split_rows(
-        "transformer_blocks.*.attn.add_q_proj",
-        "transformer_blocks.*.attn.add_k_proj",
-        "transformer_blocks.*.attn.add_v_proj",
-    ),
-    "double_blocks.*.txt_attn_q_norm": "transformer_blocks.*.attn.norm_added_q",
-    "double_blocks.*.txt_attn_k_norm": "transformer_blocks.*.attn.norm_added_k",
-    "double_blocks.*.txt_attn.norm.query_norm": "transformer_blocks.*.attn.norm_added_q",
-    "double_blocks.*.txt_attn.norm.key_norm": "transformer_blocks.*.attn.norm_added_k",
-    "double_blocks.*.txt_attn_proj": "transformer_blocks.*.attn.to_add_out",
-    "double_blocks.*.txt_attn.proj": "transformer_blocks.*.attn.to_add_out",
-    "double_blocks.*.txt_mlp.fc1": "transformer_blocks.*.ff_context.net.0.proj",
-    "double_blocks.*.txt_mlp.0": "transformer_blocks.*.ff_context.net.0.proj",
-    "double_blocks.*.txt_mlp.fc2": "transformer_blocks.*.ff_context.net.2",
-    "double_blocks.*.txt_mlp.2": "transformer_blocks.*.ff_context.net.2",
+    **_stream_keys("img", "norm1", _QKV, "norm", "to_out.0", "ff"),
+    **_stream_keys("txt", "norm1_context", _ADDED_QKV, "norm_added", "to_add_out", "ff_context"),
     "final_layer.adaLN_modulation.1": swap_halves("norm_out.linear"),
     "final_layer.linear": "proj_out",
 }

@@ -22,6 +22,7 @@ from ...model_spec.upstream import UpstreamConfig
 from ..common import layers, light
 from ..common.wan_vae import VAE_DECODER, decode, denormalize_latents
 from ..common.wan_vae_encoder import VAE_ENCODER, encode_video
+from .core_inputs import CORE
 from .text_encoder import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 from .transformer import PATCH, TRANSFORMER, forward
 
@@ -127,4 +128,5 @@ SPEC = ModelSpec(
     vae=VaeSpec(
         latent_format="Wan21", denormalize=denormalize_latents, decode=decode, encode=encode_video, light=light.WAN
     ),
+    core=CORE,
 )

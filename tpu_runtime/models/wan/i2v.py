@@ -26,6 +26,7 @@ from ...model_spec.upstream import UpstreamConfig
 from ..common import IMAGE_PROMPT, wan_vae_encoder
 from ..common.wan_vae import VAE_DECODER
 from . import spec, text_encoder
+from .core_inputs import CORE
 from .image_encoder import CLIP_MEAN, CLIP_STD, IMAGE_ENCODER, VISION_SIZE, VISION_TOKENS, look, preprocess_images
 from .text_encoder import TEXT, TEXT_ENCODER
 from .transformer import IMAGE_TRANSFORMER, make_experts
@@ -68,6 +69,7 @@ SPEC = ModelSpec(
     pictures=ImageConditioning(
         encode=wan_vae_encoder.encode_image, numbers=(1, 2), condition_shapes=wan_vae_encoder.condition_shapes
     ),
+    core=CORE,
 )
 
 # --- Wan 2.1 ----------------------------------------------------------------------------------------------------------
@@ -162,6 +164,7 @@ I2V_720P = ModelSpec(
     denoiser=spec.DENOISER,
     vae=replace(spec.VAE, encode=wan_vae_encoder.encode_video),
     pictures=ImageConditioning(encode=encode_image, look=look, condition_shapes=condition_shapes),
+    core=CORE,
 )
 
 I2V_480P = replace(

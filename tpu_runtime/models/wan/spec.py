@@ -20,6 +20,7 @@ from ...model_spec import (
 )
 from ..common import light
 from ..common.wan_vae import VAE_DECODER, decode, denormalize_latents
+from .core_inputs import CORE
 from .text_encoder import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 from .transformer import TRANSFORMER, forward, make_experts
 
@@ -81,6 +82,7 @@ SPEC = ModelSpec(
     recipe=RECIPE,
     denoiser=DENOISER,
     vae=VAE,
+    core=CORE,
 )
 
 # Siblings: another size, and two experts.

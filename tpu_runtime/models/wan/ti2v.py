@@ -19,6 +19,7 @@ from ...model_spec import (
 )
 from ...model_spec.upstream import Net
 from . import spec, vae
+from .core_inputs import CORE
 from .text_encoder import NEGATIVE_PROMPT, TEXT, TEXT_ENCODER
 from .transformer import TRANSFORMER, predict_flow
 
@@ -114,4 +115,5 @@ SPEC = ModelSpec(
     pictures=ImageConditioning(
         encode=vae.encode_image, condition_shapes=condition_shapes, put_given=apply_known_latents
     ),
+    core=CORE,
 )

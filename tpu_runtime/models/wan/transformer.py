@@ -183,19 +183,13 @@ TRANSFORMER_RULES = (
 )
 
 # Keys of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
+_ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 ORIGINAL_KEYS = {
-    "blocks.*.self_attn.q": "blocks.*.attn1.to_q",
-    "blocks.*.self_attn.k": "blocks.*.attn1.to_k",
-    "blocks.*.self_attn.v": "blocks.*.attn1.to_v",
-    "blocks.*.self_attn.o": "blocks.*.attn1.to_out.0",
-    "blocks.*.self_attn.norm_q": "blocks.*.attn1.norm_q",
-    "blocks.*.self_attn.norm_k": "blocks.*.attn1.norm_k",
-    "blocks.*.cross_attn.q": "blocks.*.attn2.to_q",
-    "blocks.*.cross_attn.k": "blocks.*.attn2.to_k",
-    "blocks.*.cross_attn.v": "blocks.*.attn2.to_v",
-    "blocks.*.cross_attn.o": "blocks.*.attn2.to_out.0",
-    "blocks.*.cross_attn.norm_q": "blocks.*.attn2.norm_q",
-    "blocks.*.cross_attn.norm_k": "blocks.*.attn2.norm_k",
+    **{
+        f"blocks.*.{theirs}.{name}": f"blocks.*.{own}.{key}"
+        for theirs, own in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for name, key in _ATTENTION.items()
+    },
     "blocks.*.ffn.0": "blocks.*.ffn.net.0.proj",
     "blocks.*.ffn.2": "blocks.*.ffn.net.2",
     "blocks.*.norm3": "blocks.*.norm2",

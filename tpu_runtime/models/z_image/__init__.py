@@ -1,6 +1,8 @@
 """Z-Image, text to image. May import `models/common`, `formats`, `programs` and the leaves."""
 
 from ..common.family import Family
-from . import published_files, single_file, spec
+from . import spec
+from .published_files import FILES
+from .single_file import LAYOUTS
 
-FAMILY = Family(flagships=(spec.SPEC,), siblings=(spec.BASE,), layouts=single_file.LAYOUTS, files=published_files.FILES)
+FAMILY = Family(flagships=(spec.SPEC,), siblings=(spec.BASE,), layouts=LAYOUTS, files=FILES)

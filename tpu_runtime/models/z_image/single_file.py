@@ -1,4 +1,4 @@
-"""Z-Image's single files: the denoiser with Tongyi-MAI's keys, as ComfyUI repackages it. Its VAE is in `kl`."""
+"""Z-Image's single files: the denoiser with Tongyi-MAI's keys, as ComfyUI repackages it. Its VAE is a shared one."""
 
 from ...formats.file_signature import Config, FileLayout, TensorShapes
 from ...model_spec.upstream import UpstreamConfig

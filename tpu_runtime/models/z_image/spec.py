@@ -22,6 +22,7 @@ from ...model_spec import (
 )
 from ...model_spec.upstream import UpstreamConfig
 from ..common import kl
+from .core_inputs import CORE
 from .text_encoder import TEXT, TEXT_ENCODER
 from .transformer import PATCH, STACKS, TRANSFORMER, forward
 
@@ -104,6 +105,7 @@ SPEC = ModelSpec(
     ),
     parallelism=Parallelism(heads_key="n_heads"),
     vae=VaeSpec(latent_format="Flux", denormalize=kl.denormalize_latents, decode=kl.decode, encode=kl.encode_pixels),
+    core=CORE,
 )
 
 BASE = replace(
