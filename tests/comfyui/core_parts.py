@@ -100,7 +100,7 @@ def check_refused(clip: Any) -> None:
     tokens = {name: [[(torch.zeros(8), 1.0), *rows[0][1:]]] for name, rows in clip.tokenize("a cat").items()}
     hooks = comfy.hooks.create_hook_lora({"lora_te1_text_model": torch.ones(1)}, 1.0, 1.0)
     for use, sentence in (
-        (lambda: clip.encode_from_tokens_scheduled(tokens), "holds an embedding (textual inversion)"),
+        (lambda: clip.encode_from_tokens_scheduled(tokens), "an embedding (textual inversion)"),
         (lambda: SetClipHooks().apply_hooks(clip, False, True, hooks), "(hooks) are not supported"),
     ):
         try:
@@ -317,7 +317,7 @@ def looks(job: Mapping[str, Any]) -> dict[str, float]:
     try:
         found.image_embeds  # noqa: B018 - it must not be there
     except AttributeError as error:
-        assert f"gives {ours.states_name}" in str(error), error
+        assert f"returns {ours.states_name}" in str(error), error
     else:
         raise AssertionError("it gives what it has not")
     return errors
