@@ -149,7 +149,7 @@ def _stages(options: argparse.Namespace) -> tuple[str, ...]:
         return tuple(STAGES)
     stages = tuple(name.strip() for name in options.stages.split(",") if name.strip())
     if not stages or set(stages) - set(STAGES):
-        raise ValueError(f"--stages is {options.stages!r}; it must be some of {', '.join(STAGES)}.")
+        raise ValueError(f"--stages is {options.stages!r}; it must name one or more of {', '.join(STAGES)}.")
     return stages
 
 

@@ -123,7 +123,7 @@ def test_compare_node_contact_sheet_spans_first_to_last_frame():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"labels": "a, b"}, "there are 2 labels, but 1 results are connected"),
+        ({"labels": "a, b"}, "labels name 2 results, but 1 are connected"),
         ({"frames": torch.zeros(0, 8, 8, 3)}, "the image is torch.float32 .* not empty"),
         ({"frames_2": torch.full((1, 8, 8, 3), torch.nan)}, "the image is not finite"),
         ({"frames": torch.zeros(1).expand(300, 2000, 2000, 3)}, "300 frames of 2000x2000 are 1200 million pixels"),

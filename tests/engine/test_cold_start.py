@@ -6,8 +6,9 @@ import sys
 
 PROGRAM = """
 import sys, time
-import comfyui_tpu.tpu_runtime.api as api
+from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.engine import lifecycle
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 assert not {"jax", "torch", "diffusers", "transformers"} & set(sys.modules)
 real, attempts = lifecycle.open_devices, []
@@ -24,11 +25,11 @@ def open_devices(report, check_cancelled):
 
 lifecycle.open_devices = open_devices
 try:
-    api.get_engine(api.SilentProgress())
+    lifecycle.get_engine(SilentProgress())
 except InterruptedError:
     assert lifecycle.current_engine() is None
-engine = api.get_engine(api.SilentProgress())
-assert engine is api.get_engine(api.SilentProgress()) and len(engine.devices) == 2 == len(attempts)
+engine = lifecycle.get_engine(SilentProgress())
+assert engine is lifecycle.get_engine(SilentProgress()) and len(engine.devices) == 2 == len(attempts)
 import diffusers, transformers
 assert issubclass(diffusers.WanTransformer3DModel, diffusers.ModelMixin)
 assert issubclass(transformers.UMT5EncoderModel, transformers.PreTrainedModel)

@@ -113,10 +113,10 @@ def test_choose_model_missing_part_names_file_to_download(tmp_path: Path):
     transformer = next(path for path in write_all(WAN, tmp_path) if "wan2.1" in Path(path).name)
     with pytest.raises(CheckpointError) as error:
         choose_model(WAN, transformer)
-    assert "Get umt5_xxl_fp16.safetensors of Comfy-Org/Wan_2.1_ComfyUI_repackaged into models/text_encoders" in str(
+    assert "Put umt5_xxl_fp16.safetensors of Comfy-Org/Wan_2.1_ComfyUI_repackaged into models/text_encoders" in str(
         error.value
     )
-    assert f"add + {WAN.published.hub_id} to model_id" in str(error.value)
+    assert f"add + {WAN.published.hub_id}, which has it, to model_id" in str(error.value)
 
 
 def test_cli_warmup_accepts_single_files(comfyui: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

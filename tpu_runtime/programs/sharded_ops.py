@@ -302,7 +302,7 @@ class ShardedOps:
 
     def products(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Int8Tokens,
         *factors: Factor,
         activation: Activation | None = None,
         placement: Placement = "sharded",
@@ -319,6 +319,7 @@ class ShardedOps:
             run = self._int8_linear(placement, rounded[0], activation=activation, split=split)
             yield from torch_bridge.call_jax(run, rounded, x)
             return
+        assert isinstance(x, torch.Tensor)
         functional = torch.nn.functional
         results = (
             functional.linear(x, getattr(module, name), weights.get_bias(module, name))

@@ -16,13 +16,13 @@ from comfyui_tpu.tpu_runtime.models import lookup_spec
 # By model and case: what is wrong, and what its sentence holds, both numbers among it.
 WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
     "wan t2v": {
-        "latents of Wan 2.2's VAE": ({"samples": (1, 48, 3, 9, 6)}, ("48 channels", "takes 16", "VAE")),
-        "latents of a picture": ({"samples": (1, 4, 1, 9, 6)}, ("4 channels", "takes 16")),
-        "another encoder": ({"width": 2560}, ("2560 wide", "takes 4096", "text encoder")),
+        "latents of Wan 2.2's VAE": ({"samples": (1, 48, 3, 9, 6)}, ("48 channels", "expects 16", "VAE")),
+        "latents of a picture": ({"samples": (1, 4, 1, 9, 6)}, ("4 channels", "expects 16")),
+        "another encoder": ({"width": 2560}, ("2560 wide", "expects 4096", "text encoder")),
     },
     "wan 2.1 i2v": {
         "a picture of Wan 2.2's VAE": (
-            {"concat_latent_image": (1, 48, 3, 9, 6)}, ("concat_latent_image has 48 channels", "takes 16", "VAE"),
+            {"concat_latent_image": (1, 48, 3, 9, 6)}, ("concat_latent_image has 48 channels", "expects 16", "VAE"),
         ),
         "a picture of another length": (
             {"concat_latent_image": (1, 16, 5, 9, 6)}, ("5 latent frames", "sample has 3", "length of the video"),
@@ -31,58 +31,58 @@ WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
             {"concat_mask": (1, 1, 5, 9, 6)}, ("concat_mask has 5 latent frames", "sample has 3"),
         ),
         "another image encoder": (
-            {"clip_vision_output": (1, 729, 1152)}, ("1152 wide", "takes 1280", "image encoder"),
+            {"clip_vision_output": (1, 729, 1152)}, ("1152 wide", "expects 1280", "image encoder"),
         ),
     },
     "wan 2.1 flf2v": {
         "three pictures": ({"clip_vision_output": (1, 771, 1280)}, ("771 tokens", "at most 514")),
     },
     "wan 2.2 ti2v": {
-        "latents of Wan 2.1's VAE": ({"samples": (1, 16, 3, 9, 6)}, ("16 channels", "takes 48", "VAE")),
+        "latents of Wan 2.1's VAE": ({"samples": (1, 16, 3, 9, 6)}, ("16 channels", "expects 48", "VAE")),
     },
     "flux.2 dev": {
-        "T5's states": ({"width": 80}, ("80 wide", "takes 96", "text encoder")),
+        "T5's states": ({"width": 80}, ("80 wide", "expects 96", "text encoder")),
         "references of FLUX.1's VAE": (
             {"reference_latents": [(1, 128, 4, 6), (1, 16, 8, 12)]}, ("reference_latents 2", "16 channels", "128"),
         ),
         "a reference of a video": (
             {"reference_latents": [(1, 128, 2, 4, 6)]}, ("shape (1, 128, 2, 4, 6)", "(1, 128, height, width)"),
         ),
-        "latents of FLUX.1's VAE": ({"samples": (1, 16, 14, 10)}, ("16 channels", "takes 128")),
+        "latents of FLUX.1's VAE": ({"samples": (1, 16, 14, 10)}, ("16 channels", "expects 128")),
     },
     "qwen-image edit": {
         "references of another VAE": (
-            {"reference_latents": [(1, 48, 1, 8, 12)]}, ("48 channels", "takes 16", "VAE"),
+            {"reference_latents": [(1, 48, 1, 8, 12)]}, ("48 channels", "expects 16", "VAE"),
         ),
         "a reference without frames": (
             {"reference_latents": [(1, 16, 8, 12)]}, ("shape (1, 16, 8, 12)", "(1, 16, 1, height, width)"),
         ),
-        "a video's latents": ({"samples": (1, 16, 3, 12, 8)}, ("3 frames", "takes 1", "length")),
-        "another encoder": ({"width": 100}, ("100 wide", "takes 96")),
+        "a video's latents": ({"samples": (1, 16, 3, 12, 8)}, ("3 frames", "expects 1", "length")),
+        "another encoder": ({"width": 100}, ("100 wide", "expects 96")),
     },
     # Its file has neither the mark of 2511 nor its name.
     "qwen-image": {
         "references as 2511 takes them": (
             {"reference_latents": [(1, 16, 1, 8, 12)], "reference_latents_method": "index_timestep_zero"},
             (
-                "reference_latents_method is index_timestep_zero", "takes index", "put 2511 into its name",
+                "reference_latents_method is index_timestep_zero", "supports index", "put 2511 into its name",
                 "add + qwen-image-edit-2511 to the model_id of TPUModelLoader",
             ),
         ),
         "references as FLUX.1 Kontext takes them": (
             {"reference_latents": [(1, 16, 1, 8, 12)], "reference_latents_method": "offset"},
-            ("reference_latents_method is offset", "takes index", "Set that, or remove the node"),
+            ("reference_latents_method is offset", "supports index", "Set that, or remove the node"),
         ),
     },
     "hunyuanvideo 1.5 i2v, distilled": {
-        "a picture of Wan's VAE": ({"concat_latent_image": (1, 16, 3, 5, 6)}, ("16 channels", "takes 32")),
+        "a picture of Wan's VAE": ({"concat_latent_image": (1, 16, 3, 5, 6)}, ("16 channels", "expects 32")),
         "a picture of another length": ({"concat_latent_image": (1, 32, 4, 5, 6)}, ("4 latent frames", "sample has 3")),
-        "another image encoder": ({"clip_vision_output": (1, 257, 1280)}, ("1280 wide", "takes 1152")),
-        "other glyphs": ({"conditioning_byt5small": (1, 19, 512)}, ("512 wide", "takes 1472", "text encoder")),
+        "another image encoder": ({"clip_vision_output": (1, 257, 1280)}, ("1280 wide", "expects 1152")),
+        "other glyphs": ({"conditioning_byt5small": (1, 19, 512)}, ("512 wide", "expects 1472", "text encoder")),
     },
     "cogvideox i2v": {
-        "a picture of another VAE": ({"concat_latent_image": (1, 32, 1, 8, 6)}, ("32 channels", "takes 16", "VAE")),
-        "another encoder": ({"width": 100}, ("100 wide", "takes 96")),
+        "a picture of another VAE": ({"concat_latent_image": (1, 32, 1, 8, 6)}, ("32 channels", "expects 16", "VAE")),
+        "another encoder": ({"width": 100}, ("100 wide", "expects 96")),
     },
 }  # fmt: skip
 
@@ -156,6 +156,6 @@ def test_check_call_inputs_mismatched_shape_raises_value_error(
     ],
 )
 def test_get_latent_samples_of_another_vae_raises_value_error(name: str, shape: tuple[int, ...], wanted: str):
-    with pytest.raises(ValueError, match="is another model's") as error:
+    with pytest.raises(ValueError, match="belongs to another model") as error:
         conditioning.get_latent_samples(lookup_spec(name), {"samples": torch.zeros(shape)})
     assert wanted in str(error.value) and str(shape) in str(error.value)
