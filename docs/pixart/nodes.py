@@ -1,6 +1,6 @@
 """PixArt-Sigma text to image: the inputs of its nodes, in the order that saved workflows rely on."""
 
-from ..tpu_runtime.api import spec_for_family
+from ..tpu_runtime.models import spec_for_family
 from .family import decoder, pipeline, sampler, text_encoder
 
 SPEC = spec_for_family("PixArt")
