@@ -380,9 +380,7 @@ def test_requirements_upper_bounds_have_reasons():
     ]
     assert {demo_and_tests.project_name(lines[number]) for number in bounded} == {"jax", "torchax"}
     reasons = [next(line for line in reversed(lines[:number]) if line.startswith("#")) for number in bounded]
-    assert all(
-        re.search(r"changed something that the pack calls|mends the tables of this release", one) for one in reasons
-    )
+    assert all(re.search(r"changed something used here|repairs the tables of this release", one) for one in reasons)
 
 
 # ComfyUI's requirements.txt, and what those and diffusers and accelerate bring.

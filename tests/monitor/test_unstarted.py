@@ -87,7 +87,7 @@ def test_configure_without_tpu_keeps_installed_gpu_plugin(tmp_path: Path, monkey
 
 @pytest.mark.skipif(bool(pci.find_device_files()), reason="this machine has a TPU")
 def test_jax_start_without_tpu_prints_nothing():
-    program = "from comfyui_tpu.tpu_runtime import api; api.pci.configure_without_tpu(); import jax; jax.devices()"
+    program = "from comfyui_tpu.tpu_runtime.machine import pci; pci.configure_without_tpu(); import jax; jax.devices()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "TPU"))}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -40,8 +40,8 @@ def test_swap_loaders_swaps_supported_loaders_and_names_others():
         "(unknown.safetensors) on the CPU. That takes far too long. Open a template whose loaders can all be "
         "swapped.",
         "UNETLoader (wan2.1_t2v_14B_fp16.safetensors) is now TPUUNETLoader.",
-        "CLIPLoader (t5.safetensors) stays: its type is not one of wan, flux2, lumina2, qwen_image, cogvideox, "
-        "hunyuan_video_15.",
+        "CLIPLoader (t5.safetensors) stays: its type is not one of wan, hunyuan_video_15, flux2, "
+        "lumina2, qwen_image, cogvideox.",
         "CLIPLoader (umt5.safetensors) is now TPUCLIPLoader.",
         "VAELoader (unknown.safetensors) stays: the file is not a model that runs on the TPU, or is not in ComfyUI's "
         "folders.",

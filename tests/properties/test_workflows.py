@@ -157,7 +157,7 @@ def test_free_route_arbitrary_body_gives_200_or_400(content: bytes):
     """`POST /tpu/free` frees what was named, all, or answers 400 with a sentence."""
     freed = []
     status, said = answer("/tpu/free", content, freed)
-    assert (status == 200) == bool(freed)
+    assert (status == 200) == bool(freed) or said == {"freed": []}
     assert status == 200 or (status == 400 and said["error"].startswith(("The body ", "ids is ")))
 
 
