@@ -227,7 +227,7 @@ def wrong_channels(bench: Bench) -> Iterator[Row]:
         other=("TPUVAELoader", {"vae_name": bench.has("wan22_vae", "vae")}),
         latent=("VAEEncode", {"pixels": ["image", 0], "vae": ["other", 0]}),
     )
-    yield bench.refused(16, "latents of Wan 2.2's VAE for Wan 2.1", graph, "48 channels", "takes 16", "VAE")
+    yield bench.refused(16, "latents of Wan 2.2's VAE for Wan 2.1", graph, "48 channels", "expects 16", "VAE")
     graph = tpu(flux(bench, cfg=1.0))
     graph |= nodes(
         image=("LoadImage", {"image": "picture0.png"}),
@@ -238,7 +238,7 @@ def wrong_channels(bench: Bench) -> Iterator[Row]:
     graph["sampler"]["inputs"]["positive"] = ["seen", 0]
     yield bench.refused(16, "a reference of Wan's VAE for FLUX.2", graph, "reference_latents", "16", "128")
     graph = tpu(core(clip__clip_name=bench.has("mistral", "text_encoders"), clip__type="flux2"))
-    yield bench.refused(16, "FLUX.2's text encoder for Wan", graph, "192 wide", "takes 4096", "text encoder")
+    yield bench.refused(16, "FLUX.2's text encoder for Wan", graph, "192 wide", "expects 4096", "text encoder")
 
 
 def absent_methods(bench: Bench) -> Iterator[Row]:
@@ -249,7 +249,7 @@ def absent_methods(bench: Bench) -> Iterator[Row]:
     }
     graph["show"] = {"class_type": "PreviewAny", "inputs": {"source": ["text", 0]}}
     graph = {name: graph[name] for name in ("clip", "text", "show")}
-    yield bench.refused(17, "TextGenerate", graph, "write text", "encodes prompts only", "ComfyUI's own loader")
+    yield bench.refused(17, "TextGenerate", graph, "writes text", "only encodes prompts", "ComfyUI's own loader")
     graph = between(tpu(core()), "ModelSamplingSD3", shift=3.0)
     graph["patch"] = {"class_type": "NAGuidance", "inputs": {
         "model": ["unet", 0], "nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}}  # fmt: skip
