@@ -1,1 +1,1 @@
-"""The `comfyui-tpu` command, one file per group of verbs. May import all packages; the runtime by its public API."""
+"""The `comfyui-tpu` command, one file per group of verbs. May import all packages."""

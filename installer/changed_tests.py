@@ -30,8 +30,8 @@ def choose_tests(root: Path, changed: Iterable[str]) -> list[str]:
     """Return the test files of the changed files.
 
     They import a changed module, or a module that imports one, themselves or by helpers in `tests/`; or they are in
-    the folder of the same name, such as `tests/engine` for `tpu_runtime/engine`. A file that is no Python belongs to
-    the tests that name it. A changed conftest.py concerns all tests of its folder.
+    the folder of the same name, such as `tests/engine` for `tpu_runtime/engine`. Other files
+    belong to the tests that name them. A changed conftest.py selects all tests of its folder.
     """
     changed = set(changed)
     modules = {_module_name(path): path for path in _python_files(root)}
@@ -89,7 +89,7 @@ def _module_name(path: str) -> str:
 
 
 def _imported(file: Path, path: str, modules: Mapping[str, str]) -> Iterator[str]:
-    """Yield the paths of the modules that a file imports. A name that is no module comes from the package itself."""
+    """Yield the paths of the modules that a file imports. Names other than modules belong to the package."""
     package = [PACKAGE, *Path(path).parent.parts]
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,6 +1,6 @@
 """The pack's nodes as declarations. A family's file has the name of its folder in the runtime's models.
 
-May import `tpu_runtime/api.py`.
+May import the runtime.
 """
 
 import importlib

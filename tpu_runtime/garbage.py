@@ -24,10 +24,10 @@ _pauses, _was_enabled = 0, True
 
 @contextmanager
 def pause_while_importing() -> Iterator[None]:
-    """Pause automatic collections in the block, which imports, and freeze all objects after it.
+    """Pause automatic collections while the block imports modules, then freeze all objects.
 
-    While modules are imported, Python searches the growing number of objects again and again, for up to seconds each
-    time. Nothing is frozen after fewer than `MANY` new objects, or with a network's weights in the host's memory.
+    During imports Python would collect repeatedly, and each collection of the growing heap can take seconds. Nothing is
+    frozen after fewer than `MANY` new objects, or with a network's weights in the host's memory.
     """
     global _pauses, _was_enabled
     with _PAUSE_LOCK:
@@ -41,7 +41,7 @@ def pause_while_importing() -> Iterator[None]:
         with _PAUSE_LOCK:
             _pauses -= 1
             if not _pauses and _was_enabled:
-                # New objects are young, because nothing was collected. Few of those of imports are garbage.
+                # Nothing was collected, so new objects are in the youngest generation. Imports leave little garbage.
                 if gc.get_count()[0] >= MANY and not _holds_models(frozenset()):
                     gc.freeze()
                 gc.enable()

@@ -1,4 +1,4 @@
 """The only files that know ComfyUI: node classes, memory, previews and routes.
 
-May import `weights`, `graphs`, `nodes` and `api`.
+May import `networks`, `weights`, `graphs`, `nodes` and the runtime.
 """

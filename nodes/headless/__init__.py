@@ -1,4 +1,4 @@
 """Runs workflows without ComfyUI: file formats, a terminal host, and replacements for core nodes.
 
-May import `graphs` and `nodes`.
+May import `graphs`, `nodes` and the runtime.
 """

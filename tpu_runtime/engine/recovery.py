@@ -103,7 +103,7 @@ class Recovery:
         )
 
     def _explain(self, failure: Exception) -> Exception:
-        """Return the error for a failure that nothing helps: ChipHalted, a better one, or `failure`."""
+        """Return the error to raise for a failure without recovery: ChipHalted, a clearer error, or `failure`."""
         if not isinstance(failure, jax.errors.JaxRuntimeError):
             return failure
         last = executables.last_executed()
