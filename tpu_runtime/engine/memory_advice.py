@@ -25,11 +25,7 @@ def out_of_memory_message(spec: ModelSpec, stage: str, settings: Settings | None
     reason: the first line of the last error.
     num_devices: chips in use.
     """
-    advice = (
-        compose_list(suggest_smaller(spec, settings), "comma_or")
-        if settings
-        else compose("memory.smaller_or_fewer_frames")
-    )
+    advice = _advise_smaller(spec, settings)
     limit = os.environ.get(HBM_VARIABLE)
     lifted = compose("memory.limited_here", variable=HBM_VARIABLE, limit=limit) if limit else ""
     return compose(
@@ -48,11 +44,7 @@ def compile_refusal_message(
     settings: of the generation, None if unknown.
     num_devices: chips in use.
     """
-    advice = (
-        compose_list(suggest_smaller(spec, settings), "comma_or")
-        if settings
-        else compose("memory.smaller_or_fewer_frames")
-    )
+    advice = _advise_smaller(spec, settings)
     if refused.memory == "VMEM":
         return compose(
             "memory.tiles_do_not_fit", title=spec.title, stage=stage, num_devices=num_devices,
