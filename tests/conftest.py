@@ -27,7 +27,7 @@ gc.set_threshold(50_000)
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from comfyui_tpu.tests.support import closeness, comfyui_server  # noqa: E402
+from comfyui_tpu.tests.support import closeness, comfyui_server, disk  # noqa: E402
 from comfyui_tpu.tests.support.durations import Durations  # noqa: E402
 
 pytest_plugins = ["pytester"]
@@ -76,6 +76,16 @@ def memory() -> Iterator[None]:
     if not gc.get_freeze_count():
         gc.freeze()
     _trim()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def delete_module_folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Delete the files that a module's fixtures wrote, unless one of its tests failed."""
+    base = tmp_path_factory.getbasetemp()
+    kept, failed = set(base.iterdir()), request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed:
+        disk.delete_module_folders(base, kept)
 
 
 def _trim() -> None:
@@ -127,6 +137,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needs = comfyui_server.needs_comfyui.mark in item.iter_markers("skipif")
         if needs or "start_comfyui" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if folder := getattr(item, "funcargs", {}).get("tmp_path"):
+        disk.check_size(folder)
 
 
 @pytest.fixture

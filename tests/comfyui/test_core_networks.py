@@ -216,6 +216,11 @@ _QWEN25 = {
     **QWEN25.sizes, "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 152064,
     "rope_theta": 1e6, "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
 }  # fmt: skip
+_QWEN25_VISION = {
+    "comfy.text_encoders.qwen_vl.Qwen2VLVisionTransformer": {
+        "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "num_layers": 1,
+    }
+}  # fmt: skip
 # By name: core's class and tokenizer, and the files with the tokenizer that each carries along.
 TEXTS: Mapping[str, tuple[str, str, str, Sequence[tuple[Encoder, str]]]] = {
     "wan": (
@@ -263,6 +268,8 @@ def test_text_encoder_matches_core_clip(name: str, tmp_path: Path):
     for sizes in options.values():
         sizes.pop("rope_scaling", None)  # core's own
     job = {"kind": "clip", "type": kind, "te": te, "tokenizer": tokenizer, "paths": paths, "options": options}
+    if "qwen25_7b_model_config" in options:  # Core makes, and saves, its vision network even where a file has none.
+        job["sizes"] = _QWEN25_VISION
     found = run_script("core_parts.py", {**job, "changes": name == "wan"}, tmp_path)
     refused = {change: what for change, what in found.items() if isinstance(what, str)}
     check({change: what for change, what in found.items() if change not in refused})

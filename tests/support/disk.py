@@ -1,0 +1,36 @@
+"""Temporary files of the suite: deleted as soon as their tests have passed, and bounded for each test."""
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+# The whole suite takes two gigabytes of a disk at a time; a test's own files are at most as many bytes.
+LIMIT = 2**30
+
+
+def count_bytes(folder: Path) -> int:
+    """Return the bytes that the files of a folder occupy; hard links and sparse files count what they take."""
+    sizes = {}
+    for path in folder.rglob("*"):
+        if not path.is_symlink() and path.is_file():
+            found = path.stat()
+            sizes[found.st_dev, found.st_ino] = 512 * found.st_blocks
+    return sum(sizes.values())
+
+
+def check_size(folder: Path, limit: int = LIMIT) -> None:
+    """Fail the test that left more than `limit` bytes in `folder`."""
+    if (size := count_bytes(folder)) > limit:
+        pytest.fail(
+            f"the test's temporary files take {size / 2**20:.0f} MiB of the disk, and {limit / 2**20:.0f} MiB are"
+            " allowed. Make its models smaller."
+        )
+
+
+def delete_module_folders(base: Path, kept: Collection[Path]) -> None:
+    """Delete the folders that a module's fixtures made in `base`; `tmp_path` keeps those of failed tests itself."""
+    for folder in base.iterdir():
+        if folder not in kept and folder.is_dir() and not folder.name.startswith("test_"):
+            shutil.rmtree(folder, ignore_errors=True)
