@@ -10,7 +10,7 @@ BACKEND_COMMANDS = frozenset({"egg_info", "dist_info", "editable_wheel", "bdist_
 
 
 # Folders of the pack; all others are for the repository alone.
-FOLDERS = ("attention", "cli", "fleet", "kernels", "nodes", "sharding", "tpu_runtime")
+FOLDERS = ("attention", "cli", "diagnostics", "distributed", "kernels", "nodes", "sharding", "tpu_runtime")
 
 
 def is_for_backend(arguments):

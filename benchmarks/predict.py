@@ -17,7 +17,9 @@ from typing import Any
 
 # Run as a file, this folder is where Python looks first.
 import ranges
-from comfyui_tpu.cli import bench, verify
+from comfyui_tpu.cli import bench
+from comfyui_tpu.diagnostics import verify
+from comfyui_tpu.diagnostics.selftest import report
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory
 from comfyui_tpu.tpu_runtime.model_spec import STAGES
@@ -26,7 +28,6 @@ from comfyui_tpu.tpu_runtime.plan import plan
 from comfyui_tpu.tpu_runtime.plan import report as plan_report
 from comfyui_tpu.tpu_runtime.plan.compile import PlanRequest
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP
-from comfyui_tpu.tpu_runtime.selftest import report
 from comfyui_tpu.tpu_runtime.units import GIB
 
 ROOT = Path(__file__).parents[1]

@@ -11,11 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..fleet.driver import BatchNumbers, Driver, View
-from ..fleet.jobs import JobTemplate, read_jobs
-from ..fleet.local import LocalWorker
-from ..fleet.messages import Workers
-from ..fleet.store import DONE, FAILED, JOURNAL, RESULTS, BatchStore
+from ..distributed.fleet.driver import BatchNumbers, Driver, View
+from ..distributed.fleet.jobs import JobTemplate, read_jobs
+from ..distributed.fleet.local import LocalWorker
+from ..distributed.fleet.messages import Workers
+from ..distributed.fleet.store import DONE, FAILED, JOURNAL, RESULTS, BatchStore
 from ..nodes.declare import Folders
 from ..nodes.headless.runner import TerminalContext
 from .common_arguments import add_workflow, load_workflow, workflow_folders
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _workers(options: argparse.Namespace, store: BatchStore) -> Workers:
     if options.ray:
-        from ..fleet.cluster import RayWorkers
+        from ..distributed.fleet.cluster import RayWorkers
 
         return RayWorkers(options.ray)
     logs = store.root / "logs" if store.root else Path(tempfile.mkdtemp(prefix="comfyui-tpu-logs-"))

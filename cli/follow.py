@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..distributed.multihost import rank as places
+from ..distributed.multihost import supervisor
+from ..distributed.multihost.coordinator import RESTART_EXIT_CODE
+from ..distributed.multihost.rank import HostRank
+from ..distributed.rpc import auth
 from ..tpu_runtime import api
 from ..tpu_runtime.monitor import host_stats, snapshot
-from ..tpu_runtime.multihost import rank as places
-from ..tpu_runtime.multihost import supervisor
-from ..tpu_runtime.multihost.coordinator import RESTART_EXIT_CODE
-from ..tpu_runtime.multihost.rank import HostRank
-from ..tpu_runtime.rpc import auth
 
 _DESCRIPTION = """\
 Joins this host's chips to those of the first host and runs its share of the
@@ -37,7 +37,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
-    from ..tpu_runtime.rpc.connection import HandshakeRejected
+    from ..distributed.rpc.connection import HandshakeRejected
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     place = _place(options)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from ..distributed.multihost import supervisor
 from ..nodes.declare import Folders
 from ..nodes.graphs import upgrade
 from ..nodes.headless import compare
@@ -23,7 +24,6 @@ from ..tpu_runtime.engine.lifecycle import exit_process
 from ..tpu_runtime.machine import pci
 from ..tpu_runtime.model_spec import STAGES
 from ..tpu_runtime.models import NAME_HELP, SPECS
-from ..tpu_runtime.multihost import supervisor
 from ..tpu_runtime.plan import process as plan_process
 from ..tpu_runtime.precision import CHOICES
 from ..tpu_runtime.progress import SHOWN_TO_USER

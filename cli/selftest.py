@@ -1,6 +1,6 @@
 """`comfyui-tpu selftest`: checks the results of this machine. One line per check, a verdict, a report.
 
-With --first-run it also tests the machine's limits, in child processes: see `tpu_runtime/selftest/first_run.py`.
+With --first-run it also tests the machine's limits, in child processes: see `diagnostics/selftest/first_run.py`.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from ..diagnostics.selftest import groups
 from ..tpu_runtime import files
 from ..tpu_runtime.machine import device_access, fallbacks
 from ..tpu_runtime.models import FLAGSHIPS, NAME_HELP, lookup_spec
-from ..tpu_runtime.selftest import groups
 
 if TYPE_CHECKING:
+    from ..diagnostics.selftest.checks import CheckResult
+    from ..diagnostics.selftest.report import ChipRecord, SelftestReport
     from ..tpu_runtime.progress import Preview
-    from ..tpu_runtime.selftest.checks import CheckResult
-    from ..tpu_runtime.selftest.report import ChipRecord, SelftestReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,8 +90,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> int:
 def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
     import jax
 
-    from ..tpu_runtime.selftest import checks, report
-    from ..tpu_runtime.selftest import run as running
+    from ..diagnostics.selftest import checks, report
+    from ..diagnostics.selftest import run as running
 
     started, rows = time.monotonic(), []
     device_access.open_devices(console.print)
@@ -109,7 +109,7 @@ def _plain(models: Sequence[str], console: Console) -> "SelftestReport":
 
 def _first_run(models: Sequence[str], options: argparse.Namespace, console: Console) -> "SelftestReport":
     """Run all parts. Each change is written to the report at once, so that a machine failure keeps earlier results."""
-    from ..tpu_runtime.selftest import first_run
+    from ..diagnostics.selftest import first_run
 
     file: Path | None = options.report
     in_one_process = options.one_process or device_access.allows_one_process()

@@ -4,8 +4,8 @@ import argparse
 import logging
 import threading
 
-from ..fleet.serve import Server, StageService
-from ..tpu_runtime.rpc import auth
+from ..distributed.fleet.serve import Server, StageService
+from ..distributed.rpc import auth
 from .common_arguments import model_folders
 
 

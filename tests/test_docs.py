@@ -13,7 +13,12 @@ ROOT = Path(__file__).parents[1]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 # Without the self-test, whose checks are also of parts that are no stage.
-ROOMS = ("cli", "nodes", "fleet", *(f"tpu_runtime/{room}" for room in ("engine", "programs", "plan", "monitor")))
+ROOMS = (
+    "cli",
+    "nodes",
+    "distributed/fleet",
+    *(f"tpu_runtime/{room}" for room in ("engine", "programs", "plan", "monitor")),
+)
 PRODUCT = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 PLACES = re.findall(r"^\| ([^|]+) \| `([\w/]+\.py)` \| `(.+)` \|$", CONTRIBUTING, re.MULTILINE)
 

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("attention", "cli", "fleet", "installer", "kernels", "nodes", "sharding", "tpu_runtime")
+PACKAGES = (
+    "attention",
+    "cli",
+    "diagnostics",
+    "distributed",
+    "installer",
+    "kernels",
+    "nodes",
+    "sharding",
+    "tpu_runtime",
+)
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",

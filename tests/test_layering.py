@@ -20,7 +20,7 @@ MAX_LINES, MAX_SHARED_RUN = 500, 8
 LEAVES = {"leaves", "messages", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
 CHECKPOINTS = {"checkpoints", "models", "models.common", "formats", *PROGRAMS}
-ENGINE = {"engine", "multihost", "rpc", "loras", *CHECKPOINTS}
+ENGINE = {"engine", "distributed.multihost", "distributed.rpc", "loras", *CHECKPOINTS}
 RUNTIME = {"api", "monitor", "plan", "cost_model", *ENGINE}
 NODES = {"nodes", "nodes.graphs", *RUNTIME}
 MAY_IMPORT = {
@@ -39,15 +39,14 @@ MAY_IMPORT = {
     "models": {"models.<family>", "models.common", "formats", *PROGRAMS},
     "checkpoints": {"models", "formats", *PROGRAMS},
     "loras": CHECKPOINTS,
-    "rpc": CHECKPOINTS,
-    "multihost": {"rpc", *CHECKPOINTS},
+    "distributed.rpc": CHECKPOINTS,
+    "distributed.multihost": {"distributed.rpc", *CHECKPOINTS},
     "engine": ENGINE - {"engine"},
-    "remote": ENGINE,
+    "distributed.remote": ENGINE,
     "cost_model": PROGRAMS,
     "plan": {"cost_model", *CHECKPOINTS},
     "monitor": ENGINE,
-    "selftest": ENGINE,
-    "api": {"remote", *RUNTIME} - {"api"},
+    "api": {"distributed.remote", *RUNTIME} - {"api"},
     # Outside the runtime.
     "nodes": RUNTIME,
     "nodes.graphs": {"nodes", *RUNTIME},
@@ -55,21 +54,28 @@ MAY_IMPORT = {
     "nodes.comfyui.networks": RUNTIME,
     "nodes.comfyui.weights": RUNTIME,
     "nodes.comfyui": {"nodes.comfyui.networks", "nodes.comfyui.weights", *NODES},
-    "fleet": {"nodes.headless", *NODES},
-    "cli": {"nodes.headless", "fleet", "selftest", "sharding", *NODES},
+    "diagnostics.selftest": ENGINE,
+    "diagnostics": {"nodes", *RUNTIME},
+    "distributed.fleet": {"nodes.headless", *NODES},
+    "distributed": set(),
+    "cli": {"nodes.headless", "distributed.fleet", "diagnostics", "diagnostics.selftest", "sharding", *NODES},
     "entry": {"nodes.comfyui"},
     "installer": set(),
 }
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
-# ComfyUI's own MODEL, CLIP and VAE are torch's.
+# ComfyUI's own MODEL, CLIP and VAE are torch's; the self-test's float32 reference and the codec's tensors too.
 TORCH_TOO = (
+    "diagnostics/selftest/families.py",
+    "distributed/rpc/codec.py",
     *(f"nodes/comfyui/core_{name}.py" for name in ("encoder", "model", "text_and_vae")),
     "nodes/comfyui/model_patcher.py",
     "nodes/comfyui/networks/",
     "nodes/comfyui/weights/",
 )
 COMFYUI = frozenset({"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "execution", "latent_preview"})
-FOLDERS = ("attention", "cli", "fleet", "installer", "kernels", "nodes", "sharding", "tpu_runtime")
+FOLDERS = (
+    "attention", "cli", "diagnostics", "distributed", "installer", "kernels", "nodes", "sharding", "tpu_runtime",
+)  # fmt: skip
 FILES = [ROOT / "__init__.py"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -86,7 +92,7 @@ def room_of(path: Path) -> str:
         return "models.common" if parts[2] == "common" else "models.<family>"
     if parts[0] == "tpu_runtime":
         return ".".join(parts[1:-1]) or {"api.py": "api", "messages.py": "messages"}.get(parts[1], "leaves")
-    return ".".join(parts[:-1]) if parts[0] == "nodes" else parts[0]
+    return ".".join(parts[:-1]) if parts[0] in ("diagnostics", "distributed", "nodes") else parts[0]
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, tuple[str, ...], int]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from comfyui_tpu.distributed.rpc import codec, messages
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.tools import locales
 from comfyui_tpu.tpu_runtime import redact
@@ -24,11 +25,10 @@ from comfyui_tpu.tpu_runtime.messages import (
     restore,
     transform,
 )
-from comfyui_tpu.tpu_runtime.rpc import codec, messages
 
 ENGLISH: dict[str, str] = json.loads(TABLE.read_text())
 TRANSLATIONS = sorted(path for path in TABLE.parent.glob("*.json") if path != TABLE)
-PACKAGES = ("cli", "fleet", "nodes", "tpu_runtime")
+PACKAGES = ("cli", "diagnostics", "distributed", "nodes", "tpu_runtime")
 TREES = {
     path.relative_to(locales.ROOT).as_posix(): ast.parse(path.read_text())
     for package in PACKAGES
@@ -108,6 +108,7 @@ def test_message_input_names_match_node_labels(path: Path):
 
 # Files whose sentences the page does not show.
 UNSHOWN = {
+    "diagnostics": "the command line",
     "nodes/headless": "the command line",
     "nodes/graphs/graph.py": "the command line",
     "nodes/comfyui/routes.py": "answers to bodies that the page does not send",
@@ -116,12 +117,11 @@ UNSHOWN = {
     "tpu_runtime/cache/store.py": "the log",
     "tpu_runtime/cache/xla_cache.py": "the log",
     "tpu_runtime/messages.py": "developers",
-    "tpu_runtime/multihost/follower.py": "another host's terminal",
-    "tpu_runtime/rpc/codec.py": "developers",
+    "distributed/multihost/follower.py": "another host's terminal",
+    "distributed/rpc/codec.py": "developers",
     "tpu_runtime/monitor/stats_feed.py": "a runtime that does not answer",
     "tpu_runtime/monitor/metrics_service.py": "a parameter of another message",
     "tpu_runtime/plan/findings.py": "a report for developers",
-    "tpu_runtime/selftest": "a report for developers",
 }
 # Files whose texts outside functions are tooltips, which `locales/` has, or upstream prompts.
 DECLARING = re.compile(r"nodes/\w+\.py|tpu_runtime/models/.*")
@@ -152,7 +152,7 @@ def sentences(tree: ast.AST) -> set[str]:
 def test_sentences_for_page_have_message_keys():
     found = {}
     for file, tree in TREES.items():
-        if file.startswith(("cli", "fleet", *UNSHOWN)):
+        if file.startswith(("cli", "distributed/fleet", *UNSHOWN)):
             continue
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         for root in functions if DECLARING.fullmatch(file) else [tree]:

@@ -29,15 +29,15 @@ MARKS = {
 }
 HERE = "tests/test_readme.py::test_cli_verbs_have_options_shown_in_readme"
 BENCH = "tests/cli/test_bench.py::test_bench_times_and_records_every_program_of_tiny_model"
-VERIFY = "tests/cli/test_verify.py::test_verify_tiny_model_variants_agree_and_are_recorded"
+VERIFY = "tests/diagnostics/test_verify.py::test_verify_tiny_model_variants_agree_and_are_recorded"
 DOCTOR = "tests/cli/test_doctor.py::test_doctor_on_healthy_machine_reports_ready"
 DOCTOR_JSON = "tests/cli/test_doctor.py::test_doctor_json_lists_findings_and_advice_exits_zero"
 DOCTOR_START = "tests/cli/test_doctor.py::test_check_jax_start_reports_devices_or_abort"
 DOWNLOAD = "tests/checkpoints/test_download.py::test_download_to_folder_fetches_needed_files_only"
 COMPARE = "tests/cli/test_compare.py::test_compare_renders_workflow_in_each_quality"
 PLAN = "tests/plan/test_plan.py::test_make_report_prints_progress_and_writes_json"
-SELFTEST = "tests/selftest/test_selftest.py::test_selftest_on_eight_chips_passes"
-FIRST_RUN = "tests/selftest/test_first_run.py::test_first_run_report_matches_schema_and_precedes_each_check"
+SELFTEST = "tests/diagnostics/selftest/test_selftest.py::test_selftest_on_eight_chips_passes"
+FIRST_RUN = "tests/diagnostics/selftest/test_first_run.py::test_first_run_report_matches_schema_and_precedes_each_check"
 STAGES = "tests/nodes/test_stages.py::test_stage_commands_in_three_processes_match_single_run"
 WARMUP = "tests/cli/test_warmup.py::"
 INSTALLER = "tests/installer/test_install.py::"
@@ -82,16 +82,16 @@ SHOWN = {
         "tests/nodes/test_examples.py::test_example_runs_headless_on_tiny_model"
     ),
     "comfyui-tpu batch WORKFLOW.json --set-from prompts.jsonl --out DIR [--ray ADDRESS]": (
-        "tests/fleet/test_same_results.py::test_batch_results_equal_single_runs"
+        "tests/distributed/fleet/test_same_results.py::test_batch_results_equal_single_runs"
     ),
     "comfyui-tpu compare WORKFLOW.json [--quality A,B] [--set NODE.INPUT=VALUE] [--out DIR] [--tiny]": COMPARE,
     "comfyui-tpu compare": COMPARE,
     "comfyui-tpu convert WORKFLOW.json [--back] [--to FILE]": (
         "tests/nodes/test_loaders.py::test_convert_command_writes_file_and_prints_changes"
     ),
-    "comfyui-tpu serve": "tests/fleet/test_same_results.py::test_serve_command_answers_requests",
+    "comfyui-tpu serve": "tests/distributed/fleet/test_same_results.py::test_serve_command_answers_requests",
     "comfyui-tpu serve [--host 127.0.0.1] [--port 8190] [--models DIR]": (
-        "tests/fleet/test_same_results.py::test_serve_command_answers_requests"
+        "tests/distributed/fleet/test_same_results.py::test_serve_command_answers_requests"
     ),
     "comfyui-tpu encode --folder DIR": STAGES,
     "comfyui-tpu denoise --folder DIR": STAGES,
@@ -104,7 +104,7 @@ SHOWN = {
         "tests/cli/test_monitor.py::test_monitor_switches_to_server_that_starts_later"
     ),
     "comfyui-tpu follow [--coordinator HOST:PORT --process N --of M]": (
-        "tests/multihost/test_hosts.py::test_two_hosts_match_one_process_and_report_cancel_and_lost_host"
+        "tests/distributed/multihost/test_hosts.py::test_two_hosts_match_one_process_and_report_cancel_and_lost_host"
     ),
     "comfyui-tpu calibrate MODEL [--model-id ID] [--prompt TEXT]": (
         "tests/programs/test_mag_cache.py::test_cli_calibrate_saves_curve_used_by_denoise"

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..distributed.multihost.rank import HostRank
 from .cache import magcache_curves
 from .checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
 from .checkpoints.prefetch import list_call_stages
@@ -25,15 +26,14 @@ from .engine.stage_values import Conditioning, ImageCondition, Latent
 from .messages import compose
 from .model_spec import MagCacheCurve, ModelSpec, Quality, Settings
 from .monitor import snapshot
-from .multihost.rank import HostRank
 from .precision import resolve_precision as resolve_precision
 from .progress import Progress
 
 if TYPE_CHECKING:
     import torch
 
+    from ..distributed.remote.client import Client
     from .engine.engine import Engine
-    from .remote.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +79,14 @@ def _runner(model: ModelRef, progress: Progress) -> "Engine | Client":
     """Return the runner of a model's stages: this process's engine, or a client of the model's machine."""
     if not model.address:
         return get_engine(progress)
-    from .remote.client import Client
+    from ..distributed.remote.client import Client
 
     return Client(model.address, _elsewhere.get(str(model)))
 
 
 def check_address(address: str) -> None:
     """Raise `ValueError` for an invalid list of addresses. Opens no connection."""
-    from .remote.client import parse_addresses
+    from ..distributed.remote.client import parse_addresses
 
     parse_addresses(address)
 
@@ -108,7 +108,7 @@ def choose_remote_model(
     progress: for the connection.
     Raises `ValueError` if `quality` is not supported.
     """
-    from .remote.client import Client
+    from ..distributed.remote.client import Client
 
     name = Client(address).choose(spec.family, model_id, precision, progress)
     model = ModelRef(spec_name=name, model_id=model_id, precision=precision, quality=quality, address=address)
@@ -244,7 +244,7 @@ def add_lora(model: ModelRef, lora: Lora, *, progress: Progress) -> tuple[ModelR
     progress: of the application.
     """
     if model.address:
-        from .remote.client import Client
+        from ..distributed.remote.client import Client
 
         return Client(model.address).add_lora(model, lora, progress)
     from .loras import apply
@@ -319,7 +319,7 @@ def follow_leader(place: HostRank, chips: Callable[[Any], list[dict[str, Any]]])
     chips: returns the monitor's rows of an engine's own chips.
     Raises `HandshakeRejected`.
     """
-    from .multihost.follower import Follower
+    from ..distributed.multihost.follower import Follower
 
     follower = Follower(place)
     follower.join()

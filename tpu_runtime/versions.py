@@ -38,7 +38,7 @@ _RESULT_PACKAGES = ("comfyui-tpu", "jax", *JAX_COMPANIONS, "torch", "torchax", "
 # Environment variables that change compiled programs.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION")
 # The folders whose code computes results.
-_SOURCES = ("attention", "kernels", "sharding", "tpu_runtime")
+_SOURCES = ("attention", "diagnostics", "distributed", "kernels", "sharding", "tpu_runtime")
 
 
 class UnsupportedPackages(RuntimeError):

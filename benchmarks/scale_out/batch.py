@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.fleet.cluster import RayWorkers
-from comfyui_tpu.fleet.driver import Driver, View
-from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
-from comfyui_tpu.fleet.messages import JobRequest, Workers
-from comfyui_tpu.fleet.store import BatchStore
-from comfyui_tpu.fleet.worker import WorkerActor
+from comfyui_tpu.distributed.fleet.cluster import RayWorkers
+from comfyui_tpu.distributed.fleet.driver import Driver, View
+from comfyui_tpu.distributed.fleet.jobs import JobTemplate, read_jobs
+from comfyui_tpu.distributed.fleet.messages import JobRequest, Workers
+from comfyui_tpu.distributed.fleet.store import BatchStore
+from comfyui_tpu.distributed.fleet.worker import WorkerActor
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.headless.overrides import read_json

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from comfyui_tpu.cli import bench, random_inputs
 from comfyui_tpu.cli.main import main
+from comfyui_tpu.diagnostics import bench, random_inputs
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs import denoising_plan
 from comfyui_tpu.tpu_runtime.units import GIB

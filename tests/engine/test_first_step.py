@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.distributed.multihost.coordinator import HostGroup
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
 from comfyui_tpu.tests.support.host import Host, Runner
 from comfyui_tpu.tests.support.patience import until
@@ -23,7 +24,6 @@ from comfyui_tpu.tpu_runtime.machine import record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import WITHOUT_OVERLAP
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
-from comfyui_tpu.tpu_runtime.multihost.coordinator import HostGroup
 from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.denoise_step import PREDICT
 from comfyui_tpu.tpu_runtime.programs.executables import Executable

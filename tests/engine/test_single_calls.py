@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from comfyui_tpu.distributed.multihost.coordinator import HostGroup
 from comfyui_tpu.tests.files.test_comfyui_encoders import QWEN3
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.stage_functions import CALL_FUNCTIONS
 from comfyui_tpu.tpu_runtime.models import lookup_spec
-from comfyui_tpu.tpu_runtime.multihost.coordinator import HostGroup
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 
 pytestmark = pytest.mark.slow

@@ -86,7 +86,7 @@ def test_what_differs_is_changed_removed_or_new(repository: Path):
 
 def test_the_command_runs_them_beside_what_goes_to_pytest(monkeypatch: pytest.MonkeyPatch):
     asked, ran = [], []
-    changes = ["fleet/jobs.py"]
+    changes = ["distributed/fleet/jobs.py"]
     monkeypatch.setattr(changed_tests, "list_changed", lambda root, commit: asked.append(commit) or changes)
     monkeypatch.setattr(changed_tests, "choose_tests", lambda root, changed: [MAIN, UNITS])
     for name in ("once", "install_comfyui_requirements"):

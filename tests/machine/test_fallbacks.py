@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comfyui_tpu.diagnostics.selftest import memory
 from comfyui_tpu.kernels import attention_config, attention_reference, dispatch, registry, residual_norm
 from comfyui_tpu.kernels.dispatch import KernelFallbacks
 from comfyui_tpu.sharding.mesh import make_mesh
@@ -21,7 +22,6 @@ from comfyui_tpu.tpu_runtime.machine import fallbacks, record
 from comfyui_tpu.tpu_runtime.machine.fallbacks import Fallbacks, Unsupported
 from comfyui_tpu.tpu_runtime.programs import executables
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program, shape_struct, step_compiler_options
-from comfyui_tpu.tpu_runtime.selftest import memory
 
 # As libtpu 0.0.42.1 and jax 0.10.2 said them of programs made for it.
 NO_OPTION = "INVALID_ARGUMENT: No such compile option: 'xla_tpu_enable_async_all_to_all'"

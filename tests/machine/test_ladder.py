@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+from comfyui_tpu.distributed.multihost.coordinator import HostGroup
 from comfyui_tpu.kernels.dispatch import KernelFallbacks
 from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
@@ -28,7 +29,6 @@ from comfyui_tpu.tpu_runtime.machine.policy import FallbackPolicy
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.models import spec_for_family
 from comfyui_tpu.tpu_runtime.monitor import snapshot
-from comfyui_tpu.tpu_runtime.multihost.coordinator import HostGroup
 from comfyui_tpu.tpu_runtime.programs import denoise_step
 from comfyui_tpu.tpu_runtime.programs.finite_check import NotFinite
 from comfyui_tpu.tpu_runtime.programs.program import DENOISE_STEP, Program

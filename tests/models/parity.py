@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.attention.policy import AttentionPolicy
+from comfyui_tpu.diagnostics.selftest.families import NoPromptCache
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
@@ -27,7 +28,6 @@ from comfyui_tpu.tpu_runtime.programs import denoise_step, sharded_ops, solver_t
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget, Program
 from comfyui_tpu.tpu_runtime.programs.weights import Weights
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
-from comfyui_tpu.tpu_runtime.selftest.families import NoPromptCache
 
 
 def tiny_model(spec: ModelSpec) -> ModelRef:

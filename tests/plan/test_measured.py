@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.cli import bench, selftest
 from comfyui_tpu.cli.main import main
-from comfyui_tpu.tpu_runtime.selftest import groups
+from comfyui_tpu.diagnostics.selftest import groups
 from rich.console import Console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_tpu.fleet.jobs import JobTemplate, read_jobs
+from comfyui_tpu.distributed.fleet.jobs import JobTemplate, read_jobs
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.nodes.declare import Folders, Input, Node
 from comfyui_tpu.nodes.graphs.graph import expand, is_link, plan_generations

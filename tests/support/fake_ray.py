@@ -1,4 +1,4 @@
-"""What `fleet.cluster` uses of Ray, without a cluster: machines are there and gone as a test's script says.
+"""What `distributed.fleet.cluster` uses of Ray, without a cluster: machines are there and gone as a test's script says.
 
 Each look at the machines is one turn of the script.
 """
@@ -9,8 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from ...fleet.cluster import Slice
-from ...fleet.messages import JobRequest, WorkerStatus
+from ...distributed.fleet.cluster import Slice
+from ...distributed.fleet.messages import JobRequest, WorkerStatus
 from .fleet import keep
 
 _MOST_TURNS = 100_000
@@ -92,7 +92,7 @@ class FakeRay:
         self._script = script
 
     def start(self, place: Slice, actor: type, name: str) -> tuple[Handle, Callable[[], None]]:
-        """As `fleet.cluster.start`."""
+        """As `distributed.fleet.cluster.start`."""
         handle = self.handles[name] = Handle(name)
         return handle, handle.lose
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import av
 
-from ...fleet.messages import JobFailed, JobRequest, Worker, WorkerLost, Workers, WorkerStatus
-from ...fleet.store import DONE, RESULTS, BatchStore, make_record
-from ...fleet.worker import WorkerActor
+from ...distributed.fleet.messages import JobFailed, JobRequest, Worker, WorkerLost, Workers, WorkerStatus
+from ...distributed.fleet.store import DONE, RESULTS, BatchStore, make_record
+from ...distributed.fleet.worker import WorkerActor
 
 PACK = Path(__file__).parents[2]
 WORKFLOW = PACK / "examples" / "api" / "wan21_t2v_720p.json"

@@ -11,12 +11,12 @@ import time
 from typing import Any
 
 import torch
+from comfyui_tpu.distributed.multihost import distributed, rank
 from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.engine.lifecycle import exit_process
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.monitor import host_stats, snapshot
-from comfyui_tpu.tpu_runtime.multihost import distributed, rank
 
 
 class Cancelled(Exception):

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 import torch
 
+from ...distributed.multihost.coordinator import HostGroup
 from ...sharding import placement
 from ..checkpoints import checkpoint, guider, score_bound
 from ..messages import compose
 from ..model_spec import Call, Settings
 from ..model_spec.protocols import Decode
-from ..multihost.coordinator import HostGroup
 from ..programs import denoise_step, solver_table
 from ..programs.denoising_plan import DenoisingPlan
 from ..programs.executables import Executable

@@ -15,6 +15,7 @@ import jax
 import torch
 
 from ...attention.policy import Kernel
+from ...distributed.multihost.coordinator import HostGroup
 from ...sharding.mesh import Device
 from .. import device_memory, host_memory, versions
 from .. import precision as precisions
@@ -29,7 +30,6 @@ from ..machine.policy import FallbackPolicy
 from ..machine.record import MachineRecord
 from ..messages import compose
 from ..model_spec import STAGES, Settings
-from ..multihost.coordinator import HostGroup
 from ..programs import upstream_network
 from ..programs.program import CompileTarget, step_compiler_options
 from ..progress import Progress, SilentProgress, run_in_daemon_thread

@@ -17,19 +17,19 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
+from ...distributed.multihost import rank
+from ...distributed.multihost.coordinator import RESTART_EXIT_CODE
+from ...distributed.multihost.distributed import SUPERVISED
 from .. import garbage
 from ..checkpoints import prefetch
 from ..checkpoints.model_ref import PlannedGeneration
 from ..checkpoints.prefetch import FilePrefetch
 from ..machine.device_access import open_devices
 from ..messages import compose
-from ..multihost import rank
-from ..multihost.coordinator import RESTART_EXIT_CODE
-from ..multihost.distributed import SUPERVISED
 from ..progress import Progress, run_in_daemon_thread
 
 if TYPE_CHECKING:
-    from ..multihost.leader import Leader
+    from ...distributed.multihost.leader import Leader
     from .engine import Engine
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def listen_for_hosts() -> "Leader | None":
     global _leader
     own_place = rank.rank_from_environment()
     if _leader is None and own_place is not None:
-        from ..multihost.leader import Leader
+        from ...distributed.multihost.leader import Leader
 
         if not own_place.is_leader:
             raise ValueError(compose("stage.not_process_0", variable=rank.VARIABLE, own_place=own_place))

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import jax
 
+from ...distributed.multihost.coordinator import AttemptOutcome, RemoteAttemptFailed
 from .. import memory_errors
 from ..machine.fallbacks import ChipHalted, Unsupported, classify_halt
 from ..machine.policy import FallbackPolicy
 from ..messages import compose
 from ..model_spec import Settings
-from ..multihost.coordinator import AttemptOutcome, RemoteAttemptFailed
 from ..programs import executables
 from ..programs.finite_check import NotFinite
 from . import memory_advice

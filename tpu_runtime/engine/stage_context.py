@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import torch
 
+from ...distributed.multihost.coordinator import HostGroup
 from ..cache.store import signature
 from ..checkpoints import checkpoint, weight_loader
 from ..checkpoints.checkpoint import Checkpoint
@@ -19,7 +20,6 @@ from ..loras import apply
 from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..messages import compose, compose_term
 from ..model_spec import Call, Component, Json, ModelSpec
-from ..multihost.coordinator import HostGroup
 from ..programs import finite_check, network_call
 from ..programs.executables import Executable
 from ..programs.program import CompileTarget

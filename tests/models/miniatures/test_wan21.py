@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.diagnostics.selftest.families import NoPromptCache
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
@@ -19,7 +20,6 @@ from comfyui_tpu.tpu_runtime.models.common import t5, wan_vae
 from comfyui_tpu.tpu_runtime.models.wan import spec as wan21
 from comfyui_tpu.tpu_runtime.programs import solver_table
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
-from comfyui_tpu.tpu_runtime.selftest.families import NoPromptCache
 
 pytestmark = pytest.mark.slow
 
