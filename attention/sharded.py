@@ -302,20 +302,20 @@ def joint_attention(
 
         parts = [*map(exchange, divided)]
 
-        def of_part(at: int, part: tuple[PreparedStream, ...]) -> Array:
-            queries, keys = part[at][0], [(k, v, length) for (_, k, v), length in zip(part, real, strict=True)]
-            if ring_size == 1:
-                return attend_stream(attend, queries, keys, at, nearby, is_sparse)
-            passed = [k for k, is_replicated in zip(keys, replicated, strict=True) if not is_replicated]
-            kept = [keys_of_length(*k) for k, is_replicated in zip(keys, replicated, strict=True) if is_replicated]
-            return _ring(attend, ring_size, queries, passed, *kept)
-
         def gather(out: Array) -> Array:
             return jax.lax.all_gather(out, ULYSSES, axis=1) if ulysses > 1 else out[:, None]
 
         outs = []
         for index, is_replicated in enumerate(replicated):
-            results = [of_part(index, part) for part in parts]
+            results = []
+            for part in parts:
+                queries, keys = part[index][0], [(k, v, n) for (_, k, v), n in zip(part, real, strict=True)]
+                if ring_size == 1:
+                    results.append(attend_stream(attend, queries, keys, index, nearby, is_sparse))
+                    continue
+                passed = [key for key, is_whole in zip(keys, replicated, strict=True) if not is_whole]
+                kept = [keys_of_length(*key) for key, is_whole in zip(keys, replicated, strict=True) if is_whole]
+                results.append(_ring(attend, ring_size, queries, passed, *kept))
             joined = layout.join([*map(gather, results)]) if is_replicated else _to_tokens(results, ulysses, layout)
             outs.append(joined)
         return tuple(outs)

@@ -5,7 +5,7 @@ program, and agree how each attempt at a stage ended. A single process needs no 
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from ...tpu_runtime.progress import Progress
@@ -52,16 +52,18 @@ class HostGroup:
     def tell(self, request: str, arguments: Arguments) -> None:
         """Announce a call of an engine's method to the followers, between stages."""
 
-    def attempt(self, work: Callable[[], Result], ending: Callable[[BaseException], AttemptOutcome]) -> Result:
-        """Run `work` on all hosts, and return its result if it succeeds on all of them.
+    @contextlib.contextmanager
+    def attempt(self, ending: Callable[[BaseException], AttemptOutcome]) -> Iterator[None]:
+        """Run the block on all hosts; it succeeds if it does on all of them.
 
-        ending: classifies an error. Otherwise raises this host's own error if it is the gravest, or else Elsewhere.
+        ending: classifies an error. Otherwise raises this host's own error if it is the gravest, or else
+          `RemoteAttemptFailed`.
         """
         error: BaseException | None = None
-        result, outcome = None, None
+        outcome = None
         try:
             try:
-                result = work()
+                yield
                 self._wait_for_outcomes()
             except BaseException as raised:
                 error, outcome = (
@@ -73,7 +75,6 @@ class HostGroup:
                 raise error
             if verdict is not None:
                 raise RemoteAttemptFailed(verdict, sentence)
-            return result  # pyright: ignore[reportReturnType] - `work` returned it, or it is not needed
         finally:
             error = None  # its traceback refers to this frame and to arrays: the cycle would keep these on the chips
 

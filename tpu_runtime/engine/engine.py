@@ -219,16 +219,16 @@ class Engine:
         """Return the stage's result, after as many retries as `recovery` allows."""
         settings = arguments.get("settings")
         recovery: Recovery | None = None
+        result: Any = None
         while True:
             if recovery is None:
-                context = self.hosts.attempt(
-                    lambda: self._open_stage(model, settings, progress, activity), classify_failure
-                )
+                with self.hosts.attempt(classify_failure):
+                    context = self._open_stage(model, settings, progress, activity)
                 recovery = self._recovery(context, settings)
-            work = functools.partial(stage_functions.STAGE_FUNCTIONS[stage], recovery.stage, **arguments)
+            named = f"{model.spec.title}, stage {stage},"
             try:
-                with host_memory.translate_errors(f"{model.spec.title}, stage {stage},"):
-                    result = self.hosts.attempt(work, classify_failure)
+                with host_memory.translate_errors(named), self.hosts.attempt(classify_failure):
+                    result = stage_functions.STAGE_FUNCTIONS[stage](recovery.stage, **arguments)
             except FAILURES as failure:
                 act = recovery.choose(failure)
             else:

@@ -172,10 +172,11 @@ class ShardedOps:
         """
         assert self.tiles is None or length is None
         real = self.num_tokens if length is None else length
-        return attention(
-            q, k, v, kv_length=real, mesh=self.mesh, keys="sharded", prologue=prologue, policy=self.policy,
-            nearby=self._tile_mask(),
+        (out,) = joint_attention(
+            (q, k, v), lengths=(real,), placements=("sharded",), mesh=self.mesh, prologues=(prologue,),
+            policy=self.policy, nearby=self._tile_mask(),
         )  # fmt: skip
+        return out
 
     @accept_tensors
     def cross_attention(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.distributed.multihost import distributed, handshake, leader
-from comfyui_tpu.distributed.multihost.coordinator import HostsError, RemoteAttemptFailed
+from comfyui_tpu.distributed.multihost.coordinator import HostGroup, HostsError, RemoteAttemptFailed
 from comfyui_tpu.distributed.multihost.follower import Follower
 from comfyui_tpu.distributed.multihost.leader import Leader
 from comfyui_tpu.distributed.multihost.rank import HostRank
@@ -45,16 +45,17 @@ class Pair:
         """What both gave or raised."""
         outcomes: list[Any] = [None, None]
 
-        def run(side: int, attempt: Callable[..., Any], work: Callable[[], Any]) -> None:
+        def run(side: int, host: HostGroup, work: Callable[[], Any]) -> None:
             try:
-                outcomes[side] = attempt(work, lambda error: "again" if "memory" in str(error) else "failed")
+                with host.attempt(lambda error: "again" if "memory" in str(error) else "failed"):
+                    outcomes[side] = work()
             except Exception as error:
                 outcomes[side] = error
 
-        following = threading.Thread(target=run, args=(1, self.follower.attempt, follow))
+        following = threading.Thread(target=run, args=(1, self.follower, follow))
         following.start()
         with self.leader.stage("encode", {}, self.host):
-            run(0, self.leader.attempt, lead)
+            run(0, self.leader, lead)
         following.join(PATIENCE_S)
         return outcomes
 
@@ -126,17 +127,17 @@ def test_attempt_failure_releases_arrays_on_both_hosts(pair: Pair):
         left.append(weakref.ref(array))
         raise RuntimeError("out of memory")
 
-    def attempt(attempt: Callable[..., Any]) -> None:
-        with contextlib.suppress(RuntimeError):
-            attempt(work, lambda error: "again")
+    def attempt(host: HostGroup) -> None:
+        with contextlib.suppress(RuntimeError), host.attempt(lambda error: "again"):
+            work()
 
     pair.join()
     gc.disable()
     try:
-        following = threading.Thread(target=attempt, args=(pair.follower.attempt,))
+        following = threading.Thread(target=attempt, args=(pair.follower,))
         following.start()
         with pair.leader.stage("denoise", {}, pair.host):
-            attempt(pair.leader.attempt)
+            attempt(pair.leader)
         following.join(PATIENCE_S)
         assert [one() for one in left] == [None, None]
     finally:
@@ -149,10 +150,9 @@ def test_lost_follower_ends_stage_and_process(pair: Pair):
     with pair.leader.stage("denoise", {}, pair.host) as progress:
         pair.follower._link.close()
         until(lambda: pair.leader.lost)
-        with pytest.raises(
-            HostsError, match=r"^Host 1 \(127\.0\.0\.1\) was lost \(it closed the connection\)\. Its log"
-        ):
-            pair.leader.attempt(progress.check_cancelled, lambda error: "failed")
+        said = r"^Host 1 \(127\.0\.0\.1\) was lost \(it closed the connection\)\. Its log"
+        with pytest.raises(HostsError, match=said), pair.leader.attempt(lambda error: "failed"):
+            progress.check_cancelled()
     until(lambda: pair.ends)
     assert pair.ends[0][1] is None and "Its log ended: reading the last shard. This process ends" in pair.ends[0][0]
 

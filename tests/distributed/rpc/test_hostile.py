@@ -14,6 +14,7 @@ import pytest
 import torch
 from comfyui_tpu.distributed.fleet.serve import Server, StageService
 from comfyui_tpu.distributed.multihost import distributed, handshake
+from comfyui_tpu.distributed.multihost.coordinator import HostGroup
 from comfyui_tpu.distributed.multihost.follower import Follower
 from comfyui_tpu.distributed.multihost.leader import Leader
 from comfyui_tpu.distributed.multihost.rank import HostRank
@@ -109,10 +110,14 @@ class Slice:
                 goes_on = follower.broadcast(True)
             ended.append((step, state))
 
-        following = threading.Thread(target=follower.attempt, args=(follow, lambda error: "failed"))
+        def attempt(host: HostGroup, work: Callable[[], None]) -> None:
+            with host.attempt(lambda error: "failed"):
+                work()
+
+        following = threading.Thread(target=attempt, args=(follower, follow))
         following.start()
         with self.leader.stage("denoise", {}, Host()):
-            self.leader.attempt(lead, lambda error: "failed")
+            attempt(self.leader, lead)
         following.join(PATIENCE_S)
         (steps, one), (others, other) = ended
         assert steps == others
