@@ -139,10 +139,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    if folder := getattr(item, "funcargs", {}).get("tmp_path"):
-        disk.check_size(folder)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    size = disk.count_bytes(folder) if folder else 0
+    yield
+    disk.check_size(size)
 
 
 @pytest.fixture

@@ -48,6 +48,23 @@ def test_check_size_fails_above_limit(tmp_path: Path):
     (tmp_path / "hard").hardlink_to(tmp_path / "large")
     with (tmp_path / "sparse").open("wb") as sparse:
         sparse.truncate(2**40)
-    disk.check_size(tmp_path, 2**20 + 2**16)
+    size = disk.count_bytes(tmp_path)
+    assert 2**20 <= size < 2**20 + 2**16
+    disk.check_size(size, size)
     with pytest.raises(pytest.fail.Exception, match="take 1 MiB of the disk, and 0 MiB are allowed"):
-        disk.check_size(tmp_path, 2**19)
+        disk.check_size(size, 2**19)
+
+
+def test_own_hook_fails_the_large_test_alone(pytester: pytest.Pytester):
+    pytester.makeconftest(
+        """
+        from comfyui_tpu.tests.conftest import disk, pytest_runtest_teardown
+
+        disk.check_size = lambda size, check=disk.check_size: check(size, 6000)
+        """
+    )
+    small, large = (PASSING.replace("5000", str(size)) for size in (500, 9000))
+    pytester.makepyfile(test_a=small, test_b=large, test_c=small)
+    result = pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:xdist")
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["ERROR test_b.py::test_passes *"])
