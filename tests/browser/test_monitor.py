@@ -367,8 +367,8 @@ def test_panel_shows_loading_in_bytes_and_reserved_memory(tab: Tab):
     tab.section("Running").get_by_text("12.6 of 28.3 GB · 0.85 GB/s · 18.5 s left").wait_for()
     assert "28.6 GB loaded at 0.85 GB/s" in tab.text("Last run")
     tiles = dict(tile.split("\n")[::-1] for tile in tab.section("Chips").locator(".tpu-tile").all_inner_texts())
-    assert (tiles["In use, a chip"], tiles["Peak, a chip"]) == ("16.0 of 31.0 GiB", "18.0 GiB")
-    assert (tiles["Reserved, a chip"], tiles["Peak reserved, a chip"]) == ("4.00 GiB", "11.5 GiB")
+    assert (tiles["In use per chip"], tiles["Peak per chip"]) == ("16.0 of 31.0 GiB", "18.0 GiB")
+    assert (tiles["Reserved per chip"], tiles["Peak reserved per chip"]) == ("4.00 GiB", "11.5 GiB")
     first = tab.section("Chips").locator("[role=progressbar]").first
     assert "reserved 4.00 GiB, at most 11.5 GiB reserved" in first.get_attribute("aria-valuetext")
     share = first.locator(".tpu-reserved").evaluate("(one) => one.offsetWidth / one.parentElement.offsetWidth")
@@ -378,7 +378,7 @@ def test_panel_shows_loading_in_bytes_and_reserved_memory(tab: Tab):
     for chip in stats["chips"]:
         del chip["hbm_reserved"], chip["hbm_reserved_peak"]
     tab.answer_with(stats)
-    playwright.expect(tab.section("Chips").get_by_text("Reserved, a chip", exact=True)).to_be_hidden()
+    playwright.expect(tab.section("Chips").get_by_text("Reserved per chip", exact=True)).to_be_hidden()
     # Nor a limit: a bar would have a scale of its own, which changes as memory is used.
     for chip in stats["chips"]:
         del chip["hbm_limit"]

@@ -10,23 +10,23 @@ const MOST_ROWS = 16;
 const tiles = () => [
   // Numbers of one chip: programs must fit on the fullest one. The badge and the curve show all chips together.
   [
-    say`In use, a chip`,
-    say`High-bandwidth memory in use on the fullest chip, of what it has.`,
+    say`In use per chip`,
+    say`High-bandwidth memory in use on the fullest chip, and its capacity.`,
     (stats) => bytesOf(most(stats, "hbm_used"), most(stats, "hbm_limit")),
   ],
   [
-    say`Peak, a chip`,
+    say`Peak per chip`,
     say`The most memory that any one chip has used since the server started.`,
     (stats) => bytes(most(stats, "hbm_peak")),
   ],
   // These two are hidden if no chip reports them, as with simulated chips.
   [
-    say`Reserved, a chip`,
+    say`Reserved per chip`,
     say`The most that programs reserve on one chip, in addition to the memory in use.`,
     (stats) => sized(most(stats, "hbm_reserved")),
   ],
   [
-    say`Peak reserved, a chip`,
+    say`Peak reserved per chip`,
     say`The most that programs have reserved on any one chip since the server started.`,
     (stats) => sized(most(stats, "hbm_reserved_peak")),
   ],

@@ -31,7 +31,7 @@ function filled(template, values) {
   return template.replace(/\{\}/g, () => String(values[next++]));
 }
 
-/** Translate a template literal: say`peak ${size} a chip`. */
+/** Translate a template literal: say`peak ${size} per chip`. */
 export function say(texts, ...values) {
   const english = texts.join("{}");
   return filled(Object.hasOwn(words, english) ? words[english] : english, values);

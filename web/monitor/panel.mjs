@@ -10,8 +10,8 @@ import { isStage, stageOf } from "./stages.mjs";
 import { remember, say, term, understood } from "./i18n.mjs";
 
 const CACHES = {
-  programs: () => say`Compiled programs`, xla: () => say`XLA's cache`, prompts: () => say`Encoded prompts`,
-  plans: () => say`Plans`, compile_seconds: () => say`Times of compiling`, curves: () => say`Curves of step caches`,
+  programs: () => say`Compiled programs`, xla: () => say`XLA cache`, prompts: () => say`Encoded prompts`,
+  plans: () => say`Plans`, compile_seconds: () => say`Compile times`, curves: () => say`Step-cache curves`,
 };
 
 const COUNTS = [
@@ -214,7 +214,7 @@ class Curve {
     this.element.hidden = (taken === null && busy === null) || stats.platform === "cpu";
     setText(this.#memory, say`Memory ${limit ? percent((100 * (taken ?? 0)) / limit) : bytes(taken)}`);
     const measure = core === null ? say`Duty cycle` : "TensorCore";
-    setText(this.#busy, busy === null ? say`Utilisation not known` : `${measure} ${percent(busy)}`);
+    setText(this.#busy, busy === null ? say`Utilisation unknown` : `${measure} ${percent(busy)}`);
     setAttribute(this.#canvas, "aria-label", `${this.#memory.textContent}; ${this.#busy.textContent}`);
     this.redraw();
   }
@@ -268,7 +268,7 @@ class Residents {
     const update = (now) => {
       const name = term(`component.${text(now.component)}`, text(now.component).replaceAll("_", " "));
       setText(component, name);
-      setText(size, say`${bytes(now.bytes_per_chip)} a chip`);
+      setText(size, say`${bytes(now.bytes_per_chip)} per chip`);
       setText(detail, `${ago(now.last_used)} · ${shortName(now.model)}`);
       setAttribute(element, "title", say`${name} of ${text(now.model)}`);
       setAttribute(button, "aria-label", say`Free ${name} of ${text(now.model)}`);
@@ -315,10 +315,10 @@ class LastRun {
     this.#segments.show(stages);
     const share = (stage) => (whole > 0 ? (100 * (amount(stage.seconds) ?? 0)) / whole : null);
     this.#rows.show(stages.map((stage) => ({ ...stage, share: share(stage) })));
-    const facts = [say`${seconds(whole)} in all`];
+    const facts = [say`${seconds(whole)} in total`];
     const speed = amount(run.steps_per_second);
     if (speed) facts.push(speed >= 1 ? say`${speed.toFixed(2)} steps per second` : say`${seconds(1 / speed)} per step`);
-    if (amount(run.peak_hbm) !== null) facts.push(say`peak ${bytes(run.peak_hbm)} a chip`);
+    if (amount(run.peak_hbm) !== null) facts.push(say`peak ${bytes(run.peak_hbm)} per chip`);
     const loading = rate(run.loaded_bytes, run.loading_s);
     if (amount(run.compiling_s) >= 1) facts.push(say`${seconds(run.compiling_s)} compiling`);
     if (loading && run.loading_s >= 1) facts.push(say`${bytes(run.loaded_bytes, FILES)} loaded at ${loading}`);
@@ -353,8 +353,8 @@ class LastRun {
 }
 
 class Host {
-  #cpu = makeBar(say`CPU of the host`);
-  #ram = makeBar(say`Memory of the host`);
+  #cpu = makeBar(say`Host CPU`);
+  #ram = makeBar(say`Host memory`);
   #cpuText = make("span", "tpu-number");
   #ramText = make("span", "tpu-number");
   #process = make("p", "tpu-dim");
