@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, FLAGS, PACK, prepare
 
 # As for the servers of tests, and before JAX is imported, which only a soak in this process does.
@@ -106,7 +105,8 @@ class Left:
     """Bytes that are in use when everything is unloaded."""
 
     on_devices: int
-    on_host: int
+    on_host: int  # of the process alone
+    of_files: int = 0  # pages of mapped files, which the kernel gives up and reads again as it likes
 
 
 # --- where it happens -------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ class InServer:
     def settle(self) -> Left:
         self._server.get("/citizen/unload")
         chips = self._server.get("/citizen/stats")["chips"]
-        swept = self._server.get("/citizen/memory")
-        return Left(on_devices=sum(chip["hbm_used"] for chip in chips), on_host=swept["rss"])
+        self._server.get("/citizen/memory")  # gives back what it can
+        return Left(on_devices=sum(chip["hbm_used"] for chip in chips), **read_memory(self._server.process.pid))
 
     def compilations(self) -> int:
         return self._server.get("/citizen/compilations")["backend"]
@@ -239,7 +239,7 @@ class InProcess:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         chips = self._stats()["chips"]
-        return Left(on_devices=sum(chip["hbm_used"] for chip in chips), on_host=psutil.Process().memory_info().rss)
+        return Left(on_devices=sum(chip["hbm_used"] for chip in chips), **read_memory(os.getpid()))
 
     def compilations(self) -> int:
         return self._counter.compiled
@@ -249,6 +249,13 @@ def _digest(host: Any, image: Any) -> tuple[str]:
     import hashlib
 
     return (hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest(),)
+
+
+def read_memory(pid: int) -> dict[str, int]:
+    """Return `Left`'s bytes of a process on the host, from its status in /proc."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    anonymous, shared, mapped = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem", "RssFile"))
+    return {"on_host": anonymous + shared, "of_files": mapped}
 
 
 # --- the soak ---------------------------------------------------------------------------------------------------------
@@ -431,9 +438,12 @@ def soak_faults(prompts: int, seed: int, every: int, base: Path, cache: Path) ->
     print("\n".join(soak.failures), file=sys.stderr)
     if soak.failures:
         print(log[-20_000:], file=sys.stderr)
-    late = [round(left.on_host / MIB) for left in soak.left]
+    late, mapped = [round(left.on_host / MIB) for left in soak.left], [round(left.of_files / MIB) for left in soak.left]
     print(answers.report(soak.met))
-    print(f"RSS of the server after each round of {ROUND}, unloaded, MiB: {late}; {soak.slope_mib:+.2f} MiB a prompt")
+    print(
+        f"Memory of the server after each round of {ROUND}, unloaded, MiB: {late}; {soak.slope_mib:+.2f} MiB a prompt"
+    )
+    print(f"Pages of files in its memory, MiB: {mapped}")
     faults = sum(one.fault is not None for *_, one in soak.met)
     print(
         f"{prompts} prompts of {len(EXAMPLES)} families, {CLIENTS} clients, {faults} met one of {len(FAULTS)} faults, "
