@@ -421,15 +421,17 @@ class Answers:
         return "\n".join(lines)
 
 
-def soak_faults(prompts: int, seed: int, every: int, base: Path, cache: Path) -> int:
+def soak_faults(options: argparse.Namespace, base: Path, cache: Path) -> int:
     """The soak with faults; prints what it found, and returns 1 where a number is not zero."""
     begun = time.monotonic()
     with ExitStack() as stack:
         place = InServer(base / "server", cache, stack)
         soak = Soak(place, saves=True)
         soak.warm_all()
+        if options.stalls:
+            place.server.get(f"/citizen/stalls?path={options.stalls.absolute()}")
         watch = Watch(place, base / "beside", stack)
-        soak.run(plan_faults(prompts, seed, every))
+        soak.run(plan_faults(options.prompts, options.seed, options.every))
         answers, log = watch.ends(), place.server.log.read_text(errors="replace")
         verdict = soak.verdict() | {
             f"answers over {ANSWER_MS} ms": len(answers.late) + sum(one["failed"] for one in answers.mine)
@@ -440,14 +442,12 @@ def soak_faults(prompts: int, seed: int, every: int, base: Path, cache: Path) ->
         print(log[-20_000:], file=sys.stderr)
     late, mapped = [round(left.on_host / MIB) for left in soak.left], [round(left.of_files / MIB) for left in soak.left]
     print(answers.report(soak.met))
-    print(
-        f"Memory of the server after each round of {ROUND}, unloaded, MiB: {late}; {soak.slope_mib:+.2f} MiB a prompt"
-    )
+    print(f"The server after each round of {ROUND}, unloaded, MiB: {late}; {soak.slope_mib:+.2f} MiB a prompt")
     print(f"Pages of files in its memory, MiB: {mapped}")
     faults = sum(one.fault is not None for *_, one in soak.met)
     print(
-        f"{prompts} prompts of {len(EXAMPLES)} families, {CLIENTS} clients, {faults} met one of {len(FAULTS)} faults, "
-        f"{recompiles} recompiles, seed {seed}, {time.monotonic() - begun:.0f} s: "
+        f"{options.prompts} prompts of {len(EXAMPLES)} families, {CLIENTS} clients, {faults} met one of {len(FAULTS)} "
+        f"faults, {recompiles} recompiles, seed {options.seed}, {time.monotonic() - begun:.0f} s: "
         f"{', '.join(f'{value} {name}' for name, value in verdict.items())} "
         f"({soak.grown_mib:+.1f} MiB measured over half of it; up to {NOISE_MIB} are noise)"
     )
@@ -461,6 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--in-process", action="store_true", help="without ComfyUI, as where there is none")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="a cache that is kept (default: a new one)")
     parser.add_argument("--faults", action="store_true", help="some prompts meet a fault; the page is watched")
+    parser.add_argument("--stalls", type=Path, metavar="FILE", help="with --faults: write what held the page up")
     parser.add_argument("--every", type=int, default=FAULT_EVERY, metavar="N", help="the N-th prompt meets one (10)")
     options = parser.parse_args(arguments)
     if options.prompts < 2 * ROUND:
@@ -472,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.faults:
         with tempfile.TemporaryDirectory(prefix="soak-") as base:
             cache = options.cache or Path(base, "cache")
-            return soak_faults(options.prompts, options.seed, options.every, Path(base), cache)
+            return soak_faults(options, Path(base), cache)
     with tempfile.TemporaryDirectory(prefix="soak-") as base, ExitStack() as stack:
         place: Any = kind(Path(base), options.cache or Path(base, "cache"), stack)
         soak = Soak(place)
