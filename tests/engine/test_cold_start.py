@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import sys, time
@@ -34,6 +35,35 @@ import diffusers, transformers
 assert issubclass(diffusers.WanTransformer3DModel, diffusers.ModelMixin)
 assert issubclass(transformers.UMT5EncoderModel, transformers.PreTrainedModel)
 """
+
+BROKEN_TORCH = """
+import builtins
+if getattr(builtins, "was_imported", False):
+    raise ImportError("`torch` can only be initialized once per process")
+builtins.was_imported = True
+raise ImportError("libcudnn.so.9: cannot open shared object file: No such file or directory")
+"""
+TWO_ATTEMPTS = """
+from comfyui_tpu.tpu_runtime.engine import lifecycle
+from comfyui_tpu.tpu_runtime.progress import SilentProgress
+
+for _ in range(2):
+    try:
+        lifecycle.get_engine(SilentProgress())
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_get_engine_import_error_names_the_cause_at_every_attempt(tmp_path: Path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(BROKEN_TORCH)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_ATTEMPTS], env=environment, capture_output=True, text=True, timeout=200
+    )
+    cause = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+    assert done.stdout.splitlines() == [cause, cause], done.stderr[-2000:]
 
 
 def test_get_engine_imports_libraries_while_devices_open():

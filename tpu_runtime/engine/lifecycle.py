@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from ...distributed.multihost import rank
@@ -63,7 +63,7 @@ def get_engine(progress: Progress, expected: Collection[PlannedGeneration] = ())
                 try:
                     importing = _import_in_background()
                     chips = open_devices(progress.text, progress.check_cancelled)
-                    wait([importing])  # libraries import lazily, and threads may get half-imported modules
+                    importing.result()  # libraries import lazily, and threads may get half-imported modules
 
                     from .engine import Engine
 
@@ -93,7 +93,7 @@ def _read_in_background(expected: Iterable[PlannedGeneration]) -> FilePrefetch:
 def _import_in_background() -> Future:
     """Start to import what stages need, which takes seconds, while the chips are opened, which takes more.
 
-    An error is raised again where the modules are used.
+    The first error is kept for every later attempt: PyTorch refuses a second import without the cause.
     """
     return run_in_daemon_thread(_import_libraries, "comfyui-tpu-import")
 
