@@ -7,6 +7,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.support.host import Host
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, file_resolution
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
 from comfyui_tpu.tpu_runtime.files import CheckpointError
@@ -51,5 +52,5 @@ def test_export_network_missing_network_raises_checkpoint_error(tmp_path: Path):
     home = ModelRef(spec_name=spec.name, model_id=spec.miniature.ids[-1]).locate().home(Host())
     path = single_files.write(tmp_path / "vae.safetensors", home / "vae", "AutoencoderKLWan")
     model = choose_partial_model([spec], str(path))
-    with pytest.raises(CheckpointError, match="has no WanTransformer3DModel. Choose another file"):
+    with raises_message(CheckpointError, "checkpoint.class_not_in_file", class_name="WanTransformer3DModel"):
         checkpoint.export_network(model.locate(), "transformer", Host())

@@ -11,6 +11,7 @@ import torch
 from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.files.single_files import Tensors
 from comfyui_tpu.tests.models.parity import engine
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, resolve_variant
@@ -188,7 +189,7 @@ def test_single_files_two_experts_require_high_noise_first(tmp_path: Path):
     )
     ours, theirs = own_tensors(spec, rest(spec, high, low)), own_tensors(spec, spec.miniature.random_id)
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    with pytest.raises(CheckpointError, match="Name the one for high noise first"):
+    with raises_message(CheckpointError, "checkpoint.low_noise_first"):
         choose_model(spec, rest(spec, low, high))
-    with pytest.raises(CheckpointError, match="has two denoisers, for high noise and for low noise"):
+    with raises_message(CheckpointError, "checkpoint.second_expert_missing"):
         choose_model(spec, high)

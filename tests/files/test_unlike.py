@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.files import single_files
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, file_resolution, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import lookup_spec
@@ -134,7 +135,7 @@ def test_resolve_edit_model_skips_text_encoder_without_vision(home: Home):
     save_file({name: x for name, x in tensors.items() if "visual." not in name}, folder / "blind.safetensors")
     entries = [str(home.file(EDIT, "transformer")), str(home.file(EDIT, "vae"))]
     spec = lookup_spec(EDIT)
-    with pytest.raises(CheckpointError, match="its text_encoder .* was not found in the files"):
+    with raises_message(CheckpointError, "checkpoint.component_not_found", folder="text_encoder"):
         file_resolution.resolve(" + ".join(entries), [spec], (str(folder),))
     home.file(EDIT, "text_encoder", "text_encoders/sees.safetensors")
     found = file_resolution.resolve(" + ".join(entries), [spec], (str(folder),))
