@@ -10,6 +10,7 @@ import diffusers
 import jax
 import pytest
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import compatibility
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.model_spec import Component, ConfigRequirement, ModelSpec
@@ -371,7 +372,14 @@ def test_encode_incompatible_config_raises_before_building(tmp_path: Path):
     write(spec, tmp_path, PUBLISHED[HUNYUAN][0], {"transformer": {"in_channels": 17}})
     model = ModelRef(spec_name=HUNYUAN, model_id=str(tmp_path), precision="float32")
     runner = Runner(jax.devices()[:1])
-    with pytest.raises(ValueError, match="in_channels is 17 in transformer/config.json of .*; supported is 65"):
+    with raises_message(
+        ValueError,
+        "compatibility.config_unsupported",
+        key="in_channels",
+        state=Expected("compatibility.has_value", value=17),
+        folder="transformer",
+        need=65,
+    ):
         runner.encode(model, "a cat", "", SilentProgress())
     assert not any(runner.counts.values())
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import content_hash, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
@@ -66,7 +67,7 @@ def test_hash_model_hub_id_is_newest_commit(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_hash_model_invalid_id_raises_checkpoint_error():
-    with pytest.raises(CheckpointError, match="model_id is 'no model'; it is neither a folder nor a Hugging Face id"):
+    with raises_message(CheckpointError, "checkpoint.model_id_neither_folder_nor_hub_id", model_id="'no model'"):
         content_hash.hash_model("no model", (), SilentProgress())
 
 

@@ -10,6 +10,7 @@ from comfyui_tpu.cli.download import BarContext, format_bar
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tests.support.host import Runner, new_prompt
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import downloads, hub, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import lookup_spec
@@ -148,7 +149,7 @@ def test_download_on_full_disk_fails_before_weights(
     assert not fake.weights()
     # The nodes look first too.
     model = ModelRef(spec_name=SPEC.name, model_id=SPEC.published.hub_id)
-    with pytest.raises(ValueError, match=r"^The disk is too full: transformer of Wan-AI/\S+ needs .* and /\S+/hf has"):
+    with raises_message(ValueError, "hub.disk_too_full", what=Expected("hub.file_of_model", name="transformer")):
         model.locate().fetch_weights(SPEC.component("transformer"), SilentProgress())
     assert not fake.weights()
 

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.hunyuan15 import SAMPLER
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tests.support.host import Runner, new_prompt
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -334,41 +336,54 @@ def test_hub_cached_config_is_used_while_hub_is_down(fake: FakeHub):
     assert MODEL.locate().config(SPEC.component("vae_decoder"), SilentProgress())
 
 
+FULL = Expected("hub.disk_full", title="text_encoder", model_id=ID)
+
+
 @pytest.mark.parametrize(
-    ("error", "sentence"),
+    ("error", "expected"),
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            r"The disk is full: text_encoder of owner/model does not fit into /.*/hf, which has \d+\.\d GiB left. Free "
-            "space there, or set HF_HOME to a folder on a larger disk.",
+            Expected(
+                "hub.disk_full",
+                title="text_encoder",
+                model_id=ID,
+                place=re.compile("/hf$"),
+                free=Expected("hub.space_left", free=re.compile(r"^\d+\.\d$")),
+                elsewhere="hub.set_hf_home",
+            ),
         ),
-        (
-            OSError(errno.EDQUOT, "Disk quota exceeded"),
-            r"The disk is full: text_encoder of owner/model does not fit .*",
-        ),
-        (
-            RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"),
-            r"The disk is full: text_encoder of owner/model does not fit .*",
-        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), FULL),
+        (RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"), FULL),
         (
             PermissionError(errno.EACCES, "Permission denied", "/data/hf/blobs/x"),
-            r"/data/hf/blobs/x cannot be written \(Permission denied\): text_encoder of owner/model was not "
-            "downloaded. Allow this user to write there, or set HF_HOME to another folder.",
+            Expected(
+                "hub.folder_not_writable",
+                path="/data/hf/blobs/x",
+                strerror="Permission denied",
+                title="text_encoder",
+                model_id=ID,
+            ),
         ),
         (
             OSError(errno.EROFS, "Read-only file system"),
-            r"/.*/hf cannot be written \(Read-only file system\): text_encoder of owner/model was not downloaded. .*",
+            Expected(
+                "hub.folder_not_writable",
+                path=re.compile("/hf$"),
+                strerror="Read-only file system",
+                title="text_encoder",
+                model_id=ID,
+            ),
         ),
         (
             RuntimeError("Data processing error: CAS service error"),
-            "The download of text_encoder of owner/model was interrupted. Run it again: complete files are "
-            "kept. If this happens each time, set HF_HUB_DISABLE_XET=1.",
+            Expected("hub.download_broke_off", title="text_encoder", model_id=ID),
         ),
     ],
     ids=["full", "quota", "full-by-xet", "no-permission", "read-only", "broken-off"],
 )
 def test_fetch_weights_disk_error_raises_value_error(
-    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
+    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: Expected
 ):
     found = MODEL.locate()
     found.home(SilentProgress())
@@ -377,7 +392,7 @@ def test_fetch_weights_disk_error_raises_value_error(
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
+    with raises_message(ValueError, expected):
         found.fetch_weights(SPEC.component("text_encoder"), SilentProgress())
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
@@ -78,9 +79,7 @@ def test_tokenize_without_chat_template_raises_checkpoint_error(family: str, tmp
     spec = spec_for_family(family)
     folder = Path(shutil.copytree(tiny.ensure_random(spec) / "tokenizer", tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(CheckpointError) as error:
+    with raises_message(
+        CheckpointError, "tokenizer.no_chat_template", name_or_path=folder, template="chat_template.json"
+    ):
         spec.text_encoders[0].tokenize(tokenization.load_tokenizer(folder), ["a cat"])
-    assert str(error.value) == (
-        f"{folder}: there is no chat template in tokenizer_config.json, chat_template.jinja or chat_template.json; the "
-        "checkpoint is incomplete. Download the folder again."
-    )
