@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
 from comfyui_tpu.tpu_runtime.formats.key_map import KeyMap
 from comfyui_tpu.tpu_runtime.loras import adapter, change, merge
@@ -75,11 +76,8 @@ def test_identify_source_depends_on_path_size_and_time(tmp_path: Path):
     found.add(adapter.identify_source(path))
     assert len(found) == 4
     missing = tmp_path / "missing.safetensors"
-    with pytest.raises(adapter.LoraError) as error:
+    with raises_message(adapter.LoraError, "lora.unreadable", source=missing, strerror="No such file or directory"):
         adapter.identify_source(str(missing))
-    assert str(error.value) == (
-        f"The LoRA {missing} cannot be read (No such file or directory). Choose another, or put it back."
-    )
 
 
 def test_hash_content_depends_on_size_tensors_and_config(tmp_path: Path):

@@ -1,10 +1,12 @@
 """What a user is told of a LoRA that fits in part, or not at all."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from comfyui_tpu.tests.models import parity
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -58,35 +60,46 @@ def test_add_lora_partial_file_lists_unapplied_tensors(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize(
-    ("tensors", "problem"),
+    ("tensors", "expected"),
     [
         (
             {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 144)},
-            r"my.safetensors changes nothing of Wan 2.1 T2V 14B. It has "
-            r"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight; expected are names of the family Wan21 such as "
-            r"blocks.0.attn1.to_q or blocks.0.self_attn.q. Choose one made for Wan 2.1 T2V 14B.",
+            Expected(
+                "lora.changes_nothing",
+                title="Wan 2.1 T2V 14B",
+                unused="lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight",
+                family="Wan21",
+                expected="blocks.0.attn1.to_q or blocks.0.self_attn.q",
+            ),
         ),
         (
             {name: value.repeat(*(2 if size == 144 else 1 for size in value.shape)) for name, value in Q.items()},
-            "my.safetensors is for a model of another size than tiny/random-wan21: blocks.0.attn1.to_q is for 288x288, "
-            "but blocks.0.attn1.to_q.weight is 144x144. Choose one made for Wan 2.1 T2V 14B.",
+            Expected(
+                "lora.of_another_size",
+                model_id="tiny/random-wan21",
+                incompatible=re.compile("^blocks.0.attn1.to_q is .*288x288.* blocks.0.attn1.to_q.weight .*144x144$"),
+                title="Wan 2.1 T2V 14B",
+            ),
         ),
     ],
     ids=["another family", "another size"],
 )
-def test_add_lora_unsuitable_file_raises_value_error(tmp_path: Path, tensors: dict[str, torch.Tensor], problem: str):
-    with pytest.raises(ValueError) as error:
+def test_add_lora_unsuitable_file_raises_value_error(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], expected: Expected
+):
+    with raises_message(ValueError, expected) as error:
         add(tmp_path, tensors)
-    assert str(error.value) == f"The LoRA {tmp_path}/{problem}"
+    assert str(error.value).parameters["path"] == f"{tmp_path}/my.safetensors"
 
 
 def test_add_lora_missing_expert_raises_value_error(tmp_path: Path):
-    with pytest.raises(ValueError) as error:
+    with raises_message(
+        ValueError, "lora.expert_of_one_denoiser", title="Wan 2.1 T2V 14B", expert="low", lora_experts="both"
+    ):
         add(tmp_path, Q, expert="low")
-    assert str(error.value) == ("Wan 2.1 T2V 14B: expert is low, but this model has only one denoiser. Choose both.")
 
 
 def test_add_lora_damaged_file_raises_value_error(tmp_path: Path):
     (tmp_path / "my.safetensors").write_bytes(b"half")
-    with pytest.raises(ValueError, match=r"my.safetensors is not a complete safetensors file \(.+\). Download"):
+    with raises_message(ValueError, "lora.cut_off", path=re.compile(r"my\.safetensors$")):
         api.add_lora(WAN21, Lora(path=str(tmp_path / "my.safetensors"), strength=1.0), progress=SilentProgress())

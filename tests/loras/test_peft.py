@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from comfyui_tpu.tests.loras.test_formats import File, base, merged, network
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.loras import adapter
 from comfyui_tpu.tpu_runtime.loras.change import LoraError
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
@@ -142,49 +144,70 @@ OTHER_METHODS = (
     "OFT", "BOFT", "VERA", "IA3", "ADALORA", "GLORA", "XLORA", "HRA", "MISS", "RANDLORA", "FOURIERFT", "LN_TUNING",
     "DELORA", "SHIRA", "C3A", "ROAD", "VBLORA", "lora2", "",
 )  # fmt: skip
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED = "lora.peft_option_unsupported"
+# Options of other methods: each must be false, null or missing.
+FOREIGN_OPTIONS: dict[str, Any] = {
+    "target_parameters": ["proj.weight"], "layer_replication": [[0, 4]], "trainable_token_indices": [1, 2],
+    "alora_invocation_tokens": [1], "use_qalora": True, "use_bdlora": {"nblocks": 2}, "monteclora_config": {"a": 1},
+    "arrow_config": {"top_k": 1}, "kasa_config": {"beta": 1}, "use_quantum": True, "warp_config": {"x": 1},
+}  # fmt: skip
+EXPRESSION, LAYERS = "lora.pattern_regular_expression", "lora.peft_layers_contradict"
+REFUSED: dict[str, tuple[dict[str, Any], Expected]] = {
     **{
-        method: ({"peft_type": method}, f"PEFT's peft_type is '{method}'; supported is LORA, LOHA, LOKR. Merge")
+        method: (
+            {"peft_type": method},
+            Expected(
+                UNSUPPORTED,
+                option="peft_type",
+                value=repr(method),
+                allowed="LORA, LOHA, LOKR",
+                way_on="lora.merge_with_peft",
+            ),
+        )
         for method in OTHER_METHODS
     },
     **{
-        str(way): (
-            {"init_lora_weights": way},
-            rf"PEFT's init_lora_weights is '{way}'; such an adapter .* path_initial_model_for_weight_conversion",
-        )
+        way: ({"init_lora_weights": way}, Expected("lora.peft_init_unsupported", init_lora_weights=repr(way)))
         for way in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "unheard of")
     },
-    "target_parameters": (
-        {"target_parameters": ["proj.weight"]},
-        r"PEFT's target_parameters is \['proj.weight'\]; supported is false, null or nothing. Merge the adapter",
-    ),
-    "layer_replication": ({"layer_replication": [[0, 4]]}, r"layer_replication is \[\[0, 4\]\]; supported is false"),
-    "tokens": ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices is \[1, 2\]; supported is"),
-    "alora": ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]; supported is"),
-    "qalora": ({"use_qalora": True}, "use_qalora is True; supported is false"),
-    "bdlora": ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}; supported is"),
-    "monteclora": ({"monteclora_config": {"a": 1}}, "monteclora_config is {'a': 1}; supported is"),
-    "arrow": ({"arrow_config": {"top_k": 1}}, "arrow_config is {'top_k': 1}; supported is"),
-    "kasa": ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}; supported is"),
-    "of another year": ({"use_quantum": True}, "use_quantum is True; supported is false, null or nothing"),
-    "of another year too": ({"warp_config": {"x": 1}}, "warp_config is {'x': 1}; supported is"),
+    **{
+        option: (
+            {option: value},
+            Expected(
+                UNSUPPORTED,
+                option=option,
+                value=str(value),
+                allowed="false, null or nothing",
+                way_on="lora.merge_with_peft",
+            ),
+        )
+        for option, value in FOREIGN_OPTIONS.items()
+    },
     "a DoRA without magnitudes": (
-        {"use_dora": True}, r"use_dora is True, but '.*to_q' has 0 magnitude vectors; each module must have one"
+        {"use_dora": True},
+        Expected("lora.peft_dora_contradicts", use_dora=True, module=re.compile("to_q'$"), has_magnitude=0),
     ),
     "other layers": (
         {"layers_to_transform": [1, 2]},
-        r"layers_to_transform is \[1, 2\], but the file changes '.*blocks.0.attn1.to_q'; only changes of these",
+        Expected(LAYERS, chosen="[1, 2]", module=re.compile("blocks.0.attn1.to_q'$")),
     ),
-    "another layer": ({"layers_to_transform": 1}, "layers_to_transform is 1, but the file changes"),
-    "another list": ({"layers_to_transform": [0], "layers_pattern": "layers"}, r"layers_to_transform is \[0\], but"),
-    "alphas by expression": ({"alpha_pattern": {r".*\.to_q": 3}}, "alpha_pattern has .* is a regular expression"),
+    "another layer": ({"layers_to_transform": 1}, Expected(LAYERS, chosen=1)),
+    "another list": ({"layers_to_transform": [0], "layers_pattern": "layers"}, Expected(LAYERS, chosen="[0]")),
+    "alphas by expression": ({"alpha_pattern": {r".*\.to_q": 3}}, Expected(EXPRESSION, name="alpha_pattern")),
     "ranks of a LoKr by expression": (
-        {"peft_type": "LOKR", "rank_pattern": {".*to_q": 3}}, "rank_pattern has '.*to_q', which is a regular expression"
+        {"peft_type": "LOKR", "rank_pattern": {".*to_q": 3}},
+        Expected(EXPRESSION, name="rank_pattern", key="'.*to_q'"),
     ),
-    "a rank of 0": ({"peft_type": "LOKR", "r": 0}, "PEFT's r is 0; a rank is a whole number from 1 to 1_000_000"),
-    "half a rank": ({"peft_type": "LOKR", "rank_pattern": {"to_q": 1.5}}, "PEFT's r is 1.5; a rank is a whole number"),
-    "an alpha that is none": ({"peft_type": "LOHA", "alpha": "a lot"}, "alpha is 'a lot'; an alpha is a number"),
-}  # fmt: skip
+    "a rank of 0": (
+        {"peft_type": "LOKR", "r": 0},
+        Expected("lora.peft_rank_outside", rank=0, largest_rank="1_000_000"),
+    ),
+    "half a rank": ({"peft_type": "LOKR", "rank_pattern": {"to_q": 1.5}}, Expected("lora.peft_rank_outside", rank=1.5)),
+    "an alpha that is none": (
+        {"peft_type": "LOHA", "alpha": "a lot"},
+        Expected("lora.alpha_outside", name="alpha", alpha="'a lot'"),
+    ),
+}
 MODULE = "base_model.model.blocks.0.attn1.to_q"
 PLAIN = {f"{MODULE}.lora_A.weight": torch.ones(2, 144), f"{MODULE}.lora_B.weight": torch.ones(144, 2)}
 
@@ -197,8 +220,8 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_read_adapter_unsupported_option_raises_lora_error(name: str, tmp_path: Path):
-    config, said = REFUSED[name]
-    with pytest.raises(LoraError, match=said):
+    config, expected = REFUSED[name]
+    with raises_message(LoraError, expected):
         adapter.read_adapter(write(tmp_path, PLAIN, config), network("Wan21"))
 
 
@@ -209,15 +232,14 @@ def test_read_adapter_unsupported_option_raises_lora_error(name: str, tmp_path: 
 def test_read_adapter_full_weights_raise_lora_error(option: str, value: Any, tmp_path: Path):
     targets = [name for name in TARGETS if name != "ffn.net.2"]
     save_adapter(tmp_path, LoraConfig(r=4, target_modules=targets, **{option: value}))
-    said = rf"PEFT's {option} is .*, and the file has all of '.*'; only changes of weights are supported. Merge"
-    with pytest.raises(LoraError, match=said):
+    with raises_message(LoraError, "lora.peft_whole_weights", option=option, way_on="lora.merge_with_peft"):
         adapter.read_adapter(str(tmp_path / "adapter_model.safetensors"), network("Wan21"))
 
 
 def test_read_adapter_unexpected_magnitude_raises_lora_error(tmp_path: Path):
     tensors = {**PLAIN, f"{MODULE}.lora_magnitude_vector": torch.ones(144)}
-    said = "use_dora is False, but '.*to_q' has 1 magnitude vectors; each module must have one, or none of them"
-    with pytest.raises(LoraError, match=said):
+    module = re.compile("to_q'$")
+    with raises_message(LoraError, "lora.peft_dora_contradicts", use_dora=False, module=module, has_magnitude=1):
         adapter.read_adapter(write(tmp_path, tensors, {"use_dora": False}), network("Wan21"))
     assert adapter.read_adapter(write(tmp_path, tensors, {}), network("Wan21")).unused == ()
 
