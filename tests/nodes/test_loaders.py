@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.cli import main
 from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
+from comfyui_tpu.tests.support.messages import raises_message
 
 PAGE = {
     "nodes": [
@@ -86,7 +87,7 @@ def test_swap_loaders_does_not_read_files_outside_model_folders(name: str, tmp_p
 
 @pytest.mark.parametrize("document", [None, [], 3, "x"])
 def test_swap_loaders_invalid_document_raises_value_error(document: Any):
-    with pytest.raises(ValueError, match="This is not a workflow"):
+    with raises_message(ValueError, "workflow.not_object"):
         swap_loaders(document, [])
 
 

@@ -1,6 +1,7 @@
 """The declarations: what they offer, how they check, what they hand to the runtime."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Ref
 from comfyui_tpu.nodes.graphs.graph import plan_generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
@@ -160,7 +162,13 @@ def test_cogvideox_scheduler_inputs_are_advanced_and_reach_settings(runtime: Rec
         cogvideox.SAMPLER.run(Host(), **cogvideox.SAMPLER.values({**given, **more}))
         assert runtime.calls["denoise"][1] == cogvideox.SPEC.settings(**more)
     assert cogvideox.SPEC.settings(**chosen).scheduler == "CogVideoXDPMScheduler"
-    with pytest.raises(ValueError, match="CogVideoX 1.5 5B: scheduler is 'DDIM'; it must be one of checkpoint, CogV"):
+    with raises_message(
+        ValueError,
+        "settings.input",
+        title="CogVideoX 1.5 5B",
+        name="input.scheduler",
+        problem=Expected("settings.not_an_option", value="'DDIM'", options=re.compile(r"^checkpoint, CogV")),
+    ):
         cogvideox.SAMPLER.validate_constants(Host.folders, {"scheduler": "DDIM"})
 
 
@@ -177,7 +185,13 @@ def test_sampler_passes_few_step_settings_to_runtime(runtime: Recorder):
     expected = {**FEW_STEPS, "sigmas": (1.0, 0.75, 0.5, 0.25), "num_inference_steps": 4}
     assert {name: getattr(settings, name) for name in expected} == expected
     assert runtime.calls["denoise"][-1] is latents
-    with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: sigmas is '1, 1'; each number must be smaller than"):
+    with raises_message(
+        ValueError,
+        "settings.input",
+        title="Wan 2.1 T2V 14B",
+        name="sigmas",
+        problem=Expected("settings.not_decreasing", value="'1, 1'"),
+    ):
         SAMPLER.validate_constants(Host.folders, {"sigmas": "1, 1"})
 
 
@@ -224,38 +238,85 @@ def test_sampler_quality_defaults_to_quality_of_loader(of_loader: str, of_sample
     assert ahead.settings is not None and ahead.settings.quality == wanted
 
 
+def refuse_value(name: str, key: str, **parameters: object) -> Expected:
+    problem = Expected(key, **parameters)
+    return Expected("settings.input", title="Wan 2.1 T2V 14B", name=f"input.{name}", problem=problem)
+
+
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "expected"),
     [
-        ({"num_frames": 80}, "Wan 2.1 T2V 14B: num_frames is 80; it must be 4k + 1 between 1 and 241. Use 77 or 81."),
+        (
+            {"num_frames": 80},
+            refuse_value(
+                "num_frames",
+                "settings.breaks_rule",
+                value=80,
+                rule=Expected(
+                    "settings.grid", multiple_of=4, plus=1, rule=Expected("settings.between", low=1, high=241)
+                ),
+                nearest=[77, 81],
+            ),
+        ),
         (
             {"height": 721},
-            "Wan 2.1 T2V 14B: height is 721; it must be a multiple of 16 between 64 and 1920. Use 720 or 736.",
+            refuse_value(
+                "height",
+                "settings.breaks_rule",
+                value=721,
+                rule=Expected(
+                    "settings.multiple", multiple_of=16, rule=Expected("settings.between", low=64, high=1920)
+                ),
+                nearest=[720, 736],
+            ),
         ),
         (
             {"num_inference_steps": -1},
-            "Wan 2.1 T2V 14B: num_inference_steps is -1; it must be between 1 and 100. Use 1.",
+            refuse_value(
+                "num_inference_steps",
+                "settings.breaks_rule",
+                value=-1,
+                rule=Expected("settings.between", low=1, high=100),
+                nearest=[1],
+            ),
         ),
-        ({"seed": "x"}, f"Wan 2.1 T2V 14B: seed is 'x'; it must be a whole number between 0 and {2**64 - 1}."),
-        ({"guidance_scale": float("nan")}, "Wan 2.1 T2V 14B: guidance_scale is nan; it must be between 0.0 and 20.0."),
-        ({"precision": "int8"}, "precision is 'int8'; it must be one of auto, bfloat16, mixed, float32."),
-        ({"model_id": 3}, "model_id is 3; it must be text."),
-        ({"prompt_embeds": None}, "Wan 2.1 TPU Sampler: prompt_embeds is missing."),
+        ({"seed": "x"}, refuse_value("seed", "settings.not_whole_number", value="'x'", low=0, high=2**64 - 1)),
+        (
+            {"guidance_scale": float("nan")},
+            refuse_value("guidance_scale", "settings.outside", value="nan", low=0.0, high=20.0),
+        ),
+        (
+            {"precision": "int8"},
+            Expected(
+                "settings.choice_unknown",
+                variable="input.precision",
+                choice="'int8'",
+                choices="auto, bfloat16, mixed, float32",
+            ),
+        ),
+        ({"model_id": 3}, Expected("node.value_type_wrong", name="input.model_id", value=3, value_names="text")),
+        (
+            {"prompt_embeds": None},
+            Expected("node.input_missing", title="Wan 2.1 TPU Sampler", name="input.prompt_embeds"),
+        ),
     ],
 )
-def test_sampler_invalid_value_raises_value_error_before_run(runtime: Recorder, given: dict, message: str):
-    with pytest.raises(ValueError) as error:
+def test_sampler_invalid_value_raises_value_error_before_run(runtime: Recorder, given: dict, expected: Expected):
+    with raises_message(ValueError, expected):
         SAMPLER.run(Host(), **sampler_values(**given))
-    assert str(error.value).startswith(message)
     assert runtime.calls == {}
 
 
 def test_sampler_rejects_embeddings_of_other_family(runtime: Recorder):
-    with pytest.raises(ValueError) as error:
+    with raises_message(
+        ValueError,
+        "condition.of_another_text_encoder",
+        title="Wan 2.1 T2V 14B",
+        name="input.negative_prompt_embeds",
+        source_family="Flux2",
+        family="Wan21",
+    ):
         SAMPLER.run(Host(), **sampler_values(negative_prompt_embeds=conditioning("Flux2")))
-    assert str(error.value) == (
-        "Wan 2.1 T2V 14B: negative_prompt_embeds comes from a Flux2 text encoder; it must come from Wan21TextEncoder."
-    )
     assert "denoise" not in runtime.calls
 
 
@@ -264,38 +325,39 @@ def test_sampler_accepts_core_conditioning(runtime: Recorder):
     assert "denoise" in runtime.calls
 
 
+COMBINED, OPTIONS = "condition.combined_prompts_unsupported", "condition.options_unsupported"
+
+
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "key", "parameters"),
     [
-        ([], "prompt_embeds has 0 entries; combined prompts are not supported."),
-        (conditioning() * 2, "prompt_embeds has 2 entries; combined prompts are not supported. Connect one Wan21TextE"),
-        ("text", "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
-        ([["a tensor"]], "prompt_embeds is not CONDITIONING. Connect Wan21TextEncoder."),
-        (changed_conditioning(mask="a mask", mask_strength=1.0), "prompt_embeds has mask, mask_strength; areas, masks"),
-        (
-            changed_conditioning(start_percent=0.0, end_percent=0.5),
-            "prompt_embeds has start_percent, end_percent; areas",
-        ),
-        (changed_conditioning(area=(8, 8, 0, 0), strength=0.5), "prompt_embeds has area, strength; areas"),
-        (changed_conditioning(strength=True), "prompt_embeds has strength; areas"),
-        (changed_conditioning(guidance=3.5), "prompt_embeds has guidance; areas"),
-        (changed_conditioning(reference_latents=["a tensor"]), "prompt_embeds has reference_latents; areas"),
+        ([], COMBINED, {"count": 0}),
+        (conditioning() * 2, COMBINED, {"count": 2, "family": "Wan21"}),
+        ("text", "condition.not_conditioning", {"family": "Wan21"}),
+        ([["a tensor"]], "condition.not_conditioning", {"family": "Wan21"}),
+        (changed_conditioning(mask="a mask", mask_strength=1.0), OPTIONS, {"unknown": "mask, mask_strength"}),
+        (changed_conditioning(start_percent=0.0, end_percent=0.5), OPTIONS, {"unknown": "start_percent, end_percent"}),
+        (changed_conditioning(area=(8, 8, 0, 0), strength=0.5), OPTIONS, {"unknown": "area, strength"}),
+        (changed_conditioning(strength=True), OPTIONS, {"unknown": "strength"}),
+        (changed_conditioning(guidance=3.5), OPTIONS, {"unknown": "guidance"}),
+        (changed_conditioning(reference_latents=["a tensor"]), OPTIONS, {"unknown": "reference_latents"}),
     ],
 )
 @pytest.mark.parametrize("name", ["prompt_embeds", "negative_prompt_embeds"])
-def test_sampler_rejects_conditioning_with_unsupported_options(runtime: Recorder, name: str, given: Any, sentence: str):
-    with pytest.raises(ValueError) as error:
+def test_sampler_rejects_conditioning_with_unsupported_options(
+    runtime: Recorder, name: str, given: Any, key: str, parameters: dict[str, object]
+):
+    with raises_message(ValueError, key, title="Wan 2.1 T2V 14B", name=f"input.{name}", **parameters):
         SAMPLER.run(Host(), **sampler_values(**{name: given}))
-    assert str(error.value).startswith(f"Wan 2.1 T2V 14B: {sentence.replace('prompt_embeds', name)}")
     assert "denoise" not in runtime.calls
 
 
 @pytest.mark.parametrize(
-    "given", [conditioning(None) * 2, changed_conditioning(mask="a mask")], ids=["combined", "masked"]
+    ("given", "key"), [(conditioning(None) * 2, COMBINED), (changed_conditioning(mask="a mask"), OPTIONS)]
 )
-def test_save_embeddings_rejects_unsupported_conditioning(tmp_path: Path, given: Any):
+def test_save_embeddings_rejects_unsupported_conditioning(tmp_path: Path, given: Any, key: str):
     model = ModelRef(spec_name=SPEC.name, model_id="tiny/wan21")
-    with pytest.raises(ValueError, match="not supported"):
+    with raises_message(ValueError, key):
         stage_files.save_embeddings(tmp_path / "new", given, None, model)
     assert not (tmp_path / "new").exists()
 
@@ -306,7 +368,7 @@ def test_sampler_accepts_extra_keys_of_core_encoders(runtime: Recorder):
 
 
 def test_sampler_rejects_model_of_other_family(runtime: Recorder):
-    with pytest.raises(ValueError, match="the connected model is a flux2-dev; this node runs wan2.1-t2v-14b"):
+    with raises_message(ValueError, "node.model_of_another_family", spec_name="flux2-dev", name="wan2.1-t2v-14b"):
         SAMPLER.run(Host(), **sampler_values(model=ModelRef(spec_name="flux2-dev", model_id="x")))
     assert runtime.calls == {}
 
@@ -317,7 +379,9 @@ def test_sampler_validate_constants_checks_only_known_values(runtime: Recorder):
     assert runtime.calls == {}
     SAMPLER.validate_constants(Host.folders, {"height": 720, "model_id": "tiny/wan21"})
     assert set(runtime.calls) == {"check"}
-    with pytest.raises(ValueError, match="height is 721"):
+    with raises_message(
+        ValueError, "settings.input", name="input.height", problem=Expected("settings.breaks_rule", value=721)
+    ):
         SAMPLER.validate_constants(Host.folders, {"height": 721})
 
 

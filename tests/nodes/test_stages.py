@@ -16,6 +16,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.tests.nodes import examples
 from comfyui_tpu.tests.nodes.test_headless import EXAMPLE, ROOT, node
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
@@ -85,12 +86,14 @@ def test_load_stage_empty_folder_error_names_missing_files(tmp_path: Path):
         decode=node("Wan21TPUVAEDecoder", latents=["load", 2]),
         show=node("PreviewImage", images=["decode", 0]),
     )
-    with pytest.raises(ValueError) as error:
+    with raises_message(
+        ValueError,
+        "node.no_stage_files",
+        source=tmp_path / "stages",
+        embeddings="stage1_embeddings.safetensors",
+        latents="stage2_latents.safetensors",
+    ):
         run_workflow(workflow, folders(tmp_path))
-    assert str(error.value) == (
-        f"{tmp_path / 'stages'} holds no stage files; stage1_embeddings.safetensors or stage2_latents.safetensors must "
-        "be there. Write them with TPU Save Stage, or with `comfyui-tpu encode` and `denoise`."
-    )
 
 
 @pytest.mark.slow
@@ -164,7 +167,7 @@ def test_stage_nodes_keep_encoded_image(tmp_path: Path):
     condition = {"tpu_family": "Wan22I2V", **size, "tensors": {"condition": torch.rand(1, 20, 2, 8, 12)}}
     given = {"folder": "here", "model": model, "negative_prompt_embeds": None, "latents": None}
     save, load = HEADLESS_NODES["TPUSaveStage"], HEADLESS_NODES["TPULoadStage"]
-    with pytest.raises(ValueError, match="condition is stored in the file of prompt_embeds; connect prompt_embeds"):
+    with raises_message(ValueError, "node.save_condition_alone"):
         save.run(folders(tmp_path), **{**given, "latents": {}}, prompt_embeds=None, condition=condition)
     prompt = [[torch.rand(1, 4, 6), {"tpu_family": "Wan22I2V", "length": 3}]]
     assert save.run(folders(tmp_path), **given, prompt_embeds=prompt, condition=condition)[3] is condition

@@ -17,6 +17,7 @@ from comfyui_tpu.nodes.graphs.upgrade import upgrade_workflow
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api, validate_workflow
 from comfyui_tpu.tests.nodes import examples, separate_packs
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tests.support.patience import slower
 from PIL import Image
 
@@ -205,7 +206,7 @@ def test_upgrade_workflow_deep_nesting_raises_value_error():
     for _ in range(100_000):
         nested.append([])
         nested = nested[0]
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with raises_message(ValueError, "workflow.too_deep"):
         upgrade_workflow(document, DECLARATIONS)
 
 
