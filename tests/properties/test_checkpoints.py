@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.tests.properties.hostile import documents, ends_well, spoiled
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, guider, tiny, weight_names
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.models import lookup_spec
@@ -154,7 +155,7 @@ def test_list_weight_files_path_outside_folder_raises_value_error(tmp_path: Path
     (tmp_path / "model" / "transformer").mkdir(parents=True)
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"proj_out.weight": name}}))
-    with pytest.raises(ValueError, match="only .safetensors files in the same folder are read"):
+    with raises_message(ValueError, "checkpoint.index_names_foreign_file"):
         checkpoint.list_weight_files(path.parent, PARTS["transformer"])
 
 

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from comfyui_tpu.tests.properties.hostile import ends_well, spoiled
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import gguf_file, gguf_header, single_file, tokenizer_files
 from comfyui_tpu.tpu_runtime.models import LAYOUTS
@@ -176,7 +177,11 @@ def test_read_gguf_millions_of_empty_strings_stay_within_limits(path: Path):
         )
         path.write_bytes(content)
         ends_well(lambda: gguf_file.read_gguf(path), len(content) // 20)
-    with pytest.raises(CheckpointError, match=f"its lists have {LONGEST + 1} texts, and {LONGEST} are read at most"):
+    with raises_message(
+        CheckpointError,
+        "file.gguf_unreadable",
+        error=f"its lists have {LONGEST + 1} texts, and {LONGEST} are read at most",
+    ):
         gguf_file.read_gguf(path)
 
 
@@ -225,5 +230,5 @@ def test_gguf_fields_of_replaced_file_raise_checkpoint_error(path: Path):
     path.write_bytes(WHOLE)
     fields = gguf_file.read_gguf(path)[1]
     path.write_bytes(bytes(len(WHOLE) + 1))
-    with pytest.raises(CheckpointError, match="has changed while it was read"):
+    with raises_message(CheckpointError, "file.changed_while_read"):
         fields["general.architecture"]

@@ -12,6 +12,7 @@ import pytest
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import TerminalContext
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime import redact
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.formats import single_file
@@ -38,7 +39,7 @@ def test_read_contents_unprintable_tensor_name_raises_checkpoint_error(tmp_path:
     writer.write_tensors_to_file()
     writer.close()
     for one in (path, path.with_suffix(".gguf")):
-        with pytest.raises(CheckpointError, match="names must be of printable characters") as error:
+        with raises_message(CheckpointError, "file.tensor_name_not_printable") as error:
             single_file.read_contents(one)
         assert not UNSAFE.search(str(error.value))
 

@@ -11,6 +11,7 @@ from comfyui_tpu.nodes.graphs import provenance
 from comfyui_tpu.nodes.graphs.provenance import KEY, ProvenanceLog
 from comfyui_tpu.tests.properties.hostile import ends_well
 from comfyui_tpu.tests.properties.test_checkpoints import file_of
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import model_ref
 from comfyui_tpu.tpu_runtime.files import MAX_HEADER_BYTES, CheckpointError
 from comfyui_tpu.tpu_runtime.formats import quantization, single_file
@@ -120,7 +121,9 @@ def test_read_contents_many_quantized_layers_open_file_few_times(tmp_path: Path,
 def test_read_contents_long_description_raises_checkpoint_error(tmp_path: Path, size: int):
     path = tmp_path / "model.safetensors"
     path.write_bytes(layers(3, size=size))
-    with pytest.raises(CheckpointError, match=f"U8 and has at most {quantization.MAX_DESCRIPTION_BYTES} bytes"):
+    with raises_message(
+        CheckpointError, "file.format_description_wrong", max_description_bytes=quantization.MAX_DESCRIPTION_BYTES
+    ):
         single_file.read_contents(path)
 
 
@@ -156,8 +159,8 @@ def test_choose_model_oversized_metadata_raises_checkpoint_error(tmp_path: Path,
         size = with_metadata(path, **{name: said})
         single_file._read.cache_clear()
         ends_well(lambda: model_ref.choose_model(SPECS[0], str(path)), size)
-    with pytest.raises(
-        CheckpointError, match=f"the file has {len(said)} characters; at most {quantization.MAX_METADATA_LENGTH} are"
+    with raises_message(
+        CheckpointError, "file.metadata_too_long", count=len(said), max_metadata_length=quantization.MAX_METADATA_LENGTH
     ):
         model_ref.choose_model(SPECS[0], str(path))
 
@@ -174,7 +177,7 @@ def test_read_contents_oversized_header_raises_checkpoint_error(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}" + b" " * (MAX_HEADER_BYTES - 1))
     ends_well(lambda: single_file.read_contents(path), 0)
-    with pytest.raises(
-        CheckpointError, match=f"has a header of {MAX_HEADER_BYTES + 1} bytes; at most {MAX_HEADER_BYTES} are read"
+    with raises_message(
+        CheckpointError, "file.header_too_large", size=MAX_HEADER_BYTES + 1, max_header_bytes=MAX_HEADER_BYTES
     ):
         single_file.read_contents(path)

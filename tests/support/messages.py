@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-from comfyui_tpu.tpu_runtime.messages import Message
+from comfyui_tpu.tpu_runtime.messages import Message, compose_term
 
 
 class Expected:
     """A message with this key and, among its parameters, these.
 
     parameters: of each, its text; a pattern that is searched for in it; for a nested message its key or another
-    `Expected`; for a list of `compose_list` a list of these.
+    `Expected`, or the message itself; for a list of `compose_list` a list of these.
     """
 
     def __init__(self, key: str, /, **parameters: object) -> None:
@@ -49,7 +49,9 @@ def _compare(expected: object, parameters: Mapping[str, str], name: str, where: 
     if isinstance(expected, list | tuple):
         return _compare_list(expected, actual, where)
     if isinstance(actual, Message):
-        return Expected(str(expected)).find_differences(actual, where)
+        return Expected(expected.key if isinstance(expected, Message) else str(expected)).find_differences(
+            actual, where
+        )
     return [] if actual == str(expected) else [f"{where} is {actual!r}, not {str(expected)!r}"]
 
 
@@ -78,3 +80,9 @@ def raises_message(
     with pytest.raises(error_type) as caught:
         yield caught
     assert_message(caught.value, expected, **parameters)
+
+
+def refused_input(name: str, key: str, /, title: str | None = None, **parameters: object) -> Expected:
+    """Return the message about an input of a node whose value is refused: `key` and `parameters` name the problem."""
+    named = {} if title is None else {"title": title}
+    return Expected("settings.input", name=compose_term("input", name), problem=Expected(key, **parameters), **named)
