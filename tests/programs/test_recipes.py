@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import OPERATION
+from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tpu_runtime.model_spec import FLOW_SCHEDULERS, ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import solver_table
@@ -208,39 +209,49 @@ def test_solver_table_of_every_family_and_scheduler_has_falling_sigmas(spec: Mod
 
 
 @pytest.mark.parametrize(
-    ("sigmas", "problem"),
+    ("sigmas", "key", "parameters"),
     [
-        ("1, x", "it must be numbers separated by commas, such as 1, 0.75, 0.5, 0.25, or empty."),
-        ("1, 0.5,", "it must be numbers separated by commas"),
-        ("1, 0.5, 0.5", "each number must be smaller than the one before."),
-        ("1, 0.5, 0", "each number must be above 0 and at most 1. The final 0 is added automatically."),
-        ("1000, 750", "each number must be above 0 and at most 1."),
-        ("1, nan", "each number must be above 0 and at most 1."),
-        (", ".join(str(1 - i / 200) for i in range(101)), "has 101 numbers; at most 100 are allowed."),
+        ("1, x", "settings.not_numbers", {"value": "'1, x'"}),
+        ("1, 0.5,", "settings.not_numbers", {"value": "'1, 0.5,'"}),
+        ("1, 0.5, 0.5", "settings.not_decreasing", {"value": "'1, 0.5, 0.5'"}),
+        ("1, 0.5, 0", "settings.number_outside", {"value": "'1, 0.5, 0'"}),
+        ("1000, 750", "settings.number_outside", {"value": "'1000, 750'"}),
+        ("1, nan", "settings.number_outside", {"value": "'1, nan'"}),
+        (", ".join(str(1 - i / 200) for i in range(101)), "settings.too_many_numbers", {"count": 101, "most": 100}),
     ],
 )
-def test_settings_invalid_sigmas_raise_value_error(sigmas: str, problem: str):
-    with pytest.raises(ValueError) as error:
+def test_settings_invalid_sigmas_raise_value_error(sigmas: str, key: str, parameters: dict[str, object]):
+    with raises_message(ValueError, refused_input("sigmas", key, title="Wan 2.2 I2V A14B", **parameters)):
         WAN.settings(sigmas=sigmas)
-    assert str(error.value).startswith("Wan 2.2 I2V A14B: sigmas ") and problem in str(error.value)
+
+
+UNKNOWN_SCHEDULER = Expected(
+    "settings.not_an_option", value="'euler'", options=re.compile("^checkpoint, FlowMatchEulerDiscreteScheduler")
+)
 
 
 @pytest.mark.parametrize(
-    ("widgets", "problem"),
+    ("widgets", "key", "parameters"),
     [
         (
             {"start_step": 2, "end_step": 2, "num_inference_steps": 4},
-            "start_step is 2 and end_step 2, of 4 steps: no step is left to run",
+            "settings.no_step_left",
+            {"start_step": 2, "end_step": 2, "total": 4},
         ),
-        ({"start_step": 4, "sigmas": LIGHTX2V}, "start_step is 4 and end_step 0, of 4 steps: no step is left to run."),
-        ({"high_noise_steps": 5, "sigmas": LIGHTX2V}, "high_noise_steps is 5, but there are 4 steps."),
-        ({"scheduler": "euler"}, "scheduler is 'euler'; it must be one of checkpoint, FlowMatchEulerDiscreteScheduler"),
+        ({"start_step": 4, "sigmas": LIGHTX2V}, "settings.no_step_left", {"start_step": 4, "end_step": 0, "total": 4}),
+        (
+            {"high_noise_steps": 5, "sigmas": LIGHTX2V},
+            "settings.too_many_high_noise_steps",
+            {"high_noise_steps": 5, "total": 4},
+        ),
+        ({"scheduler": "euler"}, "settings.input", {"name": "input.scheduler", "problem": UNKNOWN_SCHEDULER}),
     ],
 )
-def test_settings_invalid_step_range_raises_value_error(widgets: dict[str, Any], problem: str):
-    with pytest.raises(ValueError) as error:
+def test_settings_invalid_step_range_raises_value_error(
+    widgets: dict[str, Any], key: str, parameters: dict[str, object]
+):
+    with raises_message(ValueError, key, title="Wan 2.2 I2V A14B", **parameters):
         WAN.settings(**widgets)
-    assert str(error.value).startswith(f"Wan 2.2 I2V A14B: {problem}")
 
 
 def test_settings_sigmas_override_number_of_steps():

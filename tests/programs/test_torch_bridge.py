@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.programs import torch_bridge
 
 
@@ -56,5 +57,5 @@ def test_interpolate_nearest_matches_torch(mode: str):
 
 
 def test_interpolate_fractional_factor_raises_not_implemented():
-    with pytest.raises(NotImplementedError, match="from 5x7 to \\(8, 7\\) is not by whole factors"):
+    with raises_message(NotImplementedError, "program.upsampling_not_whole", height=5, width=7, target="(8, 7)"):
         torch_bridge.call(lambda x: torch.nn.functional.interpolate(x, size=(8, 7)), jnp.ones((1, 1, 5, 7)))
