@@ -19,6 +19,7 @@ from comfyui_tpu.attention.policy import AttentionConfig, AttentionPolicy
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.sharding.rules import REPLICATED
 from comfyui_tpu.tests.plan.products import assert_as_written
+from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import memory_errors
 from comfyui_tpu.tpu_runtime.cost_model import chips, interconnect
@@ -266,19 +267,43 @@ def test_plan_options_are_parsed_into_request():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "expected"),
     [
-        (["--num-frames", "80"], "num_frames is 80; it must be 4k \\+ 1 .* Use 77 or 81"),
-        (["--topology", "v6e:9x9"], "no topology 'v6e:9x9'; there are v6e:1x1"),
-        (["--mesh", "2x4"], "--mesh is '2x4'; it must be three whole numbers"),
-        (["--model", "z-image-turbo", "--step-cache"], "this model has no step_cache. Leave --step-cache out."),
-        (["--model", "z-image-turbo", "--quality", "int8+sparse"], "which Wan, but not TI2V, and HunyuanVideo have"),
-        (["--stages", "denoise,paint"], "--stages is 'denoise,paint'; it must name one or more of encode"),
+        (
+            ["--num-frames", "80"],
+            refused_input(
+                "num_frames",
+                "settings.breaks_rule",
+                value=80,
+                rule=Expected("settings.grid", multiple_of=4, plus=1),
+                nearest=[77, 81],
+            ),
+        ),
+        (["--topology", "v6e:9x9"], Expected("plan.no_topology", name="'v6e:9x9'", known=re.compile("^v6e:1x1"))),
+        (["--mesh", "2x4"], Expected("plan.mesh_malformed", text="'2x4'")),
+        (
+            ["--model", "z-image-turbo", "--quality", "int8+sparse"],
+            refused_input(
+                "quality",
+                "settings.not_an_option",
+                others=Expected("settings.others_have", who="Wan, but not TI2V, and HunyuanVideo"),
+            ),
+        ),
+        (
+            ["--stages", "denoise,paint"],
+            Expected("plan.stages_unknown", stages="'denoise,paint'", allowed=re.compile("^encode")),
+        ),
     ],
 )
-def test_plan_invalid_option_raises_value_error_with_allowed_values(words: Sequence[str], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+def test_plan_invalid_option_raises_value_error_with_allowed_values(words: Sequence[str], expected: Expected):
+    with raises_message(ValueError, expected):
         parse_plan_request(*([] if "--model" in words else [SPEC.name]), *words)
+
+
+def test_plan_step_cache_of_model_without_it_raises_value_error():
+    """A text of the command line alone, without a key."""
+    with pytest.raises(ValueError, match="this model has no step_cache. Leave --step-cache out."):
+        parse_plan_request("--model", "z-image-turbo", "--step-cache")
 
 
 def test_make_report_prints_progress_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

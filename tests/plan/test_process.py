@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext
 from comfyui_tpu.tests.support.host import Cancelled, Host
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import children
 from comfyui_tpu.tpu_runtime.cost_model.chips import compiler_environment
@@ -57,13 +59,18 @@ def test_plan_node_passes_widget_values_to_report(monkeypatch: pytest.MonkeyPatc
     assert node.run(host, model_name=SPECS[0].name, topology="v6e-4", **sizes) == ("the report",)
     given = {"height": 480, "width": 832, "num_inference_steps": 20, "guidance_scale": 1.0}
     assert asked == [{"model": SPECS[0].name, "topology": "v6e-4", "inputs": given}]
-    with pytest.raises(ValueError, match="height is 481; it must be a multiple of"):
+    with raises_message(
+        ValueError,
+        "settings.input",
+        name="input.height",
+        problem=Expected("settings.breaks_rule", value=481, rule="settings.multiple"),
+    ):
         node.run(host, model_name=SPECS[0].name, topology="v6e-4", **{**sizes, "height": 481})
     assert len(asked) == 1, "a wrong size needs no process"
 
 
 def test_plan_process_unknown_topology_raises_value_error(check_environment_unchanged: Callable[[], None]):
-    with pytest.raises(ValueError, match=r"there is no topology 'v6e:9x9'; there are v6e:1x1"):
+    with raises_message(ValueError, "plan.no_topology", name="'v6e:9x9'", known=re.compile(r"^v6e:1x1")):
         process.make_report({**MODEL, "topology": "v6e:9x9"}, SilentProgress())
     check_environment_unchanged()
 
@@ -108,7 +115,7 @@ def test_plan_command_signal_exits_with_cancelled_message(number: signal.Signals
 
 def test_plan_process_early_exit_raises_runtime_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="the plan's process ended with exit code 1. Plans take up to 12 GiB"):
+    with raises_message(RuntimeError, "plan.process_ended", wait=1):
         process.make_report(MODEL, SilentProgress())
 
 
