@@ -12,7 +12,7 @@ from comfyui_tpu.nodes.declare import Expansion, Folders, Input, Link, Node, Ref
 from comfyui_tpu.nodes.graphs.graph import plan_generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.wan21 import DECODER, PIPELINE, SAMPLER, SPEC, TEXT_ENCODER
-from comfyui_tpu.tests.support.messages import Expected, raises_message
+from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files
@@ -238,19 +238,15 @@ def test_sampler_quality_defaults_to_quality_of_loader(of_loader: str, of_sample
     assert ahead.settings is not None and ahead.settings.quality == wanted
 
 
-def refuse_value(name: str, key: str, **parameters: object) -> Expected:
-    problem = Expected(key, **parameters)
-    return Expected("settings.input", title="Wan 2.1 T2V 14B", name=f"input.{name}", problem=problem)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         (
             {"num_frames": 80},
-            refuse_value(
+            refused_input(
                 "num_frames",
                 "settings.breaks_rule",
+                title=SPEC.title,
                 value=80,
                 rule=Expected(
                     "settings.grid", multiple_of=4, plus=1, rule=Expected("settings.between", low=1, high=241)
@@ -260,9 +256,10 @@ def refuse_value(name: str, key: str, **parameters: object) -> Expected:
         ),
         (
             {"height": 721},
-            refuse_value(
+            refused_input(
                 "height",
                 "settings.breaks_rule",
+                title=SPEC.title,
                 value=721,
                 rule=Expected(
                     "settings.multiple", multiple_of=16, rule=Expected("settings.between", low=64, high=1920)
@@ -272,18 +269,22 @@ def refuse_value(name: str, key: str, **parameters: object) -> Expected:
         ),
         (
             {"num_inference_steps": -1},
-            refuse_value(
+            refused_input(
                 "num_inference_steps",
                 "settings.breaks_rule",
+                title=SPEC.title,
                 value=-1,
                 rule=Expected("settings.between", low=1, high=100),
                 nearest=[1],
             ),
         ),
-        ({"seed": "x"}, refuse_value("seed", "settings.not_whole_number", value="'x'", low=0, high=2**64 - 1)),
+        (
+            {"seed": "x"},
+            refused_input("seed", "settings.not_whole_number", title=SPEC.title, value="'x'", low=0, high=2**64 - 1),
+        ),
         (
             {"guidance_scale": float("nan")},
-            refuse_value("guidance_scale", "settings.outside", value="nan", low=0.0, high=20.0),
+            refused_input("guidance_scale", "settings.outside", title=SPEC.title, value="nan", low=0.0, high=20.0),
         ),
         (
             {"precision": "int8"},
