@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.model_spec.inputs import (
     BoolInput,
     EnumInput,
@@ -124,27 +125,15 @@ def test_settings_steps_follow_start_step_and_end_step(fields: dict, steps: rang
 
 
 @pytest.mark.parametrize(
-    ("fields", "problem"),
+    ("fields", "expected"),
     [
-        (
-            {"high_noise_steps": 7},
-            "high_noise_steps is 7, but there are 6 steps. Use at most that many, or 0 for the checkpoint's own "
-            "number.",
-        ),
-        (
-            {"start_step": 3, "end_step": 3},
-            "start_step is 3 and end_step 3, of 6 steps: no step is left to run. Steps count from 0; start_step must "
-            "be below end_step, where 0 means the end.",
-        ),
-        (
-            {"start_step": 6},
-            "start_step is 6 and end_step 0, of 6 steps: no step is left to run. Steps count from 0; start_step must "
-            "be below end_step, where 0 means the end.",
-        ),
+        ({"high_noise_steps": 7}, Expected("settings.too_many_high_noise_steps", high_noise_steps=7, total=6)),
+        ({"start_step": 3, "end_step": 3}, Expected("settings.no_step_left", start_step=3, end_step=3, total=6)),
+        ({"start_step": 6}, Expected("settings.no_step_left", start_step=6, end_step=0, total=6)),
     ],
 )
-def test_settings_invalid_step_combination_raises_value_error(fields: dict, problem: str):
-    with pytest.raises(ValueError) as raised:
+def test_settings_invalid_step_combination_raises_value_error(fields: dict, expected: Expected):
+    with raises_message(ValueError, expected) as raised:
         part(**fields).check("A model")
-    assert str(raised.value) == f"A model: {problem}"
+    assert str(raised.value).parameters["title"] == "A model"
     part(high_noise_steps=6).check("A model")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime import media
 from comfyui_tpu.tpu_runtime.files import WriteError
 from PIL import Image
@@ -70,16 +71,14 @@ def test_save_video_is_deterministic(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "sentence"),
-    [
-        ((3, 15, 16, 3), "frames are 16x15; an H.264 video needs an even width and height."),
-        ((0, 16, 16, 3), "there are no frames to write."),
-    ],
+    ("shape", "key", "parameters"),
+    [((3, 15, 16, 3), "media.video_size_odd", {"width": 16, "height": 15}), ((0, 16, 16, 3), "media.no_frames", {})],
 )
-def test_save_video_invalid_frames_raise_value_error(tmp_path: Path, shape: tuple[int, ...], sentence: str):
-    with pytest.raises(ValueError) as error:
+def test_save_video_invalid_frames_raise_value_error(
+    tmp_path: Path, shape: tuple[int, ...], key: str, parameters: dict
+):
+    with raises_message(ValueError, key, path=tmp_path / "clip.mp4", **parameters):
         media.save_video(tmp_path / "clip.mp4", media.Video(frames=torch.zeros(shape), frame_rate=Fraction(16)))
-    assert str(error.value) == f"{tmp_path / 'clip.mp4'}: {sentence}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -105,8 +104,8 @@ def test_load_image_mask_is_one_where_transparent(tmp_path: Path):
 
 def test_load_image_invalid_file_raises_value_error(tmp_path: Path):
     (tmp_path / "text.png").write_text("text")
-    for name, sentence in (("text.png", "is not an image"), ("none.png", "There is no image")):
-        with pytest.raises(ValueError, match=sentence):
+    for name, key in (("text.png", "media.not_image"), ("none.png", "media.no_image")):
+        with raises_message(ValueError, key):
             media.load_image(tmp_path / name)
 
 
@@ -127,24 +126,24 @@ def test_save_image_accepts_grey_image(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("image", "sentence"),
+    ("image", "expected"),
     [
-        (torch.zeros(5, 7, 3), r"the image is torch.float32 of shape \(5, 7, 3\); an IMAGE is floating, of shape"),
-        (torch.zeros(1, 5, 7, 2), r"shape \(1, 5, 7, 2\).* with 1, 3 or 4 channels"),
-        (torch.zeros(0, 5, 7, 3), r"shape \(0, 5, 7, 3\).* and not empty"),
-        (torch.zeros(1, 5, 7, 3, dtype=torch.uint8), "the image is torch.uint8"),
-        (torch.full((1, 5, 7, 3), torch.nan), "the image is not finite: values are NaN"),
+        (torch.zeros(5, 7, 3), Expected("media.image_shape_wrong", dtype=torch.float32, shape="(5, 7, 3)")),
+        (torch.zeros(1, 5, 7, 2), Expected("media.image_shape_wrong", shape="(1, 5, 7, 2)")),
+        (torch.zeros(0, 5, 7, 3), Expected("media.image_shape_wrong", shape="(0, 5, 7, 3)")),
+        (torch.zeros(1, 5, 7, 3, dtype=torch.uint8), Expected("media.image_shape_wrong", dtype=torch.uint8)),
+        (torch.full((1, 5, 7, 3), torch.nan), Expected("media.image_not_finite")),
     ],
     ids=["no batch", "two channels", "empty", "whole numbers", "NaN"],
 )
-def test_resize_invalid_image_raises_value_error(image: torch.Tensor, sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+def test_resize_invalid_image_raises_value_error(image: torch.Tensor, expected: Expected):
+    with raises_message(ValueError, expected):
         media.resize(image, 16, 16, "crop")
 
 
 def test_save_video_nonfinite_frames_raise_value_error(tmp_path: Path):
     frames = torch.full((2, 16, 16, 3), torch.nan)
-    with pytest.raises(ValueError, match="the image is not finite"):
+    with raises_message(ValueError, "media.image_not_finite"):
         media.save_video(tmp_path / "clip.mp4", media.Video(frames=frames, frame_rate=Fraction(16)))
     assert list(tmp_path.iterdir()) == []
 
@@ -165,7 +164,7 @@ def test_save_animation_keeps_pixels_and_prompt_metadata(tmp_path: Path):
 
 
 def test_save_animation_invalid_image_raises_value_error(tmp_path: Path):
-    with pytest.raises(ValueError, match="an IMAGE is floating"):
+    with raises_message(ValueError, "media.image_shape_wrong"):
         media.save_animation(tmp_path / "x.webp", torch.zeros(2, 3), fps=8, lossless=True, quality=80, effort=0)
 
 

@@ -1,11 +1,13 @@
 """What a model's description says of sizes, guidance and experts, and what its makers call its modules."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
+from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expert
 from comfyui_tpu.tpu_runtime.model_spec import (
     CHECKPOINT,
@@ -109,39 +111,57 @@ def test_settings_step_count_follows_sigmas():
 
 
 def test_settings_invalid_value_names_model_and_input():
-    with pytest.raises(
-        ValueError, match=r"^Wan 2.1 T2V 14B: num_frames is 80; it must be 4k \+ 1 between .* Use 77 or"
+    with raises_message(
+        ValueError,
+        "settings.input",
+        title="Wan 2.1 T2V 14B",
+        name="input.num_frames",
+        problem=Expected(
+            "settings.breaks_rule",
+            value=80,
+            rule=Expected("settings.grid", multiple_of=4, plus=1, rule=Expected("settings.between", low=1)),
+            nearest=[77, 81],
+        ),
     ):
         WAN.settings(num_frames=80)
-    with pytest.raises(ValueError, match="^Wan 2.1 T2V 14B: start_step is 6 and end_step 0, of 6 steps"):
+    with raises_message(
+        ValueError, "settings.no_step_left", title="Wan 2.1 T2V 14B", start_step=6, end_step=0, total=6
+    ):
         WAN.settings(num_inference_steps=6, start_step=6)
     WAN.check_input("no such widget", object())
 
 
 def test_check_settings_rejects_invalid_values():
     WAN.check_settings(SETTINGS)
-    for wrong, problem in [
-        ({"height": 81}, "height is 81"),
-        ({"shift": -1.0}, "flow_shift is -1.0"),
-        ({"start_step": 6}, "start_step is 6"),
-        ({"sigmas": (2.0,)}, "sigmas is"),
+    for wrong, expected in [
+        ({"height": 81}, refused_input("height", "settings.breaks_rule", title=WAN.title, value=81)),
+        ({"shift": -1.0}, refused_input("flow_shift", "settings.outside", title=WAN.title, value=-1.0)),
+        ({"start_step": 6}, Expected("settings.no_step_left", title=WAN.title, start_step=6)),
+        ({"sigmas": (2.0,)}, refused_input("sigmas", "settings.number_outside", title=WAN.title)),
     ]:
-        with pytest.raises(ValueError, match=f"^Wan 2.1 T2V 14B: {problem}"):
+        with raises_message(ValueError, expected):
             WAN.check_settings(replace(SETTINGS, **wrong))
 
 
 def test_check_settings_step_cache_requires_model_support():
     cached = replace(SETTINGS, step_cache=StepCache(start=1, end=5, interval=2))
-    with pytest.raises(
-        ValueError, match="^Wan 2.1 T2V 14B: step_cache is on, but this model has no cache_start, cache_end"
+    with raises_message(
+        ValueError,
+        "settings.step_cache_unsupported",
+        title="Wan 2.1 T2V 14B",
+        lacking=re.compile(r"^cache_start, cache_end"),
     ):
         WAN.check_settings(cached)
     caching = lookup_spec("hunyuanvideo1.5-t2v-720p")
     sizes = {name: caching.inputs[name].default for name in ("height", "width", "num_frames")}
     caching.check_settings(replace(cached, **sizes))
-    with pytest.raises(ValueError, match="height is 81"):
+    with raises_message(
+        ValueError, "settings.input", name="input.height", problem=Expected("settings.breaks_rule", value=81)
+    ):
         caching.check_settings(replace(cached, **sizes | {"height": 81}))
-    with pytest.raises(ValueError, match="cache_start is -1"):
+    with raises_message(
+        ValueError, "settings.input", name="input.cache_start", problem=Expected("settings.breaks_rule", value=-1)
+    ):
         caching.check_settings(replace(cached, **sizes, step_cache=StepCache(start=-1, end=5, interval=2)))
     widgets = {"step_cache": True, "cache_start": 2, "cache_end": 4, "cache_interval": 2}
     assert caching.settings(**widgets).step_cache == StepCache(start=2, end=4, interval=2)
