@@ -18,6 +18,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import OPERATION
 from comfyui_tpu.tests.support.host import Host
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
@@ -170,7 +171,7 @@ def test_denoise_modified_latents_drop_solver_state_with_message():
 
 @pytest.mark.parametrize("shape", [(1, 16, 0, 8, 6), (0, 16, 2, 8, 6), (1, 16, 2, 0, 6)])
 def test_decode_empty_latent_raises_value_error(shape: tuple[int, ...]):
-    with pytest.raises(ValueError, match=r"the LATENT has shape \(.*\), which is empty\. Sample it again\."):
+    with raises_message(ValueError, "condition.latent_empty"):
         engine(CHIPS).decode(MODEL, {"samples": torch.zeros(shape)}, SilentProgress())
 
 
@@ -222,28 +223,33 @@ def test_initial_state_adds_noise_as_diffusers(name: str, compare: Callable):
 
 
 @pytest.mark.parametrize(
-    ("change", "latents", "sentence"),
+    ("change", "latents", "expected"),
     [
-        ({"start_step": 2}, None, "start_step is 2, but no latents are connected. Connect latents, or"),
-        ({"add_noise": False}, None, "add_noise is off, but no latents are connected."),
-        ({}, torch.zeros(1, 16, 2, 4, 4), r"the latents have shape \(1, 16, 2, 4, 4\); with the sampler's size it mu"),
-        ({}, torch.zeros(2, 16, 2, 8, 6), "the latents are a batch of 2, but a TPU sampler continues one at a time"),
-        ({}, torch.zeros(2, 16, 2, 4, 4), r"the latents have shape \(2, 16, 2, 4, 4\); with the sampler's size it mu"),
-        ({}, torch.zeros(1, 4, 8, 6), r"the LATENT has shape \(1, 4, 8, 6\); it must be \(batch, 16, frames, height /"),
-        ({}, torch.full((1, 16, 2, 8, 6), torch.nan), "the LATENT holds values that are not finite"),
+        ({"start_step": 2}, None, Expected("sampling.latents_missing", why=Expected("sampling.start_step", start=2))),
+        ({"add_noise": False}, None, Expected("sampling.latents_missing", why="sampling.add_noise_off")),
+        ({}, torch.zeros(1, 16, 2, 4, 4), Expected("sampling.latents_shape_wrong", shape=(1, 16, 2, 4, 4))),
+        ({}, torch.zeros(2, 16, 2, 8, 6), Expected("sampling.latents_batch", count=2)),
+        ({}, torch.zeros(2, 16, 2, 4, 4), Expected("sampling.latents_shape_wrong", shape=(2, 16, 2, 4, 4))),
         (
-            {"scheduler": DPM, "sigmas": (1.0, 0.5)}, None,
-            "DPMSolverMultistepScheduler does not support sigmas. Leave sigmas empty, or choose another scheduler.",
+            {},
+            torch.zeros(1, 4, 8, 6),
+            Expected("condition.latent_shape_wrong", shape=(1, 4, 8, 6), names="batch, 16, frames"),
+        ),
+        ({}, torch.full((1, 16, 2, 8, 6), torch.nan), Expected("program.input_not_finite", name="the LATENT")),
+        (
+            {"scheduler": DPM, "sigmas": (1.0, 0.5)},
+            None,
+            Expected("program.scheduler_without_sigmas", type="DPMSolverMultistepScheduler"),
         ),
     ],
-)  # fmt: skip
+)
 def test_denoise_invalid_start_raises_before_loading_weights(
-    change: dict[str, Any], latents: torch.Tensor | None, sentence: str
+    change: dict[str, Any], latents: torch.Tensor | None, expected: Expected
 ):
     embeds()
     loads = engine(CHIPS).counts["load"]
-    with pytest.raises(ValueError, match=sentence):
+    with raises_message(ValueError, expected):
         run(replace(SETTINGS, **change), None if latents is None else {"samples": latents})
-    with pytest.raises(ValueError, match="have a noise mask, and masks are not supported"):
+    with raises_message(ValueError, "sampling.noise_mask_unsupported"):
         run(SETTINGS, {"samples": torch.zeros(1, 16, 2, 8, 6), "noise_mask": torch.ones(1, 1, 8, 6)})
     assert engine(CHIPS).counts["load"] == loads

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -68,25 +69,48 @@ def _find_weights(weights: dict[str, torch.Tensor], ending: str) -> list[torch.T
 @pytest.mark.parametrize(
     ("stage", "part", "weight", "what"),
     [
-        (encode, "text_encoder", "layers.0.input_layernorm.weight", "values of the text encoder"),
-        (encode_image, "vae", "encoder.conv_in.weight", "values of the vae encoder"),
+        (
+            encode,
+            "text_encoder",
+            "layers.0.input_layernorm.weight",
+            Expected("stage.values_of_component", component="component.text_encoder"),
+        ),
+        (
+            encode_image,
+            "vae",
+            "encoder.conv_in.weight",
+            Expected("stage.values_of_component", component="component.vae_encoder"),
+        ),
         (denoise, "transformer", "proj_out.weight", "from step 1 of 4 on, the latents"),
-        (decode, "vae", "decoder.conv_in.weight", "values of the vae decoder"),
-        (decode, "vae", "decoder.conv_out.weight", "values of the vae decoder"),
+        (
+            decode,
+            "vae",
+            "decoder.conv_in.weight",
+            Expected("stage.values_of_component", component="component.vae_decoder"),
+        ),
+        (
+            decode,
+            "vae",
+            "decoder.conv_out.weight",
+            Expected("stage.values_of_component", component="component.vae_decoder"),
+        ),
     ],
     ids=["encode", "encode image", "denoise", "decode, first layer", "decode, last layer"],
-)  # fmt: skip
+)
 def test_stage_with_overflowing_weight_raises_value_error(
-    tmp_path: Path, stage: Callable, part: str, weight: str, what: str
+    tmp_path: Path, stage: Callable, part: str, weight: str, what: Expected | str
 ):
     model = damage_checkpoint(tmp_path / "damaged", part, weight)
     for _ in range(2):  # nothing of it is kept
-        with pytest.raises(ValueError) as error:
+        with raises_message(
+            ValueError,
+            "program.result_not_finite",
+            title="FLUX.2 dev",
+            what=what,
+            precision="float32",
+            cause="program.cause_checkpoint",
+        ):
             stage(model)
-        assert str(error.value) == (
-            f"FLUX.2 dev: {what} are not finite (NaN or infinite), in float32. The checkpoint is probably "
-            "damaged: download it again, or try another."
-        )
 
 
 class Steps(SilentProgress):
@@ -107,7 +131,9 @@ def test_denoise_stops_at_first_non_finite_step(monkeypatch: pytest.MonkeyPatch)
         return solver
 
     monkeypatch.setattr(solver_table, "tabulate", spoilt)
-    with pytest.raises(ValueError, match="FLUX.2 dev: from step 3 of 4 on, the latents are not finite"):
+    with raises_message(
+        ValueError, "program.result_not_finite", title="FLUX.2 dev", what="from step 3 of 4 on, the latents"
+    ):
         denoise(progress=progress)
     assert progress.done == [0, 1, 2]
 
@@ -126,12 +152,15 @@ def test_denoise_overflowing_lora_names_lora_in_error(tmp_path: Path):
     )
     for lora in loras:
         save_file(tensors, lora.path)
-    with pytest.raises(ValueError) as error:
+    with raises_message(
+        ValueError,
+        "program.result_not_finite",
+        title="FLUX.2 dev",
+        what="from step 1 of 4 on, the latents",
+        precision="float32",
+        cause=Expected("program.cause_loras", changed_by="wild.safetensors"),
+    ):
         denoise(replace(MODEL, loras=loras))
-    assert str(error.value) == (
-        "FLUX.2 dev: from step 1 of 4 on, the latents are not finite (NaN or infinite), in float32. It is probably "
-        "caused by wild.safetensors, merged into the weights: lower the strength, or leave it out."
-    )
     assert np.isfinite(np.asarray(denoise()["samples"])).all()  # the same engine, without it
 
 
@@ -152,12 +181,12 @@ def test_stage_non_finite_input_raises_before_loading():
     """Before a weight is read: it is not the model's fault."""
     runner = Runner(jax.devices()[:2])
     bad = torch.full((1, 512, 120), torch.inf)
-    with pytest.raises(ValueError, match="FLUX.2 dev: prompt_embeds holds values that are not finite"):
+    with raises_message(ValueError, "program.input_not_finite", title="FLUX.2 dev", name="prompt_embeds"):
         runner.denoise(MODEL, SETTINGS, [[bad, {}]], None, SilentProgress())
     condition = {"tpu_family": SPEC.family, "tensors": {"reference_0": torch.full((1, 128, 4, 4), torch.nan)}}
-    with pytest.raises(ValueError, match="FLUX.2 dev: condition holds values that are not finite"):
+    with raises_message(ValueError, "program.input_not_finite", title="FLUX.2 dev", name="condition"):
         runner.denoise(MODEL, SETTINGS, [[torch.zeros_like(bad), {}]], None, SilentProgress(), condition)
-    with pytest.raises(ValueError, match="FLUX.2 dev: the LATENT holds values that are not finite"):
+    with raises_message(ValueError, "program.input_not_finite", title="FLUX.2 dev", name="the LATENT"):
         runner.decode(MODEL, {"samples": LATENT["samples"] - torch.inf}, SilentProgress())
     assert runner.counts["load"] == runner.counts["compile"] == 0
 

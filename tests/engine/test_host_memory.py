@@ -2,6 +2,7 @@
 
 import errno
 import mmap
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime import host_memory
 from comfyui_tpu.tpu_runtime.checkpoints import weight_loader
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -113,7 +115,9 @@ def system_maps() -> None:
 
 @pytest.mark.parametrize("allocate", [torch_allocates, numpy_allocates, no_pages, rust_maps, system_maps])
 def test_translate_errors_allocation_failure_raises_host_memory_error(allocate: Callable[[], None]):
-    with pytest.raises(HostMemoryError, match=r"Decoding got no more host memory; .* are free. End other"):
+    with raises_message(
+        HostMemoryError, "memory.host_exhausted", what="Decoding", what_to_do="memory.free_host_memory"
+    ):
         with host_memory.translate_errors("Decoding"):
             allocate()
 
@@ -158,9 +162,7 @@ def test_encode_checks_host_memory_before_loading_weights(monkeypatch: pytest.Mo
     read = weight_loader.TensorReader.slice
     monkeypatch.setattr(weight_loader.TensorReader, "slice", lambda *args: (opened.append(args), read(*args))[1])
     monkeypatch.setattr(host_memory, "available_bytes", lambda: fits - 1)
-    with pytest.raises(
-        HostMemoryError, match="Loading text_encoder of .* needs .* of host memory; .* are free"
-    ) as said:
+    with raises_message(HostMemoryError, "memory.host_too_small", what=re.compile(r"Loading text_encoder of")) as said:
         runner.encode(MODEL, "a dog", "", SilentProgress())
     assert not opened and "End other programs" in str(said.value)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: fits)
@@ -193,7 +195,7 @@ def test_encode_under_process_limit_raises_host_memory_error():
     held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
     resource.setrlimit(resource.RLIMIT_AS, (int(held.split()[1]) * 1024 + host_memory.RESERVE_BYTES, hard))
     try:
-        with pytest.raises(HostMemoryError, match="of host memory"):
+        with raises_message(HostMemoryError, "memory.host_too_small"):
             runner.encode(MODEL, "a horse", "", SilentProgress())
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from comfyui_tpu.distributed.multihost.coordinator import HostGroup
 from comfyui_tpu.tests.files.test_comfyui_encoders import QWEN3
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_partial_model
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.stage_functions import CALL_FUNCTIONS
@@ -24,7 +25,7 @@ class NeverTold(HostGroup):
 @pytest.mark.parametrize("call", CALL_FUNCTIONS)
 def test_engine_call_on_several_hosts_raises_before_sending(call: str):
     model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
-    with pytest.raises(ValueError, match="This TPU has several hosts, .* Use this pack's own nodes"):
+    with raises_message(ValueError, "stage.several_hosts_unsupported"):
         Engine(hosts=NeverTold()).run(call, model, SilentProgress())
 
 

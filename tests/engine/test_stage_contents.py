@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import stage_files, stage_values
 from safetensors import safe_open
@@ -84,14 +84,17 @@ def test_list_stage_files_returns_modification_times(tmp_path: Path):
 def test_load_stage_files_of_other_model_raises_stage_file_error(tmp_path: Path):
     stage_files.save_latents(tmp_path, latents(), MODEL)
     for load in (stage_files.load_latents, stage_files.load_embeddings, stage_files.load_condition):
-        with pytest.raises(stage_files.StageFileError) as error:
+        with raises_message(
+            stage_files.StageFileError,
+            "stage_file.of_another_model",
+            folder=tmp_path,
+            writer="wan2.1-t2v-14b",
+            spec_name="wan2.2-i2v-a14b",
+        ):
             load(tmp_path, PICTURE_MODEL)
-        assert str(error.value) == (
-            f"{tmp_path} was made by wan2.1-t2v-14b; it cannot be continued with wan2.2-i2v-a14b."
-        )
     for load in (stage_files.load_embeddings, stage_files.load_condition):
-        with pytest.raises(stage_files.StageFileError) as error:
+        path = tmp_path / stage_files.EMBEDDINGS
+        with raises_message(
+            stage_files.StageFileError, "stage_file.missing", path=path, stage="encode", folder=tmp_path
+        ):
             load(tmp_path, MODEL)
-        assert str(error.value) == (
-            f"{tmp_path / stage_files.EMBEDDINGS} is missing; run `comfyui-tpu encode --folder {tmp_path}` first."
-        )

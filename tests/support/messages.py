@@ -5,7 +5,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def _compare(expected: object, parameters: Mapping[str, str], name: str, where: 
         return expected.find_differences(actual, where)
     if isinstance(expected, re.Pattern):
         return [] if expected.search(actual) else [f"{where} is {actual!r}, without {expected.pattern!r}"]
-    if isinstance(expected, list | tuple):
+    if isinstance(expected, list):
         return _compare_list(expected, actual, where)
     if isinstance(actual, Message):
         return Expected(expected.key if isinstance(expected, Message) else str(expected)).find_differences(
@@ -55,7 +55,7 @@ def _compare(expected: object, parameters: Mapping[str, str], name: str, where: 
     return [] if actual == str(expected) else [f"{where} is {actual!r}, not {str(expected)!r}"]
 
 
-def _compare_list(expected: Sequence[object], actual: str, where: str) -> list[str]:
+def _compare_list(expected: list[object], actual: str, where: str) -> list[str]:
     if not isinstance(actual, Message) or not actual.key.startswith("separator."):
         return [f"{where} is not a list of messages: {str(actual)!r}"]
     if len(actual.parameters) != len(expected):
