@@ -15,6 +15,7 @@ import torch
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tests.support.patience import mostly, slower
 from comfyui_tpu.tpu_runtime import api, tokenization
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
@@ -256,21 +257,56 @@ def tall_latents(settings: Settings, negative: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "expected"),
     [
-        ({"height": 88}, "height is 88; it must be a multiple of 16 between 64 and 1920. Use 80 or 96."),
-        ({"num_frames": 13}, "num_frames is 13; it must be 8k + 1 between 1 and 161. Use 9 or 17."),
-        ({"guidance_scale": 0.5}, "guidance_scale is 0.5; it must be between 1.0 and 20.0. Use 1.0."),
+        (
+            {"height": 88},
+            refused_input(
+                "height",
+                "settings.breaks_rule",
+                title=SPEC.title,
+                value=88,
+                rule=Expected(
+                    "settings.multiple", multiple_of=16, rule=Expected("settings.between", low=64, high=1920)
+                ),
+                nearest=[80, 96],
+            ),
+        ),
+        (
+            {"num_frames": 13},
+            refused_input(
+                "num_frames",
+                "settings.breaks_rule",
+                title=SPEC.title,
+                value=13,
+                rule=Expected(
+                    "settings.grid", multiple_of=8, plus=1, rule=Expected("settings.between", low=1, high=161)
+                ),
+                nearest=[9, 17],
+            ),
+        ),
+        (
+            {"guidance_scale": 0.5},
+            refused_input(
+                "guidance_scale", "settings.outside", title=SPEC.title, value=0.5, low=1.0, high=20.0, near=1.0
+            ),
+        ),
         (
             {"scheduler": "DDIM"},
-            "scheduler is 'DDIM'; it must be one of checkpoint, CogVideoXDDIMScheduler, CogVideoXDPMScheduler.",
+            refused_input(
+                "scheduler",
+                "settings.not_an_option",
+                title=SPEC.title,
+                value="'DDIM'",
+                others="",
+                options="checkpoint, CogVideoXDDIMScheduler, CogVideoXDPMScheduler",
+            ),
         ),
     ],
 )
-def test_cogvideox_invalid_setting_raises_value_error(change: dict, sentence: str):
-    with pytest.raises(ValueError) as error:
+def test_cogvideox_invalid_setting_raises_value_error(change: dict, expected: Expected):
+    with raises_message(ValueError, expected):
         SPEC.settings(**change)
-    assert str(error.value) == f"CogVideoX 1.5 5B: {sentence}"
 
 
 def test_cogvideox_unpublished_size_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -3,6 +3,7 @@ on 3 and 8 chips.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models import test_cogvideox as flagship
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -133,14 +135,12 @@ def test_cogvideox_nodes_missing_or_unused_image_raises_value_error():
                "scheduler": "checkpoint", "use_dynamic_cfg": False, "model": None, "precision": "auto"}  # fmt: skip
     embeds = [[torch.zeros(1, 226, 40), {"tpu_family": SPEC.family}]]
     encoded = {"height": 80, "width": 112, "num_frames": 9, "tpu_family": SPEC.family}
-    with pytest.raises(ValueError, match="I2V: condition is not connected. Connect CogVideoXImageEncoder."):
+    with raises_message(ValueError, "condition.not_connected", title=re.compile(r"I2V$"), family="CogVideoX"):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=SPEC.miniature.random_id, **numbers)
-    with pytest.raises(
-        ValueError, match="condition is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"
-    ):
+    with raises_message(ValueError, "node.image_unused", name="input.condition", model_title="CogVideoX 1.5 5B"):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=encoded, model_id=T2V.miniature.id, **numbers)
     size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
-    with pytest.raises(ValueError, match="image is connected, but the model is a CogVideoX 1.5 5B. Set model_id to"):
+    with raises_message(ValueError, "node.image_unused", name="input.image", model_title="CogVideoX 1.5 5B"):
         nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=T2V.miniature.id, **size)
 
 
@@ -149,8 +149,14 @@ def test_cogvideox_i2v_resolve_variant_and_check_use_config(tmp_path: Path):
     assert resolve_variant(SPEC, str(tiny.ensure_random(T2V))) is T2V
     changes = {part.name: {} for part in SPEC.components} | {"transformer": {"ofs_embed_dim": None}}
     folder = parity.write_other_dimensions(SPEC, tmp_path / "other", changes).model_id
-    with pytest.raises(
-        ValueError, match="I2V: ofs_embed_dim is null in transformer/config.json .*; supported is a number"
+    with raises_message(
+        ValueError,
+        "compatibility.config_unsupported",
+        title=re.compile(r"I2V$"),
+        key="ofs_embed_dim",
+        state=Expected("compatibility.has_value", value="null"),
+        folder="transformer",
+        need="a number",
     ):
         ModelRef(spec_name=SPEC.name, model_id=folder).check()
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.host import Host as Said
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import guider, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -280,20 +282,35 @@ def test_hunyuan15_invalid_inputs_raise_value_error():
     class Host(SilentProgress):
         folders = Folders()
 
-    with pytest.raises(ValueError, match=r"^HunyuanVideo 1.5 T2V: num_frames is 120; it must be 4k \+ 1 between 1 and"):
+    with raises_message(
+        ValueError,
+        "settings.input",
+        title="HunyuanVideo 1.5 T2V",
+        name="input.num_frames",
+        problem=Expected(
+            "settings.breaks_rule",
+            value=120,
+            rule=Expected("settings.grid", multiple_of=4, plus=1, rule=Expected("settings.between", low=1)),
+        ),
+    ):
         SPEC.check_input("num_frames", 120)
-    with pytest.raises(ValueError, match="guidance_scale is 0.5; it must be between 1.0 and 20.0. Use 1.0."):
+    with raises_message(
+        ValueError,
+        "settings.input",
+        name="input.guidance_scale",
+        problem=Expected("settings.outside", value="0.5", low="1.0", high="20.0", near="1.0"),
+    ):
         SPEC.check_input("guidance_scale", 0.5)
     numbers = {"height": 80, "width": 112, "num_frames": 5, "num_inference_steps": 1, "guidance_scale": 1.0, "seed": 0,
                "flow_shift": 0.0, "model": None, "precision": "auto"}  # fmt: skip
     embeds = [[torch.zeros(1, 1000, 60), {"tpu_family": SPEC.family, "text_2": torch.zeros(1, 256, 44)}]]
     condition = {"height": 80, "width": 112, "num_frames": 5, "tpu_family": SPEC.family}
     size = {name: numbers[name] for name in ("height", "width", "num_frames", "model", "precision")}
-    with pytest.raises(ValueError, match="image is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
+    with raises_message(ValueError, "node.image_unused", name="input.image", model_title="HunyuanVideo 1.5 T2V"):
         nodes.IMAGE_ENCODER.run(Host(), image=None, resize="crop", model_id=MODEL.model_id, **size)
-    with pytest.raises(ValueError, match="condition is connected, but the model is a HunyuanVideo 1.5 T2V. Set"):
+    with raises_message(ValueError, "node.image_unused", name="input.condition", model_title="HunyuanVideo 1.5 T2V"):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, condition=condition, model_id=MODEL.model_id, **numbers)
-    with pytest.raises(ValueError, match="num_frames is 9, but the image was encoded for 5."):
+    with raises_message(ValueError, "node.size_contradicts_image", name="input.num_frames", numbers=9, value=5):
         nodes.SAMPLER.run(
             Host(),
             prompt_embeds=embeds,
@@ -301,7 +318,7 @@ def test_hunyuan15_invalid_inputs_raise_value_error():
             model_id=I2V_MODEL.model_id,
             **{**numbers, "num_frames": 9},
         )
-    with pytest.raises(ValueError, match="condition is not connected. Connect HunyuanVideo15ImageEncoder."):
+    with raises_message(ValueError, "condition.not_connected", family="HunyuanVideo15"):
         nodes.SAMPLER.run(Host(), prompt_embeds=embeds, model_id=I2V_MODEL.model_id, **numbers)
 
 
@@ -334,19 +351,46 @@ def test_disabled_guider_sets_guidance_scale_to_one(tmp_path, config: dict):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "expected"),
     [
-        ({"_class_name": "AdaptiveProjectedGuidance"}, "its guider is a AdaptiveProjectedGuidance; only"),
-        ({"guidance_rescale": 0.7}, "its guider has guidance_rescale 0.7; only 0.0 is supported. Set guidance_scale"),
-        ({"guidance_scale": True}, "other: guidance_scale is True in its guider_config.json; it must be a number"),
-        ({"guidance_scale": "6"}, "other: guidance_scale is '6' in its guider_config.json; it must be a number"),
-        ({"use_original_formulation": True, "guidance_scale": 1.0}, "other: its guider has use_original_formulation"),
+        (
+            {"_class_name": "AdaptiveProjectedGuidance"},
+            Expected("checkpoint.guider_class_unsupported", kind="AdaptiveProjectedGuidance"),
+        ),
+        (
+            {"guidance_rescale": 0.7},
+            Expected("checkpoint.guider_option_unsupported", name="guidance_rescale", config=0.7, plain=0.0),
+        ),
+        (
+            {"guidance_scale": True},
+            Expected(
+                "checkpoint.guidance_scale_not_number",
+                model_id=re.compile("other$"),
+                config="guider_config.json",
+                scale=True,
+            ),
+        ),
+        (
+            {"guidance_scale": "6"},
+            Expected(
+                "checkpoint.guidance_scale_not_number",
+                model_id=re.compile("other$"),
+                config="guider_config.json",
+                scale="'6'",
+            ),
+        ),
+        (
+            {"use_original_formulation": True, "guidance_scale": 1.0},
+            Expected(
+                "checkpoint.guider_option_unsupported", model_id=re.compile("other$"), name="use_original_formulation"
+            ),
+        ),
     ],
 )
-def test_unsupported_guider_raises_value_error_when_guided(tmp_path, config: dict, message: str):
+def test_unsupported_guider_raises_value_error_when_guided(tmp_path, config: dict, expected: Expected):
     found = with_guider(tmp_path / "other", **config).locate()
     for settings in (TALL, LITTLE):
-        with pytest.raises(ValueError, match=message):
+        with raises_message(ValueError, expected):
             guider.resolve_guidance_scale(found, settings.guidance_scale, SilentProgress())
     assert guider.resolve_guidance_scale(found, FLAT.guidance_scale, SilentProgress()) == FLAT.guidance_scale
 
@@ -372,5 +416,5 @@ def test_hunyuan15_tokenize_pads_on_the_right():
 def test_hunyuan15_tokenize_other_chat_template_raises_value_error():
     tokenizer = copy.deepcopy(pipeline().tokenizer)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    with pytest.raises(ValueError, match="another chat template"):
+    with raises_message(ValueError, "tokenizer.chat_template_differs"):
         hunyuan15_text.tokenize(tokenizer, [PLAIN])

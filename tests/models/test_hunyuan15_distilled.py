@@ -1,6 +1,7 @@
 """HunyuanVideo 1.5's other checkpoints against diffusers' pipelines on the CPU in float32, on 1 to 8 chips."""
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models import test_hunyuan15 as flagship
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.engine import conditioning
@@ -73,9 +75,23 @@ def test_resolve_variant_hunyuan15_folder_uses_configs(spec: ModelSpec):
 
 def test_model_check_mean_flow_mismatch_raises_value_error():
     plain = lookup_spec("hunyuanvideo1.5-i2v-480p")
-    with pytest.raises(ValueError, match="I2V 480p: use_meanflow is true in .*; supported is false"):
+    with raises_message(
+        ValueError,
+        "compatibility.config_unsupported",
+        title=re.compile(r"I2V 480p$"),
+        key="use_meanflow",
+        state=Expected("compatibility.has_value", value="true"),
+        need="false",
+    ):
         ModelRef(spec_name=plain.name, model_id=str(tiny.ensure_random(MEAN_FLOW))).check()
-    with pytest.raises(ValueError, match="480p-step-distilled: use_meanflow is false in .*; supported is true"):
+    with raises_message(
+        ValueError,
+        "compatibility.config_unsupported",
+        title=re.compile(r"480p-step-distilled$"),
+        key="use_meanflow",
+        state=Expected("compatibility.has_value", value="false"),
+        need="true",
+    ):
         ModelRef(spec_name=MEAN_FLOW.name, model_id=str(tiny.ensure_random(plain))).check()
 
 

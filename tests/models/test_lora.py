@@ -1,6 +1,7 @@
 """LoRAs through the engine: parity with diffusers' `load_lora_weights` and `set_adapters`, and what a change costs."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.models.wan import test_wan21, test_wan22_i2v
 from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -131,7 +133,9 @@ def test_changed_lora_file_is_read_again(wan: Wan, tmp_path: Path):
     os.utime(path, (1, 1))
     assert not torch.equal(wan.latents(lora), before)
     path.unlink()
-    with pytest.raises(ValueError, match=r"one\.safetensors cannot be read \(No such file or directory\)"):
+    with raises_message(
+        ValueError, "lora.unreadable", source=re.compile(r"one\.safetensors$"), strerror="No such file or directory"
+    ):
         wan.latents(lora)
 
 

@@ -16,6 +16,7 @@ from comfyui_tpu.tests.files import single_files
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK
 from comfyui_tpu.tests.support.comfyui_server import COMFYUI, needs_comfyui
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints import file_resolution, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, choose_partial_model
@@ -223,48 +224,78 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]
     return lambda tensors: {**tensors, name: tensor}
 
 
-DAMAGE: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
-    "another model's": ("taew2_2", lambda t: t, "its latent_channels is 48; supported is 16."),
-    "hunyuanvideo 1's": ("taehv", lambda t: t, "decodes the latents of HunyuanVideo 1, for which"),
-    "cogvideox's": ("taecvx", lambda t: t, "decodes the latents of CogVideoX, for which"),
+DAMAGE: dict[str, tuple[str, Callable[[Tensors], Tensors], Expected]] = {
+    "another model's": (
+        "taew2_2",
+        lambda t: t,
+        Expected(
+            "compatibility.file_config_unsupported",
+            key="latent_channels",
+            state=Expected("compatibility.has_value", value=48),
+            need=16,
+        ),
+    ),
+    "hunyuanvideo 1's": ("taehv", lambda t: t, Expected("file.light_decoder_unsupported", other="HunyuanVideo 1")),
+    "cogvideox's": ("taecvx", lambda t: t, Expected("file.light_decoder_unsupported", other="CogVideoX")),
     "another shape": (
-        "taew2_1", with_tensor("decoder.9.conv.0.weight", torch.zeros(7, 5, 3, 3)), "has shape (7, 5, 3, 3), but by",
+        "taew2_1",
+        with_tensor("decoder.9.conv.0.weight", torch.zeros(7, 5, 3, 3)),
+        Expected("checkpoint.shape_contradicts_other_tensors", shape=(7, 5, 3, 3)),
     ),
-    "an input of another kind": ("taew2_1", with_tensor("decoder.1.weight", torch.zeros(3)), "has shape (3,); 4"),
+    "an input of another kind": (
+        "taew2_1",
+        with_tensor("decoder.1.weight", torch.zeros(3)),
+        Expected("file.weight_dimensions_wrong", shape=(3,), dimensions=4),
+    ),
     "a hundred thousand channels": (
-        "taew2_1", with_tensor("decoder.1.weight", torch.zeros(1, 100_000, 1, 1)), "latent_channels is 100000",
+        "taew2_1",
+        with_tensor("decoder.1.weight", torch.zeros(1, 100_000, 1, 1)),
+        Expected(
+            "compatibility.file_of_another_model",
+            strange=Expected("compatibility.differs_from_published", key="latent_channels", value=100000),
+        ),
     ),
-    "patches of 30 pixels": ("taew2_1", with_tensor("decoder.22.weight", torch.zeros(2700, 1, 1, 1)),
-        "patch_size is 30"),
+    "patches of 30 pixels": (
+        "taew2_1",
+        with_tensor("decoder.22.weight", torch.zeros(2700, 1, 1, 1)),
+        Expected(
+            "compatibility.file_of_another_model",
+            strange=Expected("compatibility.differs_from_published", key="patch_size", value=30),
+        ),
+    ),
     "no weight": (
-        "taew2_1", lambda t: {n: x for n, x in t.items() if n != "decoder.13.conv.weight"},
-        "the weight decoder.13.conv.weight is missing",
+        "taew2_1",
+        lambda t: {n: x for n, x in t.items() if n != "decoder.13.conv.weight"},
+        Expected("checkpoint.weight_missing", missing="decoder.13.conv.weight"),
     ),
     "values that are not finite": (
-        "taew2_1", lambda t: {n: x * float("nan") for n, x in t.items()}, "holds NaN or infinity",
+        "taew2_1",
+        lambda t: {n: x * float("nan") for n, x in t.items()},
+        Expected("checkpoint.weight_not_finite"),
     ),
     "the larger form": (
-        "taew2_1_super", lambda t: {"decoder.0.weight": torch.zeros(1), "decoder.1.conv.3.weight": torch.zeros(1)},
-        "is a TAEHV of its larger form (super)",
+        "taew2_1_super",
+        lambda t: {"decoder.0.weight": torch.zeros(1), "decoder.1.conv.3.weight": torch.zeros(1)},
+        Expected("file.network_unsupported", what="a TAEHV of its larger form (super)"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_light_decoder_unsuitable_file_raises_checkpoint_error(name: str, upstream: ModuleType, tmp_path: Path):
-    file, change, sentence = DAMAGE[name]
+    file, change, expected = DAMAGE[name]
     tensors = network(upstream, 48 if file == "taew2_2" else 16).state_dict()
     path = write_file(tmp_path / f"{file}.safetensors", change(tensors))
-    with pytest.raises(CheckpointError) as refused:
+    with raises_message(CheckpointError, expected) as refused:
         model = choose_partial_model([WAN], str(path), precision="float32")
         engine(8).decode(model, {"samples": torch.zeros(1, 16, 1, 2, 2)}, SilentProgress())
-    assert sentence in str(refused.value) and str(path) in str(refused.value)
+    assert str(path) in str(refused.value).parameters.values()
 
 
 def test_light_decoder_truncated_or_pickle_file_raises_error(upstream: ModuleType, tmp_path: Path):
     path = write_file(tmp_path / "taew2_1.safetensors", network(upstream, 16).state_dict())
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="probably cut off while downloading"):
+    with raises_message(CheckpointError, "file.safetensors_cut_off"):
         choose_partial_model([WAN], str(path))
     with pytest.raises(CheckpointError):
         choose_partial_model([WAN], str(path.rename(tmp_path / "taew2_1.pth")))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.models.wan import test_wan21
 from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, SHORT
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import choose_model
@@ -70,13 +72,19 @@ def test_skyreels_latents_and_frames_match_diffusers(skyreels: Path, compare: Ca
 )
 def test_skyreels_diffusion_forcing_config_raises_value_error(skyreels: Path, key: str, value: object, supported: str):
     update_json(skyreels / "transformer" / "config.json", **{key: value})
-    with pytest.raises(ValueError, match=f"{key} is {json.dumps(value)} .*; supported is {supported}"):
+    state = Expected("compatibility.has_value", value=json.dumps(value))
+    with raises_message(ValueError, "compatibility.config_unsupported", key=key, state=state, need=supported):
         choose_model(WAN, str(skyreels)).check()
 
 
 def test_skyreels_diffusion_forcing_pipeline_raises_value_error(tmp_path: Path):
     folder = copy_as_pipeline(tmp_path / "model", WAN, "SkyReelsV2DiffusionForcingPipeline", **SKYREELS)
-    with pytest.raises(ValueError, match="is a SkyReelsV2DiffusionForcingPipeline; this node needs a WanPipeline or "):
+    with raises_message(
+        ValueError,
+        "compatibility.pipeline_of_another_node",
+        class_name="SkyReelsV2DiffusionForcingPipeline",
+        pipeline_classes=re.compile(r"^WanPipeline or "),
+    ):
         choose_model(WAN, str(folder)).check()
 
 
@@ -98,7 +106,10 @@ def test_denoise_unknown_block_weight_raises_checkpoint_error(tmp_path: Path):
     )
     embeds = engine(1).encode(parity.tiny_model(WAN), SHORT, "", SilentProgress())
     save_file({**weights, "blocks.0.to_gate_compress.weight": torch.zeros(4, 4)}, path)
-    with pytest.raises(
-        CheckpointError, match="blocks.0.to_gate_compress.weight does not belong to a WanTransformer3DModel"
+    with raises_message(
+        CheckpointError,
+        "checkpoint.weight_unexpected",
+        more="blocks.0.to_gate_compress.weight",
+        class_name="WanTransformer3DModel",
     ):
         denoise(*embeds, SilentProgress())

@@ -17,6 +17,7 @@ from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.models.wan import test_wan21
 from comfyui_tpu.tests.models.wan.test_wan21 import NEGATIVE, SHORT, normalised
 from comfyui_tpu.tests.support.closeness import NETWORK, OPERATION, difference
+from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import api as runtime
@@ -170,40 +171,52 @@ def test_resolve_variant_finds_wan21_i2v_models(spec: ModelSpec):
         assert resolve_variant(nodes.SPEC, model_id) is spec
 
 
+OTHER = Expected("condition.or_use_model", hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers")
+
+
 @pytest.mark.parametrize(
-    ("spec", "given", "message"),
+    ("spec", "given", "expected"),
     [
         (
-            BOTH, {"last_image": None},
-            "Wan 2.1 FLF2V 14B 720P: last_image is not connected; this model needs the image that the video ends "
-            "with. Connect it, or set model_id to a model such as Wan-AI/Wan2.2-I2V-A14B-Diffusers.",
+            BOTH,
+            {"last_image": None},
+            Expected("condition.last_image_missing", title=BOTH.title, end="condition.the_last_image", other=OTHER),
         ),
         (
-            FIRST, {"last_image": torch.zeros(1, 64, 64, 3)},
-            "Wan 2.1 I2V 14B 480P: last_image is connected, but this model does not use the image that the "
-            "video ends with. Disconnect it, or set model_id to a model such as "
-            "Wan-AI/Wan2.2-I2V-A14B-Diffusers.",
+            FIRST,
+            {"last_image": torch.zeros(1, 64, 64, 3)},
+            Expected("condition.last_image_unused", title=FIRST.title, end="condition.the_last_image", other=OTHER),
         ),
         (
-            BOTH, {"num_frames": 1},
-            "Wan 2.1 FLF2V 14B 720P: num_frames is 1; it must be 4k + 1 between 5 and 241. Use 5.",
+            BOTH,
+            {"num_frames": 1},
+            refused_input(
+                "num_frames",
+                "settings.breaks_rule",
+                title=BOTH.title,
+                value=1,
+                rule=Expected(
+                    "settings.grid", multiple_of=4, plus=1, rule=Expected("settings.between", low=5, high=241)
+                ),
+                nearest=[5],
+            ),
         ),
         (
-            nodes.SPEC, {"num_frames": 1, "last_image": torch.zeros(1, 64, 64, 3)},
-            "Wan 2.2 I2V A14B: num_frames is 1; with last_image it must be at least 5. Use 5.",
+            nodes.SPEC,
+            {"num_frames": 1, "last_image": torch.zeros(1, 64, 64, 3)},
+            Expected("condition.too_few_frames_for_last_image", title=nodes.SPEC.title, num_frames=1, least=5),
         ),
     ],
     ids=["missing", "useless", "too short for the model", "too short"],
-)  # fmt: skip
-def test_image_encoder_invalid_last_image_raises_value_error(spec: ModelSpec, given: dict, message: str):
-    with pytest.raises(ValueError) as error:
+)
+def test_image_encoder_invalid_last_image_raises_value_error(spec: ModelSpec, given: dict, expected: Expected):
+    with raises_message(ValueError, expected):
         encode(spec, **given)
-    assert str(error.value) == message
 
 
 def test_denoise_condition_of_other_model_raises_value_error():
     given = {"tpu_family": "Wan22I2V", "height": 80, "width": 112, "num_frames": 9}
     condition: Any = {**given, "tensors": {"condition": torch.zeros(1, 20, 3, 10, 14)}}
     embeds = engine(8).encode(parity.tiny_model(FIRST), SHORT, NEGATIVE, SilentProgress())
-    with pytest.raises(ValueError, match="Choose the sampler's model in Wan22I2VImageEncoder"):
+    with raises_message(ValueError, "condition.shape_of_another_model", family="Wan22I2V"):
         engine(8).denoise(parity.tiny_model(FIRST), ODD, *embeds, SilentProgress(), condition)

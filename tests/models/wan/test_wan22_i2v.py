@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, difference
 from comfyui_tpu.tests.support.host import Runner
+from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tests.support.patience import mostly, slower
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime import media
@@ -312,57 +314,79 @@ def test_resize_to_same_size_is_identity():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "key", "parameters"),
     [
-        (None, "Wan 2.2 I2V A14B: condition is not connected. Connect Wan22I2VImageEncoder."),
+        (None, "condition.not_connected", {"family": "Wan22I2V"}),
         (
             {"tpu_family": "HunyuanVideo15"},
-            "Wan 2.2 I2V A14B: the condition comes from a HunyuanVideo15 image encoder. Connect Wan22I2VImageEncoder "
-            "with the model of the sampler.",
+            "condition.of_another_image_encoder",
+            {"tpu_family": "HunyuanVideo15", "family": "Wan22I2V"},
         ),
         (
             {"tpu_family": "Wan22I2V", "height": ODD.height, "width": ODD.width, "num_frames": ODD.num_frames},
-            "Wan 2.2 I2V A14B: the condition holds condition of shape (1, 20, 2, 8, 8); this model expects "
-            f"(1, 20, 3, {ODD.height // 8}, {ODD.width // 8}). It was encoded for another model of the family. Choose "
-            "the sampler's model in Wan22I2VImageEncoder.",
+            "condition.shape_of_another_model",
+            {
+                "name": "condition",
+                "actual_shape": "(1, 20, 2, 8, 8)",
+                "shape": f"(1, 20, 3, {ODD.height // 8}, {ODD.width // 8})",
+                "family": "Wan22I2V",
+            },
         ),
         (
             {"tpu_family": "Wan22I2V", "height": 64, "width": 64, "num_frames": 5},
-            "Wan 2.2 I2V A14B: the condition was encoded for 64x64, 5 frames; encode it for the video's size.",
+            "condition.of_another_size",
+            {"size": "64x64, 5 frames"},
         ),
     ],
     ids=["none", "another family's", "another model's", "another size's"],
 )
-def test_denoise_mismatched_condition_raises_value_error(given: dict | None, message: str):
+def test_denoise_mismatched_condition_raises_value_error(given: dict | None, key: str, parameters: dict[str, str]):
     embeds = engine(8).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     if given is not None:
         given = {**given, "tensors": {"condition": torch.zeros(1, 20, 2, 8, 8)}}
-    with pytest.raises(ValueError) as error:
+    with raises_message(ValueError, key, title="Wan 2.2 I2V A14B", **parameters):
         engine(8).denoise(MODEL, ODD, *embeds, SilentProgress(), given)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key", "parameters"),
     [
-        ({"num_frames": 80}, "num_frames is 80; it must be 4k + 1 between 1 and 241. Use 77 or 81."),
-        ({"width": 1272}, "width is 1272; it must be a multiple of 16 between 64 and 1920. Use 1264 or 1280."),
-        ({"guidance_scale_2": 21.0}, "guidance_scale_2 is 21.0; it must be between 0.0 and 20.0. Use 20.0."),
-        ({"shift": 0.0}, "shift is 0.0; it must be between 0.1 and 20.0. Use 0.1."),
+        (
+            {"num_frames": 80},
+            "settings.breaks_rule",
+            {
+                "rule": Expected(
+                    "settings.grid", multiple_of=4, plus=1, rule=Expected("settings.between", low=1, high=241)
+                ),
+                "nearest": [77, 81],
+            },
+        ),
+        (
+            {"width": 1272},
+            "settings.breaks_rule",
+            {
+                "rule": Expected(
+                    "settings.multiple", multiple_of=16, rule=Expected("settings.between", low=64, high=1920)
+                ),
+                "nearest": [1264, 1280],
+            },
+        ),
+        ({"guidance_scale_2": 21.0}, "settings.outside", {"low": 0.0, "high": 20.0, "near": 20.0}),
+        ({"shift": 0.0}, "settings.outside", {"low": 0.1, "high": 20.0, "near": 0.1}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_check_settings_invalid_value_raises_value_error(change: dict, message: str):
-    with pytest.raises(ValueError) as error:
+def test_check_settings_invalid_value_raises_value_error(change: dict, key: str, parameters: dict):
+    ((name, value),) = change.items()
+    with raises_message(ValueError, refused_input(name, key, title=SPEC.title, value=value, **parameters)):
         SPEC.check_settings(replace(ODD, **change))
-    assert str(error.value) == f"Wan 2.2 I2V A14B: {message}"
 
 
 def test_locate_missing_second_expert_raises_value_error(tmp_path: Path):
     folder = tmp_path / "half"
     shutil.copytree(tiny.ensure_random(SPEC), folder)
     shutil.rmtree(folder / "transformer_2")
-    with pytest.raises(ValueError, match=r"there is no folder 'transformer_2' in .*; the checkpoint is incomplete\."):
+    with raises_message(ValueError, "checkpoint.folder_missing", name="'transformer_2'"):
         checkpoint.locate(SPEC, str(folder)).check()
 
 
@@ -370,7 +394,9 @@ def test_denoiser_inputs_guidance_without_negative_prompt_raises():
     prompt, _ = engine(8).encode(MODEL, SHORT, NEGATIVE, SilentProgress())
     plan = DenoisingPlan.create(SPEC, TALL, {part.name: part.tiny for part in SPEC.components}, SPEC.recipe.scheduler)
     assert SPEC.branches(FLAT.guidance_scale) == 1 and SPEC.branches(TALL.guidance_scale) == 2
-    with pytest.raises(ValueError, match="negative_prompt_embeds is not connected, and guidance_scale is 4.0"):
+    with raises_message(
+        ValueError, "condition.negative_not_connected", name="input.negative_prompt_embeds", guidance_scale="4.0"
+    ):
         conditioning.build_denoiser_inputs(plan, prompt, None, None)
 
 
@@ -403,7 +429,7 @@ def test_load_image_searches_input_workflow_and_example_folders(tmp_path: Path):
     assert load_image(host, image="wan_i2v_input.jpg")[0].shape == (1, 2, 4, 3)
     media.save_image(tmp_path / "input" / "wan_i2v_input.jpg", torch.zeros(6, 8, 3))
     assert load_image(host, image="wan_i2v_input.jpg")[0].shape == (1, 6, 8, 3)
-    with pytest.raises(ValueError, match=r"There is no image .*input.other\.png\."):
+    with raises_message(ValueError, "media.no_image", path=re.compile(r"input.other\.png$")):
         load_image(host, image="other.png")
 
 

@@ -15,6 +15,7 @@ from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import NETWORK, OPERATION
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.published import umt5_tokenizer
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -162,20 +163,22 @@ def test_ti2v_sampler_size_comes_from_image_inputs_or_model():
 
     assert size(condition=["9", 0]) == (160, 96, 5)
     assert size(height=0, width=224, num_frames=0) == (704, 224, 121)
-    with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: height is 720; it must be a multiple of 32"):
+    with raises_message(
+        ValueError,
+        "settings.input",
+        title="Wan 2.2 TI2V 5B",
+        name="input.height",
+        problem=Expected("settings.breaks_rule", value=720, rule=Expected("settings.multiple", multiple_of=32)),
+    ):
         size(height=720)
 
 
 @pytest.mark.parametrize(("node", "name"), [("Wan22I2VTPUSampler", "condition"), ("Wan22I2VTPUPipeline", "image")])
 def test_i2v_node_without_required_image_raises_value_error(node: str, name: str):
     declared, needs_one = DECLARATIONS[node], {"model_id": "tiny/wan22i2v"}
-    message = (
-        f"Wan 2.2 I2V A14B starts from an image, but {name} is not connected. Connect it, or set model_id to one "
-        "that can do without, such as Wan-AI/Wan2.2-TI2V-5B-Diffusers."
-    )
-    with pytest.raises(ValueError) as error:
+    other = Expected("node.or_use_model", hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers")
+    with raises_message(ValueError, "node.image_missing", title="Wan 2.2 I2V A14B", name=f"input.{name}", ids=other):
         declared.validate_constants(Folders(), needs_one, set())
-    assert str(error.value) == message
     for linked in ({name}, {"model"}, None):
         declared.validate_constants(Folders(), needs_one, linked)
     declared.validate_constants(Folders(), {"model_id": SPEC.miniature.id}, set())
@@ -183,5 +186,5 @@ def test_i2v_node_without_required_image_raises_value_error(node: str, name: str
 
 def test_ti2v_node_last_image_alone_raises_value_error():
     declared = DECLARATIONS["Wan22I2VTPUPipeline"]
-    with pytest.raises(ValueError, match="Wan 2.2 TI2V 5B: last_image is connected, but image is not. Connect it, or"):
+    with raises_message(ValueError, "node.last_image_alone", title="Wan 2.2 TI2V 5B", name="input.image"):
         declared.validate_constants(Folders(), {"model_id": SPEC.miniature.id}, {"last_image"})
