@@ -15,6 +15,7 @@ from comfyui_tpu.nodes.graphs.tiny_models import make_tiny
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.nodes.headless.workflow import to_api
 from comfyui_tpu.tests.support.fleet import WORKFLOW
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.progress import SilentProgress
 from safetensors.torch import save_file
 
@@ -212,7 +213,7 @@ def test_job_marks_hash_lora_content(workflow: dict, tmp_path: Path):
     stronger = recipe.job(1, line(**{"7_strength": 0.5})).group
     assert stronger.model != own.model and stronger.size == own.size
     assert recipe.job(1, line(**{"7_lora_name": "c.safetensors"})).group.model not in (own.model, stronger.model)
-    with pytest.raises(ValueError, match="none.safetensors"):
+    with raises_message(ValueError, "lora.name_not_found", name="none.safetensors"):
         recipe.prepare(line(**{"7_lora_name": "none.safetensors"}))
 
 
@@ -258,7 +259,7 @@ def test_job_with_stage_files_requires_absolute_folder(workflow: dict, tmp_path:
 def test_job_template_check_runs_once_per_choice(recipe: JobTemplate, tmp_path: Path):
     """A model, and whether it is connected: what one line names right another may not."""
     recipe.job(1, line())
-    with pytest.raises(ValueError, match="has no model_index.json"):
+    with raises_message(ValueError, "checkpoint.no_model_index", index="model_index.json"):
         recipe.job(2, line(**{"6_model_id": str(tmp_path)}))
     seen = []
     declaration = Node(

@@ -31,6 +31,7 @@ from comfyui_tpu.nodes.graphs.graph import list_generations, plan_generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import Inline, packets, prompts
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, PlannedGeneration
@@ -155,7 +156,7 @@ def test_remote_address_list_skips_unreachable_and_busy_machines(server: Server,
         graph["6"]["inputs"]["address"] = f"{gone}, {address(other)}, {address(server)}"
         assert frames(graph, Watching(folders)).shape == (5, 80, 112, 3)
         assert not busy.ran and server.stages.ran == "tiny/random-wan21"
-    with pytest.raises(client.RemoteError, match="none of .* can be used; the last: nothing listens at"):
+    with raises_message(client.RemoteError, "remote.no_machine_usable", errors="remote.nothing_listens"):
         ask(f"{gone},{address(other)}")
 
 
@@ -231,7 +232,7 @@ def test_remote_cancel_ends_stage_and_next_prompt_runs(server: Server, tmp_path:
 def test_remote_unknown_model_raises_same_error_as_local(server: Server, tmp_path: Path):
     wrong = workflow(server)
     wrong["6"]["inputs"]["model_id"] = "nowhere"
-    with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: model_id is nowhere; there is no such folder"):
+    with raises_message(ValueError, "checkpoint.model_id_not_found", title="Wan 2.1 T2V 14B", model_id="nowhere"):
         run_workflow(wrong, Watching(Folders(output=tmp_path)))
 
 
@@ -255,7 +256,7 @@ def test_remote_stages_are_announced_on_serving_machine(
     assert there.model.address == address(server) and there.stages == ("denoise", "decode")
     # Here nothing, and then with each stage.
     assert said == [[], *[[replace(there, model=replace(there.model, address=""))]] * 3]
-    with pytest.raises(ValueError, match="num_inference_steps"):
+    with raises_message(ValueError, "settings.input", name="input.num_inference_steps"):
         strange = replace(there, settings=replace(there.settings, num_inference_steps=0))
         encode(client.Client(address(server), strange), there.model)
     # Another model of the family than it is taken for here: nothing is prepared for that.
@@ -284,7 +285,7 @@ def test_warmup_node_with_remote_model_compiles_on_serving_machine(server: Serve
 
 @pytest.mark.parametrize("text", ["", "host:port", "https://host:1", "host:0", "a b", "host:70000"])
 def test_parse_address_invalid_text_raises_value_error(text: str):
-    with pytest.raises(ValueError, match="it must be HOST or HOST:PORT"):
+    with raises_message(ValueError, "remote.address_malformed"):
         auth.parse_address(text)
     assert str(auth.parse_address("http://gpu-1/")) == f"gpu-1:{auth.DEFAULT_PORT}"
     assert str(auth.parse_address("[::1]:99")) == "[::1]:99"
@@ -313,7 +314,9 @@ def test_remote_connection_failures_raise_remote_error():
                     connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(client.RemoteError, match=f"the connection to 127.0.0.1:{port} was lost"):
+        with raises_message(client.RemoteError, "remote.connection_lost", address=f"127.0.0.1:{port}"):
             ask(f"127.0.0.1:{port}")
-    with pytest.raises(client.RemoteError, match=f"nothing listens at 127.0.0.1:{port}. Start `comfyui-tpu serve`"):
+    with raises_message(
+        client.RemoteError, "remote.nothing_listens", address=f"127.0.0.1:{port}", command="comfyui-tpu serve"
+    ):
         ask(f"127.0.0.1:{port}")

@@ -3,6 +3,7 @@ machines a sick one is asked last.
 """
 
 import hashlib
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.headless.runner import TerminalContext, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.host import Cancelled, Host
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import api, versions
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
@@ -153,7 +155,7 @@ def test_client_asks_next_machine_after_error_and_rests_failing_one(start: Calla
     machines = start(sick), start(well)
     assert [choose(*machines) for _ in range(10)] == ["choose"] * 10
     assert len(sick.begun) == 1
-    with pytest.raises(client.RemoteError, match=str(error)):
+    with raises_message(client.RemoteError, "remote.from", text=re.compile(str(error))):
         choose(machines[0])  # a lone one is asked although it rests
 
 
@@ -172,10 +174,10 @@ def test_remote_address_not_listed_by_owner_is_refused(tmp_path: Path):
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         graph = tiny_workflow("wan21")
         graph["6"] = {"class_type": "TPURemote", "inputs": {**graph["6"]["inputs"], "address": address}}
-        with pytest.raises(ValueError, match=f"{address} is not listed by the owner .* add the line {address} to "):
+        with raises_message(ValueError, "remote.address_not_listed", address=address):
             run_workflow(graph, TerminalContext(Folders(output=tmp_path)))
         model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21", address=address)
-        with pytest.raises(auth.AuthError, match="is not listed by the owner"):
+        with raises_message(auth.AuthError, "remote.address_not_listed"):
             api.run_stage("encode", model, Host(), prompt="a cat", negative_prompt="")
         listening.setblocking(False)
         with pytest.raises(BlockingIOError):  # nobody came
@@ -238,7 +240,13 @@ def test_cancel_during_lora_upload_removes_partial_file(start: Callable[..., Ser
 def test_stage_service_invalid_settings_raise_value_error(verb: str):
     model = ModelRef(spec_name="wan2.1-t2v-14b", model_id="tiny/wan21")
     given = {"model": model, "expected": None, "settings": replace(model.spec.settings(), height=88)}
-    with pytest.raises(ValueError, match="Wan 2.1 T2V 14B: height is 88; it must be a multiple of 16"):
+    with raises_message(
+        ValueError,
+        "settings.input",
+        title="Wan 2.1 T2V 14B",
+        name="input.height",
+        problem=Expected("settings.breaks_rule", value=88, rule=Expected("settings.multiple", multiple_of=16)),
+    ):
         StageService().run(verb, given, Host())
 
 

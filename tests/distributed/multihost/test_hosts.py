@@ -12,6 +12,7 @@ import pytest
 from comfyui_tpu.distributed.multihost import handshake, rank
 from comfyui_tpu.distributed.multihost.coordinator import RESTART_EXIT_CODE
 from comfyui_tpu.tests.support import hosts
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.models import spec_for_family
@@ -78,9 +79,17 @@ def test_parse_rank_round_trips_and_jax_uses_next_port(host: str, own: str):
     assert found.address.host == own and str(found) == f"1/2@{host}:8476" and found.jax_address == f"{host}:8477"
 
 
-@pytest.mark.parametrize("text", ["2/2@host:1", "host:1", "0/2@host", "0/2@host:70000"])
-def test_parse_rank_invalid_text_raises_value_error(text):
-    with pytest.raises(ValueError, match=rf"^COMFYUI_TPU_HOSTS is '{text}'; "):
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("2/2@host:1", "multihost.process_outside"),
+        ("host:1", "multihost.rank_malformed"),
+        ("0/2@host", "multihost.rank_malformed"),
+        ("0/2@host:70000", "multihost.port_outside"),
+    ],
+)
+def test_parse_rank_invalid_text_raises_value_error(text: str, key: str):
+    with raises_message(ValueError, key, variable="COMFYUI_TPU_HOSTS", text=repr(text)):
         rank.parse_rank(text)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import re
 import shutil
 import socket
 import stat
@@ -16,6 +17,7 @@ import pytest
 from comfyui_tpu.distributed.rpc import auth, connection
 from comfyui_tpu.distributed.rpc.connection import Connection, ConnectionLost, HandshakeRejected, RpcServer
 from comfyui_tpu.distributed.rpc.messages import BarrierReached, StatusText
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tests.support.patience import until
 
 
@@ -189,7 +191,7 @@ def owner(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_ensure_token_creates_secret_once_with_export_command(owner: Any):
-    with pytest.raises(auth.AuthError, match="There is no token"):
+    with raises_message(auth.AuthError, "remote.no_token"):
         auth.read_token()
     said: list[str] = []
     made = auth.ensure_token(said.append)
@@ -197,14 +199,16 @@ def test_ensure_token_creates_secret_once_with_export_command(owner: Any):
     assert auth.ensure_token(said.append) == auth.read_token() == made and len(said) == 1
     assert stat.S_IMODE((owner / "token").stat().st_mode) == 0o600
     (owner / "token").chmod(0o644)
-    with pytest.raises(auth.AuthError, match="other users can read it. Run: chmod 600"):
+    with raises_message(auth.AuthError, "remote.token_readable_by_others"):
         auth.ensure_token(said.append)
 
 
 def test_check_listed_allows_only_remotes_of_owner(owner: Any, monkeypatch: pytest.MonkeyPatch):
     """A workflow's JSON took it to any address that its widget named."""
     address = auth.parse_address("10.0.0.7:8190")
-    with pytest.raises(auth.AuthError, match="add the line 10.0.0.7:8190 to .*/comfyui-tpu/remotes, or set COMFYUI"):
+    with raises_message(
+        auth.AuthError, "remote.address_not_listed", address="10.0.0.7:8190", remotes_variable=re.compile(r"^COMFYUI")
+    ):
         auth.check_listed(address)
     owner.mkdir()
     (owner / "remotes").write_text("# mine\n\n10.0.0.7  # the port is the usual one\n")
@@ -244,7 +248,7 @@ def test_tls_connection_is_encrypted_and_other_certificate_is_rejected(tmp_path:
             with pytest.raises(OSError):
                 echo.connect()
         monkeypatch.setenv(auth.TLS_KEY_VARIABLE, str(tmp_path / "other.key"))
-        with pytest.raises(auth.AuthError, match="are not a certificate and its key"):
+        with raises_message(auth.AuthError, "remote.certificate_or_key_wrong"):
             Echo()
     finally:
         one.close()
