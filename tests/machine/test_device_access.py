@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from comfyui_tpu.tests.support import fake_tpu
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.machine import device_access, pci
 from comfyui_tpu.tpu_runtime.machine.device_access import DevicesBusy
 
@@ -75,7 +76,7 @@ def test_wait_while_busy_raises_devices_busy_after_one_minute(clock: FakeClock):
     def start() -> None:
         raise RuntimeError(BUSY_TEXTS[2])
 
-    with pytest.raises(DevicesBusy, match=r"stayed busy for 60 s. End that process, then try again"):
+    with raises_message(DevicesBusy, "machine.chips_held", waited_s=60):
         device_access.wait_while_busy(start)
     assert 160 <= clock.now < 161
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,7 @@ from comfyui_tpu.kernels.dispatch import KernelFallbacks
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.closeness import difference
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.engine import engine
 from comfyui_tpu.tpu_runtime.machine import fallbacks, record
@@ -135,7 +137,7 @@ def test_environment_fallback_unknown_name_raises_value_error(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=rf"{variable}: '{value}' must be one of -.*commas"):
+    with raises_message(ValueError, "machine.switch_unknown", variable=variable, word=f"'{value}'"):
         CompileTarget(devices=tuple(jax.devices()[:1]), precision="float32")
 
 
@@ -197,7 +199,7 @@ def test_compile_or_load_refused_kernel_raises_unsupported(
     args = (shape_struct(mesh, (1, 1000, 256), jnp.bfloat16), shape_struct(mesh, (1, 256), jnp.float32))
     program = Program(name="step", fn=step, mesh=mesh, precision="bfloat16", args=args)
     harm(monkeypatch)
-    with pytest.raises(Unsupported, match=said) as error:
+    with raises_message(Unsupported, "machine.unsupported", reason=re.compile(said)) as error:
         executables.compile_or_load(program)
     assert (error.value.kind, error.value.names) == ("kernel", (registry.RESIDUAL_NORM,))
 

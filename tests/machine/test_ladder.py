@@ -4,6 +4,7 @@ The machine is a layer in the place of PJRT that says what libtpu says.
 """
 
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
 from comfyui_tpu.tests.support.closeness import PIPELINE, difference
 from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine import engine as engines
 from comfyui_tpu.tpu_runtime.engine import overlap_check
@@ -134,7 +136,9 @@ def test_refused_kernel_uses_small_tiles_then_xla(breaks: Breaks, exact: torch.T
 
 def test_refusal_without_fallback_raises_runtime_error(breaks: Breaks):
     breaks(Fault(at="compile", option=VMEM, says=NO_OPTION.format("xla_tpu_other")))
-    with pytest.raises(RuntimeError, match="No such compile option: 'xla_tpu_other'"):
+    with raises_message(
+        RuntimeError, "machine.unsupported", reason=re.compile(r"No such compile option: 'xla_tpu_other'$")
+    ):
         generate(Runner(jax.devices()[:2]), Host())
     # Once tried without, and no more.
     assert len(read_machine_record().sentences) == 1
@@ -147,11 +151,13 @@ def test_halted_program_is_named_and_next_start_disables_kernels(breaks: Breaks,
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda compiled: text)
     ended: list[bool] = []
     runner = Runner(jax.devices()[:2], when_halted=lambda: ended.append(True))
-    with pytest.raises(ChipHalted, match="denoise_step halted the chips.*attention, residual_norm.*restart"):
+    halted = Expected("machine.program_halted_chips", program="denoise_step")
+    replaced = Expected("machine.replaced_from_next_start", names="attention, residual_norm")
+    with raises_message(ChipHalted, "machine.restart_process", sentence=[halted, replaced]):
         generate(runner, Host())
     assert ended == [True]
     # This process has lost the chips: nothing is tried on them.
-    with pytest.raises(ChipHalted, match="restart"):
+    with raises_message(ChipHalted, "machine.restart_process"):
         runner.encode(MODEL, "another", "", Host())
     assert read_machine_record().fallbacks.kernels == KernelFallbacks(off=("attention", "residual_norm"))
     after = Runner(jax.devices()[:2])
@@ -169,7 +175,7 @@ def test_nonfinite_values_are_retried_once_without_overlap(breaks: Breaks, exact
         assert "overlapped transfers" in sentence
         assert set(read_machine_record().fallbacks.left(OPTIONS)) == {VMEM}
     else:
-        with pytest.raises(NotFinite, match="step 1 of 2"):
+        with raises_message(NotFinite, "program.result_not_finite", what=re.compile("step 1 of 2")):
             generate(runner, host)
         # It was not the overlap's fault: nothing is kept of that.
         assert runner.ladder.sentences == [] and record.read_all() == {} and not runner.ladder.fallbacks
@@ -209,7 +215,7 @@ def test_nonfinite_values_without_overlap_options_are_not_retried(breaks: Breaks
     monkeypatch.setenv("COMFYUI_TPU_OPTIONS", "-async")
     steps = breaks(Fault(at="run", option=VMEM, does="nonsense"))
     host = Host()
-    with pytest.raises(NotFinite, match="step 1 of 2"):
+    with raises_message(NotFinite, "program.result_not_finite", what=re.compile("step 1 of 2")):
         generate(Runner(jax.devices()[:2]), host)
     assert [options for _, options in steps] == [(VMEM,)] and not any("once more" in text for text in host.said)
 
@@ -243,7 +249,7 @@ WEIGHT = r"float32\["  # what is put while a text encoder is loaded; tokens are 
 def test_host_memory_error_names_ulimit_and_is_not_retried(breaks: Breaks, at: str):
     breaks(Fault(at=at, holds=WEIGHT * (at == "put"), says=HOST))
     host = Host()
-    with pytest.raises(RuntimeError, match="The host could not map memory.*ulimit -l unlimited"):
+    with raises_message(RuntimeError, "memory.host_not_mapped"):
         Runner(jax.devices()[:2]).encode(MODEL, "cat", "", host)
     assert not any("once more" in text for text in host.said), "unloading does not help the host"
 
@@ -262,7 +268,9 @@ def test_out_of_memory_during_weight_transfer_is_retried(breaks: Breaks, exact: 
 def test_weight_transfer_without_room_raises_out_of_memory(breaks: Breaks):
     breaks(Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5))
     runner = Runner(jax.devices()[:2])
-    with pytest.raises(OutOfMemory, match="ran out of TPU memory in stage encode on 2 chips.*no room of that size"):
+    with raises_message(
+        OutOfMemory, "memory.out_of_memory", stage="encode", num_devices=2, reason=re.compile("no room of that size")
+    ):
         runner.encode(MODEL, "cat", "", Host())
     assert runner.device_cache.list() == ()
 

@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.machine import fake_pjrt
 from comfyui_tpu.tests.machine.fake_pjrt import Fault, Layer
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime import files
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.machine import fallbacks, record
@@ -417,7 +419,13 @@ def test_first_run_full_disk_loses_only_report(tmp_path: Path, monkeypatch: pyte
 
 def test_first_run_unknown_kernel_switch_raises_value_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMFYUI_TPU_KERNELS", "-splash")
-    with pytest.raises(ValueError, match="COMFYUI_TPU_KERNELS: '-splash' must be one of -attention"):
+    with raises_message(
+        ValueError,
+        "machine.switch_unknown",
+        variable="COMFYUI_TPU_KERNELS",
+        word="'-splash'",
+        allowed=re.compile(r"^-attention"),
+    ):
         first_run_of(tmp_path, monkeypatch, None)
     assert record.read_all() == {}
 
