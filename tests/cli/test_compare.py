@@ -12,6 +12,7 @@ from comfyui_tpu.nodes.declare import Node
 from comfyui_tpu.nodes.headless import compare
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES
 from comfyui_tpu.tests.support.host import Host
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime import media
 
@@ -121,15 +122,21 @@ def test_compare_node_contact_sheet_spans_first_to_last_frame():
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "expected"),
     [
-        ({"labels": "a, b"}, "labels name 2 results, but 1 are connected"),
-        ({"frames": torch.zeros(0, 8, 8, 3)}, "the image is torch.float32 .* not empty"),
-        ({"frames_2": torch.full((1, 8, 8, 3), torch.nan)}, "the image is not finite"),
-        ({"frames": torch.zeros(1).expand(300, 2000, 2000, 3)}, "300 frames of 2000x2000 are 1200 million pixels"),
+        ({"labels": "a, b"}, Expected("node.compare_too_many_labels", label_count=2, result_count=1)),
+        (
+            {"frames": torch.zeros(0, 8, 8, 3)},
+            Expected("media.image_shape_wrong", dtype=torch.float32, shape=(0, 8, 8, 3)),
+        ),
+        ({"frames_2": torch.full((1, 8, 8, 3), torch.nan)}, Expected("media.image_not_finite")),
+        (
+            {"frames": torch.zeros(1).expand(300, 2000, 2000, 3)},
+            Expected("node.compare_too_large", shown=300, width=2000, height=2000, pixels=1200),
+        ),
     ],
     ids=["labels", "empty", "NaN", "huge"],
 )
-def test_compare_node_invalid_inputs_raise_value_error(given: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
+def test_compare_node_invalid_inputs_raise_value_error(given: dict[str, Any], expected: Expected):
+    with raises_message(ValueError, expected):
         run_compare_node(**{"frames": video(2), "layout": "side by side", **given})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli.doctor import HostMachine, checks, packages
+from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tpu_runtime import api, versions
 from packaging.version import Version
 
@@ -221,7 +222,7 @@ def test_check_packages_without_packaging_raises_runtime_error(monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "comfyui_tpu.tpu_runtime.versions")
     monkeypatch.delattr("comfyui_tpu.tpu_runtime.versions")
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
-    with pytest.raises(RuntimeError, match="^packaging is not installed: .* -m pip install packaging$"):
+    with raises_message(RuntimeError, "packages.not_installed_run_command", name="packaging"):
         api.check_packages()
 
 
