@@ -5,10 +5,13 @@ from ..common import core_inputs as core
 
 
 def convert(network: core.CoreNetwork, given: Arguments) -> PredictionRequest:
-    """Convert a call of `WAN21` or `WAN22`. Channels after the sample's are the condition of image to video."""
+    """Convert a call of `WAN21` or `WAN22`, `x` `[rows, channels, frames, height, width]`.
+
+    Channels after the sample's are the condition of image to video.
+    """
     import numpy as np
 
-    x, timestep, context, pictures = core.take(given, "x", "timestep", "context", "clip_fea")
+    x, timestep, context, image_tokens = core.take(given, "x", "timestep", "context", "clip_fea")
     # Core's network uses a reference latent only if it has weights for it, which ours do not have.
     core.refuse_rest(network, given, {"denoise_mask", "reference_latent"})
     x = core.pad_to_patches(x, (1, 2, 2))
@@ -18,8 +21,8 @@ def convert(network: core.CoreNetwork, given: Arguments) -> PredictionRequest:
     inputs = {"text": core.whole_text(network, context)}
     if "condition" in conditions:
         inputs["condition"] = core.to_array(x[:, channels:])
-    if "image_embeds" in conditions and pictures is not None:
-        inputs["image_embeds"] = core.to_array(pictures)
+    if "image_embeds" in conditions and image_tokens is not None:
+        inputs["image_embeds"] = core.to_array(image_tokens)
     timestep = timestep.reshape(len(timestep), -1)
     if "is_given" in conditions:
         # Core passes one timestep per frame; a given first frame has timestep 0.

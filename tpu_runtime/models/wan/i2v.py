@@ -2,7 +2,8 @@
 
 Wan-AI/Wan2.2-I2V-A14B-Diffusers has two experts, each for its part of the timesteps. Wan2.1-I2V-14B-480P-Diffusers,
 -720P-Diffusers and Wan2.1-FLF2V-14B-720P-diffusers have one denoiser, which also attends to CLIP's image tokens. All
-take the encoded video as more channels.
+take the encoded video as more channels (https://arxiv.org/abs/2503.20314, section 5.1). All are licensed under
+Apache-2.0.
 """
 
 from dataclasses import replace
@@ -47,7 +48,7 @@ SPEC = ModelSpec(
     published=HubCheckpoint(
         hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
         pipeline_classes=("WanImageToVideoPipeline",),
-        # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
+        # The first expert, for high noise, runs while the timestep is at least this share of the training timesteps.
         index={"boundary_ratio": 0.9},
     ),
     miniature=replace(spec.MINIATURE, id="tiny/wan22i2v", picture="wan_i2v_shapes.png"),
@@ -76,7 +77,9 @@ SPEC = ModelSpec(
 
 
 def condition_shapes(latent_shape: tuple[int, ...], pictures: int = 1) -> dict[str, tuple[int | str, ...]]:
-    """Return the shapes of `condition`, mask and encoded video as channels, and of `image_embeds`, all images' tokens.
+    """Return the shapes of `condition` and of `image_embeds`, all images' tokens `[1, 257 * pictures, image_dim]`.
+
+    `condition` `[1, 4 + 16, frames, height, width]` is the mask and the encoded video as channels.
 
     latent_shape: `(rows, channels, frames, height, width)`. pictures: number of images.
     """

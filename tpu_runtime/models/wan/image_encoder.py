@@ -1,4 +1,8 @@
-"""CLIP's vision model, which Wan 2.1's image to video uses."""
+"""CLIP's vision model (https://arxiv.org/abs/2103.00020), whose image tokens Wan 2.1's image to video attends to.
+
+It is transformers' `CLIPVisionModel` without its last layer, a ViT-H/14: `[images, 3, 224, 224]` to
+`[images, 257, 1280]`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -29,12 +33,12 @@ def tokens_of(encoder: Net, pixels: "torch.Tensor") -> "tuple[torch.Tensor, None
     """
     from ...programs.upstream_network import scan_states
 
-    x = encoder.pre_layrnorm(encoder.embeddings(pixels))
+    x = encoder.pre_layrnorm(encoder.embeddings(pixels))  # upstream's spelling; [images, 257, dim]
     return scan_states(encoder.encoder.layers, x, attention_mask=None), None
 
 
 def trim_vision(encoder: Net) -> None:
-    """Remove the norm of the pooled token, which is not used."""
+    """Remove the norm of the class token, whose pooled output is not used."""
     import torch
 
     encoder.post_layernorm = torch.nn.Identity()
@@ -55,8 +59,8 @@ def preprocess_images(images: "torch.Tensor") -> "torch.Tensor":
     box = left, top, left + VISION_SIZE, top + VISION_SIZE
     squares = []
     for image in images:
-        picture = media.to_pillow(image)
-        squares.append(np.asarray(picture.resize(size, Image.Resampling.BICUBIC).crop(box), np.float32))
+        pillow_image = media.to_pillow(image)
+        squares.append(np.asarray(pillow_image.resize(size, Image.Resampling.BICUBIC).crop(box), np.float32))
     pixels = torch.from_numpy(np.stack(squares)) / 255.0
     return ((pixels - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD)).movedim(-1, 1)
 

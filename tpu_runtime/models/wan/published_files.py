@@ -1,4 +1,4 @@
-"""Wan's single files on the Hub."""
+"""Wan's single files on the Hub: Comfy-Org's repackaged weights."""
 
 from ..common.published_files import Files, PublishedFiles, denoisers_by_format, join_parts, list_names, split_file
 

@@ -1,7 +1,11 @@
 """Wan 2.1 and 2.2, text to video.
 
-Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan2.1-T2V-1.3B-Diffusers and Wan2.2-T2V-A14B-Diffusers. The oracle is
-`diffusers.WanPipeline`. The first half has what the other models of the family share.
+Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan2.1-T2V-1.3B-Diffusers and Wan2.2-T2V-A14B-Diffusers, licensed under Apache-2.0. The
+paper is https://arxiv.org/abs/2503.20314, the oracle `diffusers.WanPipeline`. The first half has the parts that the
+other models of the family share.
+
+Defaults of steps, guidance and shift are those of `generate.py` and the README in https://github.com/Wan-Video/Wan2.1,
+and of `wan/configs/` in https://github.com/Wan-Video/Wan2.2.
 """
 
 from dataclasses import replace
@@ -24,7 +28,8 @@ from .core_inputs import CORE
 from .text_encoder import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 from .transformer import TRANSFORMER, forward, make_experts
 
-# The published checkpoint's config. The sampler's widget overrides `flow_shift`.
+# The published checkpoint's config: UniPC (https://arxiv.org/abs/2302.04867) of order 2 on a flow. The sampler's widget
+# overrides `flow_shift`.
 SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",
     "final_sigmas_type": "zero",
@@ -47,12 +52,14 @@ INPUTS = {
     "guidance_scale": FloatInput(default=5.0, low=0.0, high=20.0),
     "seed": IntInput(default=2025, low=0, high=2**64 - 1),
     "fps": IntInput(default=16, low=1, high=120),
-    # For the second of two experts. 0: guidance as for the first; switch at the checkpoint's `boundary_ratio`.
+    # For the second of two experts, the one for low noise. 0: guidance as for the first.
     "guidance_scale_2": FloatInput(default=0.0, low=0.0, high=20.0),
+    # Steps of the first expert. 0: it runs down to the checkpoint's `boundary_ratio`.
     "high_noise_steps": IntInput(default=0, low=0, high=100),
     **MAG_CACHE_INPUTS,
 }
 
+# Latents `[1, 16, 1 + (frames - 1) / 4, height / 8, width / 8]`; a token is 1 x 2 x 2 of them.
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(1, 2, 2))
 RECIPE = SamplingConfig(scheduler=SCHEDULER, shift_key="flow_shift")
 DENOISER = DenoiserSpec(forward=forward, tile=(7, 9, 16))
@@ -100,7 +107,7 @@ SMALL = replace(
     components=(TEXT_ENCODER, _SMALL, VAE_DECODER),
     inputs={
         **SPEC.inputs,
-        # The model authors' defaults.
+        # The README's `--size 832*480 --sample_shift 8 --sample_guide_scale 6`.
         "height": replace(SPEC.whole_numbers("height"), default=480),
         "width": replace(SPEC.whole_numbers("width"), default=832),
         "guidance_scale": FloatInput(default=6.0, low=0.0, high=20.0),
@@ -114,7 +121,7 @@ TWO_EXPERTS = replace(
     SPEC,
     name="wan2.2-t2v-a14b",
     title="Wan 2.2 T2V A14B",
-    # The first expert composes: it runs while the timestep is at least this share of the training timesteps.
+    # The first expert, for high noise, runs while the timestep is at least this share of the training timesteps.
     published=replace(SPEC.published, hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers", index={"boundary_ratio": 0.875}),
     miniature=replace(MINIATURE, id="tiny/wan22t2v"),
     components=(TEXT_ENCODER, *EXPERTS, VAE_DECODER),
@@ -123,7 +130,7 @@ TWO_EXPERTS = replace(
         "num_inference_steps": IntInput(default=40, low=1, high=100),
         "guidance_scale": FloatInput(default=4.0, low=0.0, high=20.0),
         "guidance_scale_2": FloatInput(default=3.0, low=0.0, high=20.0),
-        # The model authors' value; the checkpoint's scheduler config has 3.
+        # `sample_shift` of `wan/configs/wan_t2v_A14B.py`; the checkpoint's scheduler config has 3.
         "flow_shift": FloatInput(default=12.0, low=0.1, high=20.0, step=0.5),
     },
     denoiser=replace(DENOISER, experts=tuple(expert.name for expert in EXPERTS)),

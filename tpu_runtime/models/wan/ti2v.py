@@ -1,4 +1,4 @@
-"""Wan 2.2's 5B model, text or image to video: Wan-AI/Wan2.2-TI2V-5B-Diffusers.
+"""Wan 2.2's 5B model, text or image to video: Wan-AI/Wan2.2-TI2V-5B-Diffusers, licensed under Apache-2.0.
 
 The oracles are `diffusers.WanPipeline` and, with an image, `diffusers.WanImageToVideoPipeline`, both with
 `expand_timesteps`. The encoded image is the first latent frame, without noise: the timestep of its tokens is 0.
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
     from ...programs.sharded_ops import ShardedOps
 
-# The model authors' example.
+# The model authors' example, in the README of https://github.com/Wan-Video/Wan2.2.
 PROMPT = "Two anthropomorphic cats in comfy boxing gear and bright gloves fight intensely on a spotlighted stage."
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of `first_frame`, the encoded image, and of `is_given`: 1 with an image, 0 without.
+    """Return the shapes of `first_frame` `[1, 48, 1, height, width]`, the encoded image, and of `is_given` `[1]`.
+
+    `is_given` is 1 with an image and 0 without.
 
     latent_shape: `(rows, channels, frames, height, width)`.
     """
@@ -52,15 +54,11 @@ def apply_known_latents(sample: "torch.Tensor", inputs: "dict[str, torch.Tensor]
 
 
 def forward(
-    transformer: Net,
-    run: "ShardedOps",
-    sample: "torch.Tensor",
-    timestep: "torch.Tensor",
-    inputs: "dict[str, torch.Tensor]",
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 48, frames, height, width]` at one `timestep` `[1]`.
 
-    transformer: diffusers' `WanTransformer3DModel`. run: operations on the mesh. inputs: `text`, and those of
+    dit: diffusers' `WanTransformer3DModel`. run: operations on the mesh. inputs: `text`, and those of
     `condition_shapes`.
 
     Upstream has a timestep per token; here there are two, one for the first frame's tokens and one for all others. The
@@ -70,7 +68,7 @@ def forward(
 
     others = timestep.float().expand(len(sample))
     firsts = others * (1.0 - inputs["is_given"].float())
-    return predict_flow(transformer, run, sample, torch.stack([firsts, others], dim=1), inputs["text"])
+    return predict_flow(dit, run, sample, torch.stack([firsts, others], dim=1), inputs["text"])
 
 
 _TRANSFORMER = TRANSFORMER.derive(

@@ -1,6 +1,15 @@
 """The denoiser of Wan (https://arxiv.org/abs/2503.20314, section 4.2): forward pass, sizes, sharding, original keys.
 
-Its modules have the names of diffusers' `WanTransformer3DModel`.
+Its modules have the names of diffusers' `WanTransformer3DModel`. The steps, with the sizes of Wan 2.1 14B and latents
+`[rows, 16, T, h, w]`:
+
+    patches    [rows, N, 16 * 1 * 2 * 2] -> [rows, N, 5120], N = T * h/2 * w/2, the width counted fastest
+    time       sinusoids [rows, 256] -> [rows, 5120] -> modulation [rows, 6, 5120], one for all blocks
+    text       UMT5's states [rows, 512, 4096] -> [rows, 512, 5120]
+    40 blocks  self-attention with 40 heads of 128, cross-attention to the text, feed-forward of 13824
+    output     norm, shift and scale, then a projection [rows, N, 1 * 2 * 2 * 16] -> flow [rows, 16, T, h, w]
+
+Of a head's 128 channels, 44 are rotated by the frame, 42 by the row and 42 by the column, with a base of 10000.
 """
 
 from dataclasses import replace
@@ -21,55 +30,72 @@ if TYPE_CHECKING:
 
 
 def forward(
-    wan: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """Return the flow (velocity) of `sample` `[rows, channels, frames, height, width]` at one `timestep` `[1]`.
+    """Return the flow (velocity) of `sample` `[rows, 16, frames, height, width]` at one `timestep` `[1]`, 1000 to 0.
 
-    wan: diffusers' `WanTransformer3DModel`. run: operations on the mesh.
-    inputs: `text` `[rows, 512, text_dim]`; for image to video also `condition` `[1, channels, frames, height, width]`,
-        concatenated as more channels, and `image_embeds` `[1, tokens, image_dim]`, CLIP's image tokens.
+    dit: diffusers' `WanTransformer3DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, 512, text_dim]`; for image to video also `condition` `[1, 4 + 16, frames, height, width]`,
+        mask and latents concatenated as more channels, and in Wan 2.1 `image_embeds` `[1, 257, image_dim]`, CLIP's
+        image tokens.
     """
     import torch
 
     latents = torch.cat([sample, inputs["condition"]], dim=1) if "condition" in inputs else sample
-    return predict_flow(wan, run, latents, timestep.expand(len(sample)), inputs["text"], inputs.get("image_embeds"))
+    return predict_flow(dit, run, latents, timestep.expand(len(sample)), inputs["text"], inputs.get("image_embeds"))
 
 
 def predict_flow(
-    wan: Net,
+    dit: Net,
     run: "ShardedOps",
     latents: "torch.Tensor",
     timesteps: "torch.Tensor",
     text: "torch.Tensor",
-    pictures: "torch.Tensor | None" = None,
+    image_tokens: "torch.Tensor | None" = None,
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `latents` `[rows, channels, frames, height, width]`.
 
-    wan: diffusers' `WanTransformer3DModel`. run: operations on the mesh.
+    dit: diffusers' `WanTransformer3DModel`. run: operations on the mesh.
     timesteps: `[rows]`, or `[rows, 2]`: for the first frame's tokens and for all others.
-    text: `[rows, tokens, text_dim]`. pictures: CLIP's image tokens `[rows, tokens, image_dim]`, or None.
+    text: `[rows, tokens, text_dim]`. image_tokens: CLIP's, `[rows, tokens, image_dim]`, or None.
     """
-    cosines, sines = map(run.tokens, wan.rope(latents))
-    x = run.tokens(layers.embed_patches(wan.patch_embedding, latents))  # [rows, tokens, dim]
+    cosines, sines = map(run.tokens, dit.rope(latents))  # [1, tokens, 1, head_dim] each
+    x = run.tokens(layers.embed_patches(dit.patch_embedding, latents))  # [rows, tokens, dim]
 
-    embedder = wan.condition_embedder
+    embedder = dit.condition_embedder
     time = embed_time(embedder, timesteps).type_as(text)  # [rows, dim] or [rows, 2, dim]
-    modulation = embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1))
-    text = embedder.text_embedder(text)
-    if pictures is not None:
-        pictures = embed_images(embedder.image_embedder, pictures)
+    modulation = embedder.time_proj(embedder.act_fn(time)).unflatten(-1, (6, -1))  # [rows, 6, dim], [rows, 2, 6, dim]
+    text = embedder.text_embedder(text)  # [rows, tokens, dim]
+    if image_tokens is not None:
+        image_tokens = embed_images(embedder.image_embedder, image_tokens)
     elif embedder.image_embedder is not None:
-        pictures = text  # as ComfyUI does without image tokens
+        image_tokens = text  # as ComfyUI does without image tokens
 
     def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
-        return run_block(block, run, x, modulation, (cosines, sines), text, pictures)
+        return run_block(block, run, x, modulation, (cosines, sines), text, image_tokens)
 
-    x = run.remove_padding(run.scan(wan.blocks, x, body))
+    x = run.remove_padding(run.scan(dit.blocks, x, body))
     # With two timesteps, use the second: the prediction for the given first frame is discarded.
-    time = time.reshape(len(time), -1, time.shape[-1])[:, -1:]
-    shift, scale = (wan.scale_shift_table + time).chunk(2, dim=1)
-    x = (wan.norm_out(x.float()) * (1 + scale) + shift).type_as(x)
-    return join_patches(run.remove_tiling(wan.proj_out(x)), latents, wan.config.patch_size)
+    time = time.reshape(len(time), -1, time.shape[-1])[:, -1:]  # [rows, 1, dim]
+    shift, scale = (dit.scale_shift_table + time).chunk(2, dim=1)
+    x = (dit.norm_out(x.float()) * (1 + scale) + shift).type_as(x)  # in float32, as upstream
+    return join_patches(run.remove_tiling(dit.proj_out(x)), latents, dit.config.patch_size)
+
+
+def embed_time(embedder: Net, timesteps: "torch.Tensor") -> "torch.Tensor":
+    """Return the time embedding `[..., dim]` of `timesteps` `[...]`, computed in float32 as upstream does."""
+    waves = embedder.timesteps_proj(timesteps.flatten()).unflatten(0, timesteps.shape)
+    return layers.in_float32(embedder.time_embedder)(waves)
+
+
+def embed_images(embedder: Net, image_tokens: "torch.Tensor") -> "torch.Tensor":
+    """Project CLIP's image tokens, `[rows, tokens, image_dim]` to `[rows, tokens, dim]`.
+
+    `embedder` has position embeddings in FLF2V, which takes two images.
+    """
+    if embedder.pos_embed is not None:
+        image_tokens = image_tokens + embedder.pos_embed[:, : image_tokens.shape[1]]
+    return embedder.norm2(embedder.ff(embedder.norm1(image_tokens)))
 
 
 def run_block(
@@ -79,21 +105,23 @@ def run_block(
     modulation: "torch.Tensor",
     rotary: "tuple[torch.Tensor, torch.Tensor]",
     text: "torch.Tensor",
-    pictures: "torch.Tensor | None",
+    image_tokens: "torch.Tensor | None",
 ) -> "torch.Tensor":
     """Run one `WanTransformerBlock`: self-attention, cross-attention to the text, feed-forward. Returns `x`, updated.
 
-    block: diffusers' module. run: operations on the mesh. Each residual is fused with the norm after it.
+    The first and third update have adaLN's shift, scale and gate; the second has a norm with weights and no gate.
+
+    block: diffusers' module. run: operations on the mesh. Each residual sum is fused with the norm after it.
     x: video tokens `[rows, tokens, dim]`. modulation: `[rows, 6, dim]`, or `[rows, 2, 6, dim]` with two timesteps.
     rotary: cosines and sines `[1, tokens, 1, head_dim]` each.
-    text, pictures: embedded tokens `[rows, tokens, dim]`; pictures may be None.
+    text, image_tokens: embedded tokens `[rows, tokens, dim]`; image_tokens may be None.
     """
     norm = partial(run.residual_norm, eps=block.norm1.eps)
     vectors = (block.scale_shift_table + modulation.float()).chunk(6, dim=-2)
-    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = vectors
+    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = vectors  # float32, [rows, 1, dim] or [rows, 2, 1, dim]
     _, y = norm(x, None, None, 1 + scale, shift)
     x, y = norm(x, self_attention(block.attn1, run, y, rotary), gate, block.norm2.weight, block.norm2.bias)
-    x, y = norm(x, cross_attention(block.attn2, run, y, text, pictures), None, 1 + ffn_scale, ffn_shift)
+    x, y = norm(x, cross_attention(block.attn2, run, y, text, image_tokens), None, 1 + ffn_scale, ffn_shift)
     return run.add_feed_forward(x, block.ffn, y, ffn_gate)
 
 
@@ -102,8 +130,8 @@ def self_attention(
 ) -> "torch.Tensor":
     """Return the self-attention update of `x` `[rows, tokens, dim]`.
 
-    attn: diffusers' module. run: operations on the mesh. Queries and keys are RMS-normed across heads, then rotated by
-    rotary, cosines and sines `[1, tokens, 1, head_dim]` each.
+    attn: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[1, tokens, 1, head_dim]` each.
+    Queries and keys are RMS-normed over all heads together, then rotated.
     """
     query, key, value = layers.project_heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v)
     attended = run.self_attention(query, key, value, layers.make_prologue(attn.norm_q, attn.norm_k, rotary))
@@ -112,14 +140,13 @@ def self_attention(
 
 
 def cross_attention(
-    attn: Net, run: "ShardedOps", x: "torch.Tensor", text: "torch.Tensor", pictures: "torch.Tensor | None"
+    attn: Net, run: "ShardedOps", x: "torch.Tensor", text: "torch.Tensor", image_tokens: "torch.Tensor | None"
 ) -> "torch.Tensor":
     """Return the cross-attention update of `x` `[rows, tokens, dim]`.
 
     attn: diffusers' module. run: operations on the mesh.
-    text: `[rows, tokens, dim]`, attended with its padding. pictures: `[rows, tokens, dim]`, attended separately and
-        added;
-        None: text alone.
+    text: `[rows, tokens, dim]`, attended to with its padding.
+    image_tokens: `[rows, tokens, dim]`, with a softmax of their own, whose result is added; None: text alone.
     """
     project_replicated = partial(layers.project_heads, run, attn, placement="replicated")
     (query,), (key, value) = (
@@ -128,28 +155,12 @@ def cross_attention(
     )
     prologue = layers.make_prologue(attn.norm_q, attn.norm_k)
     attended = run.cross_attention(query, key, value, prologue=prologue).flatten(2)
-    if pictures is not None:
-        key, value = project_replicated(pictures, attn.add_k_proj, attn.add_v_proj)
+    if image_tokens is not None:
+        key, value = project_replicated(image_tokens, attn.add_k_proj, attn.add_v_proj)
         prologue = layers.make_prologue(attn.norm_q, attn.norm_added_k)
         attended = attended + run.cross_attention(query, key, value, prologue=prologue).flatten(2)
     (update,) = run.products(attended, attn.to_out[0])
     return update
-
-
-def embed_time(embedder: Net, timesteps: "torch.Tensor") -> "torch.Tensor":
-    """Return the time embedding `[..., dim]` of `timesteps` `[...]`, computed in float32 as upstream does."""
-    waves = embedder.timesteps_proj(timesteps.flatten()).unflatten(0, timesteps.shape)
-    return layers.in_float32(embedder.time_embedder)(waves)
-
-
-def embed_images(embedder: Net, pictures: "torch.Tensor") -> "torch.Tensor":
-    """Project CLIP's image tokens, `[rows, tokens, image_dim]` to `[rows, tokens, dim]`.
-
-    `embedder` has position embeddings in FLF2V, which takes two images.
-    """
-    if embedder.pos_embed is not None:
-        pictures = pictures + embedder.pos_embed[:, : pictures.shape[1]]
-    return embedder.norm2(embedder.ff(embedder.norm1(pictures)))
 
 
 def join_patches(patches: "torch.Tensor", latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
@@ -182,7 +193,8 @@ TRANSFORMER_RULES = (
     Rule("proj_out.weight", REPLICATED),
 )
 
-# Keys of Wan-Video/Wan2.1; as in `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
+# Keys of https://github.com/Wan-Video/Wan2.1; as in
+# `diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`.
 _ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 ORIGINAL_KEYS = {
     **{
@@ -251,7 +263,7 @@ TRANSFORMER = Component(
     original_keys=ORIGINAL_KEYS,
 )
 
-# For image to video: mask and encoded video are more channels.
+# For image to video: 16 noisy latents, 4 channels of mask, 16 latents of the encoded video.
 IMAGE_TRANSFORMER = TRANSFORMER.derive(
     config={"in_channels": 36},
     tiny={"in_channels": 36, "num_layers": 2},

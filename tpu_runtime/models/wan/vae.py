@@ -1,4 +1,8 @@
-"""The VAE of Wan 2.2's 5B model, of 48 channels: encoding. `wan_vae` decodes for both VAEs."""
+"""The VAE of Wan 2.2's 5B model: encoding, and its sizes. `wan_vae` has the networks of both VAEs, and decodes.
+
+It is diffusers' `AutoencoderKLWan` with `is_residual`: 48 channels, and a latent per 4 x 16 x 16 pixels. `patchify`
+turns 2 x 2 pixels into 12 channels; the network then halves rows and columns three times.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,6 +52,8 @@ def encode_frames(
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Encode the next frames of a video, as cells `[1, 3 * 16 * 16, frames, h, w]`, to a latent `[1, 48, 1, h, w]`.
 
+    The network's input is `[1, 12, frames, 8h, 8w]`.
+
     vae: diffusers' `AutoencoderKLWan`. memory: see `wan_vae.encode_next`; it is returned too.
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
@@ -56,7 +62,9 @@ def encode_frames(
 
 
 def encode_video(call: Call, pixels: "torch.Tensor", report: Report) -> "torch.Tensor":
-    """Encode `pixels` `[1, 3, frames, height, width]` in -1..1 to `[1, 48, T, h, w]`; see `wan_encoder.encode_video`.
+    """Encode `pixels` `[1, 3, frames, height, width]` in -1..1 to the mean of the latents `[1, 48, T, h, w]`.
+
+    The loop is that of `wan_vae_encoder.encode_video`.
 
     call: runs a component. report: progress in latent frames.
     """
