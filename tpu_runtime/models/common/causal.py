@@ -1,4 +1,7 @@
-"""Functions that causal language models share as text encoders: hidden states of some layers; Qwen's tokenizer."""
+"""Functions that causal language models share as text encoders: hidden states of some layers; Qwen's tokenizer.
+
+The models are transformers' Mistral, Qwen3 and Qwen2.5. Their layers are equal but for the norms of queries and keys.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,6 +87,7 @@ def causal_attention(
         heads[:2] = attn.q_norm(heads[0]), attn.k_norm(heads[1])
     heads = [x.transpose(1, 2) for x in heads]
     query, key = apply_rotary_pos_emb(heads[0], heads[1], *position_embeddings)
+    # Grouped-query attention: several heads share a key and a value.
     key, value = (repeat_kv(x, attn.num_key_value_groups) for x in (key, heads[2]))
     scores = (query @ key.transpose(2, 3)).float() * attn.scaling
     weights = torch.where(attention_mask, scores, torch.finfo(torch.float32).min).softmax(dim=-1)

@@ -19,9 +19,6 @@ Edges = Literal["zero", "replicate"]
 SCORES_BYTES = 2**28
 
 
-# `convolved` and `normed` replace a module's `forward`, and name their input as torch does.
-
-
 def apply_convolution(
     conv: Net,
     input: "torch.Tensor",
@@ -98,7 +95,7 @@ def convolution(
     x: `[1, in, frames, height, width]`. bias: `[out]`. past: frames `[1, in, 1, height, width]` inserted before frame
         `past_at`. gain, shift: `[in]`, of the norm that is applied with SiLU first; gain None: no norm, shift None: RMS
         norm.
-    onto: added to the result. edges, doubled, halved, kernel: as in `convolved`.
+    onto: added to the result. edges, doubled, halved, kernel: as in `apply_convolution`.
 
     A TPU needs a batch of at least 8, but a video is a batch of 1: XLA splits its width in 8 and moves every pixel
     twice. So columns are the batch here, and the columns that a kernel spans are shifted copies, concatenated as
@@ -186,9 +183,9 @@ def group_affine(
     """
     import jax.numpy as jnp
 
-    middle, factor = group_moments(x, groups=groups, eps=eps)
+    mean, factor = group_moments(x, groups=groups, eps=eps)
     factor = factor * weight.astype(jnp.float32)
-    return factor, bias.astype(jnp.float32) - middle * factor
+    return factor, bias.astype(jnp.float32) - mean * factor
 
 
 def group_moments(
@@ -220,8 +217,8 @@ def group_moments(
     difference = x.astype(jnp.float32) - near[beyond]
     first, second = of_channels(difference), of_channels(jnp.square(difference))
     means = near + first
-    middle = of_groups(means)
-    return middle, jax.lax.rsqrt(of_groups(second - jnp.square(first) + jnp.square(means - middle)) + eps)
+    mean = of_groups(means)
+    return mean, jax.lax.rsqrt(of_groups(second - jnp.square(first) + jnp.square(means - mean)) + eps)
 
 
 def image_attention(q: "jax.Array", k: "jax.Array", v: "jax.Array") -> "jax.Array":

@@ -1,6 +1,16 @@
-"""diffusers' `AutoencoderKL` and variants that share its networks, split over chips by rows and columns.
+"""diffusers' `AutoencoderKL` (https://arxiv.org/abs/2112.10752), and variants that share its networks.
 
-An image is encoded to latents of an eighth of its height and width.
+An image is encoded to latents of an eighth of its height and width. It is split over chips by rows and columns. The
+decoder's steps with the published widths:
+
+    conv_in, mid_block       [1, channels, h, w] -> [1, 512, h, w], with attention of all pixels
+    up_blocks.0              -> [1, 512, 2h, 2w]
+    up_blocks.1              -> [1, 512, 4h, 4w]
+    up_blocks.2              -> [1, 256, 8h, 8w]
+    up_blocks.3              -> [1, 128, 8h, 8w]
+    conv_norm_out, conv_out  -> [1, 3, 8h, 8w]
+
+The encoder has them in reverse; its last convolution gives mean and log variance, `[1, 2 * channels, h, w]`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +36,7 @@ STRIDE = 8
 
 
 def run_encoder(encoder: Net, x: "torch.Tensor") -> "torch.Tensor":
-    """Run diffusers' `Encoder`: an image `[1, channels, height, width]` to moments of an eighth of its size.
+    """Run diffusers' `Encoder`: an image `[1, 3, 8h, 8w]` to moments `[1, 2 * channels, h, w]`.
 
     Here and in `run_decoder` each chip keeps its part of the image.
     """
@@ -71,7 +81,7 @@ def run_attention(attn: Net, x: "torch.Tensor") -> "torch.Tensor":
     """Run `Attention` with one head on `x` `[1, channels, h, w]`; rows and columns stay on their chips."""
     from ...programs import torch_bridge
 
-    y = apply_group_norm(attn.group_norm, x).permute(0, 2, 3, 1)
+    y = apply_group_norm(attn.group_norm, x).permute(0, 2, 3, 1)  # [1, h, w, channels]
     attended = torch_bridge.call_jax(image_attention, attn.to_q(y), attn.to_k(y), attn.to_v(y))
     return x + attn.to_out[0](attended).permute(0, 3, 1, 2)
 
@@ -85,6 +95,10 @@ def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield the image `[1, 8h, 8w, 3]` of `latents` `[1, channels, h, w]`.
+
+    call: runs a component. report: progress.
+    """
     return decode_still(call, latents, report, decode_image)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Pair = tuple[torch.Tensor, torch.Tensor]  # latents and text, two halves of a sequence, or cosines and sines
     ResidualNorm = Callable[..., Pair]  # `ShardedOps.residual_norm` of tokens that are spread over `tp`
 
-# For the vision towers of transformers: heads and feed-forward columns are split over all chips.
+# For the vision towers of the library transformers: heads and feed-forward columns are split over all chips.
 VISION_RULES = (
     Rule("embeddings.*.weight", REPLICATED),
     Rule("encoder.layers.*.self_attn.out_proj.weight", (None, None, "all_heads")),
@@ -46,22 +46,24 @@ def make_prologue(query_norm: Net, key_norm: Net, tables: Any = None) -> "Prolog
     return Prologue(query_norm=norm(query_norm), key_norm=norm(key_norm), tables=tables)
 
 
-def rotary_angles(theta: float, dim: int, places: "np.ndarray") -> "np.ndarray":
-    """Return the rotation angles `[places, dim]`, float64, of a head's lanes; those of a pair are equal.
+def rotary_angles(theta: float, dim: int, positions: "np.ndarray") -> "np.ndarray":
+    """Return the angles `[tokens, dim]`, float64, of rotary position embedding (https://arxiv.org/abs/2104.09864).
 
-    theta: base of the frequencies. dim: number of lanes. places: positions `[places]`.
+    Channels are rotated in pairs of neighbours, whose angles are equal.
+
+    theta: base of the frequencies. dim: number of channels. positions: `[tokens]`.
     """
     import numpy as np
 
     frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    return np.repeat(np.outer(places, frequencies), 2, axis=1)
+    return np.repeat(np.outer(positions, frequencies), 2, axis=1)
 
 
-def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> "Pair":
-    """Return cosines and sines `[1, tokens, head_dim]` of tokens at `places` `[axes, tokens]`.
+def rotary_tables(theta: float, dims: "Sequence[int]", positions: "np.ndarray") -> "Pair":
+    """Return cosines and sines `[1, tokens, head_dim]` of tokens at `positions` `[axes, tokens]`.
 
-    theta: base of the frequencies. dims: a head's lanes per axis. Angles are computed in float64, once per distinct
-    position.
+    theta: base of the frequencies. dims: a head's channels per axis, in their order. Angles are computed in float64,
+    once per distinct position.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -69,8 +71,8 @@ def rotary_tables(theta: float, dims: "Sequence[int]", places: "np.ndarray") -> 
     from ...programs import torch_bridge
 
     tables: list[list[jax.Array]] = [[], []]
-    for dim, axis_places in zip(dims, places, strict=True):
-        numbers, index = np.unique(axis_places, return_inverse=True)
+    for dim, axis_positions in zip(dims, positions, strict=True):
+        numbers, index = np.unique(axis_positions, return_inverse=True)
         angles = rotary_angles(theta, dim, numbers)
         for table, function in zip(tables, (np.cos, np.sin), strict=True):
             table.append(jnp.asarray(function(angles), jnp.float32)[jnp.asarray(index, jnp.int32)])
@@ -88,7 +90,10 @@ def project_heads(
 
 
 def cut_patches(latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
-    """Patchify `latents` `[rows, channels, frames, height, width]` to `[rows, tokens, channels * patch_size]`."""
+    """Patchify `latents` `[rows, channels, frames, height, width]` to `[rows, tokens, channels * pt * ph * pw]`.
+
+    Tokens are ordered by frame, row and column; a token's features by channel, then by place in the patch.
+    """
     pt, ph, pw = patch_size
     rows, channels, frames, height, width = latents.shape
     patches = latents.reshape(rows, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
@@ -96,7 +101,7 @@ def cut_patches(latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "t
 
 
 def join_patches(patches: "torch.Tensor", latents: "torch.Tensor", patch_size: tuple[int, int, int]) -> "torch.Tensor":
-    """Undo `cut_patches`: `[rows, tokens, channels * patch_size]` to `[rows, channels, frames, height, width]`.
+    """Undo `cut_patches`: `[rows, tokens, channels * pt * ph * pw]` to `[rows, channels, frames, height, width]`.
 
     latents: `[rows, channels, frames, height, width]` whose size the result has. patch_size: (frames, height, width).
     """
@@ -131,7 +136,7 @@ class Modulation(NamedTuple):
 
 
 def make_modulation(shift: "torch.Tensor", scale: "torch.Tensor", gate: "torch.Tensor", norm: Net = None) -> Modulation:
-    """Return the modulation of adaLN's `shift`, `scale` and `gate` `[rows, dim]`.
+    """Return the modulation of `shift`, `scale` and `gate` `[rows, dim]` of adaLN-Zero (https://arxiv.org/abs/2212.09748).
 
     norm: a module whose weight and bias are folded into scale and shift; None: a norm without them.
     """

@@ -1,4 +1,4 @@
-"""TAEHV, a small decoder that can replace a VAE's decoder.
+"""TAEHV (https://github.com/madebyollin/taehv), a small decoder that can replace a VAE's decoder.
 
 There are Ollin Boer Bohan's weights (taew2_1, taew2_2, taehv1_5) and LightX2V's (lighttaew2_1, lighttaew2_2,
 lighttaehy1_5). The tensors of a file do not tell them apart. Ollin's take latents in the denoiser's scale, LightX2V's

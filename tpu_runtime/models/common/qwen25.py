@@ -1,4 +1,8 @@
-"""The language model of Qwen2.5-VL as a text encoder: conversation, tokens, states without those of a prefix."""
+"""The language model of Qwen2.5-VL 7B (https://arxiv.org/abs/2502.13923) as a text encoder.
+
+It is transformers' `Qwen2_5_VLTextModel`: 28 layers of width 3584. The states of a fixed prefix, the system message of
+the conversation, are removed.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,17 +27,17 @@ def encode_text(
     ids: "torch.Tensor",
     mask: "torch.Tensor",
     positions: "torch.Tensor | None" = None,
-    places: "torch.Tensor | None" = None,
-    seen: "torch.Tensor | None" = None,
+    image_indices: "torch.Tensor | None" = None,
+    image_tokens: "torch.Tensor | None" = None,
 ) -> "tuple[torch.Tensor, None]":
     """Encode `ids` `[rows, prefix + length]` to states `[rows, length, dim]`, without those of the prefix.
 
     encoder: transformers' `Qwen2_5_VLTextModel`; the states are after its norm if it has one, else after its last
         layer.
     mask: `[rows, length]`, 0 for padding after the prefix.
-    positions: `[3, rows, prefix + length]`, for prompts with images; None: 0, 1, 2, ...
-    places: `[rows, prefix + length]`, index into `seen` of image tokens, below 0 for words; None: no images.
-    seen: the images' tokens `[1, number, dim]`.
+    positions: time, row and column `[3, rows, prefix + length]` (M-RoPE), for prompts with images; None: 0, 1, 2, ...
+    image_indices: `[rows, prefix + length]`, index into `image_tokens`, below 0 for words; None: no images.
+    image_tokens: the images' tokens `[1, number, dim]`.
     """
     import torch
 
@@ -45,9 +49,9 @@ def encode_text(
     position = torch.arange(length, device=ids.device)
     allowed = (position[:, None] >= position[None, :])[None, None] & valid[:, None, None, :]
     words = encoder.embed_tokens(ids)
-    if seen is not None and places is not None:
-        pictures = torch.nn.functional.embedding(places.clamp(min=0), seen.flatten(0, 1)).type_as(words)
-        words = torch.where((places >= 0)[..., None], pictures, words)
+    if image_tokens is not None and image_indices is not None:
+        images = torch.nn.functional.embedding(image_indices.clamp(min=0), image_tokens.flatten(0, 1)).type_as(words)
+        words = torch.where((image_indices >= 0)[..., None], images, words)
     rotary = encoder.rotary_emb(words, position.expand(3, rows, length) if positions is None else positions)
     states = encoder.norm(scan_states(encoder.layers, words, attention_mask=allowed, position_embeddings=rotary))
     return states[:, prefix:], None

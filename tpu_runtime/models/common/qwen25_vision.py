@@ -1,4 +1,8 @@
-"""The vision tower of Qwen2.5-VL: images to tokens of its language model (https://arxiv.org/abs/2502.13923)."""
+"""The vision tower of Qwen2.5-VL (https://arxiv.org/abs/2502.13923): images to tokens of its language model.
+
+It is transformers' `Qwen2_5_VisionTransformerPretrainedModel`: patches of 14 x 14 pixels, 32 layers of width 1280, and
+a merger that turns 2 x 2 patches into a token of width 3584.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -15,14 +19,14 @@ if TYPE_CHECKING:
 PATCH, MERGE_SIZE = 14, 2
 
 
-def cut_patches(picture: "Image.Image") -> "tuple[np.ndarray, tuple[int, int]]":
+def cut_patches(image: "Image.Image") -> "tuple[np.ndarray, tuple[int, int]]":
     """Cut an image into patches `[patches, 3 * 2 * 14 * 14]`, as upstream's processor; also returns (rows, columns).
 
     Patches of one token are adjacent. An image is a video of two equal frames.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    features = Qwen2VLImageProcessorPil()(images=[picture], return_tensors="np")
+    features = Qwen2VLImageProcessorPil()(images=[image], return_tensors="np")
     _, rows, columns = features["image_grid_thw"][0].tolist()
     return features["pixel_values"], (rows, columns)
 
@@ -36,10 +40,10 @@ def patch_positions(grid: tuple[int, int]) -> "np.ndarray":
     return cells.transpose(1, 3, 2, 4, 0).reshape(-1, 2).astype(np.int32)
 
 
-def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tuple[torch.Tensor, None]":
+def look(encoder: Net, patches: "torch.Tensor", positions: "torch.Tensor") -> "tuple[torch.Tensor, None]":
     """Return the tokens `[1, patches / 4, dim]` of an image.
 
-    encoder: transformers' vision tower. patches, places: see `cut_patches` and `patch_positions`. Patches attend to
+    encoder: transformers' vision tower. patches, positions: see `cut_patches` and `patch_positions`. Patches attend to
     those of their window, and in some layers to all. Upstream reorders patches by window; here windows are a mask.
     """
     import torch
@@ -47,15 +51,16 @@ def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tupl
     from ...programs.upstream_network import scan_layers
 
     config = encoder.config
-    window = places // (config.window_size // PATCH)
+    window = positions // (config.window_size // PATCH)
     is_near = (window[:, None] == window[None]).all(dim=-1)
+    # The patch embedding is a convolution whose kernel is a whole patch: one product, [patches, hidden_size].
     x = patches.to(encoder.patch_embed.proj.weight.dtype) @ encoder.patch_embed.proj.weight.flatten(1).T
-    angles = (places[..., None].float() * encoder.rotary_pos_emb.inv_freq.float()).flatten(1).repeat(1, 2)
+    angles = (positions[..., None].float() * encoder.rotary_pos_emb.inv_freq.float()).flatten(1).repeat(1, 2)
     rotary = angles.cos(), angles.sin()
 
-    def run(x: "torch.Tensor", layers: range, seen: "torch.Tensor") -> "torch.Tensor":
+    def run(x: "torch.Tensor", layers: range, allowed: "torch.Tensor") -> "torch.Tensor":
         def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
-            x = x + window_attention(block.attn, block.norm1(x), rotary, seen)
+            x = x + window_attention(block.attn, block.norm1(x), rotary, allowed)
             return x + block.mlp(block.norm2(x))
 
         return scan_layers(encoder.blocks, x, body, layers)[0] if layers else x
@@ -70,12 +75,12 @@ def look(encoder: Net, patches: "torch.Tensor", places: "torch.Tensor") -> "tupl
 
 
 def window_attention(
-    attn: Net, x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]", seen: "torch.Tensor"
+    attn: Net, x: "torch.Tensor", rotary: "tuple[torch.Tensor, torch.Tensor]", allowed: "torch.Tensor"
 ) -> "torch.Tensor":
     """Return the self-attention update of `x` `[patches, dim]`.
 
-    attn: transformers' module. rotary: cosines and sines `[patches, head_dim]`. seen: `[patches, patches]`, true where
-    attended to.
+    attn: transformers' module. rotary: cosines and sines `[patches, head_dim]`.
+    allowed: `[patches, patches]`, true where attended to.
     """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
@@ -83,7 +88,7 @@ def window_attention(
     query, key, value = attn.qkv(x).unflatten(1, (3, attn.num_heads, -1)).unbind(1)
     query, key = apply_rotary_pos_emb_vision(query, key, *rotary)
     heads = (head.transpose(0, 1)[None] for head in (query, key, value))
-    attended = scaled_dot_product_attention(*heads, attn_mask=seen[None, None])
+    attended = scaled_dot_product_attention(*heads, attn_mask=allowed[None, None])
     return attn.proj(attended[0].transpose(0, 1).flatten(1))
 
 

@@ -1,4 +1,8 @@
-"""Qwen3 as a text encoder: conversation, tokens, and the states of three layers."""
+"""Qwen3 (https://arxiv.org/abs/2505.09388) as a text encoder: conversation, tokens, and the states of three layers.
+
+It is transformers' `Qwen3ForCausalLM` without its head. FLUX.2 klein takes the states here; Z-Image takes those before
+the last layer (`z_image/text_encoder.py`).
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 512
-# The prompt embedding concatenates the states after layers 9, 18 and 27; later layers are not needed.
+# The prompt embedding concatenates the states after layers 9, 18 and 27, `hidden_states_layers` in diffusers'
+# `Flux2KleinPipeline`; later layers are not needed.
 STATES = (9, 18, 27)
 
 # Qwen3's template for a prompt, with and without thinking.

@@ -1,4 +1,8 @@
-"""T5 and UMT5 encoders: the component, tokenization, and tokenizers for tiny checkpoints."""
+"""T5's and UMT5's encoders: the component, tokenization, and tokenizers for tiny checkpoints.
+
+Papers: T5 https://arxiv.org/abs/1910.10683, UMT5 https://arxiv.org/abs/2304.09151. The networks are transformers'
+`T5EncoderModel` and `UMT5EncoderModel`.
+"""
 
 import json
 import string

@@ -1,4 +1,7 @@
-"""TAEHV's decoder as a torch module, as no library has one. Parameters are named as in its published files."""
+"""TAEHV's decoder as a torch module, because no library has one. Parameters are named as in its published files.
+
+Source: `taehv.py` of https://github.com/madebyollin/taehv.
+"""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,17 @@
-"""Wan's VAE, one latent frame per call. Wan 2.2's VAE of 48 channels also has shortcuts and patches."""
+"""Wan's VAE (https://arxiv.org/abs/2503.20314, section 4.1), diffusers' `AutoencoderKLWan`, one latent frame per call.
+
+It is causal in time: 1 + 4 * (T - 1) frames are T latent frames. The decoder's steps, for a latent frame of the VAE of
+16 channels; the encoder has them in reverse:
+
+    conv_in, mid_block  [1, 16, 1, h, w] -> [1, 384, 1, h, w], with attention within each frame
+    up_blocks.0         -> [1, 192, 2, 2h, 2w]
+    up_blocks.1         -> [1, 192, 4, 4h, 4w]
+    up_blocks.2         -> [1, 96, 4, 8h, 8w]
+    up_blocks.3         -> [1, 96, 4, 8h, 8w]
+    norm_out, conv_out  -> [1, 3, 4, 8h, 8w]
+
+Wan 2.2's VAE of 48 channels also has shortcuts around its levels, and patches of 2 x 2 pixels (`wan/vae.py`).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -156,6 +169,8 @@ def encode_next(
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Encode the next `frames` `[1, channels, frames, height, width]` in -1..1 to the mean of their latent frame.
 
+    The mean is `[1, z_dim, 1, height / 8, width / 8]`.
+
     vae: diffusers' `AutoencoderKLWan`. frames: the video's first alone, later ones by four.
     memory: the last two inputs of each causal convolution, and the last one of those that halve time, in the order of
         use; empty before the first frame. Also returns the memory for the next frames.
@@ -210,10 +225,10 @@ def run_residual_block(block: Net, x: "torch.Tensor", convolve: "Callable[..., t
 
 
 def run_attention_block(block: Net, x: "torch.Tensor") -> "torch.Tensor":
-    """Run `WanAttentionBlock` on `x` `[1, channels, frames, h, w]`: self-attention within each frame."""
+    """Run `WanAttentionBlock` on `x` `[1, channels, frames, h, w]`: self-attention within each frame, in one head."""
     from ...programs import torch_bridge
 
-    qkv = block.to_qkv(block.norm(x[0].movedim(1, 0))).movedim(1, -1)
+    qkv = block.to_qkv(block.norm(x[0].movedim(1, 0))).movedim(1, -1)  # [frames, h, w, 3 * channels]
     attended = torch_bridge.call_jax(image_attention, *qkv.chunk(3, dim=-1))
     return x + block.proj(attended.movedim(-1, 1)).movedim(0, 1)[None]
 
@@ -221,7 +236,7 @@ def run_attention_block(block: Net, x: "torch.Tensor") -> "torch.Tensor":
 def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":
     """Scale normalized latents `[1, channels, frames, h, w]` to the VAE's own scale.
 
-    The arithmetic is upstream's, so that results are equal to the bit.
+    The arithmetic is that of `WanPipeline`, so that results are equal to the bit.
     """
     mean, std = latent_stats(vae_config)
     return sample / (1.0 / std) + mean
@@ -235,7 +250,7 @@ def latent_stats(config: UpstreamConfig) -> "tuple[torch.Tensor, torch.Tensor]":
     return mean, std
 
 
-# Those of the published VAE, which are also upstream's defaults.
+# Those of the published VAE, which are also the defaults of `AutoencoderKLWan`.
 LATENTS_MEAN = (
     -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
     0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,

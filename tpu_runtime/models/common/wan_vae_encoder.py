@@ -1,4 +1,8 @@
-"""Wan's VAE encoder. For image to video, images are frames of a grey video, encoded as more channels of the sample."""
+"""Encoding by Wan's VAE of 16 channels, whose network is in `wan_vae`.
+
+For image to video, images are frames of a grey video. Its latents and a mask are further channels of the denoiser's
+input, as in `prepare_latents` of diffusers' `WanImageToVideoPipeline`.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +22,7 @@ STRIDE_HW, STRIDE_T = 8, 4
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of `condition`, mask and encoded video as channels.
+    """Return the shape of `condition`: a mask of 4 channels, one per frame of a latent frame, then the encoded video.
 
     latent_shape: `(rows, channels, frames, height, width)`.
     """
@@ -109,7 +113,7 @@ def encode_frames(
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Encode four frames, as cells `[1, 3 * 8 * 8, 4, h, w]`, to a latent frame `[1, channels, 1, h, w]`.
 
-    vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`.
+    vae: diffusers' `AutoencoderKLWan`. memory: see `wan_vae.encode_next`.
     """
     return wan_vae.encode_next(vae, to_frames(cells, STRIDE_HW), memory)
 
@@ -117,7 +121,7 @@ def encode_frames(
 def encode_grey(vae: Net, memory: "list[torch.Tensor]") -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Encode four grey frames, zeros, to a latent frame `[1, channels, 1, h, w]`.
 
-    memory: see `wan.encode_next`.
+    memory: see `wan_vae.encode_next`.
     """
     return wan_vae.encode_next(vae, make_grey_cells(STRIDE_T, memory), memory)
 
@@ -127,7 +131,7 @@ def encode_last(
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Encode three grey frames and the last image, as cells `[1, 3 * 8 * 8, 1, h, w]`, to `[1, channels, 1, h, w]`.
 
-    vae: diffusers' `AutoencoderKLWan`. memory: see `wan.encode_next`.
+    vae: diffusers' `AutoencoderKLWan`. memory: see `wan_vae.encode_next`.
     """
     import torch
 
