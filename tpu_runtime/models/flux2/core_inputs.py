@@ -5,7 +5,10 @@ from ..common import core_inputs as core
 
 
 def convert(network: core.CoreNetwork, given: Arguments) -> PredictionRequest:
-    """Convert a call of `Flux2`, whose timestep is in 0..1. Each reference's latents are one input."""
+    """Convert a call of `Flux2`, `x` `[rows, 128, height, width]`, whose timestep is in 0..1.
+
+    Each reference's latents are one input.
+    """
     x, timestep, context, guidance, references, method = core.take(
         given, "x", "timestep", "context", "guidance", "ref_latents", "ref_latents_method"
     )

@@ -1,8 +1,8 @@
 """FLUX.2 klein: black-forest-labs/FLUX.2-klein-4B and -9B, distilled, and the -base- checkpoints, which are not.
 
 The oracle is `diffusers.Flux2KleinPipeline`. The network is that of dev, smaller and without a guidance input; the text
-encoder is Qwen3. The published 9B configs are gated; the sizes here are those of `Klein9BParams` in Black Forest Labs'
-repository.
+encoder is Qwen3. The 4B checkpoints are licensed under Apache-2.0. The 9B ones are gated, under the FLUX non-commercial
+license; their sizes here are those of `Klein9BParams` in https://github.com/black-forest-labs/flux2.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from . import core_inputs, transformer
 from . import spec as dev
 from .vae import VAE
 
-# The number of steps that the models were distilled for.
+# The number of steps that the models were distilled for, as their model cards say.
 STEPS = 4
 
 

@@ -1,6 +1,7 @@
-"""FLUX.2 text to image: black-forest-labs/FLUX.2-dev, and the shared parts of its family.
+"""FLUX.2, text to image, optionally with reference images: black-forest-labs/FLUX.2-dev; parts of the whole family.
 
-The oracle is `diffusers.Flux2Pipeline`.
+The oracle is `diffusers.Flux2Pipeline`, whose defaults of steps and guidance are used. There is no paper; upstream's
+code is https://github.com/black-forest-labs/flux2. The repository is gated, under the FLUX non-commercial license.
 """
 
 from typing import Any
@@ -35,6 +36,7 @@ HEAD_NORMS = (
     HeadNorms(queries=("single_transformer_blocks.*.attn.norm_q",), keys=("single_transformer_blocks.*.attn.norm_k",)),
 )
 
+# The published checkpoint's config: rectified flow (https://arxiv.org/abs/2209.03003) by Euler steps.
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "base_image_seq_len": 256,
@@ -79,6 +81,7 @@ def solver_arguments(
     return {"sigmas": sigmas, "mu": compute_empirical_mu(latent_shape[-2] * latent_shape[-1], num_steps)}
 
 
+# Latents `[1, 128, height / 16, width / 16]`, 2 x 2 of the VAE's 32 channels; a token is one of them.
 GEOMETRY = LatentGeometry(channels=128, stride_t=0, stride_hw=16, patch_thw=(1, 1, 1))
 MINIATURE = TinyModel(
     id="tiny/flux2", inputs={"height": 80, "width": 112}, texts={"prompt": "a red circle and a green square on blue"}

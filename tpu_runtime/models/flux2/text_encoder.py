@@ -1,4 +1,8 @@
-"""Mistral Small 3 as the text encoder of FLUX.2: conversation, tokens, the states of three layers."""
+"""Mistral Small 3 as the text encoder of FLUX.2: conversation, tokens, the states of three layers.
+
+It is the language model of transformers' `Mistral3ForConditionalGeneration`, of width 5120. The result is
+`[rows, 512, 15360]`. There is no paper; FLUX.2 klein has Qwen3 instead (`common/qwen3.py`).
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +14,8 @@ from ...model_spec import Component, TextEncoding
 from ..common import causal
 
 MAX_TOKENS = 512
-# The prompt embedding concatenates the states after these layers; later layers are not needed.
+# The prompt embedding concatenates the states after these layers, `hidden_states_layers` of diffusers' `Flux2Pipeline`;
+# later layers are not needed.
 STATES = (10, 20, 30)
 
 if TYPE_CHECKING:

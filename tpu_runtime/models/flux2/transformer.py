@@ -1,7 +1,19 @@
 """The denoiser of FLUX.2: forward pass, sizes, sharding rules, splits of fused weights, key names of other formats.
 
 It is that of https://github.com/black-forest-labs/flux2, `src/flux2/model.py`; its modules have the names of diffusers'
-`Flux2Transformer2DModel`.
+`Flux2Transformer2DModel`. The steps, with the sizes of dev, L text tokens and latents `[rows, 128, h, w]`:
+
+    time              sinusoids [rows, 256] of the timestep and of the guidance scale -> [rows, 6144] each, added
+    modulations       [rows, 6144] -> shift, scale and gate, the same for all blocks of a kind
+    image             [rows, N, 128] -> [rows, N, 6144], N = h * w, plus the tokens of reference images
+    text              Mistral's states [rows, L, 15360] -> [rows, L, 6144]
+    8 double blocks   two streams with weights of their own (MM-DiT, https://arxiv.org/abs/2403.03206): joint attention
+                      with 48 heads of 128, then a SwiGLU feed-forward of 18432 per stream
+    48 single blocks  text, then image, in one sequence: attention and feed-forward of the same norm, in parallel
+                      (https://arxiv.org/abs/2302.05442)
+    output            norm, scale and shift, then a projection [rows, N, 128] -> flow [rows, 128, h, w]
+
+Of a head's 128 channels, 32 each are rotated by image number, row, column and text position, with a base of 2000.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,36 +38,40 @@ if TYPE_CHECKING:
 
 
 def forward(
-    flux: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 128, height, width]` at one `timestep` `[1]`.
 
-    flux: diffusers' `Flux2Transformer2DModel`. run: operations on the mesh.
+    dit: diffusers' `Flux2Transformer2DModel`. run: operations on the mesh.
     inputs: `text` `[rows, tokens, joint_attention_dim]`, all of it valid, and optionally `guidance` `[1]` and reference
         latents `reference_0`, `reference_1`, ... `[rows, 128, height, width]`, which are more tokens.
+
+    The image tokens are in two halves, so that sums of one half are exchanged between chips while products of the other
+    half are computed (`layers.OverlappedHalves`).
     """
     import torch
 
     rows, _, height, width = sample.shape
     num_references = sum(name.startswith("reference_") for name in inputs)
-    pictures = [sample, *(inputs[f"reference_{index}"] for index in range(num_references))]
-    norm = partial(run.residual_norm, eps=flux.config.eps, spread=True)
+    all_latents = [sample, *(inputs[f"reference_{index}"] for index in range(num_references))]
+    norm = partial(run.residual_norm, eps=dit.config.eps, spread=True)
 
     # Upstream's pipeline divides by 1000 and its transformer multiplies by 1000, both in the network's dtype.
     time = timestep.to(sample.dtype).expand(rows) / 1000 * 1000
     guidance = inputs["guidance"].to(sample.dtype).expand(rows) * 1000 if "guidance" in inputs else None
-    temb = flux.time_guidance_embed(time, guidance)  # [rows, dim]
-    image_modulations = modulate(run, flux.double_stream_modulation_img, temb)
-    text_modulations = modulate(run, flux.double_stream_modulation_txt, temb)
-    (modulation,) = modulate(run, flux.single_stream_modulation, temb)
+    temb = dit.time_guidance_embed(time, guidance)  # [rows, dim]
+    image_modulations = modulate(run, dit.double_stream_modulation_img, temb)
+    text_modulations = modulate(run, dit.double_stream_modulation_txt, temb)
+    (modulation,) = modulate(run, dit.single_stream_modulation, temb)
 
-    image = flux.x_embedder(torch.cat([picture.flatten(2).transpose(1, 2) for picture in pictures], dim=1))
-    text = flux.context_embedder(inputs["text"])  # [rows, tokens, dim], as the image
+    image = dit.x_embedder(torch.cat([latents.flatten(2).transpose(1, 2) for latents in all_latents], dim=1))
+    text = dit.context_embedder(inputs["text"])  # [rows, tokens, dim], as the image
     image_size, text_size = image.shape[1], text.shape[1]
     text = run.spread(run.replicate(text), placement="replicated")
-    image_rotary = rotary_tables(flux.pos_embed, [(picture.shape[2], picture.shape[3], 1) for picture in pictures])
-    text_rotary = rotary_tables(flux.pos_embed, [(1, 1, text.shape[1])])
+    image_rotary = rotary_tables(dit.pos_embed, [(latents.shape[2], latents.shape[3], 1) for latents in all_latents])
+    text_rotary = rotary_tables(dit.pos_embed, [(1, 1, text.shape[1])])
 
+    # Double blocks.
     run = run.with_length(image_size)
     stream = layers.start_overlap(run, norm, image, image_modulations[0])
     rotary = (*layers.halve_tables(run, image_rotary), text_rotary)
@@ -65,24 +81,47 @@ def forward(
     ) -> "tuple[torch.Tensor, OverlappedHalves]":
         return run_double_block(block, run, norm, *carry, text_size, image_modulations, text_modulations, rotary)
 
-    text, stream = run.scan(flux.transformer_blocks, (text, stream), double_body)
+    text, stream = run.scan(dit.transformer_blocks, (text, stream), double_body)
     image = run.remove_padding(layers.join_halves(run, stream, image_modulations[-1]))
 
+    # Single blocks.
     joint_run = run.with_length(text_size + image_size)
     stream = layers.start_overlap(joint_run, norm, torch.cat([text[:, :text_size], image], dim=1), modulation)
     pairs = zip(text_rotary, image_rotary, strict=True)
-    tables = [torch.cat([words[:, :text_size], pixels], dim=1) for words, pixels in pairs]
+    tables = [torch.cat([text_table[:, :text_size], image_table], dim=1) for text_table, image_table in pairs]
     joint_rotary = layers.halve_tables(joint_run, tables)
 
     def single_body(block: Net, stream: OverlappedHalves) -> OverlappedHalves:
         return run_single_block(block, joint_run, norm, stream, modulation, joint_rotary)
 
     merged = ("attn.in_gate", "attn.in_fed", "attn.out")
-    stream = joint_run.scan(flux.single_transformer_blocks, stream, single_body, merged=merged)
+    stream = joint_run.scan(dit.single_transformer_blocks, stream, single_body, merged=merged)
     image = layers.join_halves(joint_run, stream, modulation)[:, text_size : text_size + height * width]
 
-    flow = flux.proj_out(flux.norm_out(image, temb))
+    flow = dit.proj_out(dit.norm_out(image, temb))
     return flow.transpose(1, 2).unflatten(2, (height, width))
+
+
+def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> list[Modulation]:
+    """Return `Flux2Modulation`'s output, one per update of a block and the same for all blocks, `[rows, dim]` each.
+
+    run: operations on the mesh. module: diffusers'. temb: time embedding `[rows, dim]`.
+    """
+    chunks = run.replicate(module(temb)).chunk(3 * module.mod_param_sets, dim=-1)
+    return [layers.make_modulation(*triple) for triple in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True)]
+
+
+def rotary_tables(pos_embed: Net, sizes: "Sequence[tuple[int, int, int]]") -> "Pair":
+    """Return `Flux2PosEmbed`'s cosines and sines `[1, tokens, head_dim]`.
+
+    pos_embed: diffusers' module. sizes: a grid (height, width, text tokens) per image or text. The axes are image
+    number, row, column and text position. Image numbers are 10 apart (`Flux2Pipeline._prepare_image_ids`).
+    """
+    import numpy as np
+
+    grids = [np.indices((1, *size)).reshape(4, -1) for size in sizes]
+    positions = np.concatenate([grid + [[10 * index], [0], [0], [0]] for index, grid in enumerate(grids)], axis=1)
+    return layers.rotary_tables(pos_embed.theta, pos_embed.axes_dim, positions)
 
 
 def run_double_block(
@@ -99,8 +138,9 @@ def run_double_block(
     """Run one `Flux2TransformerBlock`: joint attention, then a feed-forward per stream. Returns text and image.
 
     block: diffusers' module. run: operations on the mesh. norm: the residual norm. text: `[rows, tokens, dim]`.
-    image: the image tokens in two halves. text_size: valid text tokens. image_modulations, text_modulations: of
-    attention and feed-forward. rotary: cosines and sines `[1, tokens, head_dim]` of both halves and of the text.
+    image: the image tokens in two halves `[rows, tokens / 2, dim]`. text_size: valid text tokens.
+    image_modulations, text_modulations: of attention and feed-forward.
+    rotary: cosines and sines `[1, tokens, head_dim]` of both halves and of the text.
     """
     attn, (msa, mlp), (text_msa, text_mlp) = block.attn, image_modulations, text_modulations
     text_norm, text_product = partial(norm, placement="replicated"), partial(run.sum_products, placement="replicated")
@@ -198,33 +238,14 @@ def swiglu(
     return hidden
 
 
-def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> list[Modulation]:
-    """Return `Flux2Modulation`'s output, one per update of a block and the same for all blocks.
-
-    run: operations on the mesh. module: diffusers'. temb: time embedding `[rows, dim]`.
-    """
-    chunks = run.replicate(module(temb)).chunk(3 * module.mod_param_sets, dim=-1)
-    return [layers.make_modulation(*triple) for triple in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True)]
-
-
-def rotary_tables(pos_embed: Net, sizes: "Sequence[tuple[int, int, int]]") -> "Pair":
-    """Return `Flux2PosEmbed`'s cosines and sines `[1, tokens, head_dim]`.
-
-    pos_embed: diffusers' module. sizes: a grid (height, width, text position) per image or text; successive grids are
-    10 apart on the time axis.
-    """
-    import numpy as np
-
-    grids = [np.indices((1, *size)).reshape(4, -1) for size in sizes]
-    places = np.concatenate([grid + [[10 * index], [0], [0], [0]] for index, grid in enumerate(grids)], axis=1)
-    return layers.rotary_tables(pos_embed.theta, pos_embed.axes_dim, places)
-
-
 # --- the component ----------------------------------------------------------------------------------------------------
 
 
 def split_fused_projections(module: Net) -> None:
     """Split the fused projections into one weight per product, so that each is sharded over chips by heads.
+
+    `linear_in` `[2 * mlp, dim]` has gate and value. `to_qkv_mlp_proj` `[3 * dim + 2 * mlp, dim]` has query, key, value,
+    gate and value of the feed-forward; `to_out` `[dim, dim + mlp]` has the output projections of both.
 
     The feed-forward of single blocks is in groups as wide as all heads, and its output projection is stored as `[in,
     out]`. So a chip's rows of it are contiguous: those of its heads, then its share of each group.

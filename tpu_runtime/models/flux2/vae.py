@@ -1,4 +1,8 @@
-"""FLUX.2's VAE: reference images to latents, latents to an image. Its networks are those of `kl`."""
+"""FLUX.2's VAE, diffusers' `AutoencoderKLFlux2`: reference images to latents, latents to an image.
+
+Its networks are those of `kl`, with 32 channels at an eighth of the image's size. 2 x 2 latents are stacked to 128
+channels, ordered by channel, row and column. A batch norm without weights normalizes them by its running statistics.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Pixels on a side of a token, and the most pixels of a reference image.
+# Pixels on a side of a token, and the most pixels of a reference image, as in `Flux2Pipeline`.
 STRIDE = 16
 MAX_REFERENCE_AREA = 1024 * 1024
 
@@ -23,6 +27,10 @@ def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "
 
 
 def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.ndarray | torch.Tensor]":
+    """Yield the image `[1, 16h, 16w, 3]` of `latents` `[1, 128, h, w]`.
+
+    call: runs a component. report: progress.
+    """
     return decode_still(call, latents, report, decode_image)
 
 
@@ -42,10 +50,10 @@ def encode_image(
     processor, stride = Flux2ImageProcessor(vae_scale_factor=STRIDE), STRIDE
     latents = {}
     for index, array in enumerate(np.asarray(image)):
-        picture = processor.check_image_input(Image.fromarray((array * 255.0).round().astype(np.uint8)))
-        picture = processor._resize_if_exceeds_area(picture, MAX_REFERENCE_AREA)
-        width, height = (size // stride * stride for size in picture.size)
-        pixels = processor.preprocess(picture, height=height, width=width, resize_mode="crop")
+        pillow_image = processor.check_image_input(Image.fromarray((array * 255.0).round().astype(np.uint8)))
+        pillow_image = processor._resize_if_exceeds_area(pillow_image, MAX_REFERENCE_AREA)
+        width, height = (size // stride * stride for size in pillow_image.size)
+        pixels = processor.preprocess(pillow_image, height=height, width=width, resize_mode="crop")
         # Pixels are passed in cells, one per token, so that they are split over chips as latents are.
         cells = torch.nn.functional.pixel_unshuffle(pixels, stride)
         latents[f"reference_{index}"] = call("vae_encoder", encode_reference, cells, partition="spatial")[0]
@@ -66,6 +74,7 @@ def encode_reference(vae: Net, cells: "torch.Tensor") -> "tuple[torch.Tensor, No
 
     moments = run_encoder(vae.encoder, torch.nn.functional.pixel_shuffle(cells, STRIDE))
     moments = moments if vae.quant_conv is None else vae.quant_conv(moments)
+    # The mean [1, 32, 2h, 2w] to [1, 128, h, w].
     latents = torch.nn.functional.pixel_unshuffle(moments.chunk(2, dim=1)[0], 2)
     std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
     return (latents - vae.bn.running_mean.view(1, -1, 1, 1)) / std, None
