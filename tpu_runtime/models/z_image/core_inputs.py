@@ -5,7 +5,10 @@ from ..common import core_inputs as core
 
 
 def convert(network: core.CoreNetwork, given: Arguments) -> PredictionRequest:
-    """Convert a call of `Lumina2`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded."""
+    """Convert a call of `Lumina2`, `x` `[rows, 16, height, width]`, whose timestep is in 0..1.
+
+    Its texts have their own lengths; ours are padded.
+    """
     x, timestep, context = core.take(given, "x", "timesteps", "context")
     # Core's network ignores these, or has no weights for them.
     core.refuse_rest(network, given, {"num_tokens", "attention_mask", "clip_text_pooled"})

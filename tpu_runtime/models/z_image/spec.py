@@ -1,6 +1,7 @@
 """Z-Image, text to image: Tongyi-MAI/Z-Image-Turbo, distilled to 8 steps, and Tongyi-MAI/Z-Image, which is not.
 
-The oracle is `diffusers.ZImagePipeline`.
+The oracle is `diffusers.ZImagePipeline`, the paper https://arxiv.org/abs/2511.22699. Both checkpoints are licensed
+under Apache-2.0. The VAE is that of FLUX.1, diffusers' `AutoencoderKL` with 16 channels.
 """
 
 from dataclasses import replace
@@ -26,7 +27,7 @@ from .core_inputs import CORE
 from .text_encoder import TEXT, TEXT_ENCODER
 from .transformer import PATCH, STACKS, TRANSFORMER, forward
 
-# The number of steps that Turbo was distilled for.
+# The number of steps that Turbo was distilled for, as its model card says.
 TURBO_STEPS = 8
 
 
@@ -48,6 +49,7 @@ def solver_arguments(
     return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
 
+# The published config of Turbo; the other model has a shift of 6.
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "num_train_timesteps": 1000,
@@ -82,6 +84,7 @@ SPEC = ModelSpec(
             }
         ),
     ),
+    # Latents `[1, 16, height / 8, width / 8]`; a token is 2 x 2 of them.
     geometry=LatentGeometry(channels=16, stride_t=0, stride_hw=8, patch_thw=(1, PATCH, PATCH)),
     text_encoders=(TEXT,),
     inputs={

@@ -1,4 +1,8 @@
-"""The text encoding of Z-Image: Qwen3's states before its last layer."""
+"""The text encoding of Z-Image: the states `[rows, 512, 2560]` of Qwen3-4B before its last layer.
+
+The network, transformers' `Qwen3ForCausalLM`, and the conversation are in `common/qwen3.py`. As in `ZImagePipeline`,
+the conversation has `enable_thinking`, so it does not end with an empty thought.
+"""
 
 from dataclasses import replace
 from functools import partial

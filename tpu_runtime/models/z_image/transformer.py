@@ -1,6 +1,18 @@
 """The denoiser of Z-Image (https://arxiv.org/abs/2511.22699, section 4): forward pass, sizes, sharding, original keys.
 
-Its modules have the names of diffusers' `ZImageTransformer2DModel`.
+Its modules have the names of diffusers' `ZImageTransformer2DModel`. The steps, with the published sizes, L text tokens
+and latents `[rows, 16, h, w]`:
+
+    time                sinusoids [rows, 256] -> [rows, 256]; each block projects them to its own modulation
+    text                Qwen3's states [rows, L, 2560] -> [rows, L, 3840], padded with a learnt token
+    image               patches [rows, N, 2 * 2 * 16] -> [rows, N, 3840], N = h/2 * w/2, padded with a learnt token
+    2 noise refiners    blocks of the image tokens alone, modulated by the time
+    2 context refiners  blocks of the text tokens alone, without modulation
+    30 layers           image, then text, in one sequence (S3-DiT), modulated by the time
+    output              layer norm and scale, then a projection [rows, N, 2 * 2 * 16] -> flow [rows, 16, h, w]
+
+A block is attention with 30 heads of 128 and a SwiGLU feed-forward of 10240, with RMS norms before and after both. Of a
+head's 128 channels, 32 are rotated by text position, 48 by row and 48 by column, with a base of 256.
 """
 
 from typing import TYPE_CHECKING
@@ -18,8 +30,10 @@ if TYPE_CHECKING:
     from ...programs.sharded_ops import ShardedOps
     from ..common.layers import Pair
 
-# Sequences are padded to a multiple of this with learnt tokens, which are attended to like any other.
+# Sequences are padded to a multiple of this (upstream's `SEQ_MULTI_OF`) with learnt tokens, which are attended to like
+# any other.
 SEQ_MULTIPLE = 32
+# Latents on a side of a token.
 PATCH = 2
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
@@ -33,14 +47,14 @@ def forward(
     dit: diffusers' `ZImageTransformer2DModel`. run: operations on the mesh.
     inputs: `text` `[rows, tokens, cap_feat_dim]`, and `text_length` `[rows]`, its number of valid tokens.
 
-    Upstream's time runs the other way, from noise at 0 to the image at 1, and so does its flow.
+    Upstream's time runs the other way, from noise at 0 to the image at 1. So does its flow, whose sign is changed here.
     """
     import torch
 
     rows, _, height, width = sample.shape
     time = dit.t_embedder((1000 - timestep.expand(rows)) / 1000 * dit.t_scale).type_as(sample)  # [rows, 256]
-    text, text_length = embed_text(dit, inputs["text"], inputs["text_length"])
-    image, num_patches = embed_image(dit, sample)
+    text, text_length = embed_text(dit, inputs["text"], inputs["text_length"])  # [rows, L, dim], [rows]
+    image, num_patches = embed_image(dit, sample)  # [rows, N, dim], padded
     image_size, grid = image.shape[1], (height // PATCH, width // PATCH)
     image_tables, text_tables = rotary_tables(dit.rope_embedder, grid, image_size, text.shape[1], text_length)
 
@@ -50,7 +64,7 @@ def forward(
     x = torch.cat([image, text], dim=1)
     tables = [torch.cat(pair, dim=1) for pair in zip(image_tables, text_tables, strict=True)]
     x = run_stack(dit.layers, run.with_length(x.shape[1]), x, tables, image_size + text_length, time)
-    patches = dit.all_final_layer["2-1"](x[:, :num_patches], c=time)
+    patches = dit.all_final_layer["2-1"](x[:, :num_patches], c=time)  # [rows, num_patches, 2 * 2 * 16]
     return -join_patches(patches, grid)
 
 
@@ -62,15 +76,16 @@ def embed_text(dit: Net, states: "torch.Tensor", length: "torch.Tensor") -> "tup
     """
     import torch
 
-    is_real = torch.arange(states.shape[1], device=states.device)[None] < length[:, None]
-    text = torch.where(is_real[..., None], dit.cap_embedder(states), dit.cap_pad_token)
+    is_valid = torch.arange(states.shape[1], device=states.device)[None] < length[:, None]
+    text = torch.where(is_valid[..., None], dit.cap_embedder(states), dit.cap_pad_token)
     return text, (length + SEQ_MULTIPLE - 1) // SEQ_MULTIPLE * SEQ_MULTIPLE
 
 
 def embed_image(dit: Net, sample: "torch.Tensor") -> "tuple[torch.Tensor, int]":
     """Embed the patches of `sample` `[rows, 16, height, width]`. Returns tokens and the number of patches.
 
-    Tokens `[rows, tokens, dim]` are padded to a multiple of `SEQ_MULTIPLE` with the learnt token of `dit`.
+    The features of a patch are ordered by row, column and channel. Tokens `[rows, tokens, dim]` are padded to a
+    multiple of `SEQ_MULTIPLE` with the learnt token of `dit`.
     """
     import torch
 
@@ -81,13 +96,57 @@ def embed_image(dit: Net, sample: "torch.Tensor") -> "tuple[torch.Tensor, int]":
     return torch.cat([x, padding.type_as(x)], dim=1), x.shape[1]
 
 
-def join_patches(patches: "torch.Tensor", grid: tuple[int, int]) -> "torch.Tensor":
-    """Unpatchify `[rows, tokens, 2 * 2 * channels]` to `[rows, channels, 2 * height, 2 * width]`.
+def rotary_tables(
+    embedder: Net, grid: tuple[int, int], image_size: int, text_size: int, text_length: "torch.Tensor"
+) -> "tuple[Pair, Pair]":
+    """Return `RopeEmbedder`'s cosines and sines `[rows, tokens, head_dim]` of the image's tokens and of the text's.
 
-    grid: (height, width) in patches.
+    embedder: diffusers' `RopeEmbedder`. grid: (height, width) in patches. image_size, text_size: numbers of tokens,
+    padding included. text_length: tokens of each text that are attended to, `[rows]`.
+
+    The axes are text position, row and column. On the first, upstream puts the image's padding at 0, the text from 1
+    on, and the image after the text. Attention depends only on differences of positions, so all are given relative to
+    the image here. The positions of the image itself, which are most of them, are then the same for every text.
     """
-    cells = patches.unflatten(1, grid).unflatten(3, (PATCH, PATCH, -1))
-    return cells.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+    import jax.numpy as jnp
+    import numpy as np
+
+    from ...programs import torch_bridge
+
+    image = np.indices((1, *grid)).reshape(3, -1)
+    is_image = np.arange(image_size) < image.shape[1]
+    image = np.pad(image, ((0, 0), (0, image_size - image.shape[1])))
+
+    def tables(length: "jax.Array") -> "tuple[tuple[jax.Array, ...], ...]":
+        distance = length[:, None] + 1  # from the image back to its padding
+        image_positions = (jnp.where(is_image, 0, distance), image[1], image[2])
+        text_positions = (jnp.clip(distance - 1 - np.arange(text_size), 0), *np.zeros((2, text_size), int))
+        return tuple(
+            gather_axis_tables(embedder, positions, text_size) for positions in (image_positions, text_positions)
+        )
+
+    return torch_bridge.call_jax(tables, text_length)
+
+
+def gather_axis_tables(
+    embedder: Net, positions: "tuple[jax.Array | np.ndarray, ...]", longest: int
+) -> "tuple[jax.Array, ...]":
+    """Return cosines and sines `[rows, tokens, head_dim]` at `positions` on the three axes.
+
+    embedder: diffusers' `RopeEmbedder`. positions: `[rows, tokens]` or `[tokens]` per axis. Those of the first axis
+    count backwards and are at most `longest + 1`. Angles are rounded to float32, as upstream's.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    rows, tables = len(positions[0]), ([], [])
+    for axis, (dim, position) in enumerate(zip(embedder.axes_dims, positions, strict=True)):
+        numbers = -np.arange(longest + 2) if axis == 0 else np.arange(np.max(position) + 1)
+        angles = layers.rotary_angles(embedder.theta, dim, numbers).astype(np.float32).astype(np.float64)
+        for table, function in zip(tables, (np.cos, np.sin), strict=True):
+            values = jnp.asarray(function(angles), jnp.float32)[jnp.asarray(position, jnp.int32)]
+            table.append(jnp.broadcast_to(values, (rows, *values.shape[-2:])))
+    return tuple(jnp.concatenate(table, axis=-1) for table in tables)
 
 
 def run_stack(
@@ -121,18 +180,20 @@ def run_block(
 ) -> "torch.Tensor":
     """Run one `ZImageTransformerBlock` on `x` `[rows, tokens, dim]`: attention, then feed-forward.
 
+    Each update is `x + tanh(gate) * norm(f(norm(x) * (1 + scale)))`, with RMS norms.
+
     block: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[rows, tokens, head_dim]`.
     length: valid tokens `[rows]`; None: all. time: time embedding `[rows, 256]`; None: no modulation.
     """
     scale, gate, ffn_scale, ffn_gate = (1, 1, 1, 1) if time is None else modulate(block, time)
-    update = attend(block.attention, run, block.attention_norm1(x) * scale, rotary, length)
+    update = self_attention(block.attention, run, block.attention_norm1(x) * scale, rotary, length)
     x = x + gate * block.attention_norm2(update)
     update = feed_forward(block.feed_forward, run, block.ffn_norm1(x) * ffn_scale)
     return x + ffn_gate * block.ffn_norm2(update)
 
 
 def modulate(block: Net, time: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
-    """Return scale and gate of the attention, then of the feed-forward, `[rows, 1, dim]` each.
+    """Return 1 + scale and tanh(gate) of the attention, then of the feed-forward, `[rows, 1, dim]` each.
 
     block: diffusers' module. time: time embedding `[rows, 256]`.
     """
@@ -140,7 +201,7 @@ def modulate(block: Net, time: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
     return 1 + scale, gate.tanh(), 1 + ffn_scale, ffn_gate.tanh()
 
 
-def attend(
+def self_attention(
     attn: Net, run: "ShardedOps", x: "torch.Tensor", rotary: "tuple[torch.Tensor, ...]", length: "torch.Tensor | None"
 ) -> "torch.Tensor":
     """Return the self-attention update of `x` `[rows, tokens, dim]`.
@@ -159,55 +220,13 @@ def feed_forward(ff: Net, run: "ShardedOps", x: "torch.Tensor") -> "torch.Tensor
     return next(run.products(hidden, ff.w2))
 
 
-def rotary_tables(
-    embedder: Net, grid: tuple[int, int], image_size: int, text_size: int, text_length: "torch.Tensor"
-) -> "tuple[Pair, Pair]":
-    """Return `RopeEmbedder`'s cosines and sines `[rows, tokens, head_dim]` of the image's tokens and of the text's.
+def join_patches(patches: "torch.Tensor", grid: tuple[int, int]) -> "torch.Tensor":
+    """Unpatchify `[rows, tokens, 2 * 2 * channels]` to `[rows, channels, 2 * height, 2 * width]`.
 
-    embedder: diffusers' `RopeEmbedder`. grid: (height, width) in patches. image_size, text_size: numbers of tokens,
-    padding included. text_length: tokens of each text that are attended to, `[rows]`.
-
-    Upstream places the image's padding at 0 on the first axis, the text from 1 on, and the image after the text.
-    Attention depends only on differences of positions, so all are given relative to the image here. The positions of
-    the image itself, which are most of them, are then the same for every text.
+    grid: (height, width) in patches.
     """
-    import jax.numpy as jnp
-    import numpy as np
-
-    from ...programs import torch_bridge
-
-    image = np.indices((1, *grid)).reshape(3, -1)
-    is_image = np.arange(image_size) < image.shape[1]
-    image = np.pad(image, ((0, 0), (0, image_size - image.shape[1])))
-
-    def tables(length: "jax.Array") -> "tuple[tuple[jax.Array, ...], ...]":
-        distance = length[:, None] + 1  # from the image back to its padding
-        image_places = (jnp.where(is_image, 0, distance), image[1], image[2])
-        text_places = (jnp.clip(distance - 1 - np.arange(text_size), 0), *np.zeros((2, text_size), int))
-        return tuple(gather_axis_tables(embedder, places, text_size) for places in (image_places, text_places))
-
-    return torch_bridge.call_jax(tables, text_length)
-
-
-def gather_axis_tables(
-    embedder: Net, places: "tuple[jax.Array | np.ndarray, ...]", longest: int
-) -> "tuple[jax.Array, ...]":
-    """Return cosines and sines `[rows, tokens, head_dim]` at `places` on the three axes.
-
-    embedder: diffusers' `RopeEmbedder`. places: `[rows, tokens]` or `[tokens]` per axis. Those of the first axis count
-    backwards and are at most `longest + 1`. Angles are rounded to float32, as upstream's.
-    """
-    import jax.numpy as jnp
-    import numpy as np
-
-    rows, tables = len(places[0]), ([], [])
-    for axis, (dim, position) in enumerate(zip(embedder.axes_dims, places, strict=True)):
-        numbers = -np.arange(longest + 2) if axis == 0 else np.arange(np.max(position) + 1)
-        angles = layers.rotary_angles(embedder.theta, dim, numbers).astype(np.float32).astype(np.float64)
-        for table, function in zip(tables, (np.cos, np.sin), strict=True):
-            values = jnp.asarray(function(angles), jnp.float32)[jnp.asarray(position, jnp.int32)]
-            table.append(jnp.broadcast_to(values, (rows, *values.shape[-2:])))
-    return tuple(jnp.concatenate(table, axis=-1) for table in tables)
+    cells = patches.unflatten(1, grid).unflatten(3, (PATCH, PATCH, -1))
+    return cells.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
 # --- the component ---------------------------------------------------------------------------------------------------
