@@ -9,7 +9,9 @@ _OF_2511 = "index_timestep_zero"
 
 
 def convert(network: core.CoreNetwork, given: Arguments) -> PredictionRequest:
-    """Convert a call of `QwenImage`, whose timestep is in 0..1. Its texts have their own lengths; ours are padded.
+    """Convert a call of `QwenImage`, `x` `[rows, 16, 1, height, width]`, whose timestep is in 0..1.
+
+    Its texts have their own lengths; ours are padded.
 
     Core numbers the tokens of odd grids, and the text with larger references, differently from upstream.
     """

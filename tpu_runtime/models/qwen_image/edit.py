@@ -1,4 +1,4 @@
-"""Qwen-Image Edit, image editing: Qwen/Qwen-Image-Edit-2511, and -2509.
+"""Qwen-Image Edit, image editing: Qwen/Qwen-Image-Edit-2511, and -2509, licensed under Apache-2.0.
 
 The oracle is `diffusers.QwenImageEditPlusPipeline`.
 
@@ -41,9 +41,9 @@ def encode_images(
     mean, std = wan_vae.latent_stats(vae_config)
     arrays: dict[str, np.ndarray] = {}
     for number, pixels in enumerate(image):
-        picture = media.to_pillow(pixels)
+        pillow_image = media.to_pillow(pixels)
         large, small = (
-            resize_image(picture, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE)
+            resize_image(pillow_image, area) for area in (upstream.VAE_IMAGE_SIZE, upstream.CONDITION_IMAGE_SIZE)
         )
         cells = wan_vae_encoder.to_cells(to_pixels(large), wan_vae_encoder.STRIDE_HW)
         latents, _ = call("vae_encoder", wan_vae_encoder.encode_first, cells, partition="spatial")
@@ -62,7 +62,7 @@ def look(call: Call, patches: "np.ndarray", grid: tuple[int, int]) -> "np.ndarra
     return tokens.reshape(1, *(side // qwen25_vision.MERGE_SIZE for side in grid), -1)
 
 
-def resize_image(picture: "Image.Image", area: int) -> "Image.Image":
+def resize_image(image: "Image.Image", area: int) -> "Image.Image":
     """Scale an image to about `area` pixels and sides that are multiples of 32, with upstream's arithmetic.
 
     Raises ValueError for an aspect ratio above `MAX_ASPECT_RATIO`, whose shorter side would round to 0.
@@ -70,20 +70,20 @@ def resize_image(picture: "Image.Image", area: int) -> "Image.Image":
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
     from PIL import Image
 
-    width, height = picture.size
+    width, height = image.size
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
             compose("model.image_too_elongated", width=width, height=height, max_aspect_ratio=MAX_ASPECT_RATIO)
         )
-    return picture.resize(calculate_dimensions(area, width / height), Image.Resampling.LANCZOS)
+    return image.resize(calculate_dimensions(area, width / height), Image.Resampling.LANCZOS)
 
 
-def to_pixels(picture: "Image.Image") -> "torch.Tensor":
+def to_pixels(image: "Image.Image") -> "torch.Tensor":
     """Convert an image to pixels `[1, 3, 1, height, width]` in -1..1."""
     import numpy as np
     import torch
 
-    return torch.from_numpy(np.asarray(picture, np.float32) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None, :, None]
+    return torch.from_numpy(np.asarray(image, np.float32) / 255.0 * 2.0 - 1.0).movedim(-1, 0)[None, :, None]
 
 
 _TRANSFORMER = TRANSFORMER.derive(

@@ -1,4 +1,8 @@
-"""Qwen-Image, text to image: Qwen/Qwen-Image-2512. The oracle is `diffusers.QwenImagePipeline`."""
+"""Qwen-Image, text to image: Qwen/Qwen-Image-2512, licensed under Apache-2.0.
+
+The oracle is `diffusers.QwenImagePipeline`, the paper https://arxiv.org/abs/2508.02324. The VAE is diffusers'
+`AutoencoderKLQwenImage`, the network of Wan 2.1's VAE with a fine-tuned decoder (`common/wan_vae.py`).
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +62,7 @@ def solver_arguments(
     return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
 
+# The published checkpoint's config.
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "base_image_seq_len": 256,
@@ -96,6 +101,7 @@ SPEC = ModelSpec(
         texts={"prompt": "a large red circle left on blue", "negative_prompt": ""},
     ),
     components=(TEXT_ENCODER, TRANSFORMER, VAE_ENCODER, VAE_DECODER),
+    # Latents `[1, 16, 1, height / 8, width / 8]`, a video of one frame; a token is 2 x 2 of them.
     geometry=LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=PATCH),
     text_encoders=(TEXT,),
     inputs={

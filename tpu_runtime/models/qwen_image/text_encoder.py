@@ -1,4 +1,8 @@
-"""The text encoding of Qwen-Image: a prompt within a description, by Qwen2.5-VL. Edit adds the input images."""
+"""The text encoding of Qwen-Image: the states of Qwen2.5-VL 7B for a prompt in a template. Edit adds the input images.
+
+The network is in `common/qwen25.py`. The states are those after its last layer and norm, `[rows, 1024, 3584]`, without
+the template's first tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "A cat holding a sign that says hello world"
-# The model authors' negative prompt.
+# The model authors' negative prompt, in the README of https://github.com/QwenLM/Qwen-Image.
 NEGATIVE_PROMPT = (
     "低分辨率，低画质，肢体畸形，手指畸形，画面过饱和，蜡像感，"
     "人脸无细节，过度光滑，画面具有AI感。构图混乱。文字模糊，扭曲"
 )
-# Tokens of a prompt, and of the template's prefix, whose states upstream removes.
+# Tokens of a prompt, and of the template's prefix, whose states upstream removes: `tokenizer_max_length` and
+# `prompt_template_encode_start_idx` of diffusers' `QwenImagePipeline`.
 MAX_TOKENS, PREFIX = 1024, 34
 # `QwenImagePipeline.prompt_template_encode`.
 TEMPLATE = (
@@ -64,20 +69,20 @@ def tokenize_edit(
 
 
 def tokenize_with_images(
-    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], seen: "Sequence[torch.Tensor]"
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], image_tokens: "Sequence[torch.Tensor]"
 ) -> "tuple[np.ndarray, ...]":
     """Return ids and mask as `tokenize_edit` does, and the arguments of `qwen25.encode_text` for images.
 
-    tokenizer: Qwen2's. prompts: one per row. seen: the images' tokens `[1, rows, columns, dim]` each, which precede
-    every prompt. Raises ValueError if prompt and images have more than `MAX_TOKENS` tokens.
+    tokenizer: Qwen2's. prompts: one per row. image_tokens: the images' tokens `[1, rows, columns, dim]` each, which
+    precede every prompt. Raises ValueError if prompt and images have more than `MAX_TOKENS` tokens.
     """
-    grids, texts = [image.shape[1:3] for image in seen], []
+    grids, texts = [image.shape[1:3] for image in image_tokens], []
     longest = sum(rows * columns for rows, columns in grids)
     if longest <= MAX_TOKENS:
-        pictures = "".join(
+        image_texts = "".join(
             IMAGE_TEMPLATE.format(n + 1, IMAGE_PAD * rows * columns) for n, (rows, columns) in enumerate(grids)
         )
-        texts = [EDIT_TEMPLATE.format(pictures + prompt) for prompt in prompts]
+        texts = [EDIT_TEMPLATE.format(image_texts + prompt) for prompt in prompts]
         longest = max(len(tokenizer(text)["input_ids"]) for text in texts) - EDIT_PREFIX
     if longest > MAX_TOKENS:
         number = f"{len(grids)} images" if len(grids) > 1 else "an image"
@@ -85,41 +90,41 @@ def tokenize_with_images(
             compose("model.prompt_and_images_too_long", number=number, longest=longest, max_tokens=MAX_TOKENS)
         )
     ids, mask = _tokenize(tokenizer, texts, EDIT_PREFIX, MAX_TOKENS)
-    return ids, mask, *place_image_tokens(ids == tokenizer.convert_tokens_to_ids(IMAGE_PAD), seen)
+    return ids, mask, *place_image_tokens(ids == tokenizer.convert_tokens_to_ids(IMAGE_PAD), image_tokens)
 
 
-def place_image_tokens(is_seen: "np.ndarray", seen: "Sequence[torch.Tensor]") -> "tuple[np.ndarray, ...]":
+def place_image_tokens(is_image: "np.ndarray", image_tokens: "Sequence[torch.Tensor]") -> "tuple[np.ndarray, ...]":
     """Return positions `[3, rows, length]`, indices of image tokens `[rows, length]`, and these tokens.
 
-    is_seen: `[rows, length]`, true for image tokens; indices elsewhere are -1. seen: the images' tokens
+    is_image: `[rows, length]`, true for image tokens; indices elsewhere are -1. image_tokens: the images' tokens
     `[1, rows, columns, dim]` each, which are concatenated to `[1, number, dim]`.
     """
     import numpy as np
 
-    grids = [image.shape[1:3] for image in seen]
-    places = np.where(is_seen, np.cumsum(is_seen, axis=1) - 1, -1).astype(np.int32)
-    positions = np.stack([rope_positions(row, grids) for row in is_seen], axis=1)
-    tokens = np.concatenate([image.flatten(1, 2).numpy() for image in seen], axis=1)
-    return positions, places, tokens
+    grids = [image.shape[1:3] for image in image_tokens]
+    indices = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
+    positions = np.stack([rope_positions(row, grids) for row in is_image], axis=1)
+    tokens = np.concatenate([image.flatten(1, 2).numpy() for image in image_tokens], axis=1)
+    return positions, indices, tokens
 
 
-def rope_positions(is_seen: "np.ndarray", grids: "Sequence[Sequence[int]]") -> "np.ndarray":
+def rope_positions(is_image: "np.ndarray", grids: "Sequence[Sequence[int]]") -> "np.ndarray":
     """Return `Qwen2_5_VLModel.get_rope_index`'s positions `[3, tokens]`: time, row and column.
 
-    is_seen: `[tokens]`, true for image tokens. grids: (rows, columns) of each image's tokens. A word is one further
+    is_image: `[tokens]`, true for image tokens. grids: (rows, columns) of each image's tokens. A word is one further
     than its predecessor on all axes. An image has one time, and spans as many positions as its longer side.
     """
     import numpy as np
 
     positions, index, start, rest = [], 0, 0, list(grids)
-    while index < len(is_seen):
-        if is_seen[index]:
+    while index < len(is_image):
+        if is_image[index]:
             rows, columns = rest.pop(0)
             cells = np.indices((1, rows, columns)).reshape(3, -1)
             positions.append(start + cells)
             start, index = start + max(rows, columns), index + rows * columns
         else:
-            length = int(np.argmax(is_seen[index:])) or len(is_seen) - index
+            length = int(np.argmax(is_image[index:])) or len(is_image) - index
             positions.append(np.tile(start + np.arange(length), (3, 1)))
             start, index = start + length, index + length
     return np.concatenate(positions, axis=1).astype(np.int32)

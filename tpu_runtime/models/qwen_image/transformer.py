@@ -1,6 +1,16 @@
 """The denoiser of Qwen-Image (https://arxiv.org/abs/2508.02324, section 2.4): forward pass, sizes, sharding rules.
 
-Its modules have the names of diffusers' `QwenImageTransformer2DModel`.
+Its modules have the names of diffusers' `QwenImageTransformer2DModel`. The steps, with the published sizes, L text
+tokens and latents `[rows, 16, 1, h, w]`:
+
+    time       sinusoids [rows, 256] -> [rows, 3072]; each block projects it to its own modulation, one per stream
+    image      patches [rows, N, 16 * 2 * 2] -> [rows, N, 3072], N = h/2 * w/2, plus the tokens of reference images
+    text       Qwen2.5-VL's states [rows, L, 3584] -> RMS norm -> [rows, L, 3072]
+    60 blocks  two streams with weights of their own (MM-DiT, https://arxiv.org/abs/2403.03206): joint attention with 24
+               heads of 128, then a feed-forward of 12288 per stream
+    output     norm, scale and shift, then a projection [rows, N, 16 * 2 * 2] -> flow [rows, 16, 1, h, w]
+
+Of a head's 128 channels, 16 are rotated by image number, 56 by row and 56 by column (MSRoPE), with a base of 10000.
 """
 
 from collections.abc import Sequence
@@ -20,8 +30,12 @@ if TYPE_CHECKING:
     from ...programs.sharded_ops import ShardedOps
     from ..common.layers import Modulation, ResidualNorm
 
+# Latents of a token along frames, rows and columns.
 PATCH = (1, 2, 2)
+# Of the layer norms in a block; `QwenImageTransformerBlock` has it as a default, not in its config.
 EPS = 1e-6
+# Placement of the tokens of a block's streams: two sequences of image tokens, and the text.
+PLACEMENTS: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
@@ -42,11 +56,14 @@ def forward(
     import torch
 
     names = sorted((name for name in inputs if name.startswith("reference_")), key=lambda name: int(name[10:]))
-    pictures = [sample, *(inputs[name].expand(len(sample), -1, -1, -1, -1) for name in names)]
-    sizes = [latents.shape[3:] for latents in pictures]
-    places = number_positions(sizes, inputs["text"].shape[1], as_comfyui="comfyui_positions" in inputs)
-    image_tables, text_tables = (layers.rotary_tables(dit.pos_embed.theta, dit.pos_embed.axes_dim, x) for x in places)
-    tokens = [dit.img_in(layers.cut_patches(picture, PATCH)) for picture in pictures]  # [rows, tokens, dim] each
+    all_latents = [sample, *(inputs[name].expand(len(sample), -1, -1, -1, -1) for name in names)]
+    sizes = [latents.shape[3:] for latents in all_latents]
+    positions = number_positions(sizes, inputs["text"].shape[1], as_comfyui="comfyui_positions" in inputs)
+    # Cosines and sines [1, tokens, head_dim] of both.
+    image_tables, text_tables = (
+        layers.rotary_tables(dit.pos_embed.theta, dit.pos_embed.axes_dim, x) for x in positions
+    )
+    tokens = [dit.img_in(layers.cut_patches(latents, PATCH)) for latents in all_latents]  # [rows, tokens, dim] each
     size = tokens[0].shape[1]
     run = run.with_length(size)
 
@@ -80,6 +97,30 @@ def embed_time(dit: Net, sample: "torch.Tensor", timestep: "torch.Tensor") -> "t
     return dit.time_text_embed(timestep.to(sample.dtype).expand(len(sample)) / 1000, sample)
 
 
+def number_positions(
+    sizes: "Sequence[Sequence[int]]", num_text_tokens: int, *, as_comfyui: bool
+) -> "tuple[np.ndarray, np.ndarray]":
+    """Return `QwenEmbedRope`'s positions `[3, tokens]`: number, row and column, of all image tokens and of the text.
+
+    sizes: (height, width) of each image's latents, the sample's first.
+    as_comfyui: the positions of ComfyUI's network, which differ for odd grids and for references that are larger than
+        the sample.
+
+    Numbers count images; rows and columns count from the image's middle. The text continues along the diagonal from
+    the end of the largest image. In ComfyUI an odd grid has its middle one cell earlier, and the text continues from
+    the end of the sample.
+    """
+    import numpy as np
+
+    grids = [(height // PATCH[1], width // PATCH[2]) for height, width in sizes]
+    odd = 0 if as_comfyui else 1
+    middles = [[number, (height + odd) // 2, (width + odd) // 2] for number, (height, width) in enumerate(grids)]
+    cells = [np.indices((1, *grid)).reshape(3, -1) for grid in grids]
+    positions = [indices + [[n], [-row], [-column]] for indices, (n, row, column) in zip(cells, middles, strict=True)]
+    start = max(size // 2 for grid in grids[: 1 if as_comfyui else None] for size in grid)
+    return np.hstack(positions), np.tile(start + np.arange(num_text_tokens), (3, 1))
+
+
 def run_block(
     block: Net,
     run: "ShardedOps",
@@ -89,6 +130,8 @@ def run_block(
     rotary: "list[list[torch.Tensor]]",
 ) -> "list[torch.Tensor]":
     """Run one `QwenImageTransformerBlock`: joint attention, then a feed-forward per stream. Returns the streams.
+
+    Each stream's updates are `x + gate * f(norm(x) * (1 + scale) + shift)`, with a layer norm.
 
     block: diffusers' module. run: operations on the mesh.
     streams: two image sequences and the text, `[rows, tokens, dim]` each; the text has weights of its own.
@@ -125,12 +168,8 @@ def run_block(
     return updated
 
 
-# Placement of the tokens of each stream of a block.
-PLACEMENTS: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
-
-
 def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
-    """Return the modulation of the attention and of the feed-forward.
+    """Return the modulation of the attention and of the feed-forward, `[rows, dim]` each.
 
     module: diffusers' `img_mod` or `txt_mod`. temb: time embedding `[rows, dim]`.
     """
@@ -141,30 +180,6 @@ def modulate(run: "ShardedOps", module: Net, temb: "torch.Tensor") -> "tuple[Mod
 def project(run: "ShardedOps", linear: Net, x: "torch.Tensor", placement: "Placement") -> "torch.Tensor":
     """Apply `linear` to `x` `[rows, tokens, in]`, whose features are split over chips; sums are scattered by tokens."""
     return run.sum_products(linear, x, placement=placement) + linear.bias
-
-
-def number_positions(
-    sizes: "Sequence[Sequence[int]]", num_text_tokens: int, *, as_comfyui: bool
-) -> "tuple[np.ndarray, np.ndarray]":
-    """Return `QwenEmbedRope`'s positions `[3, tokens]`: number, row and column, of all image tokens and of the text.
-
-    sizes: (height, width) of each image's latents, the sample's first.
-    as_comfyui: the positions of ComfyUI's network, which differ for odd grids and for references that are larger than
-        the sample.
-
-    Numbers count images; rows and columns count from the image's middle. The text continues along the diagonal from
-    the end of the largest image. In ComfyUI an odd grid has its middle one cell earlier, and the text continues from
-    the end of the sample.
-    """
-    import numpy as np
-
-    grids = [(height // PATCH[1], width // PATCH[2]) for height, width in sizes]
-    odd = 0 if as_comfyui else 1
-    middles = [[number, (height + odd) // 2, (width + odd) // 2] for number, (height, width) in enumerate(grids)]
-    cells = [np.indices((1, *grid)).reshape(3, -1) for grid in grids]
-    places = [indices + [[n], [-row], [-column]] for indices, (n, row, column) in zip(cells, middles, strict=True)]
-    start = max(size // 2 for grid in grids[: 1 if as_comfyui else None] for size in grid)
-    return np.hstack(places), np.tile(start + np.arange(num_text_tokens), (3, 1))
 
 
 # --- the component ----------------------------------------------------------------------------------------------------
