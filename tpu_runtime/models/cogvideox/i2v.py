@@ -1,4 +1,6 @@
-"""CogVideoX 1.5 image to video: zai-org/CogVideoX1.5-5B-I2V. The oracle is `diffusers.CogVideoXImageToVideoPipeline`.
+"""CogVideoX 1.5, image to video: zai-org/CogVideoX1.5-5B-I2V, under the CogVideoX license.
+
+The oracle is `diffusers.CogVideoXImageToVideoPipeline`.
 
 The denoiser gets the encoded image as more channels of the first latent frame, and zeros for the other frames. If
 frames were added to fill a temporal patch, the first latent frame is one of those, which are not shown. Upstream
@@ -26,13 +28,16 @@ if TYPE_CHECKING:
 
     from ...programs.sharded_ops import ShardedOps
 
+# Pixels on a side of a latent.
 STRIDE_HW = 8
 # The constant input of upstream's `ofs_embedding`, which only this model has.
 OFS = 2.0
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
-    """Return the shapes of `image`, the mean of the image's latent and later the sample, and of `image_std`.
+    """Return the shapes `[rows, 16, 1, height, width]` of `image` and `image_std`.
+
+    `image` is the mean of the image's latent, and later the sample; `image_std` is the standard deviation.
 
     latent_shape: `(rows, channels, frames, height, width)`.
     """
@@ -88,24 +93,20 @@ def draw_inputs(inputs: "Mapping[str, np.ndarray]", generator: "torch.Generator"
 
 
 def forward(
-    transformer: Net,
-    run: "ShardedOps",
-    sample: "torch.Tensor",
-    timestep: "torch.Tensor",
-    inputs: "dict[str, torch.Tensor]",
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
     """Return the velocity of `sample` `[rows, 16, frames, height, width]` at one `timestep` `[1]`.
 
-    transformer: diffusers' `CogVideoXTransformer3DModel`. run: operations on the mesh.
-    inputs: `text` `[rows, 226, text_embed_dim]` and `image` `[rows, 16, 1, height, width]`.
+    dit: diffusers' `CogVideoXTransformer3DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, 226, text_embed_dim]`, and `image` `[rows, 16, 1, height, width]`, which are more channels.
     """
     import torch
 
     ofs = torch.full((1,), OFS, dtype=sample.dtype, device=sample.device)
-    temb = embed_time(transformer, sample, timestep)
-    temb = temb + transformer.ofs_embedding(transformer.ofs_proj(ofs).to(sample.dtype))
-    picture = torch.cat([inputs["image"], torch.zeros_like(sample[:, :, 1:])], dim=2)
-    return predict_velocity(transformer, run, torch.cat([sample, picture], dim=1), temb, inputs["text"])
+    temb = embed_time(dit, sample, timestep)  # [rows, 512]
+    temb = temb + dit.ofs_embedding(dit.ofs_proj(ofs).to(sample.dtype))
+    image = torch.cat([inputs["image"], torch.zeros_like(sample[:, :, 1:])], dim=2)
+    return predict_velocity(dit, run, torch.cat([sample, image], dim=1), temb, inputs["text"])
 
 
 def advise(settings: Settings) -> str | None:

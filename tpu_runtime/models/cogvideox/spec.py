@@ -1,4 +1,8 @@
-"""CogVideoX 1.5 text to video: zai-org/CogVideoX1.5-5B. The oracle is `diffusers.CogVideoXPipeline`."""
+"""CogVideoX 1.5, text to video: zai-org/CogVideoX1.5-5B, under the CogVideoX license.
+
+The oracle is `diffusers.CogVideoXPipeline`, the paper https://arxiv.org/abs/2408.06072. Defaults are those of
+`inference/cli_demo.py` in https://github.com/zai-org/CogVideo.
+"""
 
 import math
 from typing import TYPE_CHECKING
@@ -64,11 +68,12 @@ def advise(settings: Settings) -> str | None:
 
 
 def denormalize_latents(sample: "torch.Tensor", vae_config: UpstreamConfig) -> "torch.Tensor":
-    """Scale the solver's `sample` `[1, 16, frames, height, width]` to the VAE's own scale."""
+    """Scale the solver's `sample` `[1, 16, frames, height, width]` to the VAE's own scale, as upstream's pipeline."""
     return 1 / vae_config["scaling_factor"] * sample
 
 
-# The published checkpoint's config.
+# The published checkpoint's config: DDIM (https://arxiv.org/abs/2010.02502) with v-prediction and a terminal
+# signal-to-noise ratio of zero (https://arxiv.org/abs/2305.08891).
 SCHEDULER = {
     "_class_name": "CogVideoXDDIMScheduler",
     "beta_end": 0.012,
@@ -84,7 +89,8 @@ SCHEDULER = {
     "timestep_spacing": "trailing",
 }
 
-# The alternatives of the model authors' script. For this model they recommend the second, with `use_dynamic_cfg`.
+# The alternatives of the model authors' `inference/cli_demo.py`. For this model they recommend the second, with
+# `use_dynamic_cfg`.
 SCHEDULERS = {
     name: {"_class_name": name, "timestep_spacing": "trailing"}
     for name in ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")

@@ -1,6 +1,17 @@
 """The denoiser of CogVideoX 1.5 (https://arxiv.org/abs/2408.06072, section 2.2): forward pass, sizes, sharding, keys.
 
-Its modules have the names of diffusers' `CogVideoXTransformer3DModel`.
+Its modules have the names of diffusers' `CogVideoXTransformer3DModel`. The steps, with the published sizes and latents
+`[rows, 16, T, h, w]`:
+
+    patches    [rows, N, 16 * 2 * 2 * 2] -> [rows, N, 3072], N = T/2 * h/2 * w/2, the width counted fastest
+    text       T5's states [rows, 226, 4096] -> [rows, 226, 3072]
+    time       sinusoids [rows, 3072] -> [rows, 512]; each block projects it to modulations of both streams
+    42 blocks  joint attention with 48 heads of 64, then a feed-forward of 12288; both streams share all weights except
+               those of the modulation (expert adaptive layer norm)
+    output     two norms, the second with shift and scale, then a projection [rows, N, 16 * 2 * 2 * 2] -> velocity
+               [rows, 16, T, h, w]
+
+Of a head's 64 channels, 16 are rotated by frame, 24 by row and 24 by column, with a base of 10000.
 """
 
 from functools import partial
@@ -19,52 +30,67 @@ if TYPE_CHECKING:
     from ...programs.sharded_ops import ShardedOps
     from ..common.layers import Pair
 
+# Latents `[1, 16, T, height / 8, width / 8]`, T = 1 + (frames - 1) / 4, rounded up to whole patches of 2 x 2 x 2.
 GEOMETRY = LatentGeometry(channels=16, stride_t=4, stride_hw=8, patch_thw=(2, 2, 2))
 
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
 def forward(
-    cogvideox: Net,
-    run: "ShardedOps",
-    sample: "torch.Tensor",
-    timestep: "torch.Tensor",
-    inputs: "dict[str, torch.Tensor]",
+    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """Return the velocity of `sample` `[rows, 16, frames, height, width]` at one `timestep` `[1]`.
+    """Return the velocity of `sample` `[rows, 16, frames, height, width]` at one `timestep` `[1]`, 999 to 0.
 
-    cogvideox: diffusers' `CogVideoXTransformer3DModel`. run: operations on the mesh.
+    It is that of v-prediction (https://arxiv.org/abs/2202.00512).
+
+    dit: diffusers' `CogVideoXTransformer3DModel`. run: operations on the mesh.
     inputs: `text` `[rows, 226, text_embed_dim]`.
     """
-    return predict_velocity(cogvideox, run, sample, embed_time(cogvideox, sample, timestep), inputs["text"])
-
-
-def embed_time(cogvideox: Net, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
-    """Return the time embedding `[rows, dim]` of `timestep` `[1]` for every row of `sample` `[rows, ...]`.
-
-    cogvideox: diffusers' module.
-    """
-    return cogvideox.time_embedding(cogvideox.time_proj(timestep.expand(len(sample))).to(sample.dtype))
+    return predict_velocity(dit, run, sample, embed_time(dit, sample, timestep), inputs["text"])
 
 
 def predict_velocity(
-    cogvideox: Net, run: "ShardedOps", latents: "torch.Tensor", temb: "torch.Tensor", text: "torch.Tensor"
+    dit: Net, run: "ShardedOps", latents: "torch.Tensor", temb: "torch.Tensor", text: "torch.Tensor"
 ) -> "torch.Tensor":
     """Return the velocity of `latents` `[rows, channels, frames, height, width]`.
 
-    cogvideox: diffusers' module. run: operations on the mesh. temb: time embedding `[rows, dim]`.
+    dit: diffusers' module. run: operations on the mesh. temb: time embedding `[rows, time_embed_dim]`.
     text: `[rows, 226, text_embed_dim]`; its padding is attended to, as upstream.
     """
-    cosines, sines = (run.tokens(table[None]) for table in rotary_tables(cogvideox.config, latents))
-    x = run.tokens(cogvideox.patch_embed.proj(layers.cut_patches(latents, GEOMETRY.patch_thw)))  # [rows, tokens, dim]
-    text = run.replicate(cogvideox.patch_embed.text_proj(text))
+    cosines, sines = (run.tokens(table[None]) for table in rotary_tables(dit.config, latents))
+    x = run.tokens(dit.patch_embed.proj(layers.cut_patches(latents, GEOMETRY.patch_thw)))  # [rows, tokens, dim]
+    text = run.replicate(dit.patch_embed.text_proj(text))  # [rows, 226, dim]
 
     def body(block: Net, streams: "Pair") -> "Pair":
         return run_block(block, run, *streams, temb, (cosines, sines))
 
-    x, _ = run.scan(cogvideox.transformer_blocks, (x, text), body)
-    x = cogvideox.norm_out(cogvideox.norm_final(run.remove_padding(x)), temb=temb)
-    return layers.join_patches(cogvideox.proj_out(x), latents, GEOMETRY.patch_thw)
+    x, _ = run.scan(dit.transformer_blocks, (x, text), body)
+    x = dit.norm_out(dit.norm_final(run.remove_padding(x)), temb=temb)
+    return layers.join_patches(dit.proj_out(x), latents, GEOMETRY.patch_thw)
+
+
+def embed_time(dit: Net, sample: "torch.Tensor", timestep: "torch.Tensor") -> "torch.Tensor":
+    """Return the time embedding `[rows, time_embed_dim]` of `timestep` `[1]` for every row of `sample` `[rows, ...]`.
+
+    dit: diffusers' module.
+    """
+    return dit.time_embedding(dit.time_proj(timestep.expand(len(sample))).to(sample.dtype))
+
+
+def rotary_tables(config: Any, latents: "torch.Tensor") -> "Pair":
+    """Return cosines and sines `[tokens, head_dim]` of the tokens of `latents`.
+
+    config: the transformer's. latents: `[rows, channels, frames, height, width]`. Positions count from 0. Upstream's
+    tables end at `sample_height` and `sample_width`; larger latents continue them.
+    """
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    frames, height, width = (side // patch for side, patch in zip(latents.shape[2:], GEOMETRY.patch_thw, strict=True))
+    grid = height, width
+    cosines, sines = get_3d_rotary_pos_embed(
+        config.attention_head_dim, None, grid, frames, grid_type="slice", max_size=grid, device=latents.device
+    )
+    return cosines, sines
 
 
 def run_block(
@@ -72,8 +98,10 @@ def run_block(
 ) -> "Pair":
     """Run one `CogVideoXBlock`: joint attention, then a shared feed-forward. Returns both streams.
 
-    block: diffusers' module. run: operations on the mesh. x, text: `[rows, tokens, dim]`. temb: `[rows, dim]`.
-    rotary: cosines and sines `[1, tokens, head_dim]` of the video.
+    block: diffusers' module. run: operations on the mesh. x, text: `[rows, tokens, dim]`.
+    temb: `[rows, time_embed_dim]`. rotary: cosines and sines `[1, tokens, head_dim]` of the video.
+
+    Each update is `x + gate * f(norm(x) * (1 + scale) + shift)`, with a layer norm with weights.
 
     Upstream concatenates video and text for both updates. Here they stay apart, so that tokens stay on their chips.
     """
@@ -91,9 +119,9 @@ def run_block(
 
 
 def modulate(run: "ShardedOps", norm: Net, temb: "torch.Tensor") -> "tuple[Modulation, Modulation]":
-    """Return the modulation of the video and of the text, as `CogVideoXLayerNormZero` `norm` does.
+    """Return the modulation of the video and of the text, `[rows, dim]` each, as `CogVideoXLayerNormZero` `norm` does.
 
-    run: operations on the mesh. temb: time embedding `[rows, dim]`.
+    run: operations on the mesh. temb: time embedding `[rows, time_embed_dim]`.
     """
     chunks = run.gather_vector(norm.linear(norm.silu(temb))).chunk(6, dim=1)
     return layers.make_modulation(*chunks[:3], norm=norm.norm), layers.make_modulation(*chunks[3:], norm=norm.norm)
@@ -103,7 +131,7 @@ def joint_attention(attn: Net, run: "ShardedOps", x: "torch.Tensor", text: "torc
     """Return the joint-attention updates of `x` and `text`, `[rows, tokens, dim]` each.
 
     attn: diffusers' module. run: operations on the mesh. rotary: cosines and sines `[1, tokens, head_dim]` of the
-    video. Both streams share projections and norms; the text has no positions.
+    video. Both streams share projections and layer norms of queries and keys; the text has no positions.
     """
     prologues = layers.make_prologue(attn.norm_q, attn.norm_k, rotary), layers.make_prologue(attn.norm_q, attn.norm_k)
     qkv = attn.to_q, attn.to_k, attn.to_v
@@ -113,22 +141,6 @@ def joint_attention(attn: Net, run: "ShardedOps", x: "torch.Tensor", text: "torc
     (update,) = run.products(attended.flatten(2), attn.to_out[0])
     (text_update,) = run.products(text_attended.flatten(2), attn.to_out[0], placement="replicated")
     return update, text_update
-
-
-def rotary_tables(config: Any, latents: "torch.Tensor") -> "Pair":
-    """Return cosines and sines `[tokens, head_dim]` of the tokens of `latents`.
-
-    config: the transformer's. latents: `[rows, channels, frames, height, width]`. Positions count from 0. Upstream's
-    tables end at `sample_height` and `sample_width`; larger latents continue them.
-    """
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-    frames, height, width = (side // patch for side, patch in zip(latents.shape[2:], GEOMETRY.patch_thw, strict=True))
-    grid = height, width
-    cosines, sines = get_3d_rotary_pos_embed(
-        config.attention_head_dim, None, grid, frames, grid_type="slice", max_size=grid, device=latents.device
-    )
-    return cosines, sines
 
 
 # --- the component ----------------------------------------------------------------------------------------------------

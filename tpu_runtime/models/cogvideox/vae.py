@@ -1,4 +1,17 @@
-"""CogVideoX's VAE: decodes two latent frames per call, as upstream does, and encodes one image.
+"""CogVideoX's VAE (https://arxiv.org/abs/2408.06072, section 2.1), diffusers' `AutoencoderKLCogVideoX`.
+
+It decodes two latent frames per call, as upstream does, and encodes one image. It is causal in time: 1 + 4 * (T - 1)
+frames are T latent frames. The decoder's steps, for three latent frames:
+
+    conv_in, mid_block  [1, 16, 3, h, w] -> [1, 512, 3, h, w], without attention
+    up_blocks.0         -> [1, 512, 5, 2h, 2w]
+    up_blocks.1         -> [1, 256, 9, 4h, 4w]
+    up_blocks.2         -> [1, 256, 9, 8h, 8w]
+    up_blocks.3         -> [1, 128, 9, 8h, 8w]
+    norm_out, conv_out  -> [1, 3, 9, 8h, 8w]
+
+Every norm of the decoder is a group norm whose scale and offset are convolutions of the latents
+(https://arxiv.org/abs/2209.09002).
 
 Upstream also splits large convolutions for CuDNN, and caches inputs of pointwise convolutions. Neither is needed here;
 the caches would be full videos of 16 channels.
@@ -19,6 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+# Latent frames of a call: upstream's `num_latent_frames_batch_size`.
 FRAMES_PER_CALL = 2
 
 
@@ -39,44 +53,44 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.
         # The previous chunk is still being fetched when this one is launched.
         report(max(start - FRAMES_PER_CALL, 0), total)
         pair, is_first = latents[:, :, start : start + FRAMES_PER_CALL], start == odd
-        meant = torch.tensor([is_first, is_first and odd, len(pair[0, 0])], dtype=latents.dtype).view(1, 3, 1, 1, 1)
-        meant = meant.clamp(max=1).repeat(1, 1, 1, *latents.shape[3:])
+        flags = torch.tensor([is_first, is_first and odd, len(pair[0, 0])], dtype=latents.dtype).view(1, 3, 1, 1, 1)
+        flags = flags.clamp(max=1).repeat(1, 1, 1, *latents.shape[3:])
         chunk = torch.cat([alone, pair if len(pair[0, 0]) else torch.cat([alone, alone], dim=2)], dim=2)
         if memory is None:
-            _, memory = call("vae_decoder", before_first, chunk, meant, partition="spatial")
+            _, memory = call("vae_decoder", before_first, chunk, flags, partition="spatial")
         frames, memory = call(
-            "vae_decoder", decode_next, chunk, meant, memory, partition="spatial", carries=True, defers=True
+            "vae_decoder", decode_next, chunk, flags, memory, partition="spatial", carries=True, defers=True
         )
         yield frames[0 if is_first and odd else 1 : None if len(pair[0, 0]) else 1]
 
 
-def before_first(vae: Net, latents: "torch.Tensor", meant: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+def before_first(vae: Net, latents: "torch.Tensor", flags: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Return zero caches for `decode_next`; the first result is unused.
 
-    vae: diffusers' `AutoencoderKLCogVideoX`. latents: `[1, 16, 3, h, w]`. meant: `[1, 3, 1, h, w]`.
+    vae: diffusers' `AutoencoderKLCogVideoX`. latents: `[1, 16, 3, h, w]`. flags: `[1, 3, 1, h, w]`.
     """
     import torch
 
     from ...programs import torch_bridge
 
-    shapes = torch_bridge.infer_shapes(lambda latents, meant: decode_next(vae, latents, meant, [])[1], latents, meant)
+    shapes = torch_bridge.infer_shapes(lambda latents, flags: decode_next(vae, latents, flags, [])[1], latents, flags)
     return latents[:, :1], [torch.zeros(shape, dtype=latents.dtype, device=latents.device) for shape in shapes]
 
 
 def decode_next(
-    vae: Net, latents: "torch.Tensor", meant: "torch.Tensor", memory: "list[torch.Tensor]"
+    vae: Net, latents: "torch.Tensor", flags: "torch.Tensor", memory: "list[torch.Tensor]"
 ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Decode three latent frames `[1, 16, 3, h, w]` to frames `[9, 8h, 8w, 3]` in 0..1: one, then four for each other.
 
     vae: diffusers' `AutoencoderKLCogVideoX`. memory: the last two inputs of each causal convolution, in the order of
         use.
-    meant: `[1, 3, 1, h, w]`, images of ones or zeros: whether this call is the first, whether its first latent frame is
+    flags: `[1, 3, 1, h, w]`, images of ones or zeros: whether this call is the first, whether its first latent frame is
         valid, and whether the others are. Invalid frames are left out of all norms, and no valid frame depends on them.
     Also returns the memory for the next call.
     """
     import torch
 
-    is_first, has_alone, has_pair = (meant[0, index].amax() > 0 for index in range(3))
+    is_first, has_alone, has_pair = (flags[0, index].amax() > 0 for index in range(3))
     caches, new_caches = iter(memory), []
 
     def convolve(conv: Net, x: "torch.Tensor", onto: "torch.Tensor | None" = None) -> "torch.Tensor":
@@ -117,7 +131,7 @@ def decode_next(
     return to_pixels(frames[0].permute(1, 2, 3, 0)), new_caches
 
 
-def encode_to_latents(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
+def encode_to_latents(vae: Net, image: "torch.Tensor") -> "torch.Tensor":
     """Encode an image `[1, 3, height, width]` in -1..1, as a video of one frame, to `[1, 2 * 16, 1, h, w]`.
 
     vae: diffusers' `AutoencoderKLCogVideoX`. Returns mean and log variance of the latent.
@@ -135,7 +149,7 @@ def encode_to_latents(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
         return out + (x if block.in_channels == block.out_channels else apply_convolution(block.conv_shortcut, x))
 
     encoder = vae.encoder
-    x = convolve(encoder.conv_in, picture.unsqueeze(2))
+    x = convolve(encoder.conv_in, image.unsqueeze(2))
     for block in (*encoder.down_blocks, encoder.mid_block):
         for resnet in block.resnets:
             x = residual(resnet, x)
@@ -188,10 +202,10 @@ def modulate_norm(
     """
     from ....kernels import dispatch, modulation
 
-    middle, factor = group_moments(x, counted, groups=groups, eps=eps)
+    mean, factor = group_moments(x, counted, groups=groups, eps=eps)
     factor = factor * weight
     run = modulation.modulate if dispatch.should_use(modulation.check_support()) else modulation.reference
-    return run(x, factor, bias - middle * factor, scale, offset)
+    return run(x, factor, bias - mean * factor, scale, offset)
 
 
 def upsample(sampler: Net, x: "torch.Tensor") -> "torch.Tensor":
