@@ -8,10 +8,13 @@ from ..common import core_inputs as core
 
 
 def convert(network: core.CoreNetwork, given: Arguments) -> PredictionRequest:
-    """Convert a call of `HunyuanVideo15`, whose texts have their own lengths; ours are padded."""
+    """Convert a call of `HunyuanVideo15`, `x` `[rows, channels, frames, height, width]`.
+
+    Its texts have their own lengths; ours are padded. Channels after the sample's are the condition of image to video.
+    """
     import numpy as np
 
-    x, timestep, context, glyphs, pictures, mask = core.take(
+    x, timestep, context, glyphs, image_tokens, mask = core.take(
         given, "x", "timestep", "context", "txt_byt5", "clip_fea", "attention_mask"
     )
     core.refuse_rest(network, given, {"y", "guidance", "disable_time_r"})
@@ -25,8 +28,8 @@ def convert(network: core.CoreNetwork, given: Arguments) -> PredictionRequest:
     }
     if x[:, channels:].any():
         inputs["condition"] = core.to_array(x[:, channels:])
-    if pictures is not None:
-        inputs["image_embeds"] = core.to_array(pictures)
+    if image_tokens is not None:
+        inputs["image_embeds"] = core.to_array(image_tokens)
     if (following := _next_timestep(network, given["options"])) is not None:
         inputs["next_timestep"] = np.full(1, following, np.float32)
     return PredictionRequest(sample=x[:, :channels], timestep=core.one_timestep(network, timestep), inputs=inputs)

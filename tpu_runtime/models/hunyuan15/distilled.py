@@ -1,8 +1,9 @@
 """HunyuanVideo 1.5's other checkpoints: for 480p, CFG-distilled, step-distilled.
 
 Their numbers are those of diffusers' `scripts/convert_hunyuan_video1_5_to_diffusers.py`, which converted them. Where a
-checkpoint's guider has scale 1 (see `guider`), a step runs one branch. The step-distilled checkpoint is a mean flow: it
-also takes the timestep at which a step ends, and predicts the mean velocity up to there.
+checkpoint's guider has scale 1 (see `guider`), a step runs one branch. The step-distilled checkpoint is a mean flow
+(https://arxiv.org/abs/2505.13447): it also takes the timestep at which a step ends, and predicts the mean velocity up
+to there.
 """
 
 from collections.abc import Mapping

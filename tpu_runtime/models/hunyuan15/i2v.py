@@ -1,7 +1,7 @@
 """HunyuanVideo 1.5, image to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v.
 
-The oracle is `diffusers.HunyuanVideo15ImageToVideoPipeline`. The denoiser gets the encoded image as its first latent
-frame, and SigLIP's image tokens next to the text. Everything else is as in text to video.
+The oracle is `diffusers.HunyuanVideo15ImageToVideoPipeline`. The denoiser gets the encoded image as further channels of
+the first latent frame, and SigLIP's image tokens before the text. Everything else is as in text to video.
 """
 
 from dataclasses import replace
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+# Pixels on a side of a latent.
 STRIDE_HW = 16
 
 
 def condition_shapes(latent_shape: tuple[int, ...]) -> dict[str, tuple[int | str, ...]]:
-    """Return the shapes of `condition`, the image's latent and the mask as channels, and of `image_embeds`.
+    """Return the shapes of `condition` and of `image_embeds` `[1, 729, image_embed_dim]`, SigLIP's tokens.
+
+    `condition` `[1, 32 + 1, frames, height, width]` is the image's latent and the mask as channels.
 
     latent_shape: `(rows, channels, frames, height, width)`.
     """
@@ -47,8 +50,8 @@ def encode_image(
     # Pixels are passed in cells of 16 x 16, one per latent, so that they are split over chips as latents are.
     cells = torch.nn.functional.pixel_unshuffle(image[:1].movedim(-1, 1) * 2.0 - 1.0, STRIDE_HW)
     latent, _ = call("vae_encoder", encode_latent, cells, partition="spatial")
-    frames = (settings.num_frames - 1) // 4
-    condition = np.zeros((1, latent.shape[1] + 1, 1 + frames, *latent.shape[3:]), np.float32)
+    num_later = (settings.num_frames - 1) // 4  # latent frames
+    condition = np.zeros((1, latent.shape[1] + 1, 1 + num_later, *latent.shape[3:]), np.float32)
     condition[:, :-1, :1] = latent * np.float32(vae_config["scaling_factor"])
     condition[:, -1, 0] = 1.0
     return {"condition": condition, "image_embeds": look(call, preprocess_image(image))}

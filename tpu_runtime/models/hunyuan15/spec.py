@@ -1,6 +1,7 @@
 """HunyuanVideo 1.5, text to video: hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v.
 
-The oracle is `diffusers.HunyuanVideo15Pipeline`.
+The oracle is `diffusers.HunyuanVideo15Pipeline`, the paper https://arxiv.org/abs/2511.18870. The checkpoint is a
+conversion of tencent/HunyuanVideo-1.5, under the Tencent Hunyuan Community License.
 """
 
 from typing import Any
@@ -63,6 +64,7 @@ SPEC = ModelSpec(
         texts={"prompt": "a red circle moves right on blue", "negative_prompt": ""},
     ),
     components=(TEXT_ENCODER, GLYPH_ENCODER, TRANSFORMER, VAE_DECODER),
+    # Latents `[1, 32, 1 + (frames - 1) / 4, height / 16, width / 16]`; a token is one of them.
     geometry=LatentGeometry(channels=32, stride_t=4, stride_hw=16, patch_thw=(1, 1, 1)),
     text_encoders=TEXT_ENCODERS,
     inputs={

@@ -1,4 +1,9 @@
-"""HunyuanVideo 1.5's two text encodings: the prompt by Qwen2.5-VL, and its quoted text by ByT5."""
+"""HunyuanVideo 1.5's two text encodings: the prompt by Qwen2.5-VL 7B, and its quoted text by ByT5.
+
+`text` has the states `[rows, 1000, 3584]` of transformers' `Qwen2_5_VLTextModel` (`common/qwen25.py`) after 26 of 28
+layers, without a norm. `text_2` has the states `[rows, 256, 1472]` of transformers' `T5EncoderModel` with the weights
+of Glyph-ByT5-v2 (https://arxiv.org/abs/2406.10208), a ByT5-small (https://arxiv.org/abs/2105.13626).
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +21,10 @@ if TYPE_CHECKING:
 
 PROMPT = 'A girl holds up a paper that says "Hello" in a sunny garden, a cat sleeps beside her.'
 NEGATIVE_PROMPT = ""
-# Tokens of the two texts, and of the system message before the first; upstream removes the states of that prefix.
+# Tokens of the two texts, and of the system message before the first, whose states upstream removes:
+# `tokenizer_max_length`, `tokenizer_2_max_length` and `prompt_template_encode_start_idx` of `HunyuanVideo15Pipeline`.
 MAX_TOKENS, MAX_GLYPHS, PREFIX = 1000, 256, 108
-# Upstream takes the states before the last layers and before the final norm.
+# Upstream takes the states before the last layers (`num_hidden_layers_to_skip`) and before the final norm.
 NUM_SKIPPED_LAYERS = 2
 
 

@@ -1,6 +1,19 @@
 """The denoiser of HunyuanVideo 1.5 (https://arxiv.org/abs/2511.18870): forward pass, sizes, sharding, original keys.
 
-Its modules have the names of diffusers' `HunyuanVideo15Transformer3DModel`.
+Its modules have the names of diffusers' `HunyuanVideo15Transformer3DModel`. The steps, with the published sizes and
+latents `[rows, 32, T, h, w]`:
+
+    texts      glyphs: ByT5's states [rows, 256, 1472] -> [rows, 256, 2048]
+               prompt: Qwen2.5-VL's states [rows, 1000, 3584] -> token refiner of 2 blocks -> [rows, 1000, 2048]
+               image: SigLIP's tokens [rows, 729, 1152] -> [rows, 729, 2048], in image to video
+               all in one sequence: image, glyphs, prompt, without their padding
+    latents    the sample, known latents and their mask [rows, 32 + 32 + 1, T, h, w] -> [rows, N, 2048], N = T * h * w
+    time       sinusoids [rows, 256] -> [rows, 2048]; each block projects it to its own modulation, one per stream
+    54 blocks  two streams with weights of their own (MM-DiT, https://arxiv.org/abs/2403.03206): joint attention with 16
+               heads of 128, then a feed-forward of 8192 per stream
+    output     norm, scale and shift, then a projection [rows, N, 32] -> flow [rows, 32, T, h, w]
+
+Of a head's 128 channels, 16 are rotated by frame, 56 by row and 56 by column, with a base of 256.
 """
 
 from collections.abc import Sequence
@@ -27,7 +40,7 @@ TEXT, GLYPHS, IMAGE = 0, 1, 2
 def forward(
     dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """Return the flow (velocity) of `sample` `[rows, 32, frames, height, width]` at one `timestep` `[1]`.
+    """Return the flow (velocity) of `sample` `[rows, 32, frames, height, width]` at one `timestep` `[1]`, 1000 to 0.
 
     dit: diffusers' `HunyuanVideo15Transformer3DModel`. run: operations on the mesh. inputs: see `embed_tokens`,
     `join_texts` and `embed_time`.
@@ -53,7 +66,7 @@ def embed_tokens(
     rows, channels, *size = sample.shape
     no_condition = torch.zeros((rows, channels + 1, *size), dtype=sample.dtype, device=sample.device)
     latents = torch.cat([sample, inputs.get("condition", no_condition)], dim=1)
-    x = layers.embed_patches(dit.x_embedder.proj, latents)
+    x = layers.embed_patches(dit.x_embedder.proj, latents)  # [rows, frames * height * width, dim]
     return run.tokens(x), run.replicate(text), text_length
 
 
@@ -92,33 +105,33 @@ def refine_text(
     """Run the token refiner: `text` `[rows, tokens, text_dim]` to `[rows, tokens, dim]`.
 
     embedder: diffusers' `context_embedder`. run: operations on the mesh. length: valid tokens `[rows]`.
-    timesteps: `[rows]`; with the mean of the text they gate the blocks.
+    timesteps: `[rows]`; with the mean of the text they gate both updates of each block.
 
     Padding is masked as keys. Upstream masks it as queries too, which leaves rows without any key.
     """
     import torch
 
-    is_real = torch.arange(text.shape[1], device=text.device)[None] < length[:, None]
-    weights = is_real.float()[..., None]
+    is_valid = torch.arange(text.shape[1], device=text.device)[None] < length[:, None]
+    weights = is_valid.float()[..., None]
     mean = ((text * weights).sum(dim=1) / weights.sum(dim=1)).type_as(text)
     temb = embedder.time_text_embed(timesteps, mean)
     x = embedder.proj_in(text)
     for block in embedder.token_refiner.refiner_blocks:
         gate, ff_gate = block.norm_out(temb)
-        x = x + gate * masked_self_attention(block.attn, run, block.norm1(x), is_real)
+        x = x + gate * masked_self_attention(block.attn, run, block.norm1(x), is_valid)
         x = x + ff_gate * block.ff(block.norm2(x))
     return x
 
 
-def masked_self_attention(attn: Net, run: "ShardedOps", x: "torch.Tensor", is_real: "torch.Tensor") -> "torch.Tensor":
+def masked_self_attention(attn: Net, run: "ShardedOps", x: "torch.Tensor", is_valid: "torch.Tensor") -> "torch.Tensor":
     """Return the self-attention of a replicated text `x` `[rows, tokens, dim]` to its valid tokens.
 
-    attn: diffusers' module. run: operations on the mesh. is_real: `[rows, tokens]`, false for padding.
+    attn: diffusers' module. run: operations on the mesh. is_valid: `[rows, tokens]`, false for padding.
     """
     from torch.nn.functional import scaled_dot_product_attention
 
     heads = (head.transpose(1, 2) for head in layers.project_heads(run, attn, x, attn.to_q, attn.to_k, attn.to_v))
-    keys = is_real[:, None, None].expand(-1, -1, x.shape[1], -1)
+    keys = is_valid[:, None, None].expand(-1, -1, x.shape[1], -1)
     return attn.to_out[0](scaled_dot_product_attention(*heads, attn_mask=keys).transpose(1, 2).flatten(2))
 
 
@@ -128,7 +141,7 @@ def embed_time(
     """Return the time embedding `[rows, dim]` of `timestep` `[1]`.
 
     time_embed: diffusers' module. sample: gives the number of rows and the dtype. inputs: `next_timestep` `[1]`, where
-    the step ends, which only mean-flow models embed too.
+    the step ends, which only mean-flow models (https://arxiv.org/abs/2505.13447) embed too.
     """
     rows = len(sample)
     temb = time_embed.timestep_embedder(time_embed.time_proj(timestep.expand(rows)).to(sample.dtype))
@@ -152,7 +165,7 @@ def run_blocks(
     dit: diffusers' module. run: operations on the mesh. text_length: valid text tokens `[rows]`. temb: `[rows, dim]`.
     sample: `[rows, 32, frames, height, width]`, whose size the rotary tables have. part: the blocks to run; None: all.
     """
-    cosines, sines = (run.tokens(table[None]) for table in dit.rope(sample))
+    cosines, sines = (run.tokens(table[None]) for table in dit.rope(sample))  # [1, tokens, head_dim] each
 
     def body(block: Net, streams: "Pair") -> "Pair":
         return run_block(block, run, *streams, text_length, temb, (cosines, sines))
@@ -171,6 +184,8 @@ def run_block(
 ) -> "Pair":
     """Run one `HunyuanVideo15TransformerBlock`: joint attention, then a feed-forward per stream. Returns both streams.
 
+    Each update is `x + gate * f(norm(x) * (1 + scale) + shift)`, with a layer norm.
+
     block: diffusers' module. run: operations on the mesh. x, text: `[rows, tokens, dim]`. text_length: valid tokens
     `[rows]`. temb: time embedding `[rows, dim]`. rotary: cosines and sines `[1, tokens, head_dim]` of the video.
     """
@@ -188,7 +203,7 @@ def run_block(
 
 
 def modulate(norm: Net, temb: "torch.Tensor") -> "Sequence[Modulation]":
-    """Return the modulation of the attention and of the feed-forward, as `AdaLayerNormZero` `norm` does.
+    """Return the modulation of the attention and the feed-forward, `[rows, dim]` each, as `AdaLayerNormZero` `norm`.
 
     temb: time embedding `[rows, dim]`.
     """
@@ -235,7 +250,7 @@ def predict_flow(
 def keep_features(
     dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
-    """Return the flow as `forward` does, and the input of the last block, for `reuse`.
+    """Return the flow as `forward` does, and the input of the last block, for `reuse_features`.
 
     dit, run, sample `[rows, 32, frames, height, width]`, timestep `[1]`, inputs: as in `forward`. The features are
     `hidden` and `text`, `[rows, tokens, dim]` each, and `text_length` `[rows]`.
@@ -256,7 +271,7 @@ def reuse_features(
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
 ) -> "torch.Tensor":
-    """Return the flow from the last block alone, run on the `features` of an earlier `keep` with this step's time.
+    """Return the flow from the last block alone, with this step's time, on `features` that `keep_features` returned.
 
     dit, run, timestep `[1]`, inputs: as in `forward`. sample: gives the shape `[rows, 32, frames, height, width]`; its
     values are unused.
@@ -296,7 +311,7 @@ def _stream_keys(stream: str, norm: str, qkv: Sequence[str], norms: str, out: st
 # Paths of a block of the token refiner.
 _THEIRS, _REFINER = "txt_in.individual_token_refiner.blocks.*", "context_embedder.token_refiner.refiner_blocks.*"
 _QKV, _ADDED_QKV = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
-# Tencent's keys, and those that only ComfyUI has.
+# Keys of https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5, and those that only ComfyUI has.
 ORIGINAL_KEYS: KeyTable = {
     "img_in.proj": "x_embedder.proj",
     **{f"time_in.{name}": f"time_embed.timestep_embedder.{key}" for name, key in _TIME.items()},

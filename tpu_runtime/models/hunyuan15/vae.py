@@ -1,4 +1,19 @@
-"""HunyuanVideo 1.5's VAE: decodes one latent frame per call; its attention is computed in pieces that fit."""
+"""HunyuanVideo 1.5's VAE (https://arxiv.org/abs/2511.18870), diffusers' `AutoencoderKLHunyuanVideo15`.
+
+It decodes one latent frame per call, and encodes one image. It is causal in time: 1 + 4 * (T - 1) frames are T latent
+frames. The decoder's steps, for a latent frame:
+
+    conv_in, mid_block  [1, 32, 1, h, w] -> [1, 1024, 1, h, w], with attention to all pixels of this and earlier frames
+    up_blocks.0         -> [1, 1024, 2, 2h, 2w]
+    up_blocks.1         -> [1, 512, 4, 4h, 4w]
+    up_blocks.2         -> [1, 256, 4, 8h, 8w]
+    up_blocks.3         -> [1, 128, 4, 16h, 16w]
+    up_blocks.4         -> [1, 128, 4, 16h, 16w]
+    norm_out, conv_out  -> [1, 3, 4, 16h, 16w]
+
+Sizes change by a convolution whose channels become pixels, with a shortcut that repeats or averages channels (DC-AE,
+https://arxiv.org/abs/2410.10733).
+"""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -28,21 +43,25 @@ def decode(call: Call, latents: "torch.Tensor", report: Report) -> "Iterator[np.
     """
     import torch
 
-    unseen = torch.zeros(latents[:, :1].shape)
-    return decode_by_frame(call, latents, report, before_first=before_first, decode_next=decode_next, given=(unseen,))
+    no_frames = torch.zeros(latents[:, :1].shape)
+    return decode_by_frame(
+        call, latents, report, before_first=before_first, decode_next=decode_next, given=(no_frames,)
+    )
 
 
-def before_first(vae: Net, latent: "torch.Tensor", unseen: "torch.Tensor") -> "tuple[torch.Tensor, list[torch.Tensor]]":
+def before_first(
+    vae: Net, latent: "torch.Tensor", no_frames: "torch.Tensor"
+) -> "tuple[torch.Tensor, list[torch.Tensor]]":
     """Return the memory before the first latent frame `[1, 32, 1, h, w]`.
 
     vae: diffusers' `AutoencoderKLHunyuanVideo15`. latent: its first result, unused, has this size.
-    unseen: zeros `[1, 1, T, h, w]` for a video of T latent frames.
+    no_frames: zeros `[1, 1, T, h, w]` for a video of T latent frames, of which none exists yet.
     """
     import torch
 
     from ...programs import torch_bridge
 
-    shapes = torch_bridge.infer_shapes(lambda first, mask: decode_next(vae, first, [mask])[1], latent, unseen)
+    shapes = torch_bridge.infer_shapes(lambda first, mask: decode_next(vae, first, [mask])[1], latent, no_frames)
     return latent[:, :1], [torch.zeros(shape, dtype=latent.dtype, device=latent.device) for shape in shapes]
 
 
@@ -99,7 +118,7 @@ def decode_next(
     return to_pixels(frames[0].permute(1, 2, 3, 0)), new_memory
 
 
-def encode_to_latents(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
+def encode_to_latents(vae: Net, image: "torch.Tensor") -> "torch.Tensor":
     """Encode an image `[1, 3, height, width]` in -1..1, as a video of one frame, to the mean of its latent.
 
     vae: diffusers' `AutoencoderKLHunyuanVideo15`. Returns `[1, 32, 1, h, w]`.
@@ -109,7 +128,7 @@ def encode_to_latents(vae: Net, picture: "torch.Tensor") -> "torch.Tensor":
         return causal_convolution(conv, x, [x[:, :, :1]] * num_past_frames(conv), norm, onto)
 
     encoder = vae.encoder
-    x = convolve(encoder.conv_in, picture.unsqueeze(2))
+    x = convolve(encoder.conv_in, image.unsqueeze(2))
     for block in encoder.down_blocks:
         for resnet in block.resnets:
             x = run_resnet(resnet, x, convolve)
@@ -151,7 +170,7 @@ def causal_convolution(
 ) -> "torch.Tensor":
     """Apply `HunyuanVideo15CausalConv3d` to `x` `[1, channels, frames, h, w]`, preceded by the frames `past`.
 
-    conv: diffusers' module. past: `[1, channels, 1, h, w]` each. norm, onto: as in `layers.apply_convolution`.
+    conv: diffusers' module. past: `[1, channels, 1, h, w]` each. norm, onto: as in `conv_layers.apply_convolution`.
     """
     assert (conv.time_causal_padding[:4], conv.pad_mode) == ((1, 1, 1, 1), "replicate")
     return apply_convolution(conv.conv, x, edges="replicate", past=past, kernel=True, norm=norm, onto=onto)
@@ -198,10 +217,10 @@ def attend_to_image(attention: Net, x: "torch.Tensor") -> "torch.Tensor":
     return attention.proj_out(attended.movedim(-1, 1)[:, :, None]) + x
 
 
-def attend_to_past(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Array") -> "jax.Array":
+def attend_to_past(q: "jax.Array", k: "jax.Array", v: "jax.Array", mask: "jax.Array") -> "jax.Array":
     """Return exact attention of one frame to all pixels of the frames that exist.
 
-    q: `[batch, dim, 1, h, w]`. k, v: `[batch, dim, T, h, w]`. seen: `[batch, 1, T, h, w]`, not zero for frames that
+    q: `[batch, dim, 1, h, w]`. k, v: `[batch, dim, T, h, w]`. mask: `[batch, 1, T, h, w]`, not zero for frames that
     exist. The one head of 1024 is too wide for the attention kernel; the scores of a 720p frame to 31 frames are 0.2
     GiB on each of 8 chips.
     """
@@ -209,7 +228,7 @@ def attend_to_past(q: "jax.Array", k: "jax.Array", v: "jax.Array", seen: "jax.Ar
     import jax.numpy as jnp
 
     batch, dim = q.shape[:2]
-    keys, values, visible = (x.reshape(batch, x.shape[1], -1) for x in (k, v, seen))
+    keys, values, visible = (x.reshape(batch, x.shape[1], -1) for x in (k, v, mask))
     scores = jnp.einsum("bchw,bcs->bhws", q[:, :, 0], keys, preferred_element_type=jnp.float32) * dim**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, :, None] > 0, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhws,bcs->bchw", weights.astype(v.dtype), values)[:, :, None]
