@@ -43,7 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HubCheckpoint:
-    """The checkpoint on Hugging Face, and the entries of its `model_index.json` that identify the model."""
+    """The checkpoint on Hugging Face, and the entries of its `model_index.json` that identify the model.
+
+    No revision is pinned: a download takes the newest commit. A `Component`'s `needs` refuse the config of another
+    network.
+    """
 
     hub_id: str
     pipeline_classes: tuple[str, ...]  # upstream's classes for it
