@@ -1,4 +1,14 @@
-"""The denoiser of PixArt-Sigma: forward pass, sizes, sharding rules. Names as in `PixArtTransformer2DModel`."""
+"""The denoiser of PixArt-Sigma (https://arxiv.org/abs/2403.04692): forward pass, sizes, sharding rules.
+
+Its modules have the names of diffusers' `PixArtTransformer2DModel`. The steps, with the published sizes and latents
+`[rows, 4, h, w]`:
+
+    patches    [rows, N, 4 * 2 * 2] -> [rows, N, 1152], N = h/2 * w/2, plus sinusoids of row and column
+    time       sinusoids [rows, 256] -> [rows, 1152] -> modulation [rows, 6, 1152], one for all blocks
+    text       T5's states [rows, 300, 4096] -> [rows, 300, 1152]
+    28 blocks  self-attention with 16 heads of 72, cross-attention to the text, feed-forward of 4608
+    output     norm, shift and scale, then a projection [rows, N, 2 * 2 * 8] -> noise [rows, 4, h, w]
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,32 +19,32 @@ from ...model_spec import Component, ConfigRequirement, EqualsConfig
 from ..common import layers
 
 if TYPE_CHECKING:
-    # ComfyUI imports this file at its start: what is slow to import is imported where it is used.
+    # ComfyUI imports this file when it starts, so slow imports are inside the functions that use them.
     import torch
 
     from ...programs.sharded_ops import ShardedOps
 
 
 def forward(
-    transformer: Any,
-    run: "ShardedOps",
-    sample: "torch.Tensor",
-    timestep: "torch.Tensor",
-    inputs: "dict[str, torch.Tensor]",
+    dit: Any, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
 ) -> "torch.Tensor":
-    """Return the noise in `[rows, 4, latent_height, latent_width]` at one timestep, as `PixArtTransformer2DModel`."""
-    x = run.tokens(transformer.pos_embed(sample))  # [rows, tokens, dim]
-    modulation, time = transformer.adaln_single(timestep.expand(len(sample)), hidden_dtype=sample.dtype)
+    """Return the noise in `sample` `[rows, 4, height, width]` at one `timestep` `[1]`.
+
+    dit: diffusers' `PixArtTransformer2DModel`. run: operations on the mesh.
+    inputs: `text` `[rows, tokens, caption_channels]`, and `text_length` `[rows]`, its number of valid tokens.
+    """
+    x = run.tokens(dit.pos_embed(sample))  # [rows, tokens, dim]
+    modulation, time = dit.adaln_single(timestep.expand(len(sample)), hidden_dtype=sample.dtype)
     modulation = modulation.unflatten(1, (6, -1))
-    text = transformer.caption_projection(inputs["text"])
+    text = dit.caption_projection(inputs["text"])  # [rows, tokens, dim]
 
     def body(block: Any, x: "torch.Tensor") -> "torch.Tensor":
         return run_block(block, run, x, modulation, text, inputs["text_length"])
 
-    x = run.remove_padding(run.scan(transformer.transformer_blocks, x, body))
-    shift, scale = (transformer.scale_shift_table + time[:, None]).chunk(2, dim=1)
-    x = transformer.proj_out(transformer.norm_out(x) * (1 + scale) + shift)
-    size = transformer.config.patch_size
+    x = run.remove_padding(run.scan(dit.transformer_blocks, x, body))
+    shift, scale = (dit.scale_shift_table + time[:, None]).chunk(2, dim=1)
+    x = dit.proj_out(dit.norm_out(x) * (1 + scale) + shift)
+    size = dit.config.patch_size
     patches = x.unflatten(1, (sample.shape[2] // size, -1)).unflatten(3, (size, size, -1))
     noise = patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
     return noise[:, : sample.shape[1]]  # the other channels are the variance, which no solver uses
@@ -48,7 +58,11 @@ def run_block(
     text: "torch.Tensor",
     text_length: "torch.Tensor",
 ) -> "torch.Tensor":
-    """Self-attention, cross-attention to the text, feed-forward. What the text adds has no norm before it."""
+    """Run one `BasicTransformerBlock`: self-attention, cross-attention to the text without a norm, feed-forward.
+
+    block: diffusers' module. run: operations on the mesh. x: `[rows, tokens, dim]`. modulation: `[rows, 6, dim]`.
+    text: `[rows, tokens, dim]`. text_length: valid text tokens `[rows]`.
+    """
     norm = partial(run.residual_norm, eps=block.norm1.eps)
     look = partial(run.cross_attention, text_length=text_length)
     vectors = (block.scale_shift_table + modulation.float()).chunk(6, dim=1)
@@ -99,7 +113,7 @@ TRANSFORMER = Component(
         "norm_elementwise_affine": ConfigRequirement((False,)),
         "norm_type": ConfigRequirement(("ada_norm_single",)),
         "patch_size": ConfigRequirement((2,)),
-        # PixArt-Alpha tells the network the picture's size.
+        # True in PixArt-Alpha at 1024 pixels, which embeds the image's size.
         "use_additional_conditions": ConfigRequirement((False,), required=True),
     },
     blocks=("transformer_blocks",),
