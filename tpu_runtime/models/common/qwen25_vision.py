@@ -1,7 +1,7 @@
 """The vision tower of Qwen2.5-VL (https://arxiv.org/abs/2502.13923): images to tokens of its language model.
 
-It is transformers' `Qwen2_5_VisionTransformerPretrainedModel`: patches of 14 x 14 pixels, 32 layers of width 1280, and
-a merger that turns 2 x 2 patches into a token of width 3584.
+It is transformers' `Qwen2_5_VisionTransformerPretrainedModel`. Patches have 14 x 14 pixels. After 32 layers of width
+1280, a merger turns 2 x 2 patches into a token of width 3584.
 """
 
 from typing import TYPE_CHECKING

@@ -46,8 +46,8 @@ def forward(
     inputs: `text` `[rows, tokens, joint_attention_dim]`, all of it valid, and optionally `guidance` `[1]` and reference
         latents `reference_0`, `reference_1`, ... `[rows, 128, height, width]`, which are more tokens.
 
-    The image tokens are in two halves, so that sums of one half are exchanged between chips while products of the other
-    half are computed (`layers.OverlappedHalves`).
+    The image tokens are in two halves (`layers.OverlappedHalves`): sums of one half are exchanged between chips while
+    products of the other are computed.
     """
     import torch
 

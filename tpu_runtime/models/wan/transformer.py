@@ -36,8 +36,8 @@ def forward(
 
     dit: diffusers' `WanTransformer3DModel`. run: operations on the mesh.
     inputs: `text` `[rows, 512, text_dim]`; for image to video also `condition` `[1, 4 + 16, frames, height, width]`,
-        mask and latents concatenated as more channels, and in Wan 2.1 `image_embeds` `[1, 257, image_dim]`, CLIP's
-        image tokens.
+        mask and latents, which are more channels; in Wan 2.1 also `image_embeds` `[1, 257 * images, image_dim]`, CLIP's
+        tokens of one or two images.
     """
     import torch
 
