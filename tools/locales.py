@@ -2,8 +2,9 @@
 
     python tools/locales.py
 
-The English texts are those of the nodes' declarations. `tools/translations/` has the translation of each sentence, and
-further entries for texts that JavaScript or ComfyUI's own loaders declare.
+The English texts are those of the nodes' declarations, which the page has from ComfyUI; `locales/en` only has the names
+that it shows instead of an input's own. `tools/translations/` has the translation of each sentence, and further entries
+for texts that JavaScript or ComfyUI's own loaders declare.
 """
 
 import json
@@ -62,13 +63,23 @@ def main() -> None:
 
 def files() -> dict[Path, str]:
     """Return the content of each file below `locales/`. Raises KeyError with a sentence that has no translation."""
-    # English too: the page reads the names of sockets only from here.
-    found = {FOLDER / "en" / "nodeDefs.json": _text(nodes(str))}
+    found = {FOLDER / "en" / "nodeDefs.json": _text(display_names())}
     for source in sorted(TRANSLATIONS.glob("*.json")):
         own = json.loads(source.read_text())
         documents = {"nodeDefs.json": nodes(Table(own["sentences"])) | own["nodes"], **own["files"]}
         for name, document in documents.items():
             found[FOLDER / source.stem / name] = _text(document)
+    return found
+
+
+def display_names() -> dict[str, Any]:
+    """Return the names of inputs and outputs that differ from the declared ones: the page has no other source."""
+    found: dict[str, Any] = {}
+    for declaration in DECLARATIONS.values():
+        slots = {"inputs": {i.name: i for i in declaration.inputs}, "outputs": dict(enumerate(declaration.outputs))}
+        for kind, declared in slots.items():
+            if names := {str(key): {"name": one.label} for key, one in declared.items() if one.label != one.name}:
+                found.setdefault(declaration.id, {})[kind] = names
     return found
 
 
