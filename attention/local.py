@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ..kernels import attention, attention_int8, attention_reference, registry
+from ..kernels import attention, attention_reference, registry
 from ..kernels.attention_config import AttentionConfig, Scores, choose_config, kernel_name
 from ..kernels.attention_reference import Int8Keys, Keys
 from ..kernels.dispatch import KernelUnsupported, should_use
 from ..kernels.hardware import LANES, round_up
+from ..kernels.number_formats import EXACT, SCORES
 from .policy import AttentionPolicy
 from .prologue import HeadLayout
 
@@ -45,10 +46,10 @@ def choose_attention(policy: AttentionPolicy, mesh: Mesh | None, head_dim: int) 
 def select_scores(policy: AttentionPolicy, num_keys: int, device_kind: str | None) -> Scores:
     """Return how `policy` computes scores of `num_keys` keys: on chips `device_kind`, or by the reference if None.
 
-    Int8 scores are exact where the int8 kernel is switched off; the fallback has been logged.
+    Scores are exact where the kernel of their format is switched off; the fallback has been logged.
     """
     scores = policy.choose_scores(num_keys, device_kind)
-    return "exact" if device_kind is not None and KernelUnsupported(kernel=kernel_name(scores)) else scores
+    return EXACT if device_kind is not None and KernelUnsupported(kernel=kernel_name(scores)) else scores
 
 
 def attend_with_reference(
@@ -61,11 +62,12 @@ def attend_with_reference(
 ) -> tuple[Float[Array, "batch q_seq lanes"], Float[Array, "batch heads q_seq"] | None]:
     """Return the attention of `q` and, if `log_sums`, its log-sum-exp, as `attention_reference.flat_attention` does.
 
-    keys: arrays of keys and values. head_dim: lanes of a head. policy: decides whether scores are those of int8.
+    keys: arrays of keys and values. head_dim: lanes of a head. policy: decides the format of scores.
     """
-    if not _are_quantized(keys) and policy.choose_scores(sum(part.rows for part in keys)) == "exact":
+    scores = "int8" if _are_quantized(keys) else policy.choose_scores(sum(part.rows for part in keys))
+    if scores == EXACT:
         return attention_reference.flat_attention(q, keys, head_dim=head_dim, log_sums=log_sums)
-    rounded, keys = attention_int8.fake_quantize(q, keys, head_dim, head_dim**-0.5)
+    rounded, keys = SCORES[scores].fake_quantize(q, keys, head_dim, head_dim**-0.5)
     out, log_sum = attention_reference.flat_attention(rounded, keys, head_dim=head_dim, log_sums=log_sums)
     return out.astype(q.dtype), log_sum
 
@@ -91,7 +93,7 @@ def attend_with_kernel(
         resize = functools.partial(_resize, head_dim=head_dim, wanted=padded)
         q, keys = resize(q), [replace(part, **_resize_fields(part, resize)) for part in keys]
     rows = [part.rows for part in keys]
-    scores: Scores = "int8" if _are_quantized(keys) else select_scores(policy, sum(rows), device_kind)
+    scores = "int8" if _are_quantized(keys) else select_scores(policy, sum(rows), device_kind)
     form = _form(policy, device_kind, q.shape[1], rows, scores, heads=heads, head_dim=padded, itemsize=q.dtype.itemsize)
     if keys[0].blocks is not None and not should_use(attention.check_support(heads, padded, keys[0].blocks, form)):
         return attend_with_reference(*unpadded, head_dim=head_dim, log_sums=log_sums, policy=policy)

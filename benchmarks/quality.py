@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from comfyui_tpu.attention import policy, tiles
 from comfyui_tpu.kernels import attention, attention_int8, attention_reference, linear_int8
-from comfyui_tpu.kernels.attention_config import INT8_TILES, AttentionConfig
+from comfyui_tpu.kernels.attention_config import SCORE_TILES, AttentionConfig
 from comfyui_tpu.nodes.headless.compare import psnr
 from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.cache import magcache_curves
@@ -160,7 +160,7 @@ def harder_cases(keys: int = 16384, queries: int = 256) -> Iterator[dict[str, An
         exact, _ = attention_reference.flat_attention(q, parts, head_dim=head_dim, log_sums=False)
         rounded, rounded_parts = attention_int8.fake_quantize(q, parts, head_dim, scale)
         reference, _ = attention_reference.flat_attention(rounded, rounded_parts, head_dim=head_dim, log_sums=False)
-        form = AttentionConfig(scores="int8", **INT8_TILES[head_dim])
+        form = AttentionConfig(scores="int8", **SCORE_TILES["int8"][head_dim])
         kernel, _ = attention.flat_attention(
             q, parts, head_dim=head_dim, form=form, log_sums=False, scale=scale, interpret=True
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..sharding.chips import CHIPS
 from . import registry
 from .dispatch import uses_small_tiles
 from .hardware import LANES, MIB, PACKED_ROWS, RESERVED_MIB, SUBLANES, VMEM_MIB, round_up
@@ -15,19 +14,21 @@ from .hardware import LANES, MIB, PACKED_ROWS, RESERVED_MIB, SUBLANES, VMEM_MIB,
 # Written by `benchmarks/tune_attention.py`: the fastest `tiles` for `kv_rows` keys, and the `libtpu` that timed them.
 TUNED_TILES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("attention_tiles.json").read_text())
 SPILLED_BYTES = 4 * MIB  # of registers that the compiler spills: the largest form spills 3 MiB
-# By the lanes of a head. Small `columns` interleave the two products, which keeps both matrix units busiest.
+# Small `columns` interleave the two products, which keeps both matrix units busiest.
 _INT8 = {"step": 512, "unroll": 8, "columns": 256}
-INT8_TILES: dict[int, dict[str, Any]] = {64: {"block_q": 1024, "heads": 2, **_INT8}, 128: {"block_q": 2048, **_INT8}}
-INT8_ATTENTION_CHIPS = tuple(chip.device_kind for chip in CHIPS if chip.int8_attention)  # JAX's names
+# By the format of approximate scores and the lanes of a head.
+SCORE_TILES: dict[str, dict[int, dict[str, Any]]] = {
+    "int8": {64: {"block_q": 1024, "heads": 2, **_INT8}, 128: {"block_q": 2048, **_INT8}}
+}
 Maximum = Literal["zero", "sampled", "online"]
-Scores = Literal["exact", "int8"]
+Scores = str  # "exact", or a name in `number_formats.SCORES`
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Configuration of the attention kernel."""
 
-    scores: Scores = "exact"  # "int8" scores are approximate, see `attention_int8`
+    scores: Scores = "exact"  # others are approximate, see `attention_int8`
     # What is subtracted before the exponential. "zero": nothing, for bounded scores. "online": a running maximum.
     # "sampled": the maximum over the first keys; a block of queries that overflows is computed again "online".
     maximum: Maximum = "sampled"
@@ -64,8 +65,8 @@ class AttentionConfig:
 
 
 def kernel_name(scores: Scores) -> str:
-    """Return the kernel's name in fallbacks. A machine can disable the int8 kernel alone; its calls are then exact."""
-    return registry.ATTENTION_INT8 if scores == "int8" else registry.ATTENTION
+    """Return the kernel's name in fallbacks. A machine can disable that of a format; its calls are then exact."""
+    return registry.ATTENTION_BY_SCORES[scores]
 
 
 def choose_config(
@@ -90,7 +91,7 @@ def choose_config(
     if scores == "exact":
         tiles = choose_tiles(device_kind, head_dim=head_dim, kv_rows=sum(kv_rows), heads=heads)
     else:
-        tiles = INT8_TILES[min(head_dim, LANES)]
+        tiles = SCORE_TILES[scores][min(head_dim, LANES)]
     limit_mib = (VMEM_MIB.get(device_kind, 16) - RESERVED_MIB) // (1 + uses_small_tiles(kernel_name(scores)))
     candidates = list(_candidates(AttentionConfig(scores=scores, maximum=maximum, vmem_mib=limit_mib, **tiles)))
     fitting = (f for f in candidates if estimate_vmem_bytes(f, q_seq, kv_rows, head_dim, itemsize) <= limit_mib * MIB)

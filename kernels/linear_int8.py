@@ -20,12 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
-from ..sharding.chips import CHIPS
 from . import registry
 from .dispatch import KernelUnsupported, should_use, uses_small_tiles
 from .hardware import INT8_ROWS, LANES, MIB, RESERVED_MIB, VMEM_MIB, Interpret, Ref, Slice, device_kind, round_up
 
-INT8_LINEAR_CHIPS = tuple(chip.device_kind for chip in CHIPS if chip.int8_linear)  # JAX's names
 INT8_MAX = 127
 EPS = 1e-30  # added to the largest magnitude of a token or a weight, so that no scale is zero
 TOKENS = (256, 128)  # tokens of a grid step: the second if the first leaves no VMEM for weights
@@ -113,6 +111,16 @@ def rotate_weight(weight: Float[Array, "..."], axis: int, block: int) -> Float[A
     blocks = x.reshape(*x.shape[:-1], -1, block)
     rotated = jnp.matmul(blocks, rotation_matrix(block) / block, precision="highest")
     return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)
+
+
+def quantize_weight(
+    weight: Float[Array, "..."], axes: tuple[int, ...], chips: int
+) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+    """Return a weight `[...]` rotated and quantized, and its scale, which lacks `axes`.
+
+    axes: over which a product sums. chips: over which the axes may be split.
+    """
+    return quantize(rotate_weight(weight, axes[-1], rotation_block(weight.shape[axes[-1]], chips=chips)), axes)
 
 
 def _rotate(x: Float[Array, "... lanes"], matrix: Float[Array, "lanes lanes"]) -> Float[Array, "... lanes"]:

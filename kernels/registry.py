@@ -6,6 +6,7 @@ ATTENTION = "attention"
 ATTENTION_WITH_RERUN = ATTENTION + WITH_RERUN
 ATTENTION_INT8 = "attention_int8"
 ATTENTION_INT8_WITH_RERUN = ATTENTION_INT8 + WITH_RERUN
+ATTENTION_BY_SCORES = {"exact": ATTENTION, "int8": ATTENTION_INT8}  # by the format of the scores
 TURN = "turn"
 PROLOGUE = "attention_prologue"
 JOIN = "attention_join"
@@ -13,6 +14,7 @@ RESIDUAL_NORM = "residual_norm"
 CONVOLUTION = "convolution"
 MODULATION = "modulation"
 LINEAR_INT8 = "linear_int8"
+LINEARS = (LINEAR_INT8,)  # of quantized linear layers
 ROUND_TOKENS = "round_tokens"
 
 # Kernels that can be switched off on a machine: the word that switches one off, and its name.

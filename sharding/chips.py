@@ -25,8 +25,10 @@ class Chip:
     # Whether libtpu can let a SparseCore gather weights while the tensor cores compute. v5p has SparseCores too, but
     # gathers stay on its tensor cores.
     gathers_on_sparse_core: bool = False
-    int8_linear: bool = False  # whether the matrix units multiply int8 twice as fast as bfloat16
-    int8_attention: bool = False  # whether int8 scores save time, see `kernels/attention_int8.py`
+    # Number formats (see `kernels/number_formats.py`) that the matrix units multiply faster than bfloat16, and those
+    # whose attention scores save time.
+    linear_formats: tuple[str, ...] = ()
+    score_formats: tuple[str, ...] = ()
     estimates_kernels: bool = False  # whether libtpu can estimate a kernel's cycles; otherwise its DMA model aborts
 
     @property
@@ -56,8 +58,8 @@ CHIPS: tuple[Chip, ...] = (
     ),
     Chip(
         generation="v5e", device_kind="TPU v5 lite", peak_tflop_s=197.0, clock_ghz=1.5, hbm_gib=15.75, hbm_gb_s=819.0,
-        vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=45.0, mxu_width=128, int8_linear=True,
-        estimates_kernels=True,
+        vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=45.0, mxu_width=128,
+        linear_formats=("int8",), estimates_kernels=True,
     ),
     Chip(
         generation="v5p", device_kind="TPU v5", peak_tflop_s=459.0, clock_ghz=1.75, hbm_gib=95.74, hbm_gb_s=2765.0,
@@ -67,7 +69,7 @@ CHIPS: tuple[Chip, ...] = (
     Chip(
         generation="v6e", device_kind="TPU v6 lite", peak_tflop_s=918.0, clock_ghz=1.75, hbm_gib=31.25, hbm_gb_s=1638.0,
         vmem_mib=128, scoped_vmem_mib=64, links=4, link_gb_s=90.0, mxu_width=256, gathers_on_sparse_core=True,
-        int8_linear=True, int8_attention=True, estimates_kernels=True,
+        linear_formats=("int8",), score_formats=("int8",), estimates_kernels=True,
     ),
     Chip(
         generation="tpu7x", device_kind="TPU7x", peak_tflop_s=2307.0, clock_ghz=2.2, hbm_gib=94.75, hbm_gb_s=7380.0,

@@ -20,9 +20,10 @@ from ...attention.policy import AttentionPolicy
 from ...attention.prologue import HeadLayout
 from ...attention.tiles import SlidingTileMask, Tiling
 from ...kernels import convolution, dispatch, linear_int8, modulation, registry, residual_norm
-from ...kernels.attention_config import INT8_ATTENTION_CHIPS, AttentionConfig, choose_config
+from ...kernels.attention_config import AttentionConfig, choose_config
 from ...kernels.hardware import VMEM_MIB
 from ...kernels.linear_int8 import Activation
+from ...kernels.number_formats import FORMATS, LINEAR_CHIPS, SCORE_CHIPS, NumberFormat
 from ...kernels.prologue import Norm
 from ...sharding.mesh import Device, make_mesh
 from ...sharding.shape import MeshShape
@@ -44,12 +45,12 @@ EPS = 1e-6
 # The form whose keys after the sampled ones are so large that blocks are computed again. Scores are near 200, so their
 # rounding errors are 200 times those of 1.
 RERUN, RERUN_FACTOR, SAMPLED = "sampled maximum that fails", 40, 256
-# Not exact: the bound covers the rounding of queries and keys, for values of this number and distribution.
+# Not exact: the bound covers the rounding of both factors, for values of this number and distribution.
 INT8 = "int8 scores"
 LEFT_OUT = f"{INT8} and blocks left out"
 FORMS = ("bounded scores", "sampled maximum", RERUN, "running maximum", "keys in the grid", INT8, LEFT_OUT)
 RERUN_BOUNDS = {"float32": Tolerance(error=8e-5, slope=1e-4), "bfloat16": BOUNDS["bfloat16"]}
-INT8_BOUND = Tolerance(error=8e-2, slope=2e-2)
+QUANTIZED_BOUND = Tolerance(error=8e-2, slope=2e-2)
 
 
 def checks(device: Device, host: Device) -> Iterator[Check]:
@@ -58,8 +59,8 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
 
     def check(kernel: str, stage: str, run: Callable[[], tuple[Arrays, Arrays]]) -> Check:
         bound = (
-            INT8_BOUND
-            if INT8 in stage or kernel == registry.LINEAR_INT8
+            QUANTIZED_BOUND
+            if INT8 in stage or kernel in registry.LINEARS
             else (RERUN_BOUNDS if RERUN in stage else BOUNDS)[precision]
         )
         return Check(
@@ -80,8 +81,9 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
             lambda head_dim=head_dim: _prologue(device, host, head_dim),
         )
     yield check(registry.RESIDUAL_NORM, "residual norm", lambda: _residual_norm(device, host))
-    if device.platform != "tpu" or device.device_kind in linear_int8.INT8_LINEAR_CHIPS:
-        yield check(registry.LINEAR_INT8, "int8 linear layers", lambda: _linear_int8(device, host))
+    for name, row in FORMATS.items():
+        if device.platform != "tpu" or device.device_kind in LINEAR_CHIPS[name]:
+            yield check(row.kernel, f"{name} linear layers", lambda row=row: _quantized_linear(device, host, row))
     if device.platform != "tpu" or VMEM_MIB.get(device.device_kind, 0) >= convolution.MIN_VMEM_MIB:
         yield check(registry.CONVOLUTION, "convolution", lambda: _convolution(device, host))
         yield check(registry.MODULATION, "modulation", lambda: _modulation(device, host))
@@ -135,7 +137,7 @@ def _forms(device: Device, head_dim: int) -> dict[str, AttentionConfig]:
         "running maximum": replace(form, maximum="online"),
         "keys in the grid": replace(form, maximum="online", block_kv=block),
     }
-    has_int8 = device.platform != "tpu" or device.device_kind in INT8_ATTENTION_CHIPS
+    has_int8 = device.platform != "tpu" or device.device_kind in SCORE_CHIPS["int8"]
     return {name: forms[name] for name in FORMS if has_int8 or INT8 not in name}
 
 
@@ -219,8 +221,8 @@ def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     return run(device, kernel=True), run(host, kernel=False)
 
 
-def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
-    """Check int8 linear layers as blocks use them, within a stack of layers.
+def _quantized_linear(device: Device, host: Device, row: NumberFormat) -> tuple[Arrays, Arrays]:
+    """Check linear layers in a format as blocks use them, within a stack of layers.
 
     Two of one input, with a GELU, a gated pair, of tokens that were rounded before, and one that is added to tokens.
     The reference multiplies unrounded values.
@@ -244,12 +246,12 @@ def _linear_int8(device: Device, host: Device) -> tuple[Arrays, Arrays]:
         def rounded(x: Any, factors: Sequence[Any], activation: Activation | None, onto: Any = None) -> list[jax.Array]:
             weights = []
             for factor, bias in factors:
-                numbers, scale = linear_int8.quantize(linear_int8.rotate_weight(factor, 2, block), (2,))
+                numbers, scale = row.quantize_weight(factor, (2,), chips=1)
                 weights.append(linear_int8.Int8Weight(numbers, scale[layer], bias))
             how = {"block": block, "activation": activation, "turned": False, "layer": jnp.int32(layer)}
-            if activation == "silu":
-                x = linear_int8.quantize_tokens(x, block=block, kernel=True, interpret=interpret)
-            return linear_int8.linear_int8_kernel([x], weights, **how, onto=onto, interpret=interpret)
+            if activation == "silu" and row.quantize_tokens is not None:
+                x = row.quantize_tokens(x, block=block, kernel=True, interpret=interpret)
+            return row.multiply_in_kernel([x], weights, **how, onto=onto, interpret=interpret)
 
         def all_ways(x: Any, first: Any, second: Any, bias: Any, onto: Any, gate: Any) -> Arrays:
             apply = rounded if kernel else exact

@@ -17,6 +17,7 @@ from comfyui_tpu.kernels import attention as kernel
 from comfyui_tpu.kernels import attention_kernel, attention_reference
 from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.kernels.attention_reference import BLOCKS_PER_TURN, BlockSparsity, keys_in_blocks, keys_of_length
+from comfyui_tpu.kernels.number_formats import SCORE_CHIPS
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -347,7 +348,7 @@ def test_tile_attention_int8_on_two_chips_matches_one_chip(how: Kernel, monkeypa
     """Before chips exchange them, by the real ones alone: padding in tiles, behind them and of a text is NaN."""
     monkeypatch.setattr(tiles, "TILE_ROWS_MULTIPLE", 128)
     monkeypatch.setattr("comfyui_tpu.attention.policy.LONG_SEQUENCE_TOKENS", 0)
-    monkeypatch.setattr("comfyui_tpu.attention.policy.INT8_ATTENTION_CHIPS", (jax.devices()[0].device_kind,))
+    monkeypatch.setitem(SCORE_CHIPS, "int8", (jax.devices()[0].device_kind,))
     found = Tiling(sizes=(3, 5, 11), tile=(1, 3, 7))
     random = np.random.default_rng(5)
     latent, text = (random.normal(size=(3, 2, rows, 6, 64)).astype(np.float32) for rows in (1088, 7))

@@ -15,6 +15,7 @@ from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy, Kernel
 from comfyui_tpu.kernels import attention_config, attention_int8, attention_kernel, hardware
 from comfyui_tpu.kernels.attention_config import AttentionConfig
+from comfyui_tpu.kernels.number_formats import SCORE_CHIPS
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support import closeness
@@ -45,9 +46,7 @@ WEIGHTS = 3 * 2.0**-8
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """And on this machine's devices too, as on those that int8 makes faster."""
     monkeypatch.setattr(policy_module, "LONG_SEQUENCE_TOKENS", 0)
-    monkeypatch.setattr(
-        policy_module, "INT8_ATTENTION_CHIPS", (*policy_module.INT8_ATTENTION_CHIPS, jax.devices()[0].device_kind)
-    )
+    monkeypatch.setitem(SCORE_CHIPS, "int8", (*SCORE_CHIPS["int8"], jax.devices()[0].device_kind))
 
 
 def round_to_int8(q: np.ndarray, k: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:

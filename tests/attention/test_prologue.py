@@ -12,6 +12,7 @@ import torch
 from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.attention.prologue import HeadLayout, Prologue
+from comfyui_tpu.kernels.number_formats import SCORE_CHIPS
 from comfyui_tpu.kernels.prologue import Norm
 from comfyui_tpu.sharding.mesh import make_mesh
 from comfyui_tpu.sharding.shape import MeshShape
@@ -173,7 +174,7 @@ def test_prologue_on_every_mesh_matches_diffusers(shape: MeshShape, rows: int, n
 def test_joint_attention_odd_heads_on_two_chips_match_one_chip(scores: Any, monkeypatch: pytest.MonkeyPatch):
     """Three heads each, latents beside a text that every chip has: as on one chip."""
     monkeypatch.setattr("comfyui_tpu.attention.policy.LONG_SEQUENCE_TOKENS", 0)
-    monkeypatch.setattr("comfyui_tpu.attention.policy.INT8_ATTENTION_CHIPS", (jax.devices()[0].device_kind,))
+    monkeypatch.setitem(SCORE_CHIPS, "int8", (jax.devices()[0].device_kind,))
     how = AttentionPolicy(kernel="pallas", scores=scores)
     latents, text = ([random_tensor(1, seq, 6, 128).numpy() + shift for shift in (0, 0.1, 0.2)] for seq in (64, 9))
     chosen = {"lengths": (57, 9), "placements": ("sharded", "replicated"), "policy": how}

@@ -65,7 +65,7 @@ FAMILIES = ("Wan21", "Flux2", "HunyuanVideo15", "CogVideoX", "ZImage", "QwenImag
 def test_quality_int8_is_close_and_leaves_exact_unchanged(family: str, monkeypatch: pytest.MonkeyPatch):
     """One engine, programs of both at once: neither takes the other's."""
     monkeypatch.setattr(policy, "LONG_SEQUENCE_TOKENS", 0)
-    monkeypatch.setattr(weights, "MIN_INT8_LANES", 0)
+    monkeypatch.setattr(weights, "MIN_QUANTIZED_LANES", 0)
     spec, runner = spec_for_family(family), Runner(jax.devices()[:2])
     model = ModelRef(spec_name=spec.name, model_id=spec.miniature.id)
     shorter = {"num_frames": 9} if family == "Wan21" else {}

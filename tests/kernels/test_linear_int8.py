@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from comfyui_tpu.kernels import hardware, linear_int8
 from comfyui_tpu.kernels.linear_int8 import Int8Weight, Tiles
+from comfyui_tpu.kernels.number_formats import LINEAR_CHIPS
 from comfyui_tpu.tests.support.closeness import OPERATION, difference
 
 pytestmark = pytest.mark.slow
@@ -205,7 +206,7 @@ def test_check_support_partial_registers_are_refused():
     assert not linear_int8.check_support([128], [256])
 
 
-@pytest.mark.parametrize("kind", linear_int8.INT8_LINEAR_CHIPS)
+@pytest.mark.parametrize("kind", LINEAR_CHIPS["int8"])
 @pytest.mark.parametrize(
     ("ins", "outs", "most_groups"),
     [(5120, [5120] * 3, 1), (13824, [5120], 1), (3072, [9216, 9216], 1), (6144, [18432, 18432], 4)],

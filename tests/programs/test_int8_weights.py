@@ -27,7 +27,7 @@ NO_RUNGS = KernelFallbacks()
 
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MIN_INT8_LANES", 0)
+    monkeypatch.setattr(weights, "MIN_QUANTIZED_LANES", 0)
 
 
 def network(spec: ModelSpec) -> upstream_network.Network:
@@ -45,7 +45,7 @@ def load_weights(
     folder = tiny.ensure_random(spec) / "transformer"
     files = checkpoint.match_weights(own, checkpoint.read_headers(folder, own.component), folder)
     changes = apply.make_merge(loras, own) if loras else None
-    wanted = weights.abstract_weights(own, mesh, "bfloat16", axes)
+    wanted = weights.abstract_weights(own, mesh, "bfloat16", axes, "int8")
     found = weight_loader.load_weights(own, files, wanted, "test", SilentProgress(), changes)
     assert {name: (x.shape, x.dtype, x.sharding) for name, x in found.items()} == {
         name: (x.shape, x.dtype, x.sharding) for name, x in wanted.items()
@@ -88,7 +88,7 @@ def test_int8_weights_with_lora_match_rotated_rounding_on_every_mesh(name: str, 
     """One scale an output, also where chips have parts of what a product sums over."""
     spec = lookup_spec(name)
     own = network(spec)
-    axes = weights.find_int8_weights(own)
+    axes = weights.find_quantizable_weights(own)
     assert axes
     changed = next(one for one in axes if own.weights[one].cut is None)
     source, size = own.weights[changed].sources[0], own.weights[changed].layer_shape
@@ -112,15 +112,15 @@ def test_add_scale_parameters_without_int8_hardware_is_empty(kind: str):
         platform, device_kind = "tpu", kind
 
     own = network(SPECS[0])
-    assert weights.add_scale_parameters(own, Device(), NO_RUNGS) == {}  # type: ignore[arg-type]
+    assert weights.add_scale_parameters(own, Device(), NO_RUNGS, "int8") == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("few_are_many")
 def test_add_scale_parameters_without_int8_kernel_is_empty():
     own, device = network(SPECS[0]), jax.devices()[0]
-    assert weights.add_scale_parameters(own, device, KernelFallbacks(off=(registry.LINEAR_INT8,))) == {}
-    assert weights.add_scale_parameters(own, device, NO_RUNGS)
+    assert weights.add_scale_parameters(own, device, KernelFallbacks(off=(registry.LINEAR_INT8,)), "int8") == {}
+    assert weights.add_scale_parameters(own, device, NO_RUNGS, "int8")
 
 
-def test_find_int8_weights_skips_small_products():
-    assert weights.find_int8_weights(network(SPECS[0])) == {}
+def test_find_quantizable_weights_skips_small_products():
+    assert weights.find_quantizable_weights(network(SPECS[0])) == {}

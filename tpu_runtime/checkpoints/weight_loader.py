@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
+from ...kernels.number_formats import BY_DTYPE
 from .. import host_memory
 from ..files import CheckpointError, Index, TensorFile
 from ..messages import compose
 from ..programs.upstream_network import Network, Weight
-from ..programs.weights import SCALE_SUFFIX, Weights, find_int8_weights, quantize_weight
+from ..programs.weights import SCALE_SUFFIX, Weights, find_quantizable_weights, quantize_weight
 from ..progress import Progress
 from ..units import GB, MIB
 from .placement import PutsInFlight, list_shards, place
@@ -65,7 +66,7 @@ def load_weights(
     title: of the weights, for messages.
     changed: weights that differ from the files; None if none do.
     weights: loaded weights, of which those in `wanted` are freed one by one and replaced; None for an empty dict.
-    check: called before the chips round a weight to int8, which follows all changes.
+    check: called before the chips quantize a weight, which follows all changes.
     A cancel stops between two tensors and discards the weights read so far. Raises `HostMemoryError` before any byte
     is read if the host's memory is too small.
     """
@@ -80,7 +81,7 @@ def load_weights(
         reader = TensorReader(stack, progress.check_cancelled)
         numbers = {name: want for name, want in wanted.items() if not name.endswith(SCALE_SUFFIX)}
         plain = {name: want for name, want in numbers.items() if name not in merged}
-        axes = find_int8_weights(network) if len(numbers) < len(wanted) else {}
+        axes = find_quantizable_weights(network) if len(numbers) < len(wanted) else {}
         in_flight = PutsInFlight()
         # Nested, so that the reading threads end before their files are closed.
         with read_shards(reader.for_background_threads(), network, files, plain, in_flight) as ahead:
@@ -93,7 +94,7 @@ def load_weights(
                     weights[name] = changed.read(reader, name, files[name], _as_read(want))
                 else:
                     weights[name] = place(want.shape, want.sharding, lambda index: next(ahead), in_flight)
-                if want.dtype == jax.numpy.int8:
+                if want.dtype in BY_DTYPE:
                     check(f"round {name}")
                     in_flight.wait_for_all()  # it refers to the weight that is rounded
                     weights[name], weights[name + SCALE_SUFFIX] = quantize_weight(
@@ -132,8 +133,8 @@ def _host_weight_bytes(want: jax.ShapeDtypeStruct) -> int:
 
 
 def _as_read(want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the abstract weight as it is read: bfloat16 if it is rounded to int8 afterwards."""
-    if want.dtype != jax.numpy.int8:
+    """Return the abstract weight as it is read: bfloat16 if it is quantized afterwards."""
+    if want.dtype not in BY_DTYPE:
         return want
     return jax.ShapeDtypeStruct(want.shape, jax.numpy.bfloat16, sharding=want.sharding)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
+from ...kernels.number_formats import BY_DTYPE
 from ..programs.program import Program
 
 
@@ -24,8 +24,9 @@ class Flops:
     """
 
     total: float = 0.0  # multiplications and additions
-    kernels: float = 0.0  # those of `total` in Pallas kernels, with int8 at half
-    # `total`, but contractions shallower than the MXU count as if they filled it, and int8, twice as fast, as half.
+    kernels: float = 0.0  # those of `total` in Pallas kernels, with those in a faster format divided by its speedup
+    # `total`, but contractions shallower than the MXU count as if they filled it, and products in a
+    # faster format are divided by its speedup.
     charged: float = 0.0
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -51,9 +52,10 @@ def count_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr, mxu_width: int) -> Flops:
 def _dot(equation: Any, mxu_width: int) -> Flops:
     (contracted, _), _ = equation.params["dimension_numbers"]
     depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-    is_int8 = all(factor.aval.dtype == jnp.int8 for factor in equation.invars)
+    dtype, other = (factor.aval.dtype for factor in equation.invars)
     product = _product(2.0 * depth * equation.outvars[0].aval.size, depth, mxu_width)
-    return replace(product, charged=product.charged / 2) if is_int8 else product
+    faster = BY_DTYPE.get(dtype) if other == dtype else None
+    return replace(product, charged=product.charged / faster.speedup) if faster else product
 
 
 def _convolution(equation: Any, mxu_width: int) -> Flops:

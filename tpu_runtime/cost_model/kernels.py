@@ -28,7 +28,7 @@ TIMEOUT_S = 1800
 # bundles, 1 s for 3 700), to little use: it skips conditional parts.
 ESTIMATED_BUNDLES = 8000
 # Prefixes of kernels that libtpu does not estimate: their loops over rows take it minutes and up to 16 GiB.
-NOT_ESTIMATED = (registry.CONVOLUTION, registry.MODULATION, registry.LINEAR_INT8)
+NOT_ESTIMATED = (registry.CONVOLUTION, registry.MODULATION, *registry.LINEARS)
 _DTYPES = {
     "pred": "bool",
     **{f"s{bits}": f"int{bits}" for bits in (4, 8, 16, 32)},
@@ -69,7 +69,7 @@ class MosaicCall:
     @property
     def moved_bytes(self) -> int | None:
         """Return the stated bytes of a kernel that reads one layer of a stack; None for others."""
-        if not self.name.startswith(registry.LINEAR_INT8):
+        if not self.name.startswith(registry.LINEARS):
             return None
         estimate = json.loads(self.config)["custom_call_config"].get("cost_estimate", {})
         return int(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else None

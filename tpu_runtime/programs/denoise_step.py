@@ -18,6 +18,7 @@ from ...attention import local
 from ...attention.policy import AttentionPolicy, is_long_sequence
 from ...attention.tiles import MAX_TILES, Tiling
 from ...kernels import dispatch
+from ...kernels.number_formats import EXACT, FORMATS, SCORES
 from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..model_spec import FeatureReuse, ModelSpec, Quality
@@ -177,7 +178,8 @@ class _StepBuild:
     mesh: Mesh
     network: upstream_network.Network
     on_mesh: ShardedOps
-    axes: weights.Axes  # contracting dimensions of int8 weights
+    axes: weights.Axes  # contracting dimensions of quantized weights
+    number_format: str  # of quantized weights
 
     @classmethod
     def create(cls, spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> "_StepBuild":
@@ -185,31 +187,33 @@ class _StepBuild:
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.private_network(spec.component(spec.denoiser.experts[0]), config)
         quality = Quality(shape.quality)
-        is_int8 = quality.uses_int8
-        axes = weights.add_scale_parameters(network, target.devices[0], target.fallbacks.kernels) if is_int8 else {}
+        number_format = "int8" if quality.uses_int8 else EXACT
+        axes = weights.add_scale_parameters(network, target.devices[0], target.fallbacks.kernels, number_format)
         num_tokens = spec.geometry.num_tokens(shape.latent_shape)
         policy = AttentionPolicy(
             kernel=target.kernel,
             bounded=bool(spec.denoiser.head_norms) if shape.bounded is None else shape.bounded,
-            scores="int8" if is_int8 else "exact",
+            scores=number_format if number_format in SCORES else EXACT,
         )
         on_tpu = target.devices[0].platform == "tpu"
         scores = policy.choose_scores(num_tokens, target.devices[0].device_kind if on_tpu else None)
-        if is_int8 and not axes and scores == "exact":
+        if number_format != EXACT and not axes and scores == EXACT:
             reason = f"with {num_tokens} tokens, these layers and these chips it would be no faster"
-            log.warning("%s: quality int8 is exact here: %s.", spec.title, reason)
+            log.warning("%s: quality %s is exact here: %s.", spec.title, number_format, reason)
         on_mesh = ShardedOps(
             mesh=mesh,
             num_tokens=num_tokens,
             frame_tokens=spec.geometry.frame_tokens(shape.latent_shape),
             policy=policy,
             layouts=weights.layouts(network, mesh, target.precision, axes),
-            rounds=weights.are_all_int8(network, axes),
+            quantize_tokens=(
+                FORMATS[number_format].quantize_tokens if weights.are_all_quantized(network, axes) else None
+            ),
             tiles=choose_tiling(spec, config, shape.latent_shape, mesh, policy, target) if quality.is_sparse else None,
         )
         return cls(
             spec=spec, config=config, target=target, shape=shape,
-            mesh=mesh, network=network, on_mesh=on_mesh, axes=axes,
+            mesh=mesh, network=network, on_mesh=on_mesh, axes=axes, number_format=number_format,
         )  # fmt: skip
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[PyTree, PyTree]:
@@ -296,7 +300,7 @@ class _StepBuild:
         return Program(
             name=name,
             fn=fn,
-            weights=weights.abstract_weights(self.network, mesh, self.target.precision, self.axes),
+            weights=weights.abstract_weights(self.network, mesh, self.target.precision, self.axes, self.number_format),
             components=self.spec.denoiser.experts,
             args=args,
             mesh=mesh,

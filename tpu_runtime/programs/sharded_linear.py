@@ -1,4 +1,4 @@
-"""Products of tokens and weights on the mesh: int8 weights, and sums that stay split over the chips of `tp`."""
+"""Products of tokens and weights on the mesh: quantized weights, and sums that stay split over the chips of `tp`."""
 
 import functools
 from collections.abc import Sequence
@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ...attention.policy import AttentionPolicy
-from ...kernels.linear_int8 import Activation, GatedResidual, Int8Tokens, Int8Weight, linear_int8, rotation_block
+from ...kernels.linear_int8 import Activation, GatedResidual, Int8Tokens, Int8Weight, rotation_block
+from ...kernels.number_formats import BY_DTYPE
 
 
-def int8_linear(
+def quantized_linear(
     mesh: Mesh,
     policy: AttentionPolicy,
     tokens: P,
@@ -26,7 +27,7 @@ def int8_linear(
     layer: Int[Array, ""] | None = None,
     onto: GatedResidual | None = None,
 ) -> list[Array]:
-    """Return the lanes of all `parts` times each of `weights`, `[batch, tokens, outs]`: see `linear_int8`.
+    """Return the lanes of all `parts` times each of `weights`, `[batch, tokens, outs]`, in the weights' format.
 
     mesh, policy: of the program. tokens: sharding of `[batch, tokens, dim]`.
     parts: `[batch, tokens, lanes]` each. activation, turned, layer, onto: see `linear_int8`.
@@ -35,7 +36,8 @@ def int8_linear(
     """
     platform = mesh.devices.flat[0].platform
     run = functools.partial(
-        linear_int8, block=rotation_block(*(part.shape[-1] for part in parts), chips=mesh.shape["tp"]),
+        BY_DTYPE[weights[0].numbers.dtype].multiply,
+        block=rotation_block(*(part.shape[-1] for part in parts), chips=mesh.shape["tp"]),
         activation=activation, turned=turned, kernel=policy.uses_kernels(platform),
         interpret=platform != "tpu",
     )  # fmt: skip

@@ -22,17 +22,18 @@ from ...attention.policy import AttentionPolicy
 from ...attention.prologue import NO_PROLOGUE, Prologue
 from ...attention.tiles import SlidingTileMask, Tiling
 from ...kernels import residual_norm
-from ...kernels.hardware import INT8_ROWS, PACKED_ROWS
-from ...kernels.linear_int8 import Activation, GatedResidual, Int8Tokens, Int8Weight, quantize_tokens, rotation_block
+from ...kernels.hardware import PACKED_ROWS
+from ...kernels.linear_int8 import Activation, GatedResidual, Int8Tokens, Int8Weight, rotation_block
+from ...kernels.number_formats import EXACT, SCORES
 from ...sharding.rules import Layout
 from . import sharded_linear, torch_bridge, weights
 from .upstream_network import LAYER, ScannedBlocks, layer_index, scan_layers
 
 Heads = tuple[Array, Array, Array]  # query, key and value, `[rows, tokens, heads, head_dim]` each
-# A linear module, or a module and the name of a weight. The product is int8 if the weight is.
+# A linear module, or a module and the name of a weight. The product is quantized if the weight is.
 Factor = torch.nn.Module | tuple[torch.nn.Module, str]
-# Rows of a register, by the scores: int8 keys are exchanged as int8.
-ROW_MULTIPLES = {"exact": PACKED_ROWS, "int8": INT8_ROWS}
+# Rows of a register, by the scores: quantized keys are exchanged as they are.
+ROW_MULTIPLES = {EXACT: PACKED_ROWS, **{name: row.row_multiple for name, row in SCORES.items()}}
 # Leading layers that stay dense with tiles: the first sees noise, in which no neighbours are related yet (as in Radial
 # Attention).
 DENSE_LAYERS = 1
@@ -68,7 +69,8 @@ class ShardedOps:
     frame_tokens: int = 0  # leading tokens that belong to the first latent frame
     tiles: Tiling | None = None  # tile order of the tokens; None: row by row
     is_sparse: Bool[Array, ""] | None = None  # with tiles: whether tokens attend to the nearest tiles only
-    rounds: bool = False  # whether norms of spread tokens are gathered as int8, because all their products are int8
+    # Quantizes norms of spread tokens before they are gathered, because all their products are quantized; None: no.
+    quantize_tokens: Callable[..., Int8Tokens] | None = None
 
     def where(self, is_sparse: jax.Array) -> "ShardedOps":
         """Return these operations with `is_sparse`, a bool scalar array `[]`; without tiles, unchanged."""
@@ -255,7 +257,7 @@ class ShardedOps:
         gate, scale, shift: `[..., dim]` for every row or for all, or a pair `[rows, 2, 1, dim]`, whose first vector is
           for the first latent frame's tokens; gate None: 1.
         eps: of the norm. placement: of tokens on `sp`.
-        spread: whether tokens are spread; the norm is then gathered, and quantized before if `rounds`.
+        spread: whether tokens are spread; the norm is then gathered, and quantized before by `quantize_tokens`.
         """
         platform = self.mesh.devices.flat[0].platform
         options: Any = {"kernel": self.policy.uses_kernels(platform), "interpret": platform != "tpu"}
@@ -273,10 +275,10 @@ class ShardedOps:
         )
 
         def gather(normed: Array) -> Array | Int8Tokens:
-            if not self.rounds:
+            if self.quantize_tokens is None:
                 return _each_row(jax.lax.all_gather, normed)
             block = rotation_block(normed.shape[2], chips=self.mesh.shape["tp"])
-            rounded = quantize_tokens(normed, block=block, **options)
+            rounded = self.quantize_tokens(normed, block=block, **options)
             return jax.tree.map(functools.partial(_each_row, jax.lax.all_gather), rounded)
 
         def fuse(arrays: tuple, vectors: tuple) -> tuple[Array, Array | Int8Tokens]:
@@ -315,9 +317,9 @@ class ShardedOps:
         placement: of tokens on `sp`. split: "outs" if the weights' outputs are split over `tp`.
         """
         modules, names = zip(*map(_factor, factors), strict=True)
-        if all(map(weights.is_int8, modules, names)):
-            rounded = [*map(weights.get_int8_weight, modules, names)]
-            run = self._int8_linear(placement, rounded[0], activation=activation, split=split)
+        if all(map(weights.is_quantized, modules, names)):
+            rounded = [*map(weights.get_quantized_weight, modules, names)]
+            run = self._quantized_linear(placement, rounded[0], activation=activation, split=split)
             yield from torch_bridge.call_jax(run, rounded, x)
             return
         assert isinstance(x, torch.Tensor)
@@ -341,16 +343,16 @@ class ShardedOps:
         gate: torch.Tensor,
         placement: Placement = "sharded",
     ) -> torch.Tensor:
-        """Return `x + gate * product` of `hidden` and `factor`, `[rows, tokens, dim]`, fused for int8 weights.
+        """Return `x + gate * product` of `hidden` and `factor`, `[rows, tokens, dim]`, fused for quantized weights.
 
         x: `[rows, tokens, dim]`. hidden: `[rows, tokens, ins]`. gate: see `add_gated`. placement: of tokens on `sp`.
         """
         module, name = _factor(factor)
-        if gate.ndim == 4 or not weights.is_int8(module, name):
+        if gate.ndim == 4 or not weights.is_quantized(module, name):
             (update,) = self.products(hidden, factor, placement=placement)
             return self.add_gated(x, update, gate)
-        rounded = weights.get_int8_weight(module, name)
-        run = self._int8_linear(placement, rounded)
+        rounded = weights.get_quantized_weight(module, name)
+        run = self._quantized_linear(placement, rounded)
         onto = GatedResidual(x, gate.flatten(end_dim=-2))
         return torch_bridge.call_jax(lambda *given: run(*given[:2], onto=given[2]), [rounded], hidden, onto)[0]
 
@@ -373,9 +375,9 @@ class ShardedOps:
         """
         module, name = _factor(factor)
         is_turned = name != "weight"
-        if weights.is_int8(module, name):
-            rounded = weights.get_int8_weight(module, name)._replace(bias=None)
-            run = self._int8_linear(placement, rounded, turned=is_turned, split="ins")
+        if weights.is_quantized(module, name):
+            rounded = weights.get_quantized_weight(module, name)._replace(bias=None)
+            run = self._quantized_linear(placement, rounded, turned=is_turned, split="ins")
             return torch_bridge.call_jax(run, [rounded], *parts)[0]
         weight = getattr(module, name)
         run = functools.partial(sharded_linear.partial_sums, self.mesh, self.token_spec(placement))
@@ -454,11 +456,13 @@ class ShardedOps:
             for name, x in tensors.items()
         }
 
-    def _int8_linear(self, placement: Placement, weight: Int8Weight, **options: Any) -> Callable[..., list[Array]]:
-        """Return `sharded_linear.int8_linear` of tokens in a placement, and of weights like `weight`."""
+    def _quantized_linear(self, placement: Placement, weight: Int8Weight, **options: Any) -> Callable[..., list[Array]]:
+        """Return `sharded_linear.quantized_linear` of tokens in a placement, and of weights like `weight`."""
         layer = layer_index() if weight.numbers.ndim == 3 else None  # of a stack of all layers' weights
         tokens = self.token_spec(placement)
-        return functools.partial(sharded_linear.int8_linear, self.mesh, self.policy, tokens, layer=layer, **options)
+        return functools.partial(
+            sharded_linear.quantized_linear, self.mesh, self.policy, tokens, layer=layer, **options
+        )
 
 
 def _each_row(collective: Callable[..., Array], x: Num[Array, "batch tokens dim"]) -> Array:

@@ -2,7 +2,7 @@
 
 Nothing is read here.
 
-The scale of an int8 weight is a weight too, named by the weight's name and `SCALE_SUFFIX`.
+The scale of a quantized weight is a weight too, named by the weight's name and `SCALE_SUFFIX`.
 """
 
 import functools
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...kernels import registry
 from ...kernels.dispatch import KernelFallbacks
-from ...kernels.linear_int8 import INT8_LINEAR_CHIPS, Int8Weight, quantize, rotate_weight, rotation_block
+from ...kernels.linear_int8 import Int8Weight
+from ...kernels.number_formats import BY_DTYPE, EXACT, FORMATS, LINEAR_CHIPS
 from ...sharding import rules
 from ...sharding.mesh import Device, mesh_shape
 from ..model_spec import Component
@@ -31,10 +31,11 @@ from .program import TRACE_LOCK, Config, shard_bytes
 from .upstream_network import Network, Weight
 
 Weights = dict[str, jax.Array]
-Axes = Mapping[str, tuple[int, ...]]  # names of int8 weights, and the contracting dimensions of each
+Axes = Mapping[str, tuple[int, ...]]  # names of quantized weights, and the contracting dimensions of each
 NO_AXES: Axes = {}
 SCALE_SUFFIX = "_worth"  # suffix of the names of scales
-MIN_INT8_LANES = 1024  # inputs and outputs of a product from which on int8 saves more than quantizing tokens costs
+# Inputs and outputs of a product from which on a quantized one saves more than quantizing tokens costs.
+MIN_QUANTIZED_LANES = 1024
 
 
 @dataclass(kw_only=True)
@@ -92,7 +93,7 @@ def param_shapes(network: Network, precision: Precision) -> dict[str, rules.Para
 
 
 def layouts(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NO_AXES) -> dict[str, rules.Layout]:
-    """Return the layouts of all weights, and of the scales of int8 weights `axes`, which are where they are used.
+    """Return the layouts of all weights, and of the scales of quantized weights `axes`, which are where they are used.
 
     network: whose weights. mesh, precision: of the program.
     """
@@ -104,11 +105,12 @@ def layouts(network: Network, mesh: Mesh, precision: Precision, axes: Axes = NO_
 
 
 def abstract_weights(
-    network: Network, mesh: Mesh, precision: Precision, axes: Axes = NO_AXES
+    network: Network, mesh: Mesh, precision: Precision, axes: Axes = NO_AXES, number_format: str = EXACT
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the weights as shapes with shardings, as a program is compiled for them.
 
-    network: whose weights. mesh, precision: of the program. axes: int8 weights.
+    network: whose weights. mesh, precision: of the program. axes: quantized weights. number_format:
+      theirs.
     """
     placed, shapes = layouts(network, mesh, precision, axes), {}
 
@@ -120,7 +122,7 @@ def abstract_weights(
         if name not in axes:
             add_shape(name, weight.shape, weight_dtype(network, name, precision))
             continue
-        add_shape(name, weight.shape, jnp.dtype(jnp.int8))
+        add_shape(name, weight.shape, FORMATS[number_format].dtype)
         add_shape(name + SCALE_SUFFIX, _drop_contracted(weight.shape, axes[name]), jnp.dtype(jnp.float32))
     return shapes
 
@@ -151,30 +153,30 @@ def merge_groups(mesh: Mesh, layout: rules.Layout, stack: jax.Array) -> jax.Arra
 
 
 def is_read_from_stack(layout: rules.Layout, stack: jax.Array) -> bool:
-    """Return whether a kernel reads a layer from its stack `[layers, ...]`: int8 that is not gathered for use.
+    """Return whether a kernel reads a layer from its stack `[layers, ...]`: quantized and not gathered for use.
 
     A slice of the stack would be a copy.
     """
-    return stack.dtype == jnp.int8 and layout.at_rest == layout.in_use
+    return stack.dtype in BY_DTYPE and layout.at_rest == layout.in_use
 
 
-# --- in int8 ----------------------------------------------------------------------------------------------------------
+# --- quantized --------------------------------------------------------------------------------------------------------
 
 
-def find_int8_weights(network: Network) -> dict[str, tuple[int, ...]]:
-    """Return the weights that may be int8, and the contracting dimensions of each."""
+def find_quantizable_weights(network: Network) -> dict[str, tuple[int, ...]]:
+    """Return the weights that may be quantized, and the contracting dimensions of each."""
     axes = {}
     for name, weight in network.weights.items():
         rule = next((rule for rule in network.component.rules if rule.matches(name)), None)
         if rule is None or not rule.over or not weight.stacked or weight.keep_float32:
             continue
-        if min(_lanes(weight, rule.over, True), _lanes(weight, rule.over, False)) >= MIN_INT8_LANES:
+        if min(_lanes(weight, rule.over, True), _lanes(weight, rule.over, False)) >= MIN_QUANTIZED_LANES:
             axes[name] = rule.over
     return axes
 
 
-def are_all_int8(network: Network, axes: Axes) -> bool:
-    """Return whether all weights of products with tokens are int8."""
+def are_all_quantized(network: Network, axes: Axes) -> bool:
+    """Return whether all weights of products with tokens are quantized."""
     rules = [rule for rule in network.component.rules if rule.over]
     asked = {name for name in network.weights if any(rule.matches(name) for rule in rules)}
     return bool(axes) and asked == set(axes)
@@ -185,15 +187,16 @@ def _lanes(weight: Weight, over: tuple[int, ...], ins: bool) -> int:
     return math.prod(size for dim, size in enumerate(weight.shape) if dim and (dim in over) == ins)
 
 
-def add_scale_parameters(network: Network, device: Device, rungs: KernelFallbacks) -> Axes:
-    """Return the weights that become int8, like `summed`, and add their scales to the network's module.
+def add_scale_parameters(network: Network, device: Device, rungs: KernelFallbacks, number_format: str) -> Axes:
+    """Return the weights that become quantized, and add their scales to the network's module.
 
-    Empty if int8 is not faster on `device`, or if the kernel is off in `rungs`.
+    Empty if `number_format` is exact or not faster on `device`, or if its kernel is off in `rungs`.
     """
-    takes = device.platform != "tpu" or device.device_kind in INT8_LINEAR_CHIPS
-    if not takes or registry.LINEAR_INT8 in rungs.off:
-        return {}
-    axes = find_int8_weights(network)
+    if number_format == EXACT or FORMATS[number_format].kernel in rungs.off:
+        return NO_AXES
+    if device.platform == "tpu" and device.device_kind not in LINEAR_CHIPS[number_format]:
+        return NO_AXES
+    axes = find_quantizable_weights(network)
     for name, over in axes.items():
         path, _, last = name.rpartition(".")
         scale = torch.empty(_drop_contracted(network.weights[name].shape, over)[1:], device="meta")
@@ -208,13 +211,13 @@ def _drop_contracted(entries: tuple[Any, ...], over: tuple[int, ...]) -> tuple[A
     return tuple(entry for dim, entry in enumerate(entries) if dim not in over)
 
 
-def is_int8(module: torch.nn.Module, name: str = "weight") -> bool:
-    """Return whether a weight of a traced module is int8."""
+def is_quantized(module: torch.nn.Module, name: str = "weight") -> bool:
+    """Return whether a weight of a traced module is quantized."""
     return hasattr(module, name + SCALE_SUFFIX)
 
 
-def get_int8_weight(module: torch.nn.Module, name: str = "weight") -> Int8Weight:
-    """Return an int8 weight of a traced module, with its scale and bias."""
+def get_quantized_weight(module: torch.nn.Module, name: str = "weight") -> Int8Weight:
+    """Return a quantized weight of a traced module, with its scale and bias."""
     return Int8Weight(getattr(module, name), getattr(module, name + SCALE_SUFFIX), get_bias(module, name))
 
 
@@ -226,24 +229,24 @@ def get_bias(module: torch.nn.Module, name: str = "weight") -> Any:
 def quantize_weight(
     weight: jax.Array, over: tuple[int, ...], want: jax.ShapeDtypeStruct, worth: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a loaded weight `[layers, ...]`, rotated and quantized on the chips, and its scale. `weight` is deleted.
+    """Return a loaded weight `[layers, ...]`, quantized on the chips, and its scale. `weight` is deleted.
 
     over: contracting dimensions. want, worth: shapes and shardings of the results.
     """
-    quantized = _program(want.sharding, worth.sharding, over)(weight)
+    quantized = _program(want.sharding, worth.sharding, over, want.dtype)(weight)
     weight.delete()
     return quantized
 
 
 @functools.cache
 def _program(
-    sharding: NamedSharding, worth: NamedSharding, over: tuple[int, ...]
+    sharding: NamedSharding, worth: NamedSharding, over: tuple[int, ...], dtype: jnp.dtype
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return the program that rotates and quantizes a weight layer by layer."""
+    """Return the program that quantizes a weight layer by layer."""
     inner, chips = tuple(dim - 1 for dim in over), sharding.mesh.shape["tp"]
 
     def of_layer(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return quantize(rotate_weight(weight, inner[-1], rotation_block(weight.shape[inner[-1]], chips=chips)), inner)
+        return BY_DTYPE[dtype].quantize_weight(weight, inner, chips)
 
     def run(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.lax.map(of_layer, weight)  # one at a time, because float32 takes twice the memory
