@@ -161,7 +161,7 @@ def format_report(found: BenchResult) -> str:
     ]  # fmt: skip
     size, steps = found.settings, found.settings["num_inference_steps"]
     quality = size.get("quality", Quality.EXACT)  # missing in older records
-    is_sparse = quality == Quality.SPARSE
+    is_sparse = any(known == quality and known.is_sparse for known in Quality)
     what = "the tiny model of " * found.is_tiny + found.title
     memory = DeviceMemory(
         limit_bytes=found.hbm_limit_bytes, peak_in_use_bytes=found.hbm_peak_bytes,

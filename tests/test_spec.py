@@ -1,19 +1,21 @@
 """What a model's description says of sizes, guidance and experts, and what its makers call its modules."""
 
 import json
+import pickle
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
+from comfyui_tpu.kernels.number_formats import EXACT, FORMATS
 from comfyui_tpu.sharding.rules import Rule
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.messages import Expected, raises_message, refused_input
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Expert
 from comfyui_tpu.tpu_runtime.model_spec import (
     CHECKPOINT,
-    DENSE_QUALITY,
     STEP_INPUTS,
     Component,
+    DenoiserSpec,
     EnumInput,
     ImageConditioning,
     LatentGeometry,
@@ -175,7 +177,8 @@ def test_spec_adds_scheduler_and_step_inputs():
     assert made.inputs["scheduler"] == EnumInput(options=(CHECKPOINT, "A", "B"))
     assert {name: made.inputs[name] for name in STEP_INPUTS} == STEP_INPUTS
     dense = replace(made, denoiser=replace(made.denoiser, tile=None))
-    assert dense.inputs == {**made.inputs, "quality": DENSE_QUALITY}
+    elsewhere = (("int8+sparse", "Wan, but not TI2V, and HunyuanVideo"),)
+    assert dense.inputs == {**made.inputs, "quality": EnumInput(options=("exact", "int8"), elsewhere=elsewhere)}
 
 
 def test_condition_shapes_resolve_named_dimensions():
@@ -197,3 +200,12 @@ def test_quality_and_expert_members_serialize_as_strings():
         plain = str(member.value)
         assert (repr(member), f"{member}", json.dumps(member)) == (repr(plain), plain, json.dumps(plain))
     assert [*map(str, Quality)] == ["exact", "int8", "int8+sparse"] and [*map(str, Expert)] == ["both", "high", "low"]
+
+
+def test_quality_traits_name_known_formats_qualities_and_fields():
+    known = {field.name for field in fields(DenoiserSpec)}
+    for quality in Quality:
+        assert quality.traits.number_format in {EXACT, *FORMATS}
+        assert quality.traits.needs in {"", *known} and bool(quality.traits.needs) == bool(quality.traits.models)
+        assert not Quality(quality.dense).is_sparse
+    assert pickle.loads(pickle.dumps(Quality.SPARSE)) is Quality.SPARSE

@@ -98,7 +98,7 @@ LOADERS = by_id(
                 "int8 speeds up linear layers and attention with a close result; int8+sparse (Wan, HunyuanVideo) also "
                 "skips attention keys at the middle steps, which gives a different video. All other choices keep "
                 "weights in bfloat16.",
-                *(quality.value for quality in Quality if quality.uses_int8),
+                *(quality.value for quality in Quality if quality is not Quality.EXACT),
                 advanced=True,
             ),
             _MODEL,

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from ...tpu_runtime import media
-from ...tpu_runtime.model_spec import DENSE_QUALITIES, QUALITIES
+from ...tpu_runtime.model_spec import COMMON_QUALITIES, QUALITIES
 from ...tpu_runtime.models import spec_for_family
 from ..declare import Folders, Value
 from ..graphs.graph import Workflow, list_models
 from .runner import HEADLESS_NODES, TerminalContext, run_workflow
 
 QUALITY = "quality"
-DEFAULT = ",".join(DENSE_QUALITIES)  # every model has these
+DEFAULT = ",".join(COMMON_QUALITIES)  # every model has these
 MAX_PSNR_DB = 99.0
 
 

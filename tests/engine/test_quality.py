@@ -15,7 +15,7 @@ from comfyui_tpu.tests.support.closeness import difference
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
-from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, MagCache, MagCacheCurve, StepCache
+from comfyui_tpu.tpu_runtime.model_spec import QUALITIES, MagCache, MagCacheCurve, Quality, StepCache
 from comfyui_tpu.tpu_runtime.models import SPECS, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import denoise_step, denoising_plan, weights
 from comfyui_tpu.tpu_runtime.programs.program import CompileTarget
@@ -181,7 +181,10 @@ def int8_fallback_reason(caplog: pytest.LogCaptureFixture, spec: Any, shape: Mes
     target = CompileTarget(devices=tuple(jax.devices()[: shape.num_devices]), precision="bfloat16")
     mesh = target.mesh(shape)
     latent_shape = spec.geometry.latent_shape(spec.settings(**inputs))
-    if denoise_step.choose_tiling(spec, config, latent_shape, mesh, policy.AttentionPolicy(), target) is not None:
+    if (
+        denoise_step.choose_tiling(spec, config, latent_shape, mesh, policy.AttentionPolicy(), target, Quality.SPARSE)
+        is not None
+    ):
         return ""
     (record,) = caplog.records
     return record.message.removeprefix(f"{spec.title}: quality int8+sparse is int8 here: ")

@@ -16,11 +16,8 @@ from .component import (
 )
 from .inputs import (
     CHECKPOINT,
-    DENSE_QUALITIES,
-    DENSE_QUALITY,
     FLOW_SCHEDULERS,
     MAG_CACHE_INPUTS,
-    QUALITIES,
     SIZE_INPUTS,
     STEP_INPUTS,
     STEP_RANGE_INPUTS,
@@ -29,14 +26,13 @@ from .inputs import (
     FloatInput,
     InputType,
     IntInput,
-    PlainEnum,
-    Quality,
     Settings,
     SigmaList,
     drop_zero_sizes,
 )
 from .model import STAGES, ModelSpec
 from .protocols import Call, Forward, Report
+from .quality import COMMON_QUALITIES, QUALITIES, PlainEnum, Quality
 from .spec_parts import (
     DenoiserSpec,
     FeatureReuse,

@@ -5,10 +5,10 @@ Pure arithmetic.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from ..messages import compose, compose_list
+from .quality import QUALITIES, Quality
 from .step_cache import MagCache, StepCache
 
 
@@ -151,40 +151,17 @@ MAG_CACHE_INPUTS = {
 }
 
 
-class PlainEnum(StrEnum):
-    """A closed set of strings. Its members are written as plain strings, by `repr` too, which makes keys of caches."""
-
-    __repr__ = str.__repr__
-
-
-class Quality(PlainEnum):
-    """The accuracy of a denoising step, from exact to fastest; `docs/quality.md` has the cost of each."""
-
-    EXACT = "exact"
-    INT8 = "int8"
-    SPARSE = "int8+sparse"
-
-    @property
-    def uses_int8(self) -> bool:
-        """Return whether linear layers and attention scores are computed in int8 where that is faster."""
-        return self is not Quality.EXACT
-
-    @property
-    def is_sparse(self) -> bool:
-        """Return whether attention leaves keys out."""
-        return self is Quality.SPARSE
-
-    @property
-    def dense(self) -> "Quality":
-        """Return the same quality without sparse attention."""
-        return Quality.INT8 if self.is_sparse else self
-
-
-QUALITIES = tuple(quality.value for quality in Quality)  # options of widgets and commands
-DENSE_QUALITIES = tuple(quality.value for quality in Quality if not quality.is_sparse)
 STEP_INPUTS = {"sigmas": SigmaList(most=100), "quality": EnumInput(options=QUALITIES), **STEP_RANGE_INPUTS}
-# Qualities of a model without sparse attention.
-DENSE_QUALITY = EnumInput(options=DENSE_QUALITIES, elsewhere=((Quality.SPARSE, "Wan, but not TI2V, and HunyuanVideo"),))
+
+
+def quality_input(denoiser: object) -> EnumInput:
+    """Return the input for the qualities that a model with this `DenoiserSpec` supports."""
+    lacking = [quality for quality in Quality if (field := quality.traits.needs) and not getattr(denoiser, field)]
+    return EnumInput(
+        options=tuple(quality.value for quality in Quality if quality not in lacking),
+        elsewhere=tuple((quality.value, quality.traits.models) for quality in lacking),
+    )
+
 
 # Option of `scheduler`: the one that the checkpoint names.
 CHECKPOINT = "checkpoint"

@@ -7,7 +7,7 @@ from typing import Any
 from ..messages import compose, compose_term
 from .component import Component, Json, freeze_mappings
 from .core_inputs import CoreInputs
-from .inputs import CHECKPOINT, DENSE_QUALITY, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList
+from .inputs import CHECKPOINT, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList, quality_input
 from .spec_parts import (
     DenoiserSpec,
     HubCheckpoint,
@@ -29,7 +29,7 @@ class ModelSpec:
     """A model; complete before any weight is loaded. Checkpoints are checked against it.
 
     Every model also has the input `scheduler`, with the recipe's schedulers as options, and those of `STEP_INPUTS`.
-    Models without sparse attention have fewer qualities.
+    Its qualities are those that its denoiser supports.
     """
 
     name: str  # on the command line
@@ -52,8 +52,8 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         choice = EnumInput(options=(CHECKPOINT, *self.recipe.schedulers))
-        dense = {"quality": DENSE_QUALITY} if self.denoiser.tile is None else {}
-        object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **STEP_INPUTS, **dense})
+        steps = {**STEP_INPUTS, "quality": quality_input(self.denoiser)}
+        object.__setattr__(self, "inputs", {**self.inputs, "scheduler": choice, **steps})
         freeze_mappings(self)
 
     def with_light_vae(self) -> "ModelSpec":

@@ -187,7 +187,7 @@ class _StepBuild:
         mesh = target.mesh(shape.mesh_shape or default)
         network = weights.private_network(spec.component(spec.denoiser.experts[0]), config)
         quality = Quality(shape.quality)
-        number_format = "int8" if quality.uses_int8 else EXACT
+        number_format = quality.traits.number_format
         axes = weights.add_scale_parameters(network, target.devices[0], target.fallbacks.kernels, number_format)
         num_tokens = spec.geometry.num_tokens(shape.latent_shape)
         policy = AttentionPolicy(
@@ -209,7 +209,7 @@ class _StepBuild:
             quantize_tokens=(
                 FORMATS[number_format].quantize_tokens if weights.are_all_quantized(network, axes) else None
             ),
-            tiles=choose_tiling(spec, config, shape.latent_shape, mesh, policy, target) if quality.is_sparse else None,
+            tiles=choose_tiling(spec, config, shape.latent_shape, mesh, policy, target, quality),
         )
         return cls(
             spec=spec, config=config, target=target, shape=shape,
@@ -329,12 +329,15 @@ def choose_tiling(
     mesh: Mesh,
     policy: AttentionPolicy,
     target: CompileTarget,
+    quality: Quality,
 ) -> Tiling | None:
-    """Return the tiling of the tokens for sparse attention; None, and log why, if it is impossible or useless.
+    """Return the tiling of the tokens for a sparse quality; None, and log why, if it is impossible or useless.
 
     spec, config: of the model and its denoiser. latent_shape: `[batch, channels, frames, height, width]`. mesh, policy,
-      target: of the step.
+      target, quality: of the step.
     """
+    if not quality.is_sparse:
+        return None
     geometry, tile = spec.geometry, spec.denoiser.tile
     tokens, sp = geometry.num_tokens(latent_shape), mesh.shape["sp"]
     heads = int(config.get(spec.parallelism.heads_key, 1)) // mesh.shape["tp"]
@@ -352,7 +355,7 @@ def choose_tiling(
             return tiles
         else:
             why = f"the keys of {tokens} tokens do not fit the chip's VMEM at once"
-    log.warning("%s: quality %s is %s here: %s.", spec.title, Quality.SPARSE, Quality.SPARSE.dense, why)
+    log.warning("%s: quality %s is %s here: %s.", spec.title, quality, quality.dense, why)
     return None
 
 
