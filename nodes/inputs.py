@@ -5,7 +5,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..tpu_runtime import media
-from ..tpu_runtime.model_spec import BoolInput, EnumInput, FloatInput, InputType, IntInput, ModelSpec, SigmaList
+from ..tpu_runtime.model_spec import (
+    BoolInput,
+    EnumInput,
+    FloatInput,
+    InputType,
+    IntInput,
+    ModelSpec,
+    SigmaList,
+    describe_qualities,
+)
 from ..tpu_runtime.models import SPECS, published
 from ..tpu_runtime.precision import CHOICES
 from .declare import Input, Value
@@ -107,10 +116,7 @@ INPUT_DOCS = {
     "shift": _SHIFT,
     "fps": InputDoc(tooltip="Frames per second of the video.", optional=True),
     "quality": InputDoc(
-        tooltip="Exactness of the denoiser: exact, the default, follows the model authors' code; int8 is faster, needs "
-        "half the memory for weights and stays close. int8+sparse (Wan, HunyuanVideo) is faster still, but gives a "
-        "different video; docs/quality.md has the differences.",
-        optional=True,
+        tooltip=f"Exactness of the denoiser, see docs/quality.md: {describe_qualities()}.", optional=True
     ),
     "step_cache": _recipe(
         "Reuse most of the denoiser's work at some steps: faster, with nearly the same video. For 20 steps or more."

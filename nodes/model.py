@@ -6,7 +6,7 @@ from ..tpu_runtime import api as runtime
 from ..tpu_runtime.checkpoints.file_resolution import SEPARATOR, names_single_files
 from ..tpu_runtime.checkpoints.model_ref import ModelRef, choose_model, describe_ambiguity
 from ..tpu_runtime.messages import compose
-from ..tpu_runtime.model_spec import QUALITIES, ModelSpec, Quality
+from ..tpu_runtime.model_spec import QUALITIES, ModelSpec, Quality, describe_qualities
 from ..tpu_runtime.models import SPECS, published, spec_for_family
 from ..tpu_runtime.precision import CHOICES
 from . import inputs
@@ -35,8 +35,7 @@ _QUALITY = Input(
     options=QUALITIES,
     optional=True,
     advanced=True,
-    tooltip="Default quality for samplers that do not set one, including ComfyUI's own. int8 is faster and stays "
-    "close; int8+sparse (Wan, HunyuanVideo) is faster still, but gives a different video.",
+    tooltip=f"Default quality for samplers that do not set one, including ComfyUI's own: {describe_qualities()}.",
 )
 # Choice for a part that comes with the model, or from ComfyUI's folders.
 AUTO = "auto"

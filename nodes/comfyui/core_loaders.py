@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 
 from ...tpu_runtime.checkpoints.model_ref import ModelRef
-from ...tpu_runtime.model_spec import Quality
+from ...tpu_runtime.model_spec import APPROXIMATE, describe_qualities
 from ..declare import Input, Node, Output, Value, by_id
 from ..model import CLIP_TYPES, parse_quality
 from . import core_model, core_text_and_vae
@@ -95,10 +95,9 @@ LOADERS = by_id(
             _like(
                 core.UNETLoader,
                 "weight_dtype",
-                "int8 speeds up linear layers and attention with a close result; int8+sparse (Wan, HunyuanVideo) also "
-                "skips attention keys at the middle steps, which gives a different video. All other choices keep "
-                "weights in bfloat16.",
-                *(quality.value for quality in Quality if quality is not Quality.EXACT),
+                "A quality of the denoiser; other choices keep weights in bfloat16: "
+                f"{describe_qualities(APPROXIMATE)}.",
+                *(quality.value for quality in APPROXIMATE),
                 advanced=True,
             ),
             _MODEL,

@@ -32,7 +32,7 @@ from .inputs import (
 )
 from .model import STAGES, ModelSpec
 from .protocols import Call, Forward, Report
-from .quality import COMMON_QUALITIES, QUALITIES, PlainEnum, Quality
+from .quality import APPROXIMATE, COMMON_QUALITIES, QUALITIES, PlainEnum, Quality, describe_qualities
 from .spec_parts import (
     DenoiserSpec,
     FeatureReuse,
