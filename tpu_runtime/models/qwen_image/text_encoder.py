@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "A cat holding a sign that says hello world"
-# The model authors' negative prompt, in the README of https://github.com/QwenLM/Qwen-Image.
+# The negative prompt of the published example for Qwen-Image-2512, without its full stop.
 NEGATIVE_PROMPT = (
     "低分辨率，低画质，肢体畸形，手指畸形，画面过饱和，蜡像感，"
     "人脸无细节，过度光滑，画面具有AI感。构图混乱。文字模糊，扭曲"
