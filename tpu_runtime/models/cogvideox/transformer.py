@@ -1,4 +1,4 @@
-"""The denoiser of CogVideoX 1.5 (https://arxiv.org/abs/2408.06072, section 2.2): forward pass, sizes, sharding, keys.
+"""The denoiser of CogVideoX 1.5 (https://arxiv.org/abs/2408.06072): forward pass, sizes, sharding, keys.
 
 Its modules have the names of diffusers' `CogVideoXTransformer3DModel`. The steps, with the published sizes and latents
 `[rows, 16, T, h, w]`:

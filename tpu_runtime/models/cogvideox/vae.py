@@ -1,4 +1,4 @@
-"""CogVideoX's VAE (https://arxiv.org/abs/2408.06072, section 2.1), diffusers' `AutoencoderKLCogVideoX`.
+"""CogVideoX's VAE (https://arxiv.org/abs/2408.06072), diffusers' `AutoencoderKLCogVideoX`.
 
 It decodes two latent frames per call, as upstream does, and encodes one image. It is causal in time: 1 + 4 * (T - 1)
 frames are T latent frames. The decoder's steps, for three latent frames:

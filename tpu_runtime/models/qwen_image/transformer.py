@@ -1,4 +1,4 @@
-"""The denoiser of Qwen-Image (https://arxiv.org/abs/2508.02324, section 2.4): forward pass, sizes, sharding rules.
+"""The denoiser of Qwen-Image (https://arxiv.org/abs/2508.02324): forward pass, sizes, sharding rules.
 
 Its modules have the names of diffusers' `QwenImageTransformer2DModel`. The steps, with the published sizes, L text
 tokens and latents `[rows, 16, 1, h, w]`:

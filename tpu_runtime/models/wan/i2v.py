@@ -2,7 +2,7 @@
 
 Wan-AI/Wan2.2-I2V-A14B-Diffusers has two experts, each for its part of the timesteps. Wan2.1-I2V-14B-480P-Diffusers,
 -720P-Diffusers and Wan2.1-FLF2V-14B-720P-diffusers have one denoiser, which also attends to CLIP's image tokens. All
-take the encoded video as more channels (https://arxiv.org/abs/2503.20314, section 5.1). All are licensed under
+take the encoded video as more channels (https://arxiv.org/abs/2503.20314). All are licensed under
 Apache-2.0.
 """
 

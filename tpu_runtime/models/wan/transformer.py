@@ -1,4 +1,4 @@
-"""The denoiser of Wan (https://arxiv.org/abs/2503.20314, section 4.2): forward pass, sizes, sharding, original keys.
+"""The denoiser of Wan (https://arxiv.org/abs/2503.20314): forward pass, sizes, sharding, original keys.
 
 Its modules have the names of diffusers' `WanTransformer3DModel`. The steps, with the sizes of Wan 2.1 14B and latents
 `[rows, 16, T, h, w]`:

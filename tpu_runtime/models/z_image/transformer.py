@@ -1,4 +1,4 @@
-"""The denoiser of Z-Image (https://arxiv.org/abs/2511.22699, section 4): forward pass, sizes, sharding, original keys.
+"""The denoiser of Z-Image (https://arxiv.org/abs/2511.22699): forward pass, sizes, sharding, original keys.
 
 Its modules have the names of diffusers' `ZImageTransformer2DModel`. The steps, with the published sizes, L text tokens
 and latents `[rows, 16, h, w]`:
