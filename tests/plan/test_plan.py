@@ -266,28 +266,22 @@ def test_plan_options_are_parsed_into_request():
     assert str(request.mesh_shape) == "dp=1 sp=4 tp=1"
 
 
+FRAMES = Expected("settings.grid", multiple_of=4, plus=1)
+SPARSE = Expected("settings.others_have", who="Wan, but not TI2V, and HunyuanVideo")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (
             ["--num-frames", "80"],
-            refused_input(
-                "num_frames",
-                "settings.breaks_rule",
-                value=80,
-                rule=Expected("settings.grid", multiple_of=4, plus=1),
-                nearest=[77, 81],
-            ),
+            refused_input("num_frames", "settings.breaks_rule", value=80, rule=FRAMES, nearest=[77, 81]),
         ),
         (["--topology", "v6e:9x9"], Expected("plan.no_topology", name="'v6e:9x9'", known=re.compile("^v6e:1x1"))),
         (["--mesh", "2x4"], Expected("plan.mesh_malformed", text="'2x4'")),
         (
             ["--model", "z-image-turbo", "--quality", "int8+sparse"],
-            refused_input(
-                "quality",
-                "settings.not_an_option",
-                others=Expected("settings.others_have", who="Wan, but not TI2V, and HunyuanVideo"),
-            ),
+            refused_input("quality", "settings.not_an_option", others=SPARSE),
         ),
         (
             ["--stages", "denoise,paint"],
