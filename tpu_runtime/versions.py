@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from .messages import compose
+from .messages import compose, compose_list
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def find_refusals() -> tuple[str, ...]:
 def check() -> None:
     """Raise `UnsupportedPackages` if no model runs with the installed packages."""
     if reasons := find_refusals():
-        raise UnsupportedPackages("\n".join(reasons))
+        raise UnsupportedPackages(compose_list(reasons, "line"))
 
 
 def list_result_versions() -> dict[str, str]:

@@ -290,7 +290,7 @@ class Leader(HostGroup):
         with self._changed:
             if self.lost is not None:
                 return
-            self.lost = f"{why} {distributed.recovery_advice()}"
+            self.lost = compose_list([why, distributed.recovery_advice()], "space")
             self._changed.notify_all()
         for member in self.peers():
             member.link.post(Shutdown(why))  # one may be stuck

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_tpu.cli.doctor import HostMachine, checks, packages
-from comfyui_tpu.tests.support.messages import raises_message
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime import api, versions
 from packaging.version import Version
 
@@ -189,13 +189,11 @@ def test_check_packages_unsupported_version_raises_runtime_error(
 ):
     """By the value that came, the allowed ones, and a command for this very environment."""
     installed_versions[name] = version
-    with pytest.raises(RuntimeError) as refused:
-        api.check_packages()
     ((_, command),) = findings(name)
-    assert str(refused.value) == (
-        f"{name} {version} is not supported: TPU nodes run with {name} {allowed}. "
-        f"Run this command, then start again: {sys.executable} -m {command}"
-    )
+    run = Expected("packages.run_command", executable=sys.executable, command=command)
+    refusal = Expected("packages.version_unsupported", name=name, version=version, range=allowed, help=run)
+    with raises_message(RuntimeError, [refusal]):
+        api.check_packages()
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.14.1", "2.15.0+cu132", "2.15.9"])
@@ -207,13 +205,14 @@ def test_check_packages_accepts_supported_torch_version(version: str, installed_
 @pytest.mark.parametrize("name", ["torch", "jax", "jaxlib", "torchax", "diffusers", "transformers"])
 def test_check_packages_missing_package_raises_runtime_error(name: str, installed_versions: dict[str, str]):
     installed_versions[name] = ""
-    with pytest.raises(RuntimeError, match=f"^{name} is not installed: no TPU node runs without it. Run this command"):
+    with raises_message(RuntimeError, [Expected("packages.not_installed", name=name, help="packages.run_command")]):
         api.check_packages()
 
 
 def test_check_packages_lists_each_refusal_on_one_line(installed_versions: dict[str, str]):
     installed_versions |= {"torch": "2.16.0", "diffusers": ""}
-    with pytest.raises(RuntimeError) as refused:
+    torch = Expected("packages.version_unsupported", name="torch", version="2.16.0")
+    with raises_message(RuntimeError, [torch, Expected("packages.not_installed", name="diffusers")]) as refused:
         api.check_packages()
     assert [line.split()[0] for line in str(refused.value).splitlines()] == ["torch", "diffusers"]
 
@@ -235,5 +234,6 @@ def test_torch_bridge_refuses_before_importing_torchax(
     installed_versions["torch"] = "2.16.0"
     torch_bridge._environment.cache_clear()
     monkeypatch.setattr(torch_bridge, "_import_torchax", lambda: pytest.fail("torchax was imported"))
-    with pytest.raises(versions.UnsupportedPackages, match="^torch 2.16.0 is not supported"):
+    refusal = Expected("packages.version_unsupported", name="torch", version="2.16.0")
+    with raises_message(versions.UnsupportedPackages, [refusal]):
         torch_bridge.to_jax(())

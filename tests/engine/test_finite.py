@@ -81,7 +81,7 @@ def _find_weights(weights: dict[str, torch.Tensor], ending: str) -> list[torch.T
             "encoder.conv_in.weight",
             Expected("stage.values_of_component", component="component.vae_encoder"),
         ),
-        (denoise, "transformer", "proj_out.weight", "from step 1 of 4 on, the latents"),
+        (denoise, "transformer", "proj_out.weight", Expected("sampling.latents_from_step", step=1, total=4)),
         (
             decode,
             "vae",
@@ -98,7 +98,7 @@ def _find_weights(weights: dict[str, torch.Tensor], ending: str) -> list[torch.T
     ids=["encode", "encode image", "denoise", "decode, first layer", "decode, last layer"],
 )
 def test_stage_with_overflowing_weight_raises_value_error(
-    tmp_path: Path, stage: Callable, part: str, weight: str, what: Expected | str
+    tmp_path: Path, stage: Callable, part: str, weight: str, what: Expected
 ):
     model = damage_checkpoint(tmp_path / "damaged", part, weight)
     for _ in range(2):  # nothing of it is kept
@@ -132,7 +132,10 @@ def test_denoise_stops_at_first_non_finite_step(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(solver_table, "tabulate", spoilt)
     with raises_message(
-        ValueError, "program.result_not_finite", title="FLUX.2 dev", what="from step 3 of 4 on, the latents"
+        ValueError,
+        "program.result_not_finite",
+        title="FLUX.2 dev",
+        what=Expected("sampling.latents_from_step", step=3, total=4),
     ):
         denoise(progress=progress)
     assert progress.done == [0, 1, 2]
@@ -156,7 +159,7 @@ def test_denoise_overflowing_lora_names_lora_in_error(tmp_path: Path):
         ValueError,
         "program.result_not_finite",
         title="FLUX.2 dev",
-        what="from step 1 of 4 on, the latents",
+        what=Expected("sampling.latents_from_step", step=1, total=4),
         precision="float32",
         cause=Expected("program.cause_loras", changed_by="wild.safetensors"),
     ):

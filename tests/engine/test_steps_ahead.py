@@ -13,7 +13,7 @@ import pytest
 from comfyui_tpu.tests.models import parity
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.host import Cancelled, Host
-from comfyui_tpu.tests.support.messages import raises_message
+from comfyui_tpu.tests.support.messages import Expected, raises_message
 from comfyui_tpu.tpu_runtime.engine import denoise as denoising
 from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, Settings, StepCache
 from comfyui_tpu.tpu_runtime.models import lookup_spec, spec_for_family
@@ -165,6 +165,8 @@ def test_denoise_non_finite_step_is_named_in_error(
         settle(stage, plan, replace(launched, is_finite=np.array(launched.index != 2)))  # type: ignore[arg-type]
 
     monkeypatch.setattr(denoising, "_await_step", spoiled)
-    with raises_message(NotFinite, "program.result_not_finite", what="from step 3 of 5 on, the latents"):
+    with raises_message(
+        NotFinite, "program.result_not_finite", what=Expected("sampling.latents_from_step", step=3, total=5)
+    ):
         run_denoise()
     assert asked == [0, 1, 2]

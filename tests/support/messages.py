@@ -55,7 +55,7 @@ def _compare(expected: object, parameters: Mapping[str, str], name: str, where: 
     return [] if actual == str(expected) else [f"{where} is {actual!r}, not {str(expected)!r}"]
 
 
-def _compare_list(expected: list[object], actual: str, where: str) -> list[str]:
+def _compare_list(expected: list[object], actual: object, where: str) -> list[str]:
     if not isinstance(actual, Message) or not actual.key.startswith("separator."):
         return [f"{where} is not a list of messages: {str(actual)!r}"]
     if len(actual.parameters) != len(expected):
@@ -64,17 +64,24 @@ def _compare_list(expected: list[object], actual: str, where: str) -> list[str]:
     return [line for found in lines for line in found]
 
 
-def assert_message(text: object, expected: str | Expected, /, **parameters: object) -> None:
+def assert_message(text: object, expected: str | Expected | list[object], /, **parameters: object) -> None:
     """Assert the key of a text or an error, and the parameters that are named; `Expected` says how each is compared."""
-    if not isinstance(expected, Expected):
-        expected = Expected(expected, **parameters)
-    if differences := expected.find_differences(str(text) if isinstance(text, BaseException) else text):
+    actual = str(text) if isinstance(text, BaseException) else text
+    if isinstance(expected, list):
+        differences = _compare_list(expected, actual, "the message")
+    else:
+        whole = expected if isinstance(expected, Expected) else Expected(expected, **parameters)
+        differences = whole.find_differences(actual)
+    if differences:
         pytest.fail("\n".join(differences))
 
 
 @contextlib.contextmanager
 def raises_message(
-    error_type: type[BaseException] | tuple[type[BaseException], ...], expected: str | Expected, /, **parameters: object
+    error_type: type[BaseException] | tuple[type[BaseException], ...],
+    expected: str | Expected | list[object],
+    /,
+    **parameters: object,
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
     """Assert that the block raises an error of a type, whose message `assert_message` accepts."""
     with pytest.raises(error_type) as caught:

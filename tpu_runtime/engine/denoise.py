@@ -164,7 +164,7 @@ def _sleep_until_near_end(stage: StageContext, launched: InFlightStep) -> None:
 def _await_step(stage: StageContext, plan: DenoisingPlan, launched: InFlightStep) -> None:
     """Wait for a step and report it. Raises `NotFinite` if its values are not finite."""
     if not launched.is_finite:
-        what = f"from step {launched.index + 1} of {plan.table.num_steps} on, the latents"
+        what = compose("sampling.latents_from_step", step=launched.index + 1, total=plan.table.num_steps)
         raise stage.not_finite_error(what, stage.model.loras)
 
     def fetch(array: jax.Array) -> torch.Tensor:
