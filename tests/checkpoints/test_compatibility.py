@@ -10,7 +10,7 @@ import diffusers
 import jax
 import pytest
 from comfyui_tpu.tests.support.host import Runner
-from comfyui_tpu.tests.support.messages import Expected, raises_message
+from comfyui_tpu.tests.support.messages import Expected, assert_message, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import compatibility
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef, resolve_variant
 from comfyui_tpu.tpu_runtime.model_spec import Component, ConfigRequirement, ModelSpec
@@ -192,13 +192,11 @@ def write(spec: ModelSpec, folder: Path, index: Mapping[str, Any], changes: Mapp
         (folder / name / "config.json").write_text(json.dumps(config, default=dict))
 
 
-def check_error(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: Mapping[str, Any]) -> str:
-    """What a check says of the real model with changes to its index and its configs."""
+def check(name: str, folder: Path, index: Mapping[str, Any] = {}, **changes: Mapping[str, Any]) -> None:
+    """Check the real model with changes to its index and its configs."""
     spec = lookup_spec(name)
     write(spec, folder, {**PUBLISHED[name][0], **index}, changes)
-    with pytest.raises(ValueError) as error:
-        ModelRef(spec_name=name, model_id=str(folder)).check()
-    return str(error.value).replace(str(folder), "FOLDER")
+    ModelRef(spec_name=name, model_id=str(folder)).check()
 
 
 @pytest.mark.parametrize(
@@ -210,9 +208,8 @@ def test_index_problem_published_pipeline_is_none(name: str, index: dict[str, An
 
 def test_model_check_published_configs_fail_only_at_weights(tmp_path: Path):
     for spec in SPECS:
-        assert check_error(spec.name, tmp_path / spec.name).endswith(
-            "expected one .safetensors file or an index, found none."
-        )
+        with raises_message(ValueError, "checkpoint.no_weights_or_index", present="none"):
+            check(spec.name, tmp_path / spec.name)
 
 
 @pytest.mark.parametrize(
@@ -247,10 +244,15 @@ def test_model_check_published_configs_fail_only_at_weights(tmp_path: Path):
 def test_model_check_unknown_index_entry_raises_value_error(tmp_path: Path, name: str, index: dict, found: str):
     """Its first expert alone, or a picture half looked at, would be another model."""
     spec = lookup_spec(name)
-    assert check_error(name, tmp_path, index) == (
-        f"{spec.title}: the model_index.json of FOLDER has {found}, which is not supported for this model; without it "
-        f"the result would be wrong. Use another, such as {spec.published.hub_id}."
-    )
+    with raises_message(
+        ValueError,
+        "compatibility.component_unknown",
+        title=spec.title,
+        model_id=tmp_path,
+        unknown=found,
+        hub_id=spec.published.hub_id,
+    ):
+        check(name, tmp_path, index)
 
 
 @pytest.mark.parametrize(
@@ -262,48 +264,62 @@ def test_model_check_unknown_index_entry_raises_value_error(tmp_path: Path, name
 )
 def test_model_check_missing_index_entry_raises_value_error(tmp_path: Path, name: str, index: dict, missing: str):
     spec = lookup_spec(name)
-    assert check_error(name, tmp_path, index) == (
-        f"{spec.title}: the model_index.json of FOLDER has no {missing}, which this model needs. Use one that has "
-        f"it, such as {spec.published.hub_id}."
-    )
+    with raises_message(
+        ValueError,
+        "compatibility.component_missing",
+        title=spec.title,
+        model_id=tmp_path,
+        missing=missing,
+        hub_id=spec.published.hub_id,
+    ):
+        check(name, tmp_path, index)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "sentence"),
+    ("name", "changes", "key", "value", "folder"),
     [
-        (HUNYUAN, {"transformer": {"in_channels": 17}}, "in_channels is 17 in transformer/config.json"),
-        (HUNYUAN, {"transformer": {"use_meanflow": True}}, "use_meanflow is true in transformer/config.json"),
-        (HUNYUAN, {"text_encoder": {"num_hidden_layers": 2}}, "num_hidden_layers is 2 in text_encoder/config.json"),
-        (HUNYUAN, {"vae": {"spatial_compression_ratio": 8}}, "spatial_compression_ratio is 8 in vae/config.json"),
-        (HUNYUAN_I2V, {"image_encoder": {"image_size": 224}}, "image_size is 224 in image_encoder/config.json"),
-        (FLUX2, {"transformer": {"mlp_ratio": 2.5}}, "mlp_ratio is 2.5 in transformer/config.json"),
-        (FLUX2, {"transformer": {"in_channels": 64}}, "in_channels is 64 in transformer/config.json"),
+        (HUNYUAN, {"transformer": {"in_channels": 17}}, "in_channels", "17", "transformer"),
+        (HUNYUAN, {"transformer": {"use_meanflow": True}}, "use_meanflow", "true", "transformer"),
+        (HUNYUAN, {"text_encoder": {"num_hidden_layers": 2}}, "num_hidden_layers", "2", "text_encoder"),
+        (HUNYUAN, {"vae": {"spatial_compression_ratio": 8}}, "spatial_compression_ratio", "8", "vae"),
+        (HUNYUAN_I2V, {"image_encoder": {"image_size": 224}}, "image_size", "224", "image_encoder"),
+        (FLUX2, {"transformer": {"mlp_ratio": 2.5}}, "mlp_ratio", "2.5", "transformer"),
+        (FLUX2, {"transformer": {"in_channels": 64}}, "in_channels", "64", "transformer"),
         (
             FLUX2,
             {"text_encoder": {"text_config": {"num_hidden_layers": 20}}},
-            "text_config.num_hidden_layers is 20 in text_encoder/config.json",
+            "text_config.num_hidden_layers",
+            "20",
+            "text_encoder",
         ),
-        (FLUX2, {"vae": {"block_out_channels": [128, 256, 512]}}, "block_out_channels is [128, 256, 512] in vae/"),
-        (COGVIDEOX, {"transformer": {"patch_size_t": None}}, "patch_size_t is null in transformer/config.json"),
-        (COGVIDEOX, {"vae": {"latent_channels": 32}}, "latent_channels is 32 in vae/config.json"),
-        (WAN21, {"transformer": {"in_channels": 36}}, "in_channels is 36 in transformer/config.json"),
-        (WAN21, {"transformer": {"patch_size": [1, 4, 4]}}, "patch_size is [1, 4, 4] in transformer/config.json"),
-        (WAN21, {"transformer": {"image_dim": 1280}}, "image_dim is 1280 in transformer/config.json"),
-        (WAN21, {"vae": {"z_dim": 48}}, "z_dim is 48 in vae/config.json"),
-        (WAN21, {"text_encoder": {"feed_forward_proj": "relu"}}, 'feed_forward_proj is "relu" in text_encoder/'),
-        (WAN22, {"transformer": {"in_channels": 16}}, "in_channels is 16 in transformer/config.json"),
-        (WAN22, {"transformer_2": {"in_channels": 16}}, "in_channels is 16 in transformer_2/config.json"),
+        (FLUX2, {"vae": {"block_out_channels": [128, 256, 512]}}, "block_out_channels", "[128, 256, 512]", "vae"),
+        (COGVIDEOX, {"transformer": {"patch_size_t": None}}, "patch_size_t", "null", "transformer"),
+        (COGVIDEOX, {"vae": {"latent_channels": 32}}, "latent_channels", "32", "vae"),
+        (WAN21, {"transformer": {"in_channels": 36}}, "in_channels", "36", "transformer"),
+        (WAN21, {"transformer": {"patch_size": [1, 4, 4]}}, "patch_size", "[1, 4, 4]", "transformer"),
+        (WAN21, {"transformer": {"image_dim": 1280}}, "image_dim", "1280", "transformer"),
+        (WAN21, {"vae": {"z_dim": 48}}, "z_dim", "48", "vae"),
+        (WAN21, {"text_encoder": {"feed_forward_proj": "relu"}}, "feed_forward_proj", '"relu"', "text_encoder"),
+        (WAN22, {"transformer": {"in_channels": 16}}, "in_channels", "16", "transformer"),
+        (WAN22, {"transformer_2": {"in_channels": 16}}, "in_channels", "16", "transformer_2"),
     ],
     ids=str,
 )
 def test_model_check_unsupported_config_value_raises_value_error(
-    tmp_path: Path, name: str, changes: dict, sentence: str
+    tmp_path: Path, name: str, changes: dict, key: str, value: str, folder: str
 ):
     spec = lookup_spec(name)
-    found = check_error(name, tmp_path, **changes)
-    assert found.startswith(f"{spec.title}: {sentence}")
-    assert " of FOLDER; supported is " in found
-    assert found.endswith(f". Use a checkpoint such as {spec.published.hub_id}.")
+    with raises_message(
+        ValueError,
+        "compatibility.config_unsupported",
+        title=spec.title,
+        key=key,
+        state=Expected("compatibility.has_value", value=value),
+        folder=folder,
+        model_id=tmp_path,
+        hub_id=spec.published.hub_id,
+    ):
+        check(name, tmp_path, **changes)
 
 
 def test_config_problem_names_missing_required_key(tmp_path: Path):
@@ -311,45 +327,56 @@ def test_config_problem_names_missing_required_key(tmp_path: Path):
     spec = lookup_spec(COGVIDEOX)
     config = {key: value for key, value in spec.component("transformer").config.items() if key != "patch_size_t"}
     config["_class_name"] = "CogVideoXTransformer3DModel"
-    assert compatibility.config_problem(spec, spec.component("transformer"), "owner/model", config) == (
-        "CogVideoX 1.5 5B: patch_size_t is missing in transformer/config.json of owner/model; supported is 2. Use a "
-        "checkpoint such as zai-org/CogVideoX1.5-5B."
+    assert_message(
+        compatibility.config_problem(spec, spec.component("transformer"), "owner/model", config),
+        "compatibility.config_unsupported",
+        title="CogVideoX 1.5 5B",
+        key="patch_size_t",
+        state="compatibility.is_missing",
+        folder="transformer",
+        model_id="owner/model",
+        need=2,
+        hub_id="zai-org/CogVideoX1.5-5B",
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "sentence"),
+    ("name", "changes", "own", "other"),
     [
-        (
-            WAN21,
-            {"text_encoder": {"d_model": 2048}},
-            "text_dim is 4096 in transformer/config.json of FOLDER, but must be d_model of text_encoder, which is "
-            "2048.",
-        ),
+        (WAN21, {"text_encoder": {"d_model": 2048}}, ("text_dim", 4096), ("", "d_model", "text_encoder", 2048)),
         (
             FLUX2,
             {"transformer": {"joint_attention_dim": 7680}},
-            "joint_attention_dim is 7680 in transformer/config.json of FOLDER, but must be 3 times "
-            "text_config.hidden_size of text_encoder, which is 5120.",
+            ("joint_attention_dim", 7680),
+            ("3 times ", "text_config.hidden_size", "text_encoder", 5120),
         ),
         (
             HUNYUAN,
             {"transformer": {"text_embed_2_dim": 512}},
-            "text_embed_2_dim is 512 in transformer/config.json of FOLDER, but must be d_model of text_encoder_2, "
-            "which is 1472.",
+            ("text_embed_2_dim", 512),
+            ("", "d_model", "text_encoder_2", 1472),
         ),
         (
             HUNYUAN_I2V,
             {"image_encoder": {"hidden_size": 768}},
-            "image_embed_dim is 1152 in transformer/config.json of FOLDER, but must be hidden_size of image_encoder, "
-            "which is 768.",
+            ("image_embed_dim", 1152),
+            ("", "hidden_size", "image_encoder", 768),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and "-" in value else "",
 )
-def test_model_check_mismatched_components_raise_value_error(tmp_path: Path, name: str, changes: dict, sentence: str):
-    title = lookup_spec(name).title
-    assert check_error(name, tmp_path, **changes) == f"{title}: {sentence} Its components do not belong together."
+def test_model_check_mismatched_components_raise_value_error(
+    tmp_path: Path, name: str, changes: dict, own: tuple[str, int], other: tuple[str, str, str, int]
+):
+    parameters = {
+        **dict(zip(("key", "value"), own, strict=True)),
+        **dict(zip(("times", "other_key", "other_folder", "other_value"), other, strict=True)),
+    }
+    title, folder = lookup_spec(name).title, "transformer"
+    with raises_message(
+        ValueError, "compatibility.components_contradict", title=title, folder=folder, model_id=tmp_path, **parameters
+    ):
+        check(name, tmp_path, **changes)
 
 
 @pytest.mark.parametrize("name", [WAN21, "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"])
@@ -360,10 +387,18 @@ def test_resolve_variant_tells_model_size_from_configs(tmp_path: Path, name: str
 
 
 def test_model_check_experts_that_differ_raise_value_error(tmp_path: Path):
-    assert check_error(WAN22, tmp_path, transformer_2={"num_layers": 30}) == (
-        "Wan 2.2 I2V A14B: num_layers is 30 in transformer_2 of FOLDER and 40 in transformer; the two must be "
-        "equal. Choose two denoisers of one model."
-    )
+    with raises_message(
+        ValueError,
+        "compatibility.configs_differ",
+        title="Wan 2.2 I2V A14B",
+        key="num_layers",
+        value=30,
+        name="transformer_2",
+        model_id=tmp_path,
+        first_value=40,
+        first="transformer",
+    ):
+        check(WAN22, tmp_path, transformer_2={"num_layers": 30})
 
 
 def test_encode_incompatible_config_raises_before_building(tmp_path: Path):

@@ -21,7 +21,7 @@ from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.nodes.hunyuan15 import SAMPLER
 from comfyui_tpu.tests.support.fake_hub import Answer, FakeHub
 from comfyui_tpu.tests.support.host import Runner, new_prompt
-from comfyui_tpu.tests.support.messages import Expected, raises_message
+from comfyui_tpu.tests.support.messages import Expected, assert_message, raises_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, hub, model_ref, tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
@@ -68,7 +68,8 @@ def test_encode_hub_model_wrong_index_fetches_index_only(fake: FakeHub, tmp_path
     second = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
     fake.repositories[ID] = copy_with_index(tmp_path / "experts", **second)
     sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", SilentProgress()))
-    assert "has transformer_2 (WanTransformer3DModel) and boundary_ratio 0.875" in sentence
+    unknown = "transformer_2 (WanTransformer3DModel) and boundary_ratio 0.875"
+    assert_message(sentence, "compatibility.component_unknown", unknown=unknown)
     assert fake.served() == ["model_index.json"]
     # From now on it is known without a network, before anything runs.
     fake.asked.clear()
@@ -81,7 +82,10 @@ def test_encode_hub_model_wrong_config_fetches_no_weights(fake: FakeHub, tmp_pat
     config = tmp_path / "other" / "vae" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "z_dim": 48}))
     sentence = error_of(lambda: Runner(jax.devices()[:1]).encode(MODEL, "a cat", "", SilentProgress()))
-    assert "z_dim is 48 in vae/config.json of owner/model; supported is 16" in sentence
+    state = Expected("compatibility.has_value", value=48)
+    assert_message(
+        sentence, "compatibility.config_unsupported", key="z_dim", state=state, folder="vae", model_id=ID, need=16
+    )
     assert "vae/config.json" in fake.served() and not fake.weights()
     assert error_of(lambda: MODEL.check()) == sentence
 
@@ -106,13 +110,9 @@ def test_encode_hub_model_fetches_only_files_of_the_stage(fake: FakeHub, monkeyp
     runner.free()
     assert (runner.encode(MODEL, "a dog", "", SilentProgress())[0][0][0] != expected).any()
     # A stage whose weights are not here says so.
-    assert error_of(
-        lambda: runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, SilentProgress())
-    ) == (
-        "vae of owner/model is not on this machine, or is incomplete, and the Hugging Face Hub cannot be "
-        "reached (HF_HUB_OFFLINE is set: unset it). With a network connection, `comfyui-tpu download "
-        "owner/model` continues where it stopped. Or set model_id to a local folder."
-    )
+    what = Expected("hub.file_of_model", name="vae", model_id=ID)
+    with raises_message(ValueError, "hub.unreachable", what=what, why_lost="hub.offline_is_set", model_id=ID):
+        runner.decode(MODEL, {"samples": expected.new_zeros(1, 16, 1, 10, 14)}, SilentProgress())
 
 
 def test_denoise_hub_model_fetches_denoiser_weights(fake: FakeHub):
@@ -218,22 +218,15 @@ def test_validate_constants_hub_model_uses_no_network(fake: FakeHub):
 
 def test_hub_missing_repository_raises_value_error(fake: FakeHub):
     fake.repositories.clear()
-    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "owner/model was not found on the Hugging Face Hub, or it is private. Check the spelling; for a private model "
-        "run: hf auth login (or set HF_TOKEN)."
-    )
+    assert_message(error_of(lambda: MODEL.locate().home(SilentProgress())), "hub.not_found", model_id=ID)
 
 
-@pytest.mark.parametrize(
-    ("status", "why"), [(401, ""), (403, ", and the account of the token that was sent has no access to it")]
-)
-def test_hub_gated_repository_raises_value_error(fake: FakeHub, status: int, why: str):
+@pytest.mark.parametrize(("status", "given_token"), [(401, ""), (403, "hub.account_without_access")])
+def test_hub_gated_repository_raises_value_error(fake: FakeHub, status: int, given_token: str):
     """Its listing is public, its files are not."""
     fake.answers["/resolve/"] = Answer(status=status, headers={"X-Error-Code": "GatedRepo"})
-    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        f"owner/model is gated on the Hugging Face Hub{why}. Sign in and accept its terms at "
-        "https://huggingface.co/owner/model, make a token that may read at https://huggingface.co/settings/tokens, "
-        "then run: hf auth login (or set HF_TOKEN)."
+    assert_message(
+        error_of(lambda: MODEL.locate().home(SilentProgress())), "hub.gated", model_id=ID, given_token=given_token
     )
 
 
@@ -241,10 +234,8 @@ def test_hub_repository_without_index_raises_value_error(fake: FakeHub, tmp_path
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "model.pt").write_text("x")
     fake.repositories[ID] = tmp_path / "original"
-    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "owner/model has no model_index.json on the Hugging Face Hub; it is not a model in diffusers layout. Choose "
-        "one that is: the names of many end in -Diffusers."
-    )
+    sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
+    assert_message(sentence, "hub.not_diffusers_layout", model_id=ID, title="model_index.json")
 
 
 def test_hub_repository_without_safetensors_raises_value_error(fake: FakeHub, tmp_path: Path):
@@ -252,81 +243,63 @@ def test_hub_repository_without_safetensors_raises_value_error(fake: FakeHub, tm
     (folder / "text_encoder" / "model.safetensors").rename(folder / "text_encoder" / "pytorch_model.bin")
     fake.repositories[ID] = folder
     found = MODEL.locate()
-    assert error_of(lambda: found.fetch_weights(SPEC.component("text_encoder"), SilentProgress())) == (
-        "owner/model has no text_encoder/model.safetensors on the Hugging Face Hub. Only safetensors files of "
-        "weights are read. Choose another repository, or set model_id to a local folder."
-    )
+    sentence = error_of(lambda: found.fetch_weights(SPEC.component("text_encoder"), SilentProgress()))
+    missing = "text_encoder/model.safetensors"
+    assert_message(sentence, "hub.files_not_there", model_id=ID, missing=missing, hint="hub.no_safetensors")
 
 
 def test_hub_offline_after_index_raises_value_error(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "configuration of owner/model is not on this machine, or is incomplete, and the Hugging Face Hub "
-        "cannot be reached (HF_HUB_OFFLINE is set: unset it). With a network connection, `comfyui-tpu download "
-        "owner/model` continues where it stopped. Or set model_id to a local folder."
-    )
+    what = Expected("hub.file_of_model", name="configuration", model_id=ID)
+    sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
+    assert_message(sentence, "hub.unreachable", what=what, why_lost="hub.offline_is_set", model_id=ID)
 
 
 def test_hub_rate_limit_after_index_raises_value_error(fake: FakeHub):
     """Its client takes what is here, though that is the index alone."""
     model_ref.resolve_variant(HUNYUAN, ID, progress=SilentProgress())
     fake.answers["/api/"] = Answer(status=429, headers={"Retry-After": "42"})
-    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "The Hugging Face Hub refuses further requests for now (429): configuration of owner/model was not "
-        "downloaded. Try again in 42 seconds; a token allows more (hf auth login, or set HF_TOKEN)."
-    )
+    retry_time = Expected("hub.in_seconds", seconds=42)
+    sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
+    assert_message(sentence, "hub.too_many_requests", title="configuration", model_id=ID, retry_time=retry_time)
 
 
 def test_hub_unreachable_raises_value_error(fake: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == (
-        "owner/model is not on this machine, or is incomplete, and the Hugging Face Hub cannot be reached "
-        f"([Errno {errno.ECONNREFUSED}] Connection refused). With a network connection, "
-        "`comfyui-tpu download owner/model` continues where it stopped. Or set model_id to a local folder."
-    )
+    why = f" ([Errno {errno.ECONNREFUSED}] Connection refused)"
+    sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
+    assert_message(sentence, "hub.unreachable", what=ID, why_lost=why, model_id=ID)
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "key", "parameters"),
     [
         (
             Answer(status=429, headers={"Retry-After": "42"}),
-            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
-            "not downloaded. Try again in 42 seconds; a token allows more (hf auth login, or set HF_TOKEN).",
+            "hub.too_many_requests",
+            {"retry_time": Expected("hub.in_seconds", seconds=42)},
         ),
         (
             Answer(status=429, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
-            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
-            "not downloaded. Try again after 2026-10-21 07:28:00 UTC; a token allows more (hf auth login, or "
-            "set HF_TOKEN).",
+            "hub.too_many_requests",
+            {"retry_time": Expected("hub.after_time", time="2026-10-21 07:28:00 UTC")},
         ),
         (
             Answer(status=429, headers={"RateLimit": '"api";r=0;t=55'}),
-            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
-            "not downloaded. Try again in 55 seconds; a token allows more (hf auth login, or set HF_TOKEN).",
+            "hub.too_many_requests",
+            {"retry_time": Expected("hub.in_seconds", seconds=55)},
         ),
-        (
-            Answer(status=429),
-            "The Hugging Face Hub refuses further requests for now (429): model_index.json of owner/model was "
-            "not downloaded. Try again in a few minutes; a token allows more (hf auth login, or set HF_TOKEN).",
-        ),
-        (
-            Answer(status=403),
-            "The Hugging Face Hub refuses model_index.json of owner/model (403). Check that the token is valid and may "
-            "read it: hf auth login (or set HF_TOKEN).",
-        ),
-        (
-            Answer(status=503),
-            "The Hugging Face Hub answered 503 for model_index.json of owner/model. The fault is on the Hub's "
-            "side: try again later, or set model_id to a local folder.",
-        ),
+        (Answer(status=429), "hub.too_many_requests", {"retry_time": "hub.in_a_few_minutes"}),
+        (Answer(status=403), "hub.refused", {"status": 403}),
+        (Answer(status=503), "hub.answered", {"status": 503, "when": "hub.hub_failed_try_later"}),
     ],
     ids=lambda value: str(value.status) if isinstance(value, Answer) else "",
 )
-def test_hub_error_status_raises_value_error_without_retry(fake: FakeHub, answer: Answer, sentence: str):
+def test_hub_error_status_raises_value_error_without_retry(fake: FakeHub, answer: Answer, key: str, parameters: dict):
     fake.answers["/api/"] = answer
-    assert error_of(lambda: MODEL.locate().home(SilentProgress())) == sentence
+    sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
+    assert_message(sentence, key, title="model_index.json", model_id=ID, **parameters)
     assert len(fake.asked) == 1, "it was asked again and again"
 
 
@@ -399,8 +372,8 @@ def test_fetch_weights_disk_error_raises_value_error(
 def test_hub_cache_path_that_is_a_file_raises_value_error(fake: FakeHub, tmp_path: Path):
     (tmp_path / "hf").write_text("in the way")
     sentence = error_of(lambda: MODEL.locate().home(SilentProgress()))
-    assert sentence.startswith(f"{tmp_path / 'hf'}")
-    assert "model_index.json of owner/model was not downloaded. Allow this user to write there" in sentence
+    path = re.compile(f"^{re.escape(str(tmp_path / 'hf'))}")
+    assert_message(sentence, "hub.folder_not_writable", path=path, title="model_index.json", model_id=ID)
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------

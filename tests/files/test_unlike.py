@@ -1,5 +1,6 @@
 """Files that cannot be used as they were named: the sentence says what came, what is taken, and what to do."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.files import single_files
-from comfyui_tpu.tests.support.messages import raises_message
+from comfyui_tpu.tests.support.messages import Expected, assert_message, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, file_resolution, tiny
 from comfyui_tpu.tpu_runtime.files import CheckpointError
 from comfyui_tpu.tpu_runtime.models import lookup_spec
@@ -64,10 +65,8 @@ def test_locate_single_shard_raises_checkpoint_error(name: str, number: int, hom
     tensors = load_file(home.file(WAN, "transformer"))
     half = sorted(tensors)[:: 2 if number == 1 else 3]
     path = home.write(f"{name.format(number)}.safetensors", {key: tensors[key] for key in half})
-    assert home.with_rest(WAN, path) == (
-        f"{path} is part {number} of 2 of a checkpoint; a file must hold a whole network. Choose the folder in "
-        "diffusers layout that has all parts and their index, or a file that holds the whole network."
-    )
+    parameters = {"path": path, "number": number, "total": 2, "way": "file.choose_whole_folder_or_file"}
+    assert_message(home.with_rest(WAN, path), "file.part_of_checkpoint", **parameters)
 
 
 def test_locate_only_shard_of_one_is_accepted(home: Home):
@@ -85,10 +84,8 @@ def test_locate_only_shard_of_one_is_accepted(home: Home):
 def test_locate_gguf_split_part_raises_checkpoint_error(name: str, fields: dict[str, int], number: int, home: Home):
     """The fields are those of llama.cpp's gguf-split."""
     path = write_gguf(home.folder / name, {"blocks.0.self_attn.q.weight": np.ones((4, 4), np.float32)}, "wan", fields)
-    assert home.with_rest(WAN, path) == (
-        f"{path} is part {number} of 3 of a checkpoint; a file must hold a whole network. Join them with llama.cpp's "
-        "`llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and choose the whole file."
-    )
+    parameters = {"path": path, "number": number, "total": 3, "way": "file.join_gguf_parts"}
+    assert_message(home.with_rest(WAN, path), "file.part_of_checkpoint", **parameters)
 
 
 def write_gguf(path: Path, tensors: dict[str, np.ndarray], architecture: str, fields: dict[str, int]) -> Path:
@@ -111,20 +108,17 @@ def test_locate_mmproj_file_raises_checkpoint_error(home: Home):
     tensors = {"v.blk.0.attn_q.weight": np.ones((4, 4), np.float32), "mm.0.weight": np.ones((4, 4), np.float32)}
     path = write_gguf(home.folder / "mmproj-Qwen2.5-VL-7B-Instruct-F16.gguf", tensors, "clip", {})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), path)
-    assert said == (
-        f"{path} is only a vision tower of llama.cpp (mmproj), which is not supported on its own. Choose a "
-        "text encoder file that also has `visual.`, such as qwen_2.5_vl_7b.safetensors."
-    )
+    assert_message(said, "file.vision_tower_only", path=path)
 
 
 def test_locate_text_encoder_without_vision_raises_for_edit_model(home: Home):
     tensors = load_file(home.file(EDIT, "text_encoder"))
     blind = home.write("qwen_2.5_7b.safetensors", {name: x for name, x in tensors.items() if "visual." not in name})
     said = home.with_rest(EDIT, home.file(EDIT, "transformer"), blind)
-    assert said == (
-        f"{blind} is a text encoder without vision (it has no visual.), but Qwen-Image Edit 2511 "
-        "encodes images with it. Choose one of Qwen-Image Edit 2511, such as qwen_2.5_vl_7b_fp8_scaled.safetensors."
-    )
+    title, name = "Qwen-Image Edit 2511", "qwen_2.5_vl_7b_fp8_scaled.safetensors"
+    advice = Expected("checkpoint.choose_model_such_as", title=title, name=name)
+    key = "checkpoint.text_encoder_without_vision"
+    assert_message(said, key, path=blind, prefixes="visual.", title=title, advice=advice)
     assert home.with_rest("qwen-image-2512", home.file("qwen-image-2512", "transformer"), blind) == ""
 
 
@@ -160,26 +154,46 @@ def test_locate_unsupported_codes_name_their_format(writer: str, home: Home):
         {f"transformer_blocks.0.attn.to_qkv.{name}": tensor for name, tensor in CODES[writer].items()},
     )
     said = home.with_rest(EDIT, path)
-    assert f"{path}: the weights are quantized with {writer.partition(', ')[0]}" in said
-    assert "Use a checkpoint whose weights are bfloat16, float16 or float32." in said
+    method = re.compile("^" + re.escape(writer.partition(", ")[0]))
+    assert_message(said, "file.weights_quantized", path=path, method=method, advice="file.codes_unsupported")
 
 
 # --- networks of other models -----------------------------------------------------------------------------------------
 
 
+def refuse_config(key: str, value: object, need: object, title: str, name: str, **parameters: object) -> Expected:
+    return Expected(
+        "compatibility.file_config_unsupported",
+        title=title,
+        key=key,
+        state=Expected("compatibility.has_value", value=value),
+        need=need,
+        advice=Expected("checkpoint.choose_model_such_as", title=title, name=name),
+        **parameters,
+    )
+
+
 @pytest.mark.parametrize(
-    ("model", "other", "said"),
+    ("model", "other", "expected"),
     [
-        (WAN, FIVE_B, "another model than Wan 2.1 T2V 14B: its is_residual is true; supported is false. Choose one "
-         "of Wan 2.1 T2V 14B, such as wan_2.1_vae.safetensors."),
-        (FIVE_B, WAN, "its in_channels is 3; supported is 12. Choose one of Wan 2.2 TI2V 5B, such as wan2.2_vae.safe"),
-        (Z_IMAGE, FLUX2, "is a AutoencoderKLFlux2, which Z-Image Turbo does not use: its networks are "
-         "Qwen3ForCausalLM, ZImageTransformer2DModel, AutoencoderKL. Leave the file out, or choose one of these."),
+        (WAN, FIVE_B, refuse_config("is_residual", "true", "false", "Wan 2.1 T2V 14B", "wan_2.1_vae.safetensors")),
+        (FIVE_B, WAN, refuse_config("in_channels", 3, 12, "Wan 2.2 TI2V 5B", "wan2.2_vae.safetensors")),
+        (
+            Z_IMAGE,
+            FLUX2,
+            Expected(
+                "checkpoint.component_not_of_model",
+                class_name="AutoencoderKLFlux2",
+                title="Z-Image Turbo",
+                free="Qwen3ForCausalLM, ZImageTransformer2DModel, AutoencoderKL",
+            ),
+        ),
     ],
-)  # fmt: skip
-def test_locate_vae_of_other_model_raises_checkpoint_error(model: str, other: str, said: str, home: Home):
+)
+def test_locate_vae_of_other_model_raises_checkpoint_error(model: str, other: str, expected: Expected, home: Home):
     found = home.with_rest(model, home.file(model, "transformer"), home.file(other, "vae"))
-    assert said in found and "config" not in found, found
+    assert_message(found, expected)
+    assert "config" not in found, found
 
 
 def test_locate_vae_with_other_latents_raises_checkpoint_error(home: Home):
@@ -187,10 +201,10 @@ def test_locate_vae_with_other_latents_raises_checkpoint_error(home: Home):
     tensors = load_file(home.file(Z_IMAGE, "vae"))
     tensors["decoder.conv_in.weight"] = tensors["decoder.conv_in.weight"][:, :4]
     path = home.write("sd_vae.safetensors", tensors)
-    assert home.with_rest(Z_IMAGE, home.file(Z_IMAGE, "transformer"), path) == (
-        f"{path} is the AutoencoderKL of another model than Z-Image Turbo: its latent_channels is 4; supported is 16. "
-        "Choose one of Z-Image Turbo, such as ae.safetensors."
+    expected = refuse_config(
+        "latent_channels", 4, 16, "Z-Image Turbo", "ae.safetensors", model_id=path, class_name="AutoencoderKL"
     )
+    assert_message(home.with_rest(Z_IMAGE, home.file(Z_IMAGE, "transformer"), path), expected)
 
 
 def test_locate_mismatched_files_raise_checkpoint_error(home: Home):
@@ -199,19 +213,24 @@ def test_locate_mismatched_files_raise_checkpoint_error(home: Home):
     width = tensors["text_embedding.0.weight"].shape[1]
     tensors["text_embedding.0.weight"] = tensors["text_embedding.0.weight"].repeat(1, 2)
     denoiser, encoder = home.write("wide.safetensors", tensors), home.file(WAN, "text_encoder")
-    assert home.with_rest(WAN, denoiser, encoder) == (
-        f"Wan 2.1 T2V 14B: text_dim is {2 * width} in {denoiser}, but must be d_model in {encoder}, which is {width}. "
-        "The files are of different models; choose those of Wan 2.1 T2V 14B."
+    assert_message(
+        home.with_rest(WAN, denoiser, encoder),
+        "compatibility.files_contradict",
+        title="Wan 2.1 T2V 14B",
+        key="text_dim",
+        value=2 * width,
+        file=denoiser,
+        times="",
+        other_key="d_model",
+        other_file=encoder,
+        other_value=width,
     )
 
 
 def test_locate_vae_decoder_only_raises_checkpoint_error(home: Home):
     tensors = load_file(home.file(FLUX2, "vae"))
     path = home.write("small_decoder.safetensors", {n: x for n, x in tensors.items() if not n.startswith("encoder.")})
-    assert home.with_rest(FLUX2, home.file(FLUX2, "transformer"), path) == (
-        f"{path} has only the decoder of a VAE; the encoder is needed too. Choose a file that has both, "
-        "such as full_encoder_small_decoder.safetensors for FLUX.2's small decoder."
-    )
+    assert_message(home.with_rest(FLUX2, home.file(FLUX2, "transformer"), path), "file.vae_decoder_only", path=path)
 
 
 # --- two experts ------------------------------------------------------------------------------------------------------
@@ -233,10 +252,7 @@ def all_in_one(home: Home) -> Path:
 def test_locate_one_denoiser_file_for_two_experts_asks_for_both(make: Callable[[Home], Path], home: Home):
     merged, others = make(home), [home.file(BOTH, part) for part in ("text_encoder", "vae")]
     entries = [merged] if "aio" in merged.name else [merged, *others]
-    assert home.said(BOTH, *entries) == (
-        "Wan 2.2 I2V A14B has two denoisers, for high noise and for low noise, but only one file is given. "
-        "Name both, the one for high noise first. Name a file twice if it merges the two."
-    )
+    assert_message(home.said(BOTH, *entries), "checkpoint.second_expert_missing", title="Wan 2.2 I2V A14B")
     spec = lookup_spec(BOTH)
     found = file_resolution.resolve(" + ".join(map(str, [merged, *entries])), [spec])
     assert {held.path for name, held in found.parts.items() if name.startswith("transformer")} == {merged}
@@ -254,10 +270,9 @@ def test_locate_one_denoiser_file_for_two_experts_asks_for_both(make: Callable[[
 )
 def test_locate_same_expert_twice_raises_checkpoint_error(first: str, second: str, noise: str, home: Home):
     names = [f"{name}.safetensors" for name in (first, second)]
-    assert home.with_rest(BOTH, *(home.file(BOTH, "transformer", name) for name in names)) == (
-        f"Wan 2.2 I2V A14B: by their names, {' and '.join(names)} are both the denoiser for {noise} noise. Name one "
-        "for high noise and one for low noise, the one for high noise first."
-    )
+    said = home.with_rest(BOTH, *(home.file(BOTH, "transformer", name) for name in names))
+    parameters = {"title": "Wan 2.2 I2V A14B", "both": " and ".join(names), "first": noise}
+    assert_message(said, "checkpoint.two_experts_for_one_noise", **parameters)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +292,5 @@ def test_locate_expert_names_match_whole_words_only(first: str, second: str, hom
 
 def test_locate_duplicate_network_raises_checkpoint_error(home: Home):
     vaes = [home.file(WAN, "vae", f"{name}.safetensors") for name in ("one", "two")]
-    assert home.with_rest(WAN, home.file(WAN, "transformer"), *vaes) == (
-        f"{vaes[1]} is one AutoencoderKLWan too many for Wan 2.1 T2V 14B. Name each network once."
-    )
+    said, kind = home.with_rest(WAN, home.file(WAN, "transformer"), *vaes), "AutoencoderKLWan"
+    assert_message(said, "checkpoint.component_named_twice", path=vaes[1], class_name=kind, title="Wan 2.1 T2V 14B")
