@@ -15,6 +15,7 @@ def main(comfyui: str, job: str) -> None:
 
     comfy.options.enable_args_parsing()
     from comfyui_tpu.nodes.comfyui.core_text_and_vae import can_take_images, check_tokens_before
+    from comfyui_tpu.tests.support.messages import describe_error
     from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 
     said = {}
@@ -24,7 +25,7 @@ def main(comfyui: str, job: str) -> None:
         try:
             process([[1, {"type": "image"}]], None)
         except ValueError as error:
-            said[name] = str(error)
+            said[name] = describe_error(error)
     print(json.dumps(said))
 
 

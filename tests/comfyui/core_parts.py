@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comfyui_tpu.tests.support.messages import Expected, assert_message
+
 PROMPTS = (
     "a cat and a dog",
     "",
@@ -99,18 +101,19 @@ def check_refused(clip: Any) -> None:
 
     tokens = {name: [[(torch.zeros(8), 1.0), *rows[0][1:]]] for name, rows in clip.tokenize("a cat").items()}
     hooks = comfy.hooks.create_hook_lora({"lora_te1_text_model": torch.ones(1)}, 1.0, 1.0)
-    for use, sentence in (
-        (lambda: clip.encode_from_tokens_scheduled(tokens), "an embedding (textual inversion)"),
-        (lambda: SetClipHooks().apply_hooks(clip, False, True, hooks), "(hooks) are not supported"),
+    embedding = Expected("comfyui.prompt_entry_unsupported", what="an embedding (textual inversion)")
+    for use, expected in (
+        (lambda: clip.encode_from_tokens_scheduled(tokens), embedding),
+        (lambda: SetClipHooks().apply_hooks(clip, False, True, hooks), Expected("comfyui.hooks_unsupported")),
     ):
         try:
             use()
         except ValueError as error:
-            assert sentence in str(error), error
+            assert_message(error, expected)
         except RuntimeError as error:  # core itself looks whether HunyuanVideo's first token is a number
             assert "Boolean value of Tensor" in str(error), error
         else:
-            raise AssertionError(f"nothing said that it {sentence}")
+            raise AssertionError(f"no error with the message {expected}")
 
 
 def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -136,7 +139,7 @@ def beside_pictures(ours: Any, theirs: Any, shapes: Sequence[Sequence[int]]) -> 
     try:
         TextEncodeQwenImageEdit.execute(ours, "make it night", image=pictures[0])
     except ValueError as error:
-        assert "use fewer or smaller images, as TextEncodeQwenImageEditPlus does" in str(error), error
+        assert_message(error, "comfyui.prompt_too_long", advice="comfyui.shorten_or_show_fewer_images")
     else:
         raise AssertionError("a picture of more tokens than the encoder takes was taken")
     return errors
@@ -213,7 +216,7 @@ def frames(job: Mapping[str, Any]) -> dict[str, float]:
     try:
         ours.encode(pixels)
     except ValueError as error:
-        assert "has no encoder that can be used" in str(error), error
+        assert_message(error, "comfyui.vae_encoder_not_in_file")
         return errors
     raise AssertionError("it encodes with what it has not")
 
@@ -317,7 +320,7 @@ def looks(job: Mapping[str, Any]) -> dict[str, float]:
     try:
         found.image_embeds  # noqa: B018 - it must not be there
     except AttributeError as error:
-        assert f"returns {ours.states_name}" in str(error), error
+        assert_message(error, "comfyui.vision_output_not_available", states_name=ours.states_name)
     else:
         raise AssertionError("it gives what it has not")
     return errors

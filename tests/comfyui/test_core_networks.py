@@ -14,8 +14,10 @@ from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import DENOISERS, saved
 from comfyui_tpu.tests.files.test_comfyui_encoders import BYT5, LANGUAGE, MISTRAL, QWEN3, QWEN25, T5, UMT5, Encoder
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
+from comfyui_tpu.tests.support.messages import assert_message
 from comfyui_tpu.tests.support.patience import mostly, slower
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
+from comfyui_tpu.tpu_runtime.messages import read_message
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.models.common.taehv import TAEHV
 from safetensors.torch import save_file
@@ -346,13 +348,10 @@ def test_model_patch_nodes_match_core_or_are_refused(tmp_path: Path):
 
 def test_text_encoder_without_vision_refuses_prompt_with_image(tmp_path: Path):
     said = run_script("core_blind.py", {"qwen-image-2512": "blind.safetensors", "z-image": "qwen_3_4b.gguf"}, tmp_path)
-    assert said == {
-        "qwen-image-2512": "Qwen-Image 2512: the prompt has an image, but the text encoder blind.safetensors "
-        "has no vision tower (visual.). Leave the image out, or choose a file that has one, "
-        "such as qwen_2.5_vl_7b.safetensors.",
-        "z-image": "Z-Image: the prompt has an image, which the text encoder does not support on the TPU. "
-        "Leave it out, or load the text encoder with ComfyUI's own loader.",
-    }
+    blind, other = (read_message(said[name]) for name in ("qwen-image-2512", "z-image"))
+    key = "comfyui.text_encoder_cannot_see"
+    assert_message(blind, key, title="Qwen-Image 2512", model_id="blind.safetensors")
+    assert_message(other, "comfyui.prompt_entry_unsupported", title="Z-Image", what="an image")
 
 
 def test_model_hooks_run_in_core_order_or_are_refused(tmp_path: Path):

@@ -76,6 +76,12 @@ def assert_message(text: object, expected: str | Expected | list[object], /, **p
         pytest.fail("\n".join(differences))
 
 
+def describe_error(error: BaseException) -> Any:
+    """Return an error's message as JSON for a test in another process, which reads it with `read_message`."""
+    text = str(error)
+    return text.describe() if isinstance(text, Message) else {"text": text, "key": "", "parameters": {}}
+
+
 @contextlib.contextmanager
 def raises_message(
     error_type: type[BaseException] | tuple[type[BaseException], ...],

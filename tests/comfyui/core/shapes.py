@@ -2,7 +2,7 @@
 
 Arguments: ComfyUI's folder and a JSON list of `[name, job, wrong]`: a job of `core_graphs`, and by case what is in
 place of what there: `samples` of a shape, the text's `width`, or a part of the conditioning, as a shape. Prints the
-sentences by name and case as JSON, last. Nothing may be asked of a network.
+errors by name and case as JSON, last. Nothing may be asked of a network.
 """
 
 import json
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from comfyui_tpu.tests.support.messages import describe_error
 
 
 def main(comfyui: str, said: str) -> None:
@@ -30,18 +32,18 @@ def main(comfyui: str, said: str) -> None:
     def refuse(stage: str, *args: Any, **named: Any) -> Any:
         raise AssertionError(f"{stage} was asked")
 
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, Any]] = {}
     with torch.inference_mode():
         for name, job, wrong in json.loads(said):
             graphs = core_graphs.Graphs(nodes, job)
             model = core_graphs.ours(job)
             core_model.run_stage, ask = refuse, core_model.run_stage
-            found[name] = {case: sentence(graphs, model, what) for case, what in wrong.items()}
+            found[name] = {case: find_error(graphs, model, what) for case, what in wrong.items()}
             core_model.run_stage = ask
     print(json.dumps(found))
 
 
-def sentence(graphs: Any, model: Any, wrong: Mapping[str, Any]) -> str:
+def find_error(graphs: Any, model: Any, wrong: Mapping[str, Any]) -> Any:
     prompts = [[[one[0][0], dict(one[0][1])]] for one in graphs.prompts[:2]]
     more = {}
     for what, shape in wrong.items():
@@ -54,11 +56,9 @@ def sentence(graphs: Any, model: Any, wrong: Mapping[str, Any]) -> str:
                 prompt[0][1][what] = value(graphs, what, shape)
     try:
         graphs.sample(model, positive=prompts[0], negative=prompts[1], **more)
-    except ValueError as error:
-        return str(error)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "taken"
+        return {**describe_error(error), "type": type(error).__name__}
+    return None
 
 
 def value(graphs: Any, what: str, shape: Sequence[Any]) -> Any:

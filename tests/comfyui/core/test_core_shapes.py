@@ -10,82 +10,121 @@ import torch
 from comfyui_tpu.tests.comfyui.core_scripts import run_script
 from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, write_denoiser
 from comfyui_tpu.tests.support.comfyui_server import needs_comfyui
-from comfyui_tpu.tests.support.messages import raises_message
+from comfyui_tpu.tests.support.messages import Expected, assert_message, raises_message
 from comfyui_tpu.tpu_runtime.engine import conditioning
+from comfyui_tpu.tpu_runtime.messages import read_message
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 
-# By model and case: what is wrong, and what its sentence holds, both numbers among it.
-WRONG: dict[str, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
+
+def refuse_latents(channels: int, expected: int) -> Expected:
+    return Expected("comfyui.latent_channels_wrong", channel_count=channels, expected_channels=expected)
+
+
+def refuse_states(width: int, expected: int, what: str = "comfyui.prompt_states") -> Expected:
+    return Expected("comfyui.states_width_wrong", what=what, actual_width=width, width=expected)
+
+
+def refuse_concat(channels: int, expected: int) -> Expected:
+    vae = "comfyui.encode_with_own_vae"
+    return Expected(
+        "comfyui.concat_latent_channels_wrong", channel_count=channels, expected_channels=expected, other_vae=vae
+    )
+
+
+def refuse_reference(number: int, channels: int, expected: int, **parameters: object) -> Expected:
+    return Expected(
+        "comfyui.channels_wrong",
+        what=f"reference_latents {number}",
+        channel_count=channels,
+        expected_channels=expected,
+        **parameters,
+    )
+
+
+# By model and case: what is wrong, and the message, with both numbers.
+WRONG: dict[str, dict[str, tuple[dict[str, Any], Expected]]] = {
     "wan t2v": {
-        "latents of Wan 2.2's VAE": ({"samples": (1, 48, 3, 9, 6)}, ("48 channels", "expects 16", "VAE")),
-        "latents of a picture": ({"samples": (1, 4, 1, 9, 6)}, ("4 channels", "expects 16")),
-        "another encoder": ({"width": 2560}, ("2560 wide", "expects 4096", "text encoder")),
+        "latents of Wan 2.2's VAE": ({"samples": (1, 48, 3, 9, 6)}, refuse_latents(48, 16)),
+        "latents of a picture": ({"samples": (1, 4, 1, 9, 6)}, refuse_latents(4, 16)),
+        "another encoder": ({"width": 2560}, refuse_states(2560, 4096)),
     },
     "wan 2.1 i2v": {
-        "a picture of Wan 2.2's VAE": (
-            {"concat_latent_image": (1, 48, 3, 9, 6)}, ("concat_latent_image has 48 channels", "expects 16", "VAE"),
-        ),
+        "a picture of Wan 2.2's VAE": ({"concat_latent_image": (1, 48, 3, 9, 6)}, refuse_concat(48, 16)),
         "a picture of another length": (
-            {"concat_latent_image": (1, 16, 5, 9, 6)}, ("5 latent frames", "sample has 3", "length of the video"),
+            {"concat_latent_image": (1, 16, 5, 9, 6)},
+            Expected("comfyui.concat_latent_frames_wrong", frame_count=5, sample_frames=3),
         ),
         "a mask of another length": (
-            {"concat_mask": (1, 1, 5, 9, 6)}, ("concat_mask has 5 latent frames", "sample has 3"),
+            {"concat_mask": (1, 1, 5, 9, 6)},
+            Expected("comfyui.concat_mask_frames_wrong", frame_count=5, sample_frames=3),
         ),
         "another image encoder": (
-            {"clip_vision_output": (1, 729, 1152)}, ("1152 wide", "expects 1280", "image encoder"),
+            {"clip_vision_output": (1, 729, 1152)},
+            Expected("comfyui.clip_vision_width_wrong", actual_width=1152, width=1280),
         ),
     },
     "wan 2.1 flf2v": {
-        "three pictures": ({"clip_vision_output": (1, 771, 1280)}, ("771 tokens", "at most 514")),
+        "three pictures": (
+            {"clip_vision_output": (1, 771, 1280)},
+            Expected("comfyui.clip_vision_too_long", token_count=771, max_tokens=514),
+        )
     },
-    "wan 2.2 ti2v": {
-        "latents of Wan 2.1's VAE": ({"samples": (1, 16, 3, 9, 6)}, ("16 channels", "expects 48", "VAE")),
-    },
+    "wan 2.2 ti2v": {"latents of Wan 2.1's VAE": ({"samples": (1, 16, 3, 9, 6)}, refuse_latents(16, 48))},
     "flux.2 dev": {
-        "T5's states": ({"width": 80}, ("80 wide", "expects 96", "text encoder")),
+        "T5's states": ({"width": 80}, refuse_states(80, 96)),
         "references of FLUX.1's VAE": (
-            {"reference_latents": [(1, 128, 4, 6), (1, 16, 8, 12)]}, ("reference_latents 2", "16 channels", "128"),
+            {"reference_latents": [(1, 128, 4, 6), (1, 16, 8, 12)]},
+            refuse_reference(2, 16, 128),
         ),
         "a reference of a video": (
-            {"reference_latents": [(1, 128, 2, 4, 6)]}, ("shape (1, 128, 2, 4, 6)", "(1, 128, height, width)"),
+            {"reference_latents": [(1, 128, 2, 4, 6)]},
+            refuse_reference(1, 128, 128, shape=(1, 128, 2, 4, 6), expected_shape="1, 128, height, width"),
         ),
-        "latents of FLUX.1's VAE": ({"samples": (1, 16, 14, 10)}, ("16 channels", "expects 128")),
+        "latents of FLUX.1's VAE": ({"samples": (1, 16, 14, 10)}, refuse_latents(16, 128)),
     },
     "qwen-image edit": {
         "references of another VAE": (
-            {"reference_latents": [(1, 48, 1, 8, 12)]}, ("48 channels", "expects 16", "VAE"),
+            {"reference_latents": [(1, 48, 1, 8, 12)]},
+            refuse_reference(1, 48, 16, other_vae="comfyui.encode_with_own_vae"),
         ),
         "a reference without frames": (
-            {"reference_latents": [(1, 16, 8, 12)]}, ("shape (1, 16, 8, 12)", "(1, 16, 1, height, width)"),
+            {"reference_latents": [(1, 16, 8, 12)]},
+            refuse_reference(1, 16, 16, shape=(1, 16, 8, 12), expected_shape="1, 16, 1, height, width"),
         ),
-        "a video's latents": ({"samples": (1, 16, 3, 12, 8)}, ("3 frames", "expects 1", "length")),
-        "another encoder": ({"width": 100}, ("100 wide", "expects 96")),
+        "a video's latents": (
+            {"samples": (1, 16, 3, 12, 8)},
+            Expected("comfyui.latent_of_several_frames", frame_count=3),
+        ),
+        "another encoder": ({"width": 100}, refuse_states(100, 96)),
     },
     # Its file has neither the mark of 2511 nor its name.
     "qwen-image": {
         "references as 2511 takes them": (
             {"reference_latents": [(1, 16, 1, 8, 12)], "reference_latents_method": "index_timestep_zero"},
-            (
-                "reference_latents_method is index_timestep_zero", "supports index", "put 2511 into its name",
-                "add + qwen-image-edit-2511 to the model_id of TPUModelLoader",
-            ),
+            Expected("comfyui.reference_method_needs_2511", method="index_timestep_zero", own="index"),
         ),
         "references as FLUX.1 Kontext takes them": (
             {"reference_latents": [(1, 16, 1, 8, 12)], "reference_latents_method": "offset"},
-            ("reference_latents_method is offset", "supports index", "Set that, or remove the node"),
+            Expected("comfyui.reference_method_unsupported", method="offset", own="index"),
         ),
     },
     "hunyuanvideo 1.5 i2v, distilled": {
-        "a picture of Wan's VAE": ({"concat_latent_image": (1, 16, 3, 5, 6)}, ("16 channels", "expects 32")),
-        "a picture of another length": ({"concat_latent_image": (1, 32, 4, 5, 6)}, ("4 latent frames", "sample has 3")),
-        "another image encoder": ({"clip_vision_output": (1, 257, 1280)}, ("1280 wide", "expects 1152")),
-        "other glyphs": ({"conditioning_byt5small": (1, 19, 512)}, ("512 wide", "expects 1472", "text encoder")),
+        "a picture of Wan's VAE": ({"concat_latent_image": (1, 16, 3, 5, 6)}, refuse_concat(16, 32)),
+        "a picture of another length": (
+            {"concat_latent_image": (1, 32, 4, 5, 6)},
+            Expected("comfyui.concat_latent_frames_wrong", frame_count=4, sample_frames=3),
+        ),
+        "another image encoder": (
+            {"clip_vision_output": (1, 257, 1280)},
+            Expected("comfyui.clip_vision_width_wrong", actual_width=1280, width=1152),
+        ),
+        "other glyphs": ({"conditioning_byt5small": (1, 19, 512)}, refuse_states(512, 1472, "comfyui.glyphs_states")),
     },
     "cogvideox i2v": {
-        "a picture of another VAE": ({"concat_latent_image": (1, 32, 1, 8, 6)}, ("32 channels", "expects 16", "VAE")),
-        "another encoder": ({"width": 100}, ("100 wide", "expects 96")),
+        "a picture of another VAE": ({"concat_latent_image": (1, 32, 1, 8, 6)}, refuse_concat(32, 16)),
+        "another encoder": ({"width": 100}, refuse_states(100, 96)),
     },
-}  # fmt: skip
+}
 
 
 @needs_comfyui
@@ -98,10 +137,11 @@ def test_network_shape_error_names_both_shapes_and_cause(tmp_path: Path):
         job.append((name, one.job(path) | {"cases": []}, {case: what for case, (what, _) in wrong.items()}))
     found = run_script("core/shapes.py", job, tmp_path)
     for name, wrong in WRONG.items():
-        for case, (_, parts) in wrong.items():
-            said = found[name][case]
-            print(f"{name}, {case}: {said}")
-            assert all(part in said for part in parts), (name, case, said)
+        for case, (_, expected) in wrong.items():
+            error = found[name][case]
+            print(f"{name}, {case}: {error['text']}")
+            assert error["type"] == "ValueError"
+            assert_message(read_message(error), expected)
 
 
 def make_call_inputs(name: str, **changed: Any) -> tuple[Any, ...]:
