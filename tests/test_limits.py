@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from comfyui_tpu.tests.support.messages import Expected, raises_message
+from comfyui_tpu.tests.support.messages import Expected, assert_message, raises_message
 from comfyui_tpu.tpu_runtime.model_spec.inputs import (
     BoolInput,
     EnumInput,
@@ -38,39 +38,55 @@ def test_input_problem_of_allowed_values_is_none(limit: Any, allowed: tuple):
     assert [limit.problem(value) for value in allowed] == [None] * len(allowed)
 
 
+BREAKS = "settings.breaks_rule"
+
+
+def between(low: int, high: int) -> Expected:
+    return Expected("settings.between", low=low, high=high)
+
+
+def grid(multiple_of: int, low: int, high: int) -> Expected:
+    return Expected("settings.grid", multiple_of=multiple_of, plus=1, rule=between(low, high))
+
+
+def multiple(multiple_of: int, low: int, high: int) -> Expected:
+    return Expected("settings.multiple", multiple_of=multiple_of, rule=between(low, high))
+
+
 @pytest.mark.parametrize(
-    ("limit", "value", "problem"),
+    ("limit", "value", "key", "parameters"),
     [
-        (FRAMES, 80, "is 80; it must be 4k + 1 between 17 and 121. Use 77 or 81."),
-        (FRAMES, 16, "is 16; it must be 4k + 1 between 17 and 121. Use 17."),
-        (FRAMES, 122, "is 122; it must be 4k + 1 between 17 and 121. Use 121."),
-        (FRAMES, 10**30, f"is {10**30}; it must be 4k + 1 between 17 and 121. Use 121."),
-        (SIZE, 97, "is 97; it must be a multiple of 16 between 16 and 100. Use 96 or 100."),
-        (SIZE, 17, "is 17; it must be a multiple of 16 between 16 and 100. Use 16 or 32."),
-        (ODD, 4, "is 4; it must be 2k + 1 between 1 and 9. Use 3 or 5."),
-        (EVEN, 5, "is 5; it must be a multiple of 2 between 2 and 8. Use 4 or 6."),
-        (COUNT, 0, "is 0; it must be between 1 and 9. Use 1."),
-        (COUNT, 10, "is 10; it must be between 1 and 9. Use 9."),
-        (COUNT, 1.0, "is 1.0; it must be a whole number between 1 and 9."),
-        (COUNT, True, "is True; it must be a whole number between 1 and 9."),
-        (SCALE, 0.4, "is 0.4; it must be between 0.5 and 9.5. Use 0.5."),
-        (SCALE, 10, "is 10; it must be between 0.5 and 9.5. Use 9.5."),
-        (SCALE, math.nan, "is nan; it must be between 0.5 and 9.5. Use 9.5."),
-        (SCALE, "5", "is '5'; it must be a number between 0.5 and 9.5."),
-        (SCALE, False, "is False; it must be a number between 0.5 and 9.5."),
-        (BoolInput(default=True), 1, "is 1; it must be true or false."),
-        (EnumInput(options=("a", "b")), "c", "is 'c'; it must be one of a, b."),
-        (SIGMAS, 1, "is 1; it must be text: numbers separated by commas."),
-        (SIGMAS, "1;2", "is '1;2'; it must be numbers separated by commas, such as 1, 0.75, 0.5, 0.25, or empty."),
-        (SIGMAS, "1,0.8,0.5,0.2", "has 4 numbers; at most 3 are allowed."),
-        (SIGMAS, "1,0", "is '1,0'; each number must be above 0 and at most 1. The final 0 is added automatically."),
-        (SIGMAS, "1.5", "is '1.5'; each number must be above 0 and at most 1. The final 0 is added automatically."),
-        (SIGMAS, "nan", "is 'nan'; each number must be above 0 and at most 1. The final 0 is added automatically."),
-        (SIGMAS, (0.5, 0.5), "is (0.5, 0.5); each number must be smaller than the one before."),
+        (FRAMES, 80, BREAKS, {"rule": grid(4, 17, 121), "nearest": [77, 81]}),
+        (FRAMES, 16, BREAKS, {"rule": grid(4, 17, 121), "nearest": [17]}),
+        (FRAMES, 122, BREAKS, {"rule": grid(4, 17, 121), "nearest": [121]}),
+        (FRAMES, 10**30, BREAKS, {"rule": grid(4, 17, 121), "nearest": [121]}),
+        (SIZE, 97, BREAKS, {"rule": multiple(16, 16, 100), "nearest": [96, 100]}),
+        (SIZE, 17, BREAKS, {"rule": multiple(16, 16, 100), "nearest": [16, 32]}),
+        (ODD, 4, BREAKS, {"rule": grid(2, 1, 9), "nearest": [3, 5]}),
+        (EVEN, 5, BREAKS, {"rule": multiple(2, 2, 8), "nearest": [4, 6]}),
+        (COUNT, 0, BREAKS, {"rule": between(1, 9), "nearest": [1]}),
+        (COUNT, 10, BREAKS, {"rule": between(1, 9), "nearest": [9]}),
+        (COUNT, 1.0, "settings.not_whole_number", {"low": 1, "high": 9}),
+        (COUNT, True, "settings.not_whole_number", {"low": 1, "high": 9}),
+        (SCALE, 0.4, "settings.outside", {"low": 0.5, "high": 9.5, "near": 0.5}),
+        (SCALE, 10, "settings.outside", {"low": 0.5, "high": 9.5, "near": 9.5}),
+        (SCALE, math.nan, "settings.outside", {"low": 0.5, "high": 9.5, "near": 9.5}),
+        (SCALE, "5", "settings.not_number", {"low": 0.5, "high": 9.5}),
+        (SCALE, False, "settings.not_number", {"low": 0.5, "high": 9.5}),
+        (BoolInput(default=True), 1, "settings.not_boolean", {}),
+        (EnumInput(options=("a", "b")), "c", "settings.not_an_option", {"others": "", "options": "a, b"}),
+        (SIGMAS, 1, "settings.not_text", {}),
+        (SIGMAS, "1;2", "settings.not_numbers", {}),
+        (SIGMAS, "1,0.8,0.5,0.2", "settings.too_many_numbers", {"count": 4, "most": 3}),
+        (SIGMAS, "1,0", "settings.number_outside", {}),
+        (SIGMAS, "1.5", "settings.number_outside", {}),
+        (SIGMAS, "nan", "settings.number_outside", {}),
+        (SIGMAS, (0.5, 0.5), "settings.not_decreasing", {}),
     ],
 )
-def test_input_problem_names_allowed_values(limit: Any, value: Any, problem: str):
-    assert limit.problem(value) == problem
+def test_input_problem_names_allowed_values(limit: Any, value: Any, key: str, parameters: dict[str, object]):
+    own = {} if "count" in parameters else {"value": repr(value)}
+    assert_message(limit.problem(value), key, **own, **parameters)
 
 
 def test_enum_default_is_first_option_and_sigmas_keep_order():
