@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_tpu.tests.support.host import Runner
-from comfyui_tpu.tests.support.messages import Expected, raises_message
+from comfyui_tpu.tests.support.messages import Expected, assert_message, raises_message
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -168,15 +168,16 @@ def test_denoise_overflowing_lora_names_lora_in_error(tmp_path: Path):
 
 
 def test_not_finite_error_in_bfloat16_suggests_float32():
-    assert str(finite_check.not_finite_error("Some model", "its values", "bfloat16")) == (
-        "Some model: its values are not finite (NaN or infinite), in bfloat16. Set precision to float32: bfloat16 is "
-        "probably too coarse for it. If that does not help, the checkpoint is damaged."
+    key, parameters = (
+        "program.result_not_finite",
+        {"title": "Some model", "what": "its values", "precision": "bfloat16"},
     )
-    assert str(
-        finite_check.not_finite_error("Some model", "its values", "bfloat16", ["a.safetensors", "b.safetensors"])
-    ) == (
-        "Some model: its values are not finite (NaN or infinite), in bfloat16. It is probably caused by "
-        "a.safetensors and b.safetensors, merged into the weights: lower the strength, or leave it out."
+    error = finite_check.not_finite_error("Some model", "its values", "bfloat16")
+    assert_message(error, key, cause="program.cause_precision", **parameters)
+    loras = ["a.safetensors", "b.safetensors"]
+    cause = Expected("program.cause_loras", changed_by=" and ".join(loras))
+    assert_message(
+        finite_check.not_finite_error("Some model", "its values", "bfloat16", loras), key, cause=cause, **parameters
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from comfyui_tpu.nodes.comfyui import routes
 from comfyui_tpu.tests.support.chips import GIB, chip, tpu
+from comfyui_tpu.tests.support.messages import Expected, assert_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.monitor import stats_feed as feeds
 from comfyui_tpu.tpu_runtime.monitor.host_stats import Sampler, read_libtpu
@@ -90,29 +91,27 @@ def raise_missing_module(metric: str) -> Sequence[str]:
 
 
 @pytest.mark.parametrize(
-    ("read", "note"),
+    ("read", "expected"),
     [
-        (
-            raise_missing_module,
-            "Utilisation is not known: libtpu's monitoring module is missing (pip install -U libtpu).",
-        ),
+        (raise_missing_module, Expected("monitor.monitoring_module_missing")),
         (
             libtpu(tensorcore_util=RuntimeError("no chips"), duty_cycle_pct=["5"] * 8),
-            "tensorcore_util is not known: libtpu raised RuntimeError: no chips",
+            Expected("monitor.metric_raised", metric="tensorcore_util", type="RuntimeError", answer="no chips"),
         ),
         (
             libtpu(tensorcore_util=["5"] * 7, duty_cycle_pct=["5"] * 8),
-            "tensorcore_util is not known: libtpu returned 7 values for 8 chips.",
+            Expected("monitor.metric_count_wrong", metric="tensorcore_util", count=7, num_chips=8),
         ),
         (
             libtpu(tensorcore_util=["5"] * 6 + ["nan", "?"], duty_cycle_pct=["5"] * 8),
-            "tensorcore_util is not known for 2 of 8 cores.",
+            Expected("monitor.cores_unknown", metric="tensorcore_util", unknown=2, cores=8),
         ),
     ],
 )
-def test_sampler_notes_libtpu_failure_and_keeps_other_values(read: Callable, note: str):
+def test_sampler_notes_libtpu_failure_and_keeps_other_values(read: Callable, expected: Expected):
     stats = Sampler(read, deadline_s=PATIENCE_S).complete(tpu())
-    assert stats["notes"] == [note]
+    (note,) = stats["notes"]
+    assert_message(note, expected)
     assert stats["chips"][7]["tensorcore_utilization"] is None
     assert stats["chips"][7]["hbm_used"] == 3 * GIB
     if read is not raise_missing_module:
@@ -142,11 +141,13 @@ def test_sampler_hanging_libtpu_costs_one_deadline_and_one_thread():
 
     sampler = Sampler(hang, deadline_s=0.1)
     try:
-        assert sampler.complete(tpu())["notes"] == ["libtpu did not answer within 0.1 s. Utilisation is not known."]
+        (note,) = sampler.complete(tpu())["notes"]
+        assert_message(note, "monitor.libtpu_not_in_time", deadline_s=0.1)
         num_threads = threading.active_count()
         sampler._deadline_s = PATIENCE_S  # an unanswered question must not cost its deadline again
         stats = sampler.complete(tpu())
-        assert stats["notes"] == ["libtpu does not answer: a chip may hang. Utilisation is not known."]
+        (note,) = stats["notes"]
+        assert_message(note, "monitor.libtpu_does_not_answer")
         assert stats["chips"][0]["hbm_used"] == 3 * GIB
         assert threading.active_count() <= num_threads  # one of another test may have ended
     finally:

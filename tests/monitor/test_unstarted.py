@@ -4,6 +4,7 @@ import asyncio
 import glob
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comfyui_tpu.tests.support.messages import Expected, assert_message
 from comfyui_tpu.tests.support.patience import until
 from comfyui_tpu.tpu_runtime.engine import lifecycle
 from comfyui_tpu.tpu_runtime.machine import pci
@@ -114,9 +116,9 @@ def test_idle_stats_read_memory_from_metrics_service(tmp_path: Path, kind: str, 
         until(lambda: all(chip["hbm_used"] is not None for chip in stats(root, port)["chips"]))
         said = stats(root, port)
     assert said["message"] == f"{num_chips} x {kind}, held by another process"
-    assert said["notes"] == [
-        "Held by another process (python3 main.py, process 4711): a run here can start after that process has ended."
-    ]
+    process_4711 = Expected("monitor.process", program="python3 main.py", pid=4711)
+    (note,) = said["notes"]
+    assert_message(note, "monitor.held_by", who=[process_4711])
     each = num_devices // num_chips
     assert [(chip["hbm_used"], chip["hbm_limit"], chip["duty_cycle"]) for chip in said["chips"]] == [
         ((index + 1) * GIB, 31 * GIB, 10.0 * (index // each)) for index in range(num_devices)
@@ -139,7 +141,7 @@ def test_idle_stats_of_chips_held_by_this_process_have_no_notes(tmp_path: Path):
 def test_idle_stats_note_devices_missing_from_service(tmp_path: Path):
     with serving(4) as port:
         said = stats(plug(tmp_path, "v6e", 8), port)
-    assert said["notes"][1] == "Memory is known for 4 of 8 devices."
+    assert_message(said["notes"][1], "monitor.memory_partly_known", count=4, num_devices=8)
     assert [chip["hbm_used"] for chip in said["chips"]] == [GIB, 2 * GIB, 3 * GIB, 4 * GIB, None, None, None, None]
 
 
@@ -154,9 +156,7 @@ def test_idle_stats_silent_service_costs_one_deadline(tmp_path: Path):
         said = [Sampler(unstarted=unstarted).complete(dict(NOTHING_STARTED)) for _ in range(20)]
         elapsed_s = time.monotonic() - begun
     assert all(one["message"] == "8 x v6e, held by another process" for one in said)
-    assert (
-        said[-1]["notes"][0] == f"Memory in use is not known: the metrics service at localhost:{port} does not answer."
-    )
+    assert_message(said[-1]["notes"][0], "monitor.memory_unknown", error=re.compile(f"localhost:{port} "))
     assert [chip["hbm_used"] for chip in said[-1]["chips"]] == [None] * 8
     assert elapsed_s < 20 * DEADLINE_S  # twenty times it would be more
 
@@ -179,7 +179,8 @@ def test_idle_stats_without_tpu_info_note_missing_package(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "tpu_info.device", None)
     plug(tmp_path, "v6e", 8)
     said = stats(tmp_path, closed())
-    assert said["notes"] == ["The chips are not known: tpu-info is not installed (pip install tpu-info)."]
+    (note,) = said["notes"]
+    assert_message(note, "monitor.tpu_info_missing")
     assert (said["message"], said["chips"]) == (snapshot.NOT_STARTED, [])
 
 
