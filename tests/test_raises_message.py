@@ -3,13 +3,14 @@
 import re
 
 import pytest
-from comfyui_tpu.tests.support.messages import Expected, assert_message, raises_message
+from comfyui_tpu.tests.support.messages import Expected, assert_message, describe_error, raises_message
 from comfyui_tpu.tpu_runtime.files import CheckpointError
-from comfyui_tpu.tpu_runtime.messages import compose, compose_list, compose_term
+from comfyui_tpu.tpu_runtime.messages import compose, compose_list, compose_term, read_message
 
 RULE = compose("settings.multiple", multiple_of=16, rule="")
 PROBLEM = compose("settings.breaks_rule", value=88, rule=RULE, nearest=compose_list(["80", "96"], "or"))
 MESSAGE = compose("settings.input", title="Wan", name=compose_term("input", "height"), problem=PROBLEM)
+OTHER = compose("settings.breaks_rule", value=89, rule=RULE, nearest="80")
 GRID = Expected("settings.breaks_rule", value=88, rule=Expected("settings.multiple", multiple_of=16))
 
 
@@ -28,6 +29,7 @@ def check(error: Exception, expected_type: type[Exception], key: str, **paramete
         {"problem": GRID},
         {"problem": re.compile("88.*16")},
         {"problem": Expected("settings.breaks_rule", nearest=[80, re.compile("^9")])},
+        {"problem": PROBLEM},
     ],
 )
 def test_raises_message_passes_on_same_key_and_parameters(parameters: dict[str, object]):
@@ -62,6 +64,7 @@ def test_raises_message_passes_on_same_key_and_parameters(parameters: dict[str, 
             {"problem": Expected("settings.breaks_rule", nearest=[80, 97])},
             "nearest of settings.breaks_rule, item 1 is '96', not '97'",
         ),
+        ("settings.input", {"problem": OTHER}, "value of settings.breaks_rule is '88', not '89'"),
         ("settings.input", {"title": ["Wan"]}, "title of settings.input is not a list of messages"),
     ],
 )
@@ -75,6 +78,22 @@ def test_raises_message_fails_on_error_without_key():
         check(ValueError(str(MESSAGE)[:]), ValueError, "settings.input")
     with pytest.raises(pytest.fail.Exception, match="the message has no key"):
         assert_message(None, "settings.input")
+
+
+def test_raises_message_compares_items_of_list():
+    lines = ValueError(compose_list([MESSAGE, RULE], "line"))
+    with raises_message(ValueError, [Expected("settings.input", title="Wan"), "settings.multiple"]):
+        raise lines
+    with pytest.raises(pytest.fail.Exception, match="the message has 2 items, not 1"):
+        assert_message(lines, ["settings.input"])
+    with pytest.raises(pytest.fail.Exception, match="item 1 has the key 'settings.multiple', not 'settings.grid'"):
+        assert_message(lines, ["settings.input", "settings.grid"])
+
+
+def test_described_error_is_read_with_same_message():
+    assert_message(read_message(describe_error(ValueError(MESSAGE))), "settings.input", problem=PROBLEM)
+    with pytest.raises(pytest.fail.Exception, match="the message has no key"):
+        assert_message(read_message(describe_error(ValueError("plain"))), "settings.input")
 
 
 def test_raises_message_does_not_catch_another_type():

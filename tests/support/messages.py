@@ -48,10 +48,10 @@ def _compare(expected: object, parameters: Mapping[str, str], name: str, where: 
         return [] if expected.search(actual) else [f"{where} is {actual!r}, without {expected.pattern!r}"]
     if isinstance(expected, list):
         return _compare_list(expected, actual, where)
+    if isinstance(expected, Message):
+        return Expected(expected.key, **expected.parameters).find_differences(actual, where)
     if isinstance(actual, Message):
-        return Expected(expected.key if isinstance(expected, Message) else str(expected)).find_differences(
-            actual, where
-        )
+        return Expected(str(expected)).find_differences(actual, where)
     return [] if actual == str(expected) else [f"{where} is {actual!r}, not {str(expected)!r}"]
 
 
