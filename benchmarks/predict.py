@@ -17,8 +17,7 @@ from typing import Any
 
 # Run as a file, this folder is where Python looks first.
 import ranges
-from comfyui_tpu.cli import bench
-from comfyui_tpu.diagnostics import verify
+from comfyui_tpu.diagnostics import bench, verify
 from comfyui_tpu.diagnostics.selftest import report
 from comfyui_tpu.tpu_runtime.cost_model import chips
 from comfyui_tpu.tpu_runtime.device_memory import DeviceMemory

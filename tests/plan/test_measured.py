@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.cli import bench, selftest
+from comfyui_tpu.cli import selftest
 from comfyui_tpu.cli.main import main
+from comfyui_tpu.diagnostics import bench
 from comfyui_tpu.diagnostics.selftest import groups
 from rich.console import Console
 
