@@ -143,7 +143,7 @@ def add_precision(verb: argparse.ArgumentParser) -> None:
 
 def describe_input(name: str) -> str:
     """Return the first sentence of an input's tooltip."""
-    return inputs.INPUT_DOCS[name].tooltip.partition(". ")[0].rstrip(".").replace("%", "%%")
+    return inputs.find_doc(name).tooltip.partition(". ")[0].rstrip(".").replace("%", "%%")
 
 
 def _default(name: str) -> str:

@@ -1,6 +1,6 @@
 """Inputs of the families' nodes by name: tooltips and order. Limits and defaults come from the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from ..tpu_runtime.model_spec import (
     ModelSpec,
     SigmaList,
     describe_qualities,
+    is_own,
 )
 from ..tpu_runtime.models import SPECS, published
 from ..tpu_runtime.precision import CHOICES
@@ -213,12 +214,18 @@ def inputs_for_names(spec: ModelSpec, names: tuple[str, ...]) -> tuple[Input, ..
 
 def list_newest_inputs(spec: ModelSpec, before: tuple[str, ...]) -> tuple[str, ...]:
     """Return the inputs that samplers and pipelines of the family have after those in `before`."""
-    return tuple(name for name in _NEWEST if name in spec.inputs and name not in before)
+    return tuple(name for name in (*_NEWEST, *spec.own_inputs) if name in spec.inputs and name not in before)
+
+
+def find_doc(name: str, specs: Iterable[ModelSpec] = SPECS) -> InputDoc:
+    """Return the documentation of an input: of these models' own inputs, or of the shared ones."""
+    own = (limit for spec in specs if is_own(limit := spec.inputs.get(name)))
+    return next((_recipe(limit.tooltip) for limit in own), None) or INPUT_DOCS[name]
 
 
 def make_input(spec: ModelSpec, name: str) -> Input:
     """Return the input `name` of the nodes of `spec`'s family."""
-    entry = INPUT_DOCS[name]
+    entry = find_doc(name, [spec])
     optional = entry.optional or (name == "condition" and not needs_image(spec))
     shared = {"name": name, "tooltip": entry.format_tooltip(spec), "optional": optional, "advanced": entry.advanced}
     if entry.socket:

@@ -87,7 +87,7 @@ def _copy_to_torch(x: torch.Tensor | np.ndarray) -> torch.Tensor:
 def build_denoiser_inputs(
     plan: DenoisingPlan, prompt: Conditioning, negative: Conditioning | None, condition: ImageCondition | None
 ) -> dict[str, np.ndarray]:
-    """Return the text inputs of all guidance branches and the condition's arrays, by name.
+    """Return the text inputs of all guidance branches, the own inputs and the condition's arrays, by name.
 
     plan: of the generation.
     prompt, negative: CONDITIONING; `negative` may be None if there is one branch.
@@ -97,7 +97,8 @@ def build_denoiser_inputs(
     named = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
     rows = [_text_row(plan, name, named[name]) for name in list(named)[: plan.largest_group.branches]]
     arrays = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    return {**arrays, **_condition_arrays(plan, condition)}
+    own = {name: np.array([value], np.float32) for name, value in plan.spec.own_values(plan.settings).items()}
+    return {**arrays, **own, **_condition_arrays(plan, condition)}
 
 
 def _text_row(plan: DenoisingPlan, name: str, given: Conditioning | None) -> dict[str, np.ndarray]:

@@ -29,6 +29,7 @@ from .inputs import (
     Settings,
     SigmaList,
     drop_zero_sizes,
+    is_own,
 )
 from .model import STAGES, ModelSpec
 from .protocols import Call, Forward, Report

@@ -5,7 +5,7 @@ Pure arithmetic.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..messages import compose, compose_list
 from .quality import QUALITIES, Quality
@@ -21,6 +21,7 @@ class IntInput:
     high: int
     multiple_of: int = 1
     plus: int = 0
+    tooltip: str = ""  # of an own input (see `Settings.own`)
 
     def problem(self, value: object) -> str | None:
         """Return the reason why `value` is not allowed, with the nearest allowed values; None if it is allowed."""
@@ -57,6 +58,7 @@ class FloatInput:
     low: float
     high: float
     step: float = 0.1
+    tooltip: str = ""  # of an own input (see `Settings.own`)
 
     def problem(self, value: object) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -72,6 +74,7 @@ class BoolInput:
     """A boolean input."""
 
     default: bool
+    tooltip: str = ""  # of an own input (see `Settings.own`)
 
     def problem(self, value: object) -> str | None:
         return None if isinstance(value, bool) else compose("settings.not_boolean", value=repr(value))
@@ -126,6 +129,11 @@ class SigmaList:
 
 
 InputType = IntInput | FloatInput | BoolInput | EnumInput | SigmaList
+
+
+def is_own(limit: InputType | None) -> TypeGuard[IntInput | FloatInput | BoolInput]:
+    """Return whether an input is one of its family alone: it states its tooltip, and the denoiser takes its value."""
+    return isinstance(limit, IntInput | FloatInput | BoolInput) and bool(limit.tooltip)
 
 
 # The size of a result, in pixels and frames.
@@ -200,6 +208,11 @@ class Settings:
     end_step: int = 0  # end of the steps that run; 0 for the last
     add_noise: bool = True  # False to start from latents as they are
     return_with_leftover_noise: bool = False  # keep the noise that is left if the last step does not run
+    # Names and values of inputs that only this family has. The denoiser takes each by its name, `[rows]` float.
+    own: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        dict(self.own)  # raises TypeError or ValueError for anything but pairs
 
     def with_default_quality(self, of_model: str) -> "Settings":
         """Return settings with the quality of the model's loader, if these have the default one."""

@@ -7,7 +7,7 @@ from typing import Any
 from ..messages import compose, compose_term
 from .component import Component, Json, freeze_mappings
 from .core_inputs import CoreInputs
-from .inputs import CHECKPOINT, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList, quality_input
+from .inputs import CHECKPOINT, STEP_INPUTS, EnumInput, InputType, IntInput, Settings, SigmaList, is_own, quality_input
 from .spec_parts import (
     DenoiserSpec,
     HubCheckpoint,
@@ -72,6 +72,16 @@ class ModelSpec:
         return [component for component in self.components if component.folder == folder]
 
     @property
+    def own_inputs(self) -> tuple[str, ...]:
+        """Return the inputs that only this family has, whose values the denoiser takes."""
+        return tuple(name for name, limit in self.inputs.items() if is_own(limit))
+
+    def own_values(self, settings: Settings) -> dict[str, float]:
+        """Return the value of every own input."""
+        given = dict(settings.own)
+        return {name: given.get(name, limit.default) for name, limit in self.inputs.items() if is_own(limit)}
+
+    @property
     def is_image(self) -> bool:
         """True if the result is an image, not a video."""
         return "num_frames" not in self.inputs
@@ -100,6 +110,7 @@ class ModelSpec:
             values["num_inference_steps"] = len(values["sigmas"])
         if "flow_shift" in values:
             values["shift"] = values["flow_shift"]
+        values["own"] = tuple((name, values[name]) for name in self.own_inputs)
         settings = Settings(**{field: values[field] for field in Settings.__dataclass_fields__ if field in values})
         settings.check(self.title)
         return settings
@@ -152,7 +163,7 @@ class ModelSpec:
 
     def check_settings(self, settings: Settings) -> None:
         """Check every field of `settings` that need not come from widgets. Raises `ValueError`."""
-        values = {**vars(settings), "flow_shift": settings.shift, "step_cache": None}
+        values = {**dict(settings.own), **vars(settings), "flow_shift": settings.shift, "step_cache": None}
         if settings.step_cache is not None:
             if not isinstance(settings.step_cache, StepCache | MagCache):
                 raise ValueError(compose(

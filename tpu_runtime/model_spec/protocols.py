@@ -98,8 +98,9 @@ class Forward(Protocol):
 
     `denoiser` is upstream's module. `run`, a `programs.sharded_ops.ShardedOps`, adds the mesh. `inputs` has
     `[branches, length, dim]` and `<name>_length` `[branches]` of every text encoding, the arrays of `condition_shapes`,
-    `guidance` `[1]`, and `next_timestep` `[1]`, which is 0 after the last step. `comfyui_positions` `[1]` is there in
-    calls of ComfyUI's samplers to networks whose tokens have other positions in ComfyUI than upstream.
+    `guidance` `[1]`, and `next_timestep` `[1]`, which is 0 after the last step. Own inputs (see `Settings.own`) are
+    `[branches]`. Calls of ComfyUI's samplers lack these; `comfyui_positions` `[1]` is there in their calls to networks
+    whose tokens have other positions in ComfyUI than upstream.
     """
 
     def __call__(

@@ -378,7 +378,7 @@ def _expand_branches(x: Array, branches: int, dtype: jnp.dtype) -> Array:
 def denoiser_input_shapes(
     spec: ModelSpec, config: Config, mesh: Mesh, shape: StepShape
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a denoiser's inputs by name: text encodings, their lengths, condition and references.
+    """Return the shapes of a denoiser's inputs by name: text encodings, their lengths, own inputs, images.
 
     spec, config: of the model and its denoiser. mesh, shape: of the step.
     """
@@ -389,4 +389,5 @@ def denoiser_input_shapes(
         inputs[f"{text.name}_length"] = shape_struct(mesh, (shape.branches,), jnp.int32, "dp")
     for name, size in {**spec.condition_shapes(config, shape.latent_shape), **shape.references}.items():
         inputs[name] = shape_struct(mesh, size, jnp.float32)
+    inputs |= {name: shape_struct(mesh, (1,), jnp.float32) for name in spec.own_inputs}
     return inputs
