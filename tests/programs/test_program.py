@@ -43,3 +43,15 @@ def test_program_results_known_shapes_need_no_trace_lock():
     with ThreadPoolExecutor(1) as pool, TRACE_LOCK:
         found = pool.submit(lambda: one.program.results()).result(timeout=PATIENCE_S)
     assert [x.shape for x in found] == [(3, 2), (3, 5), ()]
+
+
+def test_weights_digest_depends_on_number_format():
+    """Weights of two quantized qualities have the same names and shapes; neither may take the other's on the chips."""
+    mesh = make_mesh(jax.devices()[:1], MeshShape())
+
+    def digest(dtype: jnp.dtype) -> str:
+        weights = {"a": shape_struct(mesh, (2, 3), dtype), "a_worth": shape_struct(mesh, (2,), jnp.float32)}
+        return Program(name="p", fn=jnp.add, weights=weights, args=(), mesh=mesh, precision="float32").weights_digest
+
+    dtypes = [jnp.dtype(dtype) for dtype in (jnp.int8, jnp.float8_e4m3fn, jnp.bfloat16)]
+    assert len({*map(digest, dtypes)}) == len(dtypes) and digest(dtypes[0]) == digest(jnp.dtype(jnp.int8))

@@ -110,8 +110,9 @@ class Program:
 
     @functools.cached_property
     def weights_digest(self) -> str:
-        """Return a hash that is equal for programs whose weights have equal names and shapes."""
-        return signature(sorted((name, want.shape) for name, want in (self.weights or {}).items()))
+        """Return a hash that is equal for programs whose weights have equal names, shapes and formats."""
+        weights = (self.weights or {}).items()
+        return signature(sorted((name, want.shape, str(want.dtype)) for name, want in weights))
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
