@@ -30,8 +30,11 @@ def read_output(values: Any) -> Known:
 
 
 def _shape(value: Any) -> Sequence[int]:
-    """Return a tensor's shape; () for any other value, and for tensors of several sizes in one."""
-    shape = () if getattr(value, "is_nested", True) else getattr(value, "shape", ())
+    """Return a tensor's shape; () for any other value, and for tensors of several sizes in one.
+
+    The attribute is looked up on the type, because other outputs are created when an attribute of theirs is read.
+    """
+    shape = getattr(value, "shape", ()) if hasattr(type(value), "is_nested") and not value.is_nested else ()
     return tuple(shape) if all(isinstance(size, int) for size in shape) else ()
 
 

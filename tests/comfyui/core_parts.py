@@ -155,10 +155,13 @@ def of_folder(job: Mapping[str, Any]) -> Any:
 
 
 def check_later(found: Any, kind: type) -> None:
-    """What core asks of the outputs of every node makes nothing."""
+    """What core, and compiling ahead, ask of the outputs of every node makes nothing."""
     from comfy.model_patcher import PromptModelTracker, is_model_patcher_output
+    from comfyui_tpu.nodes.comfyui.node_outputs import read_output
+    from comfyui_tpu.nodes.graphs.known import UNKNOWN
 
     PromptModelTracker().add([found])
+    assert read_output([found]) is UNKNOWN
     assert is_model_patcher_output(found) and isinstance(found, kind) and not found.is_resolved
 
 
