@@ -428,8 +428,6 @@ def soak_faults(options: argparse.Namespace, base: Path, cache: Path) -> int:
         place = InServer(base / "server", cache, stack)
         soak = Soak(place, saves=True)
         soak.warm_all()
-        if options.stalls:
-            place.server.get(f"/citizen/stalls?path={options.stalls.absolute()}")
         watch = Watch(place, base / "beside", stack)
         soak.run(plan_faults(options.prompts, options.seed, options.every))
         answers, log = watch.ends(), place.server.log.read_text(errors="replace")
@@ -461,7 +459,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--in-process", action="store_true", help="without ComfyUI, as where there is none")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="a cache that is kept (default: a new one)")
     parser.add_argument("--faults", action="store_true", help="some prompts meet a fault; the page is watched")
-    parser.add_argument("--stalls", type=Path, metavar="FILE", help="with --faults: write what held the page up")
     parser.add_argument("--every", type=int, default=FAULT_EVERY, metavar="N", help="the N-th prompt meets one (10)")
     options = parser.parse_args(arguments)
     if options.prompts < 2 * ROUND:

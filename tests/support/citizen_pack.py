@@ -5,7 +5,6 @@ Its source is copied into a server's `custom_nodes`; nothing of it is part of th
 
 import asyncio
 import ctypes
-import faulthandler
 import gc
 import hashlib
 import os
@@ -127,20 +126,6 @@ async def memory(request):
         return psutil.Process().memory_info().rss
 
     return web.json_response({"rss": await asyncio.get_running_loop().run_in_executor(None, swept)})
-
-
-@routes.get("/citizen/stalls")
-async def stalls(request):
-    """From now on the stacks of all threads go to a file whenever the event loop stands for a quarter of a second."""
-    file, loop = open(request.query["path"], "a"), asyncio.get_running_loop()  # noqa: SIM115 - kept open
-
-    def beat():
-        # Its watchdog needs no interpreter lock.
-        faulthandler.dump_traceback_later(0.25, file=file)
-        loop.call_later(0.05, beat)
-
-    beat()
-    return web.json_response({})
 
 
 @routes.get("/citizen/living")
