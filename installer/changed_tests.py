@@ -35,7 +35,7 @@ def choose_tests(root: Path, changed: Iterable[str]) -> list[str]:
     """
     changed = set(changed)
     modules = {_module_name(path): path for path in _python_files(root)}
-    imports = {path: set(_imported(root / path, path, modules)) for path in modules.values()}
+    imports = {path: set(_list_imports(root / path, path, modules)) for path in modules.values()}
     concerned = changed | {path for path, found in imports.items() if not _is_test(path) and found & changed}
     others = {Path(path).name for path in changed if not path.endswith(".py")}
     folders = [Path(path).parent for path in changed if Path(path).name == "conftest.py"]
@@ -88,7 +88,7 @@ def _module_name(path: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported(file: Path, path: str, modules: Mapping[str, str]) -> Iterator[str]:
+def _list_imports(file: Path, path: str, modules: Mapping[str, str]) -> Iterator[str]:
     """Yield the paths of the modules that a file imports. Names other than modules belong to the package."""
     package = [PACKAGE, *Path(path).parent.parts]
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):

@@ -1,4 +1,4 @@
-"""Number formats of approximate products, one row each: the code that computes with a format, and what it saves.
+"""Number formats of approximate products, one row each: the functions that compute with a format, and its savings.
 
 `sharding/chips.py` states which chips a format makes faster, and `model_spec/quality.py` which quality asks for it.
 """

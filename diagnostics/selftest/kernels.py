@@ -83,7 +83,9 @@ def checks(device: Device, host: Device) -> Iterator[Check]:
     yield check(registry.RESIDUAL_NORM, "residual norm", lambda: _residual_norm(device, host))
     for name, row in FORMATS.items():
         if device.platform != "tpu" or device.device_kind in LINEAR_CHIPS[name]:
-            yield check(row.kernel, f"{name} linear layers", lambda row=row: _quantized_linear(device, host, row))
+            yield check(
+                row.kernel, f"{name} linear layers", lambda row=row: _compare_quantized_linear(device, host, row)
+            )
     if device.platform != "tpu" or VMEM_MIB.get(device.device_kind, 0) >= convolution.MIN_VMEM_MIB:
         yield check(registry.CONVOLUTION, "convolution", lambda: _convolution(device, host))
         yield check(registry.MODULATION, "modulation", lambda: _modulation(device, host))
@@ -221,7 +223,7 @@ def _residual_norm(device: Device, host: Device) -> tuple[Arrays, Arrays]:
     return run(device, kernel=True), run(host, kernel=False)
 
 
-def _quantized_linear(device: Device, host: Device, row: NumberFormat) -> tuple[Arrays, Arrays]:
+def _compare_quantized_linear(device: Device, host: Device, row: NumberFormat) -> tuple[Arrays, Arrays]:
     """Check linear layers in a format as blocks use them, within a stack of layers.
 
     Two of one input, with a GELU, a gated pair, of tokens that were rounded before, and one that is added to tokens.

@@ -1,6 +1,6 @@
 """Wan's VAE (https://arxiv.org/abs/2503.20314), diffusers' `AutoencoderKLWan`, one latent frame per call.
 
-It is causal in time: 1 + 4 * (T - 1) frames are T latent frames. The decoder's steps, for a latent frame of the VAE of
+It is causal in time: 1 + 4 * (T - 1) frames are T latent frames. The decoder's steps for a latent frame of the VAE of
 16 channels; the encoder has them in reverse:
 
     conv_in, mid_block  [1, 16, 1, h, w] -> [1, 384, 1, h, w], with attention within each frame

@@ -1,7 +1,7 @@
 """HunyuanVideo 1.5's VAE (https://arxiv.org/abs/2511.18870), diffusers' `AutoencoderKLHunyuanVideo15`.
 
 It decodes one latent frame per call, and encodes one image. It is causal in time: 1 + 4 * (T - 1) frames are T latent
-frames. The decoder's steps, for a latent frame:
+frames. The decoder's steps for a latent frame:
 
     conv_in, mid_block  [1, 32, 1, h, w] -> [1, 1024, 1, h, w], with attention to all pixels of this and earlier frames
     up_blocks.0         -> [1, 1024, 2, 2h, 2w]
