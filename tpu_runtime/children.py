@@ -99,7 +99,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
 def run_module_child(
     module: str, job: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> contextlib.AbstractContextManager[Child]:
-    """Return the context of a process that calls `main(say, job)` of a module of the runtime.
+    """Return the context of a process that calls `main(say, job)` of a module of the pack.
 
     environment: of the process; None for that of this one.
     It is started by this file's path: ComfyUI's folder of the pack need not be installed and may have any name.
@@ -143,7 +143,7 @@ def _main(module: str, job: str) -> None:
     assert spec and spec.loader
     sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[PACKAGE])
-    importlib.import_module(f"{PACKAGE}.tpu_runtime.{module}").main(say, json.loads(job))
+    importlib.import_module(f"{PACKAGE}.{module}").main(say, json.loads(job))
 
 
 if __name__ == "__main__":

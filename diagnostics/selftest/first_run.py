@@ -143,7 +143,8 @@ class FirstRun:
         deadlines = {group.name: group.deadline_s for group in chosen}
         limit_s, is_begun = START_S, False
         environment = {**os.environ, **dict(chosen[0].environment)}
-        with children.run_module_child("selftest.worker", {**job, "groups": list(deadlines)}, environment) as child:
+        asked = {**job, "groups": list(deadlines)}
+        with children.run_module_child("diagnostics.selftest.worker", asked, environment) as child:
             while True:
                 try:
                     line = child.line(self._begun + limit_s - time.monotonic())

@@ -20,7 +20,7 @@ def make_report(asked: Mapping[str, Any], progress: "Progress") -> str:
       its process ends early.
     """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # leave this machine's TPU alone
-    with children.run_module_child("plan.plan", asked, environment) as child:
+    with children.run_module_child("tpu_runtime.plan.plan", asked, environment) as child:
         while True:
             progress.check_cancelled()
             try:
