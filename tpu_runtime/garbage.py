@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from .units import MIB
 
-# Number of new objects from which on they are frozen. Collecting before takes a quarter of a second for twice as many.
+# Number of new objects from which on they are frozen. The collection before takes a quarter of a second for 100 000.
 MANY = 50_000
 # A network with more weights than this is not frozen, because a reference cycle with it would never be freed.
 LARGE_BYTES = MIB

@@ -104,7 +104,7 @@ def _run_with_small_tiles(
     """
     try:
         return run()
-    except Exception as error:
+    except Exception as error:  # of any kind: only those of the compiler are findings
         if (refused := classify_compile_error(error, f"the kernel {kernel}")) is None:
             raise
         reason = refused.reason
@@ -112,7 +112,7 @@ def _run_with_small_tiles(
     try:
         with dispatch.use_fallbacks(small):
             *_, problem = compare_arrays(*run(), bound)
-    except Exception as error:
+    except Exception as error:  # of any kind, as above
         if classify_compile_error(error, kernel) is None:
             raise
         problem = str(error)

@@ -136,7 +136,7 @@ def _run(
     placed = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), arrays, _specs(arrays))
     try:
         compiled = lower_step(mesh, rungs, placed).compile(compiler_options=dict(given))
-    except Exception as error:
+    except Exception as error:  # of any kind: only a rejected option is a finding
         refused = classify_compile_error(error, TITLE, given)
         if refused is None or refused.kind != "option":
             raise

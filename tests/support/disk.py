@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-# The whole suite takes two gigabytes of a disk at a time; a test's own files are at most as many bytes.
+# Bytes that the files of one test may occupy. The whole suite occupies two gigabytes at a time.
 LIMIT = 3 * 2**29
 
 
 def count_bytes(folder: Path) -> int:
-    """Return the bytes that the files of a folder occupy; hard links and sparse files count what they take."""
+    """Return the bytes that the files of a folder occupy on the disk. A hard link counts once."""
     sizes = {}
     for path in folder.rglob("*"):
         if not path.is_symlink() and path.is_file():
@@ -30,7 +30,7 @@ def check_size(size: int, limit: int = LIMIT) -> None:
 
 
 def delete_module_folders(base: Path, kept: Collection[Path]) -> None:
-    """Delete the folders that a module's fixtures made in `base`; `tmp_path` keeps those of failed tests itself."""
+    """Delete the folders in `base` that are not `kept`, except those of `tmp_path`, which pytest deletes itself."""
     for folder in base.iterdir():
         if folder not in kept and folder.is_dir() and not folder.name.startswith("test_"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -208,7 +208,7 @@ class Settings:
     end_step: int = 0  # end of the steps that run; 0 for the last
     add_noise: bool = True  # False to start from latents as they are
     return_with_leftover_noise: bool = False  # keep the noise that is left if the last step does not run
-    # Names and values of inputs that only this family has. The denoiser takes each by its name, `[rows]` float.
+    # Names and values of inputs that only this family has. The denoiser takes each by its name (see `Forward`).
     own: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
