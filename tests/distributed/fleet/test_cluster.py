@@ -16,6 +16,7 @@ from comfyui_tpu.distributed.fleet.messages import JobRequest, WorkerLost
 from comfyui_tpu.nodes.declare import Folders
 from comfyui_tpu.tests.support.fake_ray import FakeRay, RayError, RayTaskError, machine
 from comfyui_tpu.tests.support.fleet import WORKFLOW, prompts
+from comfyui_tpu.tests.support.hosts import free_port
 from comfyui_tpu.tests.support.patience import until
 
 REQUEST = JobRequest(job="1", line=1, workflow={}, folders=Folders(), out="", token="")
@@ -98,7 +99,7 @@ def fails(error: Exception) -> None:
 
 def test_ray_workers_unreachable_cluster_raises_runtime_error(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
     """Ray would try for minutes, and raise what is no error of Python's own kinds."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", free_port())) as server:
         _, port = server.getsockname()
         RayWorkers(f"127.0.0.1:{port}")
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "127.0.0.1:none"):

@@ -31,6 +31,7 @@ from comfyui_tpu.nodes.graphs.graph import list_generations, plan_generations
 from comfyui_tpu.nodes.headless.runner import HEADLESS_NODES, TerminalContext, run_workflow
 from comfyui_tpu.tests.support.comfyui_server import tiny_workflow
 from comfyui_tpu.tests.support.fleet import Inline, packets, prompts
+from comfyui_tpu.tests.support.hosts import free_port
 from comfyui_tpu.tests.support.messages import raises_message
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime import api
@@ -148,8 +149,7 @@ def test_remote_stages_give_same_frames_as_local_stages(server: Server, tmp_path
 
 def test_remote_address_list_skips_unreachable_and_busy_machines(server: Server, tmp_path: Path):
     folders = Folders(output=tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        gone = f"127.0.0.1:{listener.getsockname()[1]}"
+    gone = f"127.0.0.1:{free_port()}"
     with Server("127.0.0.1", 0, busy := StageService()) as other:
         other.asking = 1
         graph = workflow(server)
@@ -303,7 +303,7 @@ def test_remote_with_wrong_token_raises_remote_error(server: Server, monkeypatch
 
 
 def test_remote_connection_failures_raise_remote_error():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", free_port())) as listener:
         port = listener.getsockname()[1]
 
         def hang_up() -> None:
