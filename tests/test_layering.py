@@ -1,7 +1,7 @@
-"""The house: which room may import which, no import circle, and rooms and files that one can hold in the head.
+"""Check the imports between packages, and the sizes and docstrings of their files.
 
-A room is a folder; `tpu_runtime`'s own files are the room "leaves", but for `api.py`, which runs stages, and
-`messages.py`.
+A package is a folder here. The files of `tpu_runtime` itself form the package "leaves", except `api.py`, which runs
+stages, and `messages.py`.
 """
 
 import ast
@@ -14,9 +14,9 @@ import pytest
 from comfyui_tpu.tpu_runtime.models import SPECS
 
 ROOT = Path(__file__).parents[1]
-# A file that cannot be read in one go hides its purpose; a run of equal lines is one function.
+# Longer files hide their purpose. Longer runs of equal lines should be one function.
 MAX_LINES, MAX_SHARED_RUN = 500, 8
-# What each room may import beside itself.
+# For each package, the others that it may import.
 LEAVES = {"leaves", "messages", "model_spec", "cache", "attention", "kernels", "sharding"}
 PROGRAMS = {"programs", "machine", *LEAVES}
 CHECKPOINTS = {"checkpoints", "models", "models.common", "formats", *PROGRAMS}
@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "installer": set(),
 }
 TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
-# ComfyUI's own MODEL, CLIP and VAE are torch's; the self-test's float32 reference and the codec's tensors too.
+# ComfyUI's MODEL, CLIP and VAE are torch objects, as are the self-test's float32 reference and the codec's tensors.
 TORCH_TOO = (
     "diagnostics/selftest/families.py",
     "distributed/rpc/codec.py",
@@ -83,8 +83,8 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def room_of(path: Path) -> str:
-    """The room of a file, from its place in the tree."""
+def package_of(path: Path) -> str:
+    """Return the package of a file."""
     parts = path.relative_to(ROOT).parts
     if parts == ("__init__.py",):
         return "entry"
@@ -96,7 +96,7 @@ def room_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
-    """`(level, module, names, line)` of every import, for type checking too; level 0 is absolute."""
+    """Yield `(level, module, names, line)` of each import, for type checking too; level 0 is absolute."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -106,7 +106,7 @@ def imports(path: Path) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
 
 
 def targets(path: Path, level: int, module: str, names: tuple[str, ...]) -> Iterator[Path]:
-    """The files of the pack that a relative import brings in."""
+    """Yield the files of the pack that a relative import names."""
     folder = path.parents[level - 1]
     assert folder == ROOT or ROOT in folder.parents, f"{relative(path)}: {'.' * level}{module} leaves the pack"
     base = folder.joinpath(*module.split(".")) if module else folder
@@ -123,57 +123,59 @@ def targets(path: Path, level: int, module: str, names: tuple[str, ...]) -> Iter
             yield base / "__init__.py"
 
 
-def brought_in(path: Path) -> Iterator[Path]:
-    """The files of the pack that a file imports, for type checking alone too."""
+def imported_files(path: Path) -> Iterator[Path]:
+    """Yield the files of the pack that a file imports, for type checking too."""
     for level, module, names, _ in imports(path):
         if level:
             yield from targets(path, level, module, names)
 
 
-def wrong_arrows(path: Path) -> list[str]:
-    """The imports of a file that its room may not have."""
-    room = room_of(path)
+def find_forbidden_imports(path: Path) -> list[str]:
+    """Return the imports of a file that its package is not allowed."""
+    package = package_of(path)
     return [
-        f"{relative(path)}:{line} ({room}) imports {relative(target)} ({room_of(target)})"
+        f"{relative(path)}:{line} ({package}) imports {relative(target)} ({package_of(target)})"
         for level, module, names, line in imports(path)
         if level
         for target in targets(path, level, module, names)
-        if room_of(target) not in {room, *MAY_IMPORT[room]}
+        if package_of(target) not in {package, *MAY_IMPORT[package]}
     ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_file_imports_only_allowed_packages(path: Path):
-    assert not wrong_arrows(path)
+    assert not find_forbidden_imports(path)
 
 
 def test_package_dependencies_form_no_cycle():
     order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())
-    assert {room_of(path) for path in FILES} == set(order)
+    assert {package_of(path) for path in FILES} == set(order)
 
 
 def test_file_imports_form_no_cycle():
-    graph = {path: {target for target in brought_in(path) if target != path} for path in FILES}
+    graph = {path: {target for target in imported_files(path) if target != path} for path in FILES}
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_a_family_imports_no_other():
+def test_family_imports_no_other_family():
     """Networks that several families share are in `models/common`."""
-    files = [path for path in FILES if room_of(path) == "models.<family>"]
-    pairs = [(path, target) for path in files for target in brought_in(path) if room_of(target) == "models.<family>"]
+    files = [path for path in FILES if package_of(path) == "models.<family>"]
+    pairs = [
+        (path, target) for path in files for target in imported_files(path) if package_of(target) == "models.<family>"
+    ]
     assert len(pairs) > 50
     assert [(relative(path), relative(target)) for path, target in pairs if path.parent != target.parent] == []
 
 
-def test_nothing_asks_for_a_familys_name_outside_its_files():
-    """Families differ in fields of their specs: a name in a condition elsewhere is one that a new family lacks."""
+def test_conditions_outside_family_files_name_no_family():
+    """Families differ in fields of their specs. A condition on a name elsewhere would leave out a new family."""
     denoisers = {spec.component(spec.denoiser.experts[0]).class_name for spec in SPECS}
     names = {spec.family for spec in SPECS} | denoisers
     own = [path for path in FILES if "spec_for_family" in path.read_text() and path.parent == ROOT / "nodes"]
     asked = [
         f"{relative(path)}:{node.lineno} {node.value}"
         for path in FILES
-        if not room_of(path).startswith("models") and path not in own
+        if not package_of(path).startswith("models") and path not in own
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     ]
@@ -183,13 +185,13 @@ def test_nothing_asks_for_a_familys_name_outside_its_files():
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_external_packages_are_imported_only_where_allowed(path: Path):
     """Absolute imports of our own names fail in ComfyUI, which renames the pack and has a module `nodes` itself."""
-    own, room = {"comfyui_tpu", *FOLDERS}, room_of(path)
+    own, importer = {"comfyui_tpu", *FOLDERS}, package_of(path)
     for level, module, _, line in imports(path):
         package = module.partition(".")[0]
         where = f"{relative(path)}:{line} imports {module}"
         if level == 0:
             assert package not in own, where
-            assert package not in COMFYUI or room.startswith("nodes.comfyui"), where
+            assert package not in COMFYUI or importer.startswith("nodes.comfyui"), where
             assert package not in TORCH or relative(path).startswith(("tpu_runtime/", *TORCH_TOO)), where
 
 
@@ -201,7 +203,7 @@ def test_files_stay_below_line_limit():
 
 def test_model_files_share_no_long_run_of_lines():
     seen: dict[tuple[str, ...], str] = {}
-    for path in (path for path in FILES if room_of(path).startswith("models")):
+    for path in (path for path in FILES if package_of(path).startswith("models")):
         text = path.read_text()
         imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
         skipped = {number for node in imported for number in range(node.lineno, (node.end_lineno or 0) + 1)}
@@ -212,23 +214,21 @@ def test_model_files_share_no_long_run_of_lines():
 
 
 def test_model_files_replace_no_forward_except_causal():
-    """No forward of upstream's is replaced behind a reader's back, but the attention of text encoders that run as
-    they are.
-    """
+    """Only the attention of unchanged text encoders replaces a forward of upstream."""
     behind = re.compile(r"\.forward\s*=[^=]|set_processor|register_forward")
     files = [path for path in (ROOT / "tpu_runtime" / "models").rglob("*.py") if behind.search(path.read_text())]
     assert [path.name for path in files] == ["causal.py"]
 
 
 def test_package_docstrings_describe_contents_and_imports():
-    doors = [path for path in FILES if path.name == "__init__.py"]
-    said = {relative(path): ast.get_docstring(ast.parse(path.read_text())) or "" for path in doors}
-    assert not [door for door, text in said.items() if len(text) < 40]
-    assert not [door for door, text in said.items() if "import" not in text and door != "__init__.py"]
+    package_files = [path for path in FILES if path.name == "__init__.py"]
+    docstrings = {relative(path): ast.get_docstring(ast.parse(path.read_text())) or "" for path in package_files}
+    assert not [name for name, text in docstrings.items() if len(text) < 40]
+    assert not [name for name, text in docstrings.items() if "import" not in text and name != "__init__.py"]
 
 
 def test_architecture_page_lists_every_package():
-    """Each room has a row in docs/architecture.md, which names no room that it may not import."""
+    """Each package has a row in docs/architecture.md, which names only packages that it may import."""
     rows = re.findall(r"^\| (`.+?) \| .+ \| (.+) \|$", (ROOT / "docs/architecture.md").read_text("utf-8"), re.MULTILINE)
     plan: dict[str, set[str]] = {}
     for names, may in rows[: rows.index(next(row for row in rows if row[0] == "`sharding/`")) + 1]:
@@ -239,12 +239,12 @@ def test_architecture_page_lists_every_package():
             place = name if "/" in name.rstrip("/") or not folder else f"{folder}/{name}"
             plan[_package_of_place(place)] = allowed
     assert set(plan) == set(MAY_IMPORT) - {"installer"}
-    wrong = {room: extra for room, may in plan.items() if (extra := _known_packages(may) - MAY_IMPORT[room])}
+    wrong = {package: extra for package, may in plan.items() if (extra := _known_packages(may) - MAY_IMPORT[package])}
     assert not wrong
 
 
 def _package_of_place(place: str) -> str:
-    """The room that a path in the plan stands for."""
+    """Return the package of a path in the table."""
     inside = place.removeprefix("tpu_runtime/")
     special = {"__init__.py": "entry", "api.py": "api", "messages.py": "messages", "*.py": "leaves"}
     return special.get(inside, inside.rstrip("/").replace("/", "."))
@@ -280,8 +280,8 @@ def test_import_check_detects_reversed_dependency(tmp_path: Path, monkeypatch: p
     (tmp_path / "sharding/rules.py").write_text("def f():\n    from ..nodes import family\n")
     (tmp_path / "tpu_runtime/models/flux2/spec.py").write_text("from ...engine.run import Run\n")
     (tmp_path / "tpu_runtime/engine/stage_functions.py").write_text("from ..models import SPECS\n")
-    assert wrong_arrows(tmp_path / "sharding/rules.py") == [
+    assert find_forbidden_imports(tmp_path / "sharding/rules.py") == [
         "sharding/rules.py:2 (sharding) imports nodes/family.py (nodes)"
     ]
-    assert wrong_arrows(tmp_path / "tpu_runtime/models/flux2/spec.py")
-    assert not wrong_arrows(tmp_path / "tpu_runtime/engine/stage_functions.py")
+    assert find_forbidden_imports(tmp_path / "tpu_runtime/models/flux2/spec.py")
+    assert not find_forbidden_imports(tmp_path / "tpu_runtime/engine/stage_functions.py")
