@@ -15,7 +15,7 @@ from ..files import CheckpointError, TensorFile, read_json
 from ..formats import key_map, quantization, quantization_detect, single_file, tokenizer_files
 from ..formats.single_file import FileContents, NetworkFile
 from ..formats.tensor_views import CroppedView, ReshapedView, UnsqueezedView, view
-from ..messages import compose
+from ..messages import compose, compose_list
 from ..model_spec import Component, Json, KeyTable, ModelSpec
 from ..models import LAYOUTS
 from ..progress import Progress, SilentProgress
@@ -225,7 +225,7 @@ def locate(
         _check_index(spec, model_id, read_json(folder / INDEX))
         return Checkpoint(spec=spec, model_id=model_id, root=folder)
     if not hub.is_hub_id(model_id):
-        searched = ", ".join([compose("checkpoint.the_path_itself"), *folders])
+        searched = compose_list([compose("checkpoint.the_path_itself"), *folders])
         raise CheckpointError(compose(
             "checkpoint.model_id_not_found", title=spec.title, model_id=model_id, searched=searched,
             hub_id=spec.published.hub_id,
