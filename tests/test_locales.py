@@ -130,10 +130,10 @@ def test_command_and_setting_translations_match_scripts():
     for source in (path.read_text() for path in WEB.glob("*.js")):
         for name, value in re.findall(r'^const (\w+) = "([^"]+)";$', source, re.MULTILINE):
             source = source.replace(f"${{{name}}}", value).replace(f"id: {name},", f'id: "{value}",')
-            options |= {value} if name.startswith("BADGE_") and "CLASS" not in name else set()
+            options |= {value} if name.startswith(("BADGE_", "OFFER_")) and "CLASS" not in name else set()
         commands |= set(re.findall(r'(?:id: |\[)["`](comfyui-tpu[\w.-]+)["`], (?:label: )?"', source))
         settings |= set(re.findall(r'id: "(TPU\.[\w.]+)"', source))
-    assert len(commands) > 7 and len(settings) == 2 and len(options) == 3
+    assert len(commands) > 7 and len(settings) == 3 and len(options) == 6
     for folder in (locales.FOLDER / path.stem for path in TRANSLATIONS):
         said = json.loads((folder / "commands.json").read_text())
         assert {name: list(words) for name, words in said.items()} == {

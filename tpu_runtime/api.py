@@ -303,6 +303,16 @@ def precompile_calls(calls: Iterable[tuple[ModelRef, dict[str, Any]]], *, progre
     get_engine(progress, expected).prepare(calls)
 
 
+def list_programs(calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> list[str]:
+    """Return a message for each program of calls by ComfyUI's own nodes, with its last compile time on this machine.
+
+    calls: see `Engine.prepare`, up to the first that cannot be predicted. Opens no devices.
+    """
+    from .engine import compile_estimates
+
+    return compile_estimates.list_programs(_list_known(calls))
+
+
 def _list_known(calls: Iterable[tuple[ModelRef, dict[str, Any]]]) -> list[tuple[ModelRef, dict[str, Any]]]:
     """Return the calls up to the first that cannot be predicted."""
     known: list[tuple[ModelRef, dict[str, Any]]] = []

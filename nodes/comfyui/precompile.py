@@ -41,6 +41,8 @@ _OURS = frozenset((*DECLARATIONS, *LOADERS))
 _MOST_NUMBERS = 2**26
 # Largest number of pixels' values to be encoded, of which only a few frames are held at once.
 _MOST_PIXELS = 2**30
+# Largest number of calls whose programs are listed.
+_MOST_LISTED = 100
 # How often a prompt is looked at again: each time takes work in proportion to the prompt.
 _MOST_REPEATS = 32
 
@@ -216,6 +218,12 @@ def predict_calls(calls: Sequence[core_calls.Call]) -> Iterator[Call]:
             shape = _shape(call.latent, vae)
             if 0 < math.prod(shape[1:]) <= _MOST_NUMBERS:
                 yield vae, {"decoded": (1, *shape[1:])}
+
+
+def list_programs(prompt: graph.Workflow) -> list[str]:
+    """Return a message for each program that a prompt compiles, as far as it is known before the prompt runs."""
+    calls = core_calls.predict(prompt, Files(), {}).calls[:_MOST_LISTED]
+    return api.list_programs(predict_calls(calls))
 
 
 def _sampler_calls(call: SamplerCall) -> Iterator[Call]:

@@ -2,8 +2,9 @@
 
 `GET /tpu/stats` and `POST /tpu/free` belong to the monitor. `GET /tpu/models` returns the table of models, `GET
 /tpu/about` facts about the pack and this machine. `POST /tpu/upgrade` brings a workflow of the separate packs to
-today's nodes, `POST /tpu/convert` swaps ComfyUI's own loaders for those of the TPU and back, `POST /tpu/miniature`
-returns the changes that run a workflow on tiny models.
+today's nodes, `POST /tpu/convert` swaps ComfyUI's own loaders for those of the TPU and back, `POST /tpu/offer` returns
+the loaders of a prompt that can be swapped, and its programs, and `POST /tpu/miniature` the changes that run a workflow
+on tiny models.
 """
 
 import asyncio
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # Bytes; a thousand times the size of large workflows.
 MAX_WORKFLOW_BYTES = 16 * 2**20
+# Core's loaders of files with a denoiser.
+_DENOISER_LOADERS = frozenset(("UNETLoader", "CheckpointLoaderSimple"))
 # Path of our web files on the server: it has the name of the pack's folder.
 _WEB = f"/extensions/{Path(__file__).parents[2].name}/"
 
@@ -115,6 +118,7 @@ def add_routes(
     for name, change in {
         "upgrade": _upgrade,
         "convert": _convert,
+        "offer": _offer,
         "miniature": tiny_models.describe_tiny_changes,
     }.items():
         routes.post(f"/tpu/{name}")(functools.partial(apply, change=change))
@@ -186,6 +190,25 @@ def _convert(body: Json) -> dict[str, Json]:
         body.get("workflow"), comfyui_folders().models, back=body.get("back", False)
     )
     return {"changes": changes, "workflow": converted}
+
+
+def _offer(prompt: Json) -> dict[str, Json]:
+    """Return the swaps of a prompt's loaders as sentences, and the programs of the swapped prompt.
+
+    Both are empty if no loader of a denoiser can be swapped.
+    """
+    from .host import comfyui_folders
+    from .precompile import list_programs
+
+    converted, changes = upgrade.swap_loaders(prompt, comfyui_folders().models)
+    denoisers = [
+        node_id
+        for node_id, node in prompt.items()
+        if isinstance(node, dict) and str(node.get("class_type")) in _DENOISER_LOADERS and converted[node_id] != node
+    ]
+    if not denoisers:
+        return {"changes": [], "programs": []}
+    return {"changes": list(map(upgrade.describe_offer, changes)), "programs": list_programs(converted)}
 
 
 def _upgrade_prompt(data: dict[str, Json]) -> dict[str, Json]:

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TypeAlias
 
 from ...tpu_runtime.checkpoints.model_ref import choose_partial_model
-from ...tpu_runtime.messages import compose, compose_list, compose_term
+from ...tpu_runtime.messages import Message, compose, compose_list, compose_term
 from ...tpu_runtime.model_spec import Quality
 from ...tpu_runtime.models import SPECS, published
 from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
@@ -462,6 +462,14 @@ def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) 
     if slow and len(staying) < len(changes):
         changes.insert(0, compose("workflow.partly_on_cpu", loaders=", ".join(slow)))
     return result, changes
+
+
+def describe_offer(change: str) -> str:
+    """Return the sentence for a change of `swap_loaders` that is only offered."""
+    if isinstance(change, Message) and change.key == "workflow.loader_swapped":
+        label, other = change.parameters["label"], change.parameters["other"]
+        return compose("workflow.loader_offered", label=label, other=other)
+    return change
 
 
 def _why_not(kind: str, values: Values, folders: Sequence[str]) -> str:

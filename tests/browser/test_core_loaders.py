@@ -212,6 +212,63 @@ def test_convert_command_swaps_core_loaders_and_template_runs(page: Any, server:
     assert "UNETLoader" in kinds and not set(kinds) & {ours for ours, _ in upgrade.LOADERS.values()}
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_page_on_a_tpu_offers_loaders_once_and_remembers_the_answer(page: Any, name: str):
+    """The machine of the test has no TPU, so that the page of no other test gets an offer."""
+    workflow, offers = template(name), []
+    is_now = f"document.querySelector('{NOTICE}')?.innerText.includes('is now {{}}.')"
+
+    def load(**changes: str) -> None:
+        page.evaluate("(workflow) => app.loadGraphData(workflow)", {**workflow, **changes})
+
+    def choose(value: str) -> None:
+        page.evaluate(f"app.extensionManager.setting.set('TPU.Loaders.Offer', '{value}')")
+
+    page.route("**/tpu/stats", lambda route: route.fulfill(json={"chips": [], "message": "TPU v6e"}))
+    page.on("request", lambda request: offers.append(request.url) if request.url.endswith("/tpu/offer") else None)
+    try:
+        load()
+        page.wait_for_selector(f"{NOTICE} >> text=with other loaders")
+        said = page.inner_text(NOTICE)
+        offered = ("TPUUNETLoader replaces ", "the denoiser for ", "the text encoder, ")
+        assert all(part in said for part in offered), said
+        page.screenshot(path=SCREENSHOTS / "core-offer.png")
+        page.click(f"{NOTICE} button:text-is('Use TPU loaders')")
+        page.wait_for_function(is_now.format("TPUUNETLoader"))
+        page.evaluate("app.extensionManager.command.execute('comfyui-tpu.convert-back')")
+        page.wait_for_function(is_now.format("UNETLoader"))
+        load()  # answered
+        choose("always use TPU loaders")
+        load(id="11111111-1111-4111-8111-111111111111")
+        page.wait_for_function(is_now.format("TPUUNETLoader"))
+        choose("never offer")
+        load(id="22222222-2222-4222-8222-222222222222")
+        kinds = page.evaluate(
+            "async () => Object.values((await app.graphToPrompt()).output).map((one) => one.class_type)"
+        )
+        assert "UNETLoader" in kinds and len(offers) == 2
+    finally:
+        page.unroute("**/tpu/stats")
+        choose("ask once for each workflow")
+
+
+def test_offer_endpoint_answers_hostile_prompts_with_nothing_or_an_error(server: Server):
+    outside = {"class_type": "UNETLoader", "inputs": {"unet_name": "../../../etc/passwd", "weight_dtype": "default"}}
+    circle = {"class_type": "KSampler", "inputs": {"model": ["1", 0], "latent_image": ["1", 0]}}
+    nodes = (5, None, {"class_type": ["UNETLoader"]}, {"class_type": "UNETLoader", "inputs": 7}, outside, circle)
+    for prompt in ({}, {"nodes": []}, *({"1": node} for node in nodes)):
+        assert server.post("/tpu/offer", prompt) == {"changes": [], "programs": []}, prompt
+    for body in ([], 3, "x"):
+        assert server.post("/tpu/offer", body)["error"], body
+    name = next(node["widgets_values"][0] for node in nodes_of(template(TEMPLATES[0])) if node["type"] == "UNETLoader")
+    loader = {"class_type": "UNETLoader", "inputs": {"unet_name": name, "weight_dtype": "default"}}
+    size = {"width": 2**40, "height": 64, "length": 5, "batch_size": 1}
+    latent = {"class_type": "EmptyHunyuanLatentVideo", "inputs": size}
+    sampler = {"class_type": "KSampler", "inputs": {"model": ["1", 0], "latent_image": ["2", 0], "positive": ["3", 0]}}
+    found = server.post("/tpu/offer", {"1": loader, "2": latent, "4": sampler})
+    assert found["changes"] and not found["programs"]
+
+
 @pytest.mark.slow
 def test_core_examples_equal_templates_with_swapped_loaders():
     """And nothing else: as the command makes them of the installed templates, or of those of another version."""

@@ -18,7 +18,7 @@ from comfyui_tpu.tests.support.host import Cancelled, Host, Runner
 from comfyui_tpu.tests.support.patience import PATIENCE_S, until
 from comfyui_tpu.tpu_runtime.cache import store, xla_cache
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import Lora, ModelRef, PlannedGeneration
-from comfyui_tpu.tpu_runtime.engine import program_cache, stage_functions, telemetry
+from comfyui_tpu.tpu_runtime.engine import compile_times, program_cache, stage_functions, telemetry
 from comfyui_tpu.tpu_runtime.engine.device_cache import DeviceCache
 from comfyui_tpu.tpu_runtime.engine.program_cache import ProgramCache, ProgramRequest
 from comfyui_tpu.tpu_runtime.memory_errors import CompileOutOfMemory, MemoryRefusal
@@ -164,8 +164,8 @@ def test_program_cache_reports_last_compile_time_of_other_size(compiler: Compile
     until(lambda: watched.host.said[1:] == ["Compiling the denoiser for 832x480 (once for this size)"])
     compiler.allow("832x480")
     assert first() == "832x480"
-    assert float(program_cache.COMPILE_TIMES.get(wanted("832x480").kind) or "") >= 0  # what it took is kept
-    program_cache.COMPILE_TIMES.put(wanted("1280x720").kind, b"90")
+    assert float(compile_times.COMPILE_TIMES.get(wanted("832x480").kind) or "") >= 0  # what it took is kept
+    compile_times.COMPILE_TIMES.put(wanted("1280x720").kind, b"90")
     waiting = in_thread(lambda: compiler.cache.get(wanted("1280x720"), watched))
     until(lambda: Bar.steps)
     compiler.allow("1280x720")
@@ -177,8 +177,8 @@ def test_program_cache_reports_last_compile_time_of_other_size(compiler: Compile
     assert ACTIVITY.compiling_s > 0 and ACTIVITY.summary().startswith("Took ")
     # What is in a cache's file may be anything.
     for content in (b"nan", b"-1", b"1e9", b"soon"):
-        program_cache.COMPILE_TIMES.put(wanted("1280x720").kind, content)
-        assert program_cache._last_compile_s(wanted("832x480")) == 0
+        compile_times.COMPILE_TIMES.put(wanted("1280x720").kind, content)
+        assert compile_times.get_last_s(wanted("832x480").kind) == 0
 
 
 def test_program_cache_cached_program_reports_no_compiling(compiler: Compiler):

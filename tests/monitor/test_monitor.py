@@ -453,7 +453,7 @@ def test_upgrade_endpoint_other_document_returns_no_changes(body: str):
     ],
     ids=["empty", "half", "bytes", "open", "deep", "long"],
 )
-@pytest.mark.parametrize("path", ["/tpu/upgrade", "/tpu/free"])
+@pytest.mark.parametrize("path", ["/tpu/upgrade", "/tpu/offer", "/tpu/free"])
 def test_endpoint_hostile_body_returns_short_error(path: str, body: str, sentence: str):
     status, answer = Requests().send("POST", path, body)
     if path == "/tpu/free" and not body:

@@ -292,6 +292,7 @@ def denoiser_requests(stage: StageContext, plan: DenoisingPlan, inputs: Inputs) 
                      passage.branches, shape.num_memory, shape.timestep_dtype, passage.kind, bounded, settings.quality,
                      *([] if passage.kind == "plain" else [type(settings.step_cache).__name__]), *references.items()),
                 build=functools.partial(plan.program, passage, target, shape),
+                model=spec.name,
             )
         )  # fmt: skip
     return requests

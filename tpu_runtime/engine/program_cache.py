@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import torch
 
-from ..cache.store import Store, signature
+from ..cache.store import signature
 from ..cache.xla_cache import on_cache_miss
 from ..machine.fallbacks import Unsupported
 from ..memory_errors import CompileOutOfMemory
@@ -27,7 +27,7 @@ from ..programs import executables
 from ..programs.executables import Executable
 from ..programs.program import TRACE_LOCK, Program
 from ..progress import run_in_daemon_thread
-from . import telemetry
+from . import compile_times, telemetry
 from .device_cache import DeviceCache
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,8 @@ COMPILE_THREAD = "comfyui-tpu-compile"
 MAX_BACKGROUND_COMPILES = 2
 # Poll interval for cancellation, in seconds.
 POLL_S = 0.2
-# Last compile time of each kind of program, in seconds: the estimate for the next one.
-COMPILE_TIMES = Store("compile_seconds")
 # Shortest expected wait with a progress bar, in seconds.
 MIN_BAR_S = 10
-# Upper bound of a believable compile time: a cache file may hold anything.
-MAX_COMPILE_S = 24 * 3600
 # Unit of the progress bar.
 BAR_UNIT = "second"
 # Errors that a second compilation would raise again.
@@ -57,6 +53,7 @@ class ProgramRequest:
     title: str  # for messages
     key: tuple[Any, ...]  # everything that the program depends on
     build: Callable[[], Program]  # describes the program; traces nothing yet
+    model: str = ""  # name of the spec
 
     @property
     def kind(self) -> str:
@@ -141,7 +138,7 @@ class ProgramCache:
 
         age_s: seconds since it began.
         """
-        expected_s = _last_compile_s(pending.wanted)
+        expected_s = compile_times.get_last_s(pending.wanted.kind)
         facts = [compose("stage.once_for_this_size")]
         facts += [compose("stage.expected_time", expected_s=f"{expected_s:.0f}")] if expected_s >= 1 else []
         facts += [compose("stage.compiling_since", age_s=f"{age_s:.0f}")] if age_s >= 1 else []
@@ -237,7 +234,9 @@ class ProgramCache:
             with torch.no_grad(), on_cache_miss(pending.mark_new):  # gradients are enabled in a new thread
                 executable, pending.is_new = executables.compile_or_load(pending.program)
             if pending.is_new:
-                COMPILE_TIMES.put(pending.wanted.kind, f"{time.monotonic() - began:.1f}".encode())
+                wanted, seconds = pending.wanted, time.monotonic() - began
+                name = pending.program.name if wanted.model else ""
+                compile_times.record(wanted.kind, wanted.model, name, seconds)
             with self._lock:
                 # If it does not fit next to the running program, its stage loads it from XLA's cache later.
                 if pending.is_awaited or self._device_cache.has_room(executable):
@@ -249,12 +248,3 @@ class ProgramCache:
         with self._lock:
             self._pending.pop(pending.digest, None)
         pending.done.set()
-
-
-def _last_compile_s(wanted: ProgramRequest) -> float:
-    """Return the last compile time of such a program in seconds; 0 if unknown."""
-    try:
-        seconds = float(COMPILE_TIMES.get(wanted.kind) or 0)
-    except ValueError:
-        return 0.0
-    return seconds if 0 < seconds < MAX_COMPILE_S else 0.0

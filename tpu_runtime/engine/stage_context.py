@@ -95,6 +95,7 @@ class StageContext:
             title=compose("stage.the_component", component=compose_term("component", request.component)),
             key=(self.spec.name, config, self.target, *request.key),
             build=lambda: request.program(self.spec, config, self.target),
+            model=self.spec.name,
         )
 
     def first_step(

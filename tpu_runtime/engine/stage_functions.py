@@ -345,7 +345,7 @@ def _prediction_request(stage: StageContext, name: str, part: _BranchBatch) -> P
     )  # fmt: skip
     shapes = {name: (x.shape, x.dtype) for name, x in part.inputs.items()}
     return ProgramRequest(
-        title=compose("stage.the_denoiser", size=_size(spec, part.sample.shape)),
+        title=compose("stage.the_denoiser", size=describe_size(spec, part.sample.shape)),
         key=(
             "predict",
             spec.name,
@@ -359,10 +359,11 @@ def _prediction_request(stage: StageContext, name: str, part: _BranchBatch) -> P
         build=lambda: denoise_step.build_prediction_program(
             spec, config, stage.target, shape, part.sample.shape, shapes
         ),
+        model=spec.name,
     )
 
 
-def _size(spec: ModelSpec, shape: tuple[int, ...]) -> str:
+def describe_size(spec: ModelSpec, shape: tuple[int, ...]) -> str:
     """Return the size of the result of latents `[rows, channels, (frames,) height, width]`, as text."""
     geometry, (*frames, height, width) = spec.geometry, shape[2:]
     number = (frames[0] - 1) * geometry.stride_t + 1 if frames else 1
