@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -53,8 +54,14 @@ def _report_fatal(sentence: str) -> None:
     server.send_sync("execution_error", message, server.client_id)
 
 
+# Seconds for which a Python thread holds the interpreter lock while others wait. Threads that trace or load may each
+# have a turn before the page's thread, several times for one answer. Python's own 5 ms made that a third of a second.
+SWITCH_INTERVAL_S = 0.001
+
+
 def extension() -> ComfyExtension:
     """Return the value of ComfyUI's `comfy_entrypoint`."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     pci.configure_without_tpu()
     for refusal in about.find_package_problems():
         log.error("%s", refusal)  # every node will raise the same

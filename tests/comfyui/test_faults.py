@@ -47,6 +47,10 @@ PROBE = """
     async def garbage(request):
         return web.json_response({"aside": gc.get_freeze_count(), "searched": len(gc.get_objects())})
 
+    @PromptServer.instance.routes.get("/probe/interval")
+    async def interval(request):
+        return web.json_response({"seconds": sys.getswitchinterval()})
+
     PanicException = type("PanicException", (BaseException,), {})
 
     @PromptServer.instance.routes.get("/probe/panic")
@@ -101,6 +105,10 @@ def test_garbage_collection_skips_imported_objects(server: Server):
     server.run(tiny_workflow("imported", seed=8))
     found = server.get("/probe/garbage")
     assert found["aside"] > 300_000 and found["searched"] < 200_000, found
+
+
+def test_page_thread_waits_a_millisecond_for_each_busy_thread(server: Server):
+    assert server.get("/probe/interval")["seconds"] == pytest.approx(0.001)
 
 
 def test_prompt_runs_during_hundreds_of_requests(server: Server):
