@@ -12,6 +12,7 @@ import torch
 from comfyui_tpu.attention.api import attention, joint_attention
 from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.attention.prologue import HeadLayout, Prologue
+from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.kernels.number_formats import SCORE_CHIPS
 from comfyui_tpu.kernels.prologue import Norm
 from comfyui_tpu.sharding.mesh import make_mesh
@@ -23,6 +24,8 @@ from diffusers.models.embeddings import apply_rotary_emb
 pytestmark = pytest.mark.slow
 
 EPS = 1e-6
+# The kernel's program, and the time to compile it, grow with its tiles.
+SMALL = {"block_q": 128, "step": 32, "online_step": 32}
 
 
 def random_tensor(*shape: int) -> torch.Tensor:
@@ -164,7 +167,7 @@ def test_prologue_on_every_mesh_matches_diffusers(shape: MeshShape, rows: int, n
     norm = norm_of(module)
     prologue = Prologue(query_norm=norm, key_norm=norm, tables=tuple(jnp.asarray(t.numpy()) for t in rotary))
     mesh = make_mesh(jax.devices()[: shape.num_devices], shape)
-    for policy in (AttentionPolicy(), AttentionPolicy(kernel="pallas")):
+    for policy in (AttentionPolicy(), AttentionPolicy(kernel="pallas", form=AttentionConfig(**SMALL))):
         run = jax.jit(lambda p, *x, policy=policy: attention(*x, mesh=mesh, prologue=p, policy=policy))
         out = run(prologue, *(x.numpy().reshape(2, seq, heads, head_dim) for x in (q, k, v)))
         compare(f"{name}, {shape}, {policy.kernel}", np.asarray(out), expected.numpy(), error=OPERATION)
@@ -175,7 +178,7 @@ def test_joint_attention_odd_heads_on_two_chips_match_one_chip(scores: Any, monk
     """Three heads each, latents beside a text that every chip has: as on one chip."""
     monkeypatch.setattr("comfyui_tpu.attention.policy.LONG_SEQUENCE_TOKENS", 0)
     monkeypatch.setitem(SCORE_CHIPS, "int8", (jax.devices()[0].device_kind,))
-    how = AttentionPolicy(kernel="pallas", scores=scores)
+    how = AttentionPolicy(kernel="pallas", scores=scores, form=AttentionConfig(scores=scores, **SMALL))
     latents, text = ([random_tensor(1, seq, 6, 128).numpy() + shift for shift in (0, 0.1, 0.2)] for seq in (64, 9))
     chosen = {"lengths": (57, 9), "placements": ("sharded", "replicated"), "policy": how}
     run = jax.jit(lambda *streams, mesh: joint_attention(*streams, mesh=mesh, **chosen), static_argnames="mesh")
