@@ -4,9 +4,11 @@ import json
 from dataclasses import fields, replace
 from pathlib import Path
 
+import jax
 import pytest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.diagnostics import bench, random_inputs
+from comfyui_tpu.tests.support.host import use_two_chips
 from comfyui_tpu.tpu_runtime.models import lookup_spec
 from comfyui_tpu.tpu_runtime.programs import denoising_plan
 from comfyui_tpu.tpu_runtime.units import GIB
@@ -19,7 +21,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "klein.json"
     words = ["--height", "64", "--width", "80", "--runs", "3", "--stages", "encode,denoise,decode"]
     words += ["--quality", "int8", "--json", str(path), "--trace", str(path.parent / "trace")]
-    assert main(["bench", MODEL, *words]) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        use_two_chips(patched)
+        assert main(["bench", MODEL, *words]) == 0
     return path
 
 
@@ -99,8 +103,6 @@ def test_bench_invalid_argument_error_lists_allowed_values(
 
 def test_bench_inputs_use_full_text_length():
     """A text's length decides how much attention there is."""
-    import jax
-
     spec = random_inputs.tiny_spec(lookup_spec("wan2.1-t2v-14b"))
     settings = spec.settings(**{**spec.miniature.inputs, "num_frames": 5})
     (step,) = denoising_plan.list_programs(spec, settings, jax.devices()[:1], precision="float32", stages=("denoise",))

@@ -4,10 +4,13 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import pytest
 import torch
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.engine.engine import Engine
 from comfyui_tpu.tpu_runtime.engine.stage_values import Conditioning, ImageCondition, Latent
+from comfyui_tpu.tpu_runtime.machine import device_access
 from comfyui_tpu.tpu_runtime.model_spec import Settings
 from comfyui_tpu.tpu_runtime.progress import Progress, SilentProgress
 
@@ -19,6 +22,11 @@ class Cancelled(Exception):
 def new_prompt() -> str:
     """One that nobody has encoded. What others encoded is in the cache, and another process may round otherwise."""
     return f"a cat {uuid.uuid4().hex[:8]}"
+
+
+def use_two_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands find two chips; eight take longer, and each computes a text's states."""
+    monkeypatch.setattr(device_access, "open_devices", lambda *_: jax.devices()[:2])
 
 
 class Host(SilentProgress):
