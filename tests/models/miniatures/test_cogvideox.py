@@ -42,6 +42,9 @@ def num_right(score: ModuleType, make: Callable[[str], np.ndarray], number: int 
     return found
 
 
+# `tests/models/test_cogvideox.py` compares the networks with diffusers, `test_shared.py` the files with those of the
+# pack. Wan 2.1's miniature answers its prompts in every run.
+@pytest.mark.recorded
 def test_cogvideox_miniature_frames_match_held_out_prompts(score: ModuleType):
     assert num_right(score, frames_of) >= LEAST
 

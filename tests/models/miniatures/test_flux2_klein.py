@@ -49,7 +49,7 @@ def num_right(score: ModuleType, kind: str, make: Callable[..., np.ndarray] = pi
     return found
 
 
-# As a text alone leads FLUX.2 dev's miniature through the same code in `test_pictures.py`.
+# A reference next to the text leads through the same code, below.
 @pytest.mark.recorded
 def test_klein_miniature_images_match_held_out_prompts(score: ModuleType):
     assert num_right(score, "pictures") >= LEAST

@@ -12,7 +12,6 @@ from comfyui_tpu.tests.models import parity, test_hunyuan15
 from comfyui_tpu.tests.models.miniatures.clips import num_right
 from comfyui_tpu.tests.models.parity import engine
 from comfyui_tpu.tests.support.closeness import OPERATION, PIPELINE
-from comfyui_tpu.tests.support.patience import mostly
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
 from comfyui_tpu.tpu_runtime.model_spec import Settings
@@ -35,7 +34,10 @@ def model_of(family: str) -> tuple[ModelRef, Settings]:
     return model, spec.settings(**spec.miniature.inputs, num_inference_steps=STEPS, flow_shift=3.0)  # its own, said
 
 
-@pytest.mark.parametrize(("family", "number", "least"), mostly([FEW, *MORE], FEW))
+# `tests/models/test_hunyuan15.py` compares the networks with diffusers, `test_shared.py` the files with those of the
+# pack. Wan 2.1's miniature answers its prompts in every run.
+@pytest.mark.recorded
+@pytest.mark.parametrize(("family", "number", "least"), [FEW, *MORE])
 def test_hunyuan15_miniature_frames_match_held_out_prompts(family: str, number: int, least: int, score: ModuleType):
     assert num_right(score, family, *model_of(family), number) >= least
 
