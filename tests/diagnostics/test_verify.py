@@ -9,6 +9,7 @@ import pytest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.diagnostics import random_inputs, verify
 from comfyui_tpu.kernels import attention
+from comfyui_tpu.tests.support.host import use_two_chips
 from comfyui_tpu.tests.support.patience import slower
 from comfyui_tpu.tpu_runtime.cost_model import chips, flops
 from comfyui_tpu.tpu_runtime.machine import fallbacks
@@ -31,7 +32,10 @@ def run_verify(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_verify_tiny_model_variants_agree_and_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_tiny_model_variants_agree_and_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    use_two_chips(monkeypatch)
     record = run_verify(tmp_path)
     assert (record["model"], record["is_tiny"], record["label"]) == (MODEL, True, "measured")
     names = ["as chosen", "as chosen (part)", "without the kernels attention (part)"]

@@ -14,6 +14,7 @@ from comfyui_tpu.cli import selftest
 from comfyui_tpu.cli.main import main
 from comfyui_tpu.diagnostics import bench
 from comfyui_tpu.diagnostics.selftest import groups
+from comfyui_tpu.tests.support.host import use_two_chips
 from rich.console import Console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -35,8 +36,10 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one record of each command."""
     folder = tmp_path_factory.mktemp("measured")
     words = ["bench", MODEL, "--runs", "1", "--num-frames", "5", "--height", "64", "--width", "80", "--json"]
-    assert main([*words, str(folder / "bench.json"), "--stages", "denoise"]) == 0
-    assert main([*words, str(folder / "verify.json"), "--verify"]) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        use_two_chips(patched)
+        assert main([*words, str(folder / "bench.json"), "--stages", "denoise"]) == 0
+        assert main([*words, str(folder / "verify.json"), "--verify"]) == 0
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("COMFYUI_TPU_CACHE", str(tmp_path_factory.mktemp("cache")))
         patched.setattr(groups, "all_groups", lambda models: [one for one in groups.FIRST if one.name == groups.START])
@@ -53,8 +56,8 @@ def test_machine_rows_name_source_of_each_record(records: Path, predict: Any):
     assert {name: row[1] for name, row in rows.items()} == {
         "bench": MODEL, "first_run": "self-test", "verify": f"{MODEL}, one block",
     }  # fmt: skip
-    for row in rows.values():
-        assert row[2] == "8 x cpu (no TPU)" and "jax " in row[3]
+    for name, row in rows.items():
+        assert row[2] == f"{8 if name == 'first_run' else 2} x cpu (no TPU)" and "jax " in row[3]
     assert rows["first_run"][4] == "1 of 1 checks held"
     assert rows["verify"][4].startswith("3 forms agree; without the kernels attention (part) ")
     assert "float32; " in rows["bench"][4] and "does not report its memory" in rows["bench"][4]
@@ -80,7 +83,8 @@ def on_a_tpu(record: Mapping[str, Any], step_s: float) -> dict[str, Any]:
         "most_s": step_s, "predicted_s": 2.0, "peak_bytes": 2**34,
     }  # fmt: skip
     return {
-        "is_tiny": False, "device_kind": "TPU v6 lite", "model": record["model"], "settings": record["settings"],
+        "is_tiny": False, "device_kind": "TPU v6 lite", "num_devices": 8, "model": record["model"],
+        "settings": record["settings"],
         "programs": [program], "total_s": 50 * step_s, "hbm_peak_bytes": 3 * 2**30,
         "hbm_reserved_peak_bytes": 27 * 2**30, "hbm_limit_bytes": 31 * 2**30,
     }  # fmt: skip
