@@ -67,7 +67,10 @@ TORCH = frozenset({"torch", "torchax", "diffusers", "transformers"})
 TORCH_TOO = (
     "diagnostics/selftest/families.py",
     "distributed/rpc/codec.py",
-    *(f"nodes/comfyui/core_{name}.py" for name in ("encoder", "model", "text_and_vae")),
+    *(
+        f"nodes/comfyui/core_{name}.py"
+        for name in ("control_nets", "control_patches", "encoder", "model", "text_and_vae")
+    ),
     "nodes/comfyui/model_patcher.py",
     "nodes/comfyui/networks/",
     "nodes/comfyui/weights/",

@@ -10,7 +10,7 @@ from ...tpu_runtime.checkpoints.model_ref import ModelRef
 from ...tpu_runtime.model_spec import APPROXIMATE, describe_qualities
 from ..declare import Input, Node, Output, Value, by_id
 from ..model import CLIP_TYPES, parse_quality
-from . import core_model, core_text_and_vae
+from . import core_control_nets, core_control_patches, core_model, core_text_and_vae
 from .host import ComfyContext, resolve_path
 
 # ComfyUI's own nodes. Imported by name, because a folder of this pack has the same name.
@@ -19,6 +19,10 @@ _AUTO = "auto"  # precision: COMFYUI_TPU_PRECISION, or bfloat16
 _MODEL = Output(name="MODEL", type="MODEL", tooltip="For KSampler and other ComfyUI samplers.")
 _CLIP = Output(name="CLIP", type="CLIP", tooltip="For CLIPTextEncode and similar nodes.")
 _VAE = Output(name="VAE", type="VAE", tooltip="For VAEDecode, VAEEncode and similar nodes.")
+_MODEL_PATCH = Output(
+    name="MODEL_PATCH", type="MODEL_PATCH", tooltip="For ZImageFunControlnet and QwenImageDiffsynthControlnet."
+)
+_CONTROL_NET = Output(name="CONTROL_NET", type="CONTROL_NET", tooltip="For ControlNetApplyAdvanced and similar nodes.")
 _CLIP_VISION = Output(name="CLIP_VISION", type="CLIP_VISION", tooltip="For CLIPVisionEncode.")
 
 
@@ -47,6 +51,14 @@ def _checkpoint(host: ComfyContext, *, ckpt_name: str) -> tuple:
 
 def _clip_vision(host: ComfyContext, *, clip_name: str) -> tuple:
     return (core_text_and_vae.load_clip_vision(resolve_path("clip_vision", clip_name), _AUTO, ComfyContext),)
+
+
+def _model_patch(host: ComfyContext, *, name: str) -> tuple:
+    return (core_control_patches.load_patch(resolve_path("model_patches", name)),)
+
+
+def _control_net(host: ComfyContext, *, control_net_name: str) -> tuple:
+    return (core_control_nets.load_control_net(resolve_path("controlnet", control_net_name)),)
 
 
 def make_core_objects(model: ModelRef) -> tuple[Value, ...]:
@@ -152,6 +164,24 @@ LOADERS = by_id(
             _file("clip_name", "clip_vision", "File of the image encoder."),
             _CLIP_VISION,
             description="Load CLIP Vision for the TPU, for the image encoder of Wan 2.1 or HunyuanVideo 1.5.",
+        ),
+        _loader(
+            "TPUModelPatchLoader",
+            "Load Model Patch (TPU)",
+            _model_patch,
+            _file("name", "model_patches", "File of the model patch."),
+            _MODEL_PATCH,
+            description="Load Model Patch for the TPU, for Z-Image's Fun and Qwen-Image's DiffSynth ControlNets. They "
+            "run compiled beside the diffusion model.",
+        ),
+        _loader(
+            "TPUControlNetLoader",
+            "Load ControlNet Model (TPU)",
+            _control_net,
+            _file("control_net_name", "controlnet", "File of the ControlNet."),
+            _CONTROL_NET,
+            description="Load ControlNet Model for the TPU, for Qwen-Image's InstantX and Fun ControlNets. They run "
+            "compiled beside the diffusion model.",
         ),
     )
 )

@@ -28,7 +28,8 @@ from ...tpu_runtime.model_spec import Quality
 from ...tpu_runtime.models import SPECS
 from ...tpu_runtime.precision import resolve_precision
 from ...tpu_runtime.progress import Progress
-from . import errors, model_patcher
+from . import core_control_nets, core_control_patches, errors, model_patcher
+from .core_control_nets import ControlCall
 from .model_patcher import CorePatcher
 from .networks import inputs
 from .networks.rows import KEY, GuidanceBatch
@@ -78,14 +79,22 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
         passed |= passed.pop("kwargs", {})
         patcher = base.current_patcher
         options = passed.pop("transformer_options", None) or {}
-        model_patcher.check_options(options, passed.pop("control", None))
+        patches = base.tpu_patches(options.get("patches") or {})
+        control = passed.pop("control", None)
+        model_patcher.check_options(options, control, patches is not None)
         model_patcher.check_network(network, attributes)
         x, loras = passed["x"], model_patcher.convert_loras(patcher)
-        result = x.new_empty(0)
+        files, controls = core_control_patches.read_inputs(patches or (), x)
+        if isinstance(control, ControlCall):
+            core_control_nets.check_mask(passed.get("attention_mask"), ours)
+            files += tuple(str(file.path) for file in control.files)
+            controls += control.inputs
+        called, result = replace(chosen, loras=loras, controls=files), x.new_empty(0)
         requests = inputs.split_call(ours, {**passed, "options": options})
         for rows, request in requests:
-            prediction = replace(request, expert=expert)
-            predicted = run_stage("predict", replace(chosen, loras=loras), host, prediction=prediction)
+            own = core_control_patches.select_rows(controls, rows)
+            prediction = replace(request, expert=expert, controls=own)
+            predicted = run_stage("predict", called, host, prediction=prediction)
             if len(requests) == 1:
                 result = predicted
             else:
@@ -100,11 +109,13 @@ def _make(patcher: CorePatcher, chosen: ModelRef, expert: int, host: MakeContext
     network.register_forward_pre_hook(partial(_with_own_sample, chosen, host), with_kwargs=True)
     base.extra_conds = partial(_extra_conds, ours, base.extra_conds)
     attributes = model_patcher.instance_attributes(network)
+    base.tpu_patches = partial(core_control_patches.list_patches, network=ours)
     base.tpu_texts = inputs.text_lengths(ours)
     base.tpu_source = _source(file)
     patcher.fill(base)
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, partial(_prepare_sampling, ours))
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, GuidanceBatch(model_patcher.CONTROL_REFUSAL))
+    check_controls = partial(core_control_nets.check_controls, network=ours, refusal=model_patcher.CONTROL_REFUSAL)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, GuidanceBatch(check_controls))
 
 
 def _with_own_sample(

@@ -28,7 +28,10 @@ from . import previews
 log = logging.getLogger(__name__)
 
 # ComfyUI's folders in which a model id is looked up, and those whose files it may name without others.
-_MODELS = ("diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "vae_approx", "clip_vision")
+_MODELS = (
+    "diffusers", "diffusion_models", "checkpoints", "text_encoders", "vae", "vae_approx", "clip_vision",
+    "model_patches", "controlnet",
+)  # fmt: skip
 DENOISERS = ("diffusion_models", "checkpoints")
 # A space between a number and its unit, at which the page must not break the line.
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|[KMG]i?B)\b)")

@@ -16,6 +16,7 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...tpu_runtime.checkpoints.model_ref import InMemoryLora, Lora
 from ...tpu_runtime.messages import compose
+from .core_control_nets import ControlCall
 from .weights import sources
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ _WITHOUT = compose("comfyui.remove_node_or_use_own_loader")
 _OPTIONS = {
     "patches": (
         compose("comfyui.a_patch_of_blocks"),
-        "NAGuidance, UNet attention patches, HyperTile, TomePatchModel, FreeU, ModelPatchLoader and similar nodes",
+        "NAGuidance, UNet attention patches, HyperTile, TomePatchModel, FreeU and similar nodes",
         _WITHOUT,
     ),
     "patches_replace": (
@@ -73,22 +74,24 @@ _BYPASS = _cannot_work(
 )
 
 
-def check_options(options: Mapping[str, Any], control: object) -> None:
+def check_options(options: Mapping[str, Any], control: object, patches_run: bool) -> None:
     """Raise ValueError for patches that would have to run inside the network.
 
     options: core's `transformer_options`. control: a ControlNet, or None.
+    patches_run: whether the networks of all patches run beside the denoiser.
     """
     for name, (what, node, advice) in _OPTIONS.items():
-        if options.get(name):
+        if options.get(name) and not (name == "patches" and patches_run):
             kinds = ", ".join(map(str, options[name])) if isinstance(options[name], Mapping) else name
             raise ValueError(_cannot_work(what=what, node=f"{kinds}: {node}", advice=advice))
-    if control is not None:
+    if control is not None and not isinstance(control, ControlCall):
         raise ValueError(CONTROL_REFUSAL)
 
 
 def check_patcher(patcher: comfy.model_patcher.ModelPatcher) -> None:
     """Run `check` on every patch of a MODEL before its first step."""
-    check_options(patcher.model_options.get("transformer_options", {}), None)
+    options = patcher.model_options.get("transformer_options", {})
+    check_options(options, None, patcher.model.tpu_patches(options.get("patches") or {}) is not None)
     for functions in patcher.model_options.values():
         for function in functions if isinstance(functions, list) else [functions]:
             node = getattr(function, "__qualname__", "").partition(".")[0]

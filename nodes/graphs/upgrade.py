@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
 
+from ...tpu_runtime.checkpoints.controls import read_control
+from ...tpu_runtime.checkpoints.file_resolution import find_file
 from ...tpu_runtime.checkpoints.model_ref import choose_partial_model
 from ...tpu_runtime.messages import Message, compose, compose_list, compose_term
 from ...tpu_runtime.model_spec import Quality
@@ -407,8 +409,12 @@ LOADERS = {
     "VAELoader": ("TPUVAELoader", ("vae_name",)),
     "CheckpointLoaderSimple": ("TPUCheckpointLoader", ("ckpt_name",)),
     "CLIPVisionLoader": ("TPUCLIPVisionLoader", ("clip_name",)),
+    "ModelPatchLoader": ("TPUModelPatchLoader", ("name",)),
+    "ControlNetLoader": ("TPUControlNetLoader", ("control_net_name",)),
 }
 _BACK = {ours: (theirs, names) for theirs, (ours, names) in LOADERS.items()}
+# Loaders of networks that run beside a denoiser.
+_OF_CONTROLS = frozenset(("ModelPatchLoader", "ControlNetLoader"))
 # The headers of further files are not read.
 _MOST_LOADERS = 200
 
@@ -478,13 +484,17 @@ def _why_not(kind: str, values: Values, folders: Sequence[str]) -> str:
         known = ", ".join(CLIP_TYPES)
         return "" if values.get("type") in CLIP_TYPES else compose("workflow.type_unknown", known=known)
     name = str(values.get(LOADERS[kind][1][0], ""))
-    if PurePath(name).name in published.list_models():
+    known = published.CONTROLS if kind in _OF_CONTROLS else published.list_models()
+    if PurePath(name).name in known:
         return ""
     unknown = compose("workflow.file_unknown")
     if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):
         return unknown
     try:
-        choose_partial_model(SPECS, name, folders=tuple(folders))
+        if kind in _OF_CONTROLS:
+            read_control(str(find_file(name, folders)))
+        else:
+            choose_partial_model(SPECS, name, folders=tuple(folders))
     except (ValueError, OSError):
         return unknown
     return ""

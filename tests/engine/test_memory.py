@@ -178,14 +178,16 @@ class Chip:
         self.device_cache = DeviceCache(jax.devices()[0])
         self.loads: list[str] = []
 
-    def run(self, component: str, size: int, running: Loaded) -> None:
+    def run(self, component: str, size: int, running: Loaded, **beside: int) -> None:
         def load(held: object) -> tuple[dict[str, jax.Array], frozenset[str]]:
             self.loads.append(component)
             return {}, frozenset()
 
+        others = {(name,): number * MIB for name, number in beside.items()}
         self.device_cache.get(
-            (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load
-        )
+            (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load,
+            beside=others,
+        )  # fmt: skip
 
     @property
     def held(self) -> str:
@@ -229,6 +231,19 @@ def test_device_cache_keeps_running_program_or_raises_out_of_memory(chip: Chip):
     with raises_message(OutOfMemory, "memory.weights_do_not_fit", size_bytes="31.0 MiB", needed="70.0 MiB"):
         chip.run("b", 31, running)
     assert chip.device_cache.programs() == (running,) and chip.held == "a"
+
+
+def test_device_cache_keeps_components_of_one_program_together(chip: Chip):
+    """A denoiser and the networks beside it: neither leaves for the other, and all others do."""
+    running = Loaded(code=0, workspace=10)
+    chip.run("z", 40, running)
+    chip.run("a", 50, running, b=30)  # 50 + 30 + 10, so that z leaves before b is loaded
+    assert chip.held == "a"
+    chip.run("b", 30, running, a=50, b=30)
+    assert chip.held == "ab"
+    with raises_message(OutOfMemory, "memory.weights_do_not_fit", size_bytes="91.0 MiB", needed="10.0 MiB"):
+        chip.run("c", 11, running, a=50, b=30)
+    assert chip.held == "ab" and chip.loads == ["z", "a", "b"]
 
 
 def test_device_cache_limits_number_of_programs(chip: Chip, monkeypatch: pytest.MonkeyPatch):

@@ -326,14 +326,15 @@ def read_headers(folder: Path, component: Component) -> dict[str, TensorFile]:
 
 
 def match_weights(
-    network: "Network", tensors: Mapping[str, TensorFile], folder: Path
+    network: "Network", tensors: Mapping[str, TensorFile], folder: Path, network_file: NetworkFile | None = None
 ) -> dict[str, tuple[TensorFile, ...]]:
     """Return the files of each weight of a network, by name. Raises `CheckpointError` for wrong names or shapes.
 
     tensors: by name, of the component's files.
     folder: of the component, for messages.
+    network_file: the single file of the network, if it has no folder.
     """
-    component, network_file = network.component, virtual_folder.read_source(folder)
+    component, network_file = network.component, network_file or virtual_folder.read_source(folder)
     folder = folder if network_file is None else network_file.path  # messages name the file
     by_name = key_by_module_name(tensors, component.aliases)
     matched: dict[str, tuple[TensorFile, ...]] = {}

@@ -65,6 +65,7 @@ class ModelRef:
     quality: str = Quality.EXACT  # of samplers that set none (see `Settings`)
     folders: tuple[str, ...] = ()  # searched for `model_id`
     loras: tuple[Lora, ...] = ()
+    controls: tuple[str, ...] = ()  # paths of files with networks that run beside the denoiser, see `ControlSpec`
     address: str = ""  # of the machine that runs the stages (see `remote`); "" for this one
     is_partial: bool = False  # whether only some networks are there, for stages that need no others
     only: str = ""  # class of the networks that count of a partial model's files; "" for all
@@ -78,11 +79,11 @@ class ModelRef:
         return models.lookup_spec(self.spec_name)
 
     def without_choices(self) -> "ModelRef":
-        """Return the model without LoRAs and with the default quality.
+        """Return the model without LoRAs and control networks, and with the default quality.
 
-        Later nodes may add LoRAs, and samplers override the quality.
+        Later nodes may add these, and samplers override the quality.
         """
-        return replace(self, loras=(), quality=Quality.EXACT)
+        return replace(self, loras=(), controls=(), quality=Quality.EXACT)
 
     def locate(self) -> checkpoint.Checkpoint:
         """Return the model's checkpoint."""

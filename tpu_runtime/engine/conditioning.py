@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..checkpoints.controls import ControlFile
 from ..messages import compose, compose_term
 from ..model_spec import SIZE_INPUTS, Json, ModelSpec, Settings
+from ..model_spec.core_inputs import PredictionRequest
 from ..models import SPECS
 from ..programs import finite_check
 from ..programs.denoising_plan import DenoisingPlan
@@ -279,6 +281,27 @@ def check_call_inputs(spec: ModelSpec, config: Json, sample: torch.Tensor, input
             _check_shape(spec, name, x.shape, ("rows", geometry.channels, *frame_size, "height", "width"), _PICTURES)
         elif name in _NUMBERS:
             _check_shape(spec, name, x.shape, ("rows",), compose("condition.give_a_number_for_each_row"))
+
+
+def check_hints(spec: ModelSpec, files: Sequence[ControlFile], prediction: PredictionRequest) -> None:
+    """Raise `ValueError` if the hints of networks beside a denoiser do not fit a request.
+
+    spec: the model's description. files: the networks, in the order of the request's `controls`.
+    """
+    if len(files) != len(prediction.controls):
+        raise ValueError(compose(
+            "control.count_differs", title=spec.title, files=len(files), hints=len(prediction.controls),
+        ))  # fmt: skip
+    size = tuple(prediction.sample.shape[2:])
+    rows = max(len(x) for x in (prediction.sample, *prediction.inputs.values()))
+    advice = compose("control.advice_about_hint")
+    for file, control in zip(files, prediction.controls, strict=True):
+        sizes = ("rows", file.spec.hint_channels(file.config), *size)
+        _check_shape(spec, file.path.name, control.hint.shape, sizes, advice)
+        if len(control.hint) not in (1, rows):
+            raise ValueError(compose(
+                "condition.rows_wrong", title=spec.title, name=file.path.name, count=len(control.hint), rows=rows,
+            ))  # fmt: skip
 
 
 def _check_shape(spec: ModelSpec, name: str, shape: tuple[int, ...], sizes: tuple[int | str, ...], advice: str) -> None:

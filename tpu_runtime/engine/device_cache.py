@@ -9,8 +9,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeGuard
 
 from ...sharding.mesh import Device
@@ -92,6 +93,7 @@ class DeviceCache:
         running: Runnable,
         load: Callable[[ResidentWeights | None], tuple[Weights, frozenset[str]]],
         variant: str = "",
+        beside: Mapping[Key, int] = MappingProxyType({}),
     ) -> ResidentWeights:
         """Return the resident component `key`, loaded if need be, with enough free memory to run the program `running`.
 
@@ -101,9 +103,11 @@ class DeviceCache:
             if that has another `variant`, and then returns the same weights with the differing ones replaced; else
             None.
         variant: digest of the LoRAs; "" for none.
+        beside: further components that the program takes, by key, with the bytes of their weights on one chip. They
+            stay if they are resident, and there is room for them otherwise.
         Evicts others first if all would not fit. Raises `OutOfMemory` before loading if it cannot fit at all.
         """
-        self._make_room(key, f"{component} of {model}", size_bytes, running)
+        self._make_room(key, f"{component} of {model}", size_bytes, running, beside)
         current = self._held.get(key)
         assert not isinstance(current, Executable)
         if current is None or current.variant != variant:
@@ -167,8 +171,9 @@ class DeviceCache:
             self._held.move_to_end(key)
             return self._held[key]
 
-    def _make_room(self, key: Key, title: str, size_bytes: int, running: Runnable) -> None:
-        """Evict the least recently used entries until the component and the program fit. Raises `OutOfMemory`."""
+    def _make_room(self, key: Key, title: str, size_bytes: int, running: Runnable, beside: Mapping[Key, int]) -> None:
+        """Evict the least recently used entries until the components and the program fit. Raises `OutOfMemory`."""
+        size_bytes += sum(size for other, size in beside.items() if other != key)
         budget = budget_bytes(self._device, self._reserve_share)
         if budget is None:
             return
@@ -180,7 +185,10 @@ class DeviceCache:
             ))  # fmt: skip
         kept = {id(part) for part in running.parts}
         with self._lock:
-            others = [other for other, entry in self._held.items() if other != key and id(entry) not in kept]
+            needed_keys = {key, *beside}
+            others = [
+                other for other, entry in self._held.items() if other not in needed_keys and id(entry) not in kept
+            ]
             for other in others:
                 if sum(_bytes(self._held[key]) for key in others if key in self._held) + size_bytes + needed <= budget:
                     return

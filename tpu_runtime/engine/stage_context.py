@@ -15,14 +15,16 @@ from ...distributed.multihost.coordinator import HostGroup
 from ..cache.store import signature
 from ..checkpoints import checkpoint, weight_loader
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.controls import ControlFile, check_fits, read_control
 from ..checkpoints.model_ref import Lora, ModelRef, ResolvedModel
 from ..loras import apply
 from ..machine.fallbacks import WITHOUT_OVERLAP
 from ..messages import compose, compose_term
 from ..model_spec import Call, Component, Json, ModelSpec
 from ..programs import finite_check, network_call
+from ..programs.controls import join_weights, split_weights
 from ..programs.executables import Executable
-from ..programs.program import CompileTarget
+from ..programs.program import CompileTarget, digest_weights
 from ..programs.step_cache import Runnable
 from ..programs.weights import SCALE_SUFFIX, Weights, bytes_per_chip, shared_network
 from . import telemetry
@@ -31,6 +33,15 @@ from .frame_buffer import PendingFrames
 from .overlap_check import FirstStep, OverlapChecks
 from .program_cache import ProgramCache, ProgramRequest
 from .prompt_cache import PromptCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlannedControl:
+    """A network beside the denoiser, as a program takes it."""
+
+    file: ControlFile
+    abstract: Mapping[str, jax.ShapeDtypeStruct]  # its weights by name
+    key: tuple[str, ...]  # of the device cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +148,15 @@ class StageContext:
         return finite_check.not_finite_error(self.spec.title, what, self.target.precision, names)
 
     def weights(self, name: str, executable: Runnable) -> Weights:
-        """Return the weights of the component `name` as `executable` takes them, loaded if they are not resident."""
+        """Return the weights that `executable` takes, loaded if they are not resident.
+
+        They are those of the component `name`, and of the networks beside it if it is a denoiser with `controls`.
+        """
         component = self.spec.component(name)
-        abstract = executable.program.weights
-        assert abstract is not None
+        assert executable.program.weights is not None
+        abstract = executable.program.own_weights
+        named = self._plan_controls(executable) if name in self.spec.denoiser.experts else []
+        beside = {part.key: bytes_per_chip(part.abstract) for part in named}
 
         loras = self.model.select_loras(name)
         # Models that share a file need not need the same layers of it.
@@ -157,11 +173,60 @@ class StageContext:
             running=executable,
             variant=variant,
             load=lambda held: self._load(component, loras, abstract, held),
+            beside=beside,
         )
+        all_keys = {**beside, key: bytes_per_chip(abstract)}
+        parts = [
+            self.device_cache.get(
+                part.key, component=f"{part.file.spec.title} {part.file.path.name}", model=self.found.model_id,
+                size_bytes=beside[part.key], running=executable,
+                load=lambda held, part=part: (self._load_control(part), frozenset()),
+                beside=all_keys,
+            ).weights
+            for part in named
+        ]  # fmt: skip
         activity = self.progress.activity
         needed = self.device_cache.size_bytes + self.device_cache.code_bytes + executable.workspace_bytes
         activity.needed_bytes = max(activity.needed_bytes, needed)
-        return resident.weights
+        return join_weights(resident.weights, parts) if parts else resident.weights
+
+    @functools.cached_property
+    def controls(self) -> tuple[ControlFile, ...]:
+        """Networks beside the denoiser. Raises `CheckpointError` if one does not fit it."""
+        files = tuple(map(read_control, self.model.controls))
+        for file in files:
+            check_fits(file, self.spec, self.config(self.spec.denoiser.experts[0]))
+        return files
+
+    def _plan_controls(self, executable: Runnable) -> "list[_PlannedControl]":
+        """Return the networks beside the denoiser, as `executable` takes them."""
+        program = executable.program
+        if program.weights is None or len(program.own_weights) == len(program.weights):
+            return []  # no file is read for a program that takes none
+        _, parts = split_weights(program.weights, len(self.controls))
+        return [
+            _PlannedControl(
+                file=file,
+                abstract=abstract,
+                key=("control", file.identity, program.precision, digest_weights(abstract)),
+            )
+            for file, abstract in zip(self.controls, parts, strict=True)
+        ]
+
+    def _load_control(self, part: "_PlannedControl") -> Weights:
+        """Return the weights of a network beside the denoiser."""
+        network = shared_network(part.file.spec.component, part.file.config)
+        files = part.file.match_weights(network)
+        self.counts["load"] += 1
+        with self.progress.activity.timed("loading_s"):
+            weights = weight_loader.load_weights(
+                network, files, part.abstract, f"{part.file.spec.title} {part.file.path.name}", self.progress,
+                check=self.check,
+            )  # fmt: skip
+        self.progress.activity.loaded_bytes += sum(
+            math.prod(want.shape) * want.dtype.itemsize for want in part.abstract.values()
+        )
+        return weights
 
     def fetch_weights(self, component: Component) -> Path:
         """Return a component's folder after downloading its weights if need be."""

@@ -19,8 +19,10 @@ from ..cache.store import signature
 from ..checkpoints import score_bound, tiny
 from ..messages import compose, compose_list, compose_term
 from ..model_spec import STAGES, MagCache, MagCacheCurve, ModelSpec, Quality, Settings, TextEncoding
+from ..model_spec.control import ControlInput
 from ..model_spec.core_inputs import PredictionRequest
 from ..programs import denoise_step, denoising_plan, network_call
+from ..programs.controls import ControlShape
 from ..programs.denoise_step import StepShape
 from ..programs.executables import Executable
 from ..progress import SHOWN_TO_USER
@@ -242,12 +244,14 @@ class _BranchBatch:
     sample: np.ndarray  # [1 or rows, *latent] float32
     inputs: Mapping[str, np.ndarray]  # by name, 1 or `rows` rows each
     rows: int  # 1 or 2
+    controls: tuple[ControlInput, ...]  # their hints have 1 or `rows` rows
 
 
 def _split_branches(spec: ModelSpec, prediction: PredictionRequest) -> Iterator[_BranchBatch]:
     """Yield the rows of a prediction in batches."""
     sample = prediction.sample.numpy()
-    number = max(len(sample), *(len(x) for x in prediction.inputs.values()))
+    hints = [control.hint for control in prediction.controls]
+    number = max(len(sample), *(len(x) for x in (*prediction.inputs.values(), *hints)))
     most = 2 if spec.recipe.guidance == "cfg" else 1
 
     def select(x: np.ndarray, part: slice) -> np.ndarray:
@@ -256,19 +260,24 @@ def _split_branches(spec: ModelSpec, prediction: PredictionRequest) -> Iterator[
     for start in range(0, number, most):
         rows = slice(start, min(start + most, number))
         inputs = {name: select(x, rows) for name, x in prediction.inputs.items()}
-        yield _BranchBatch(sample=select(sample, rows), inputs=inputs, rows=rows.stop - start)
+        controls = tuple(replace(control, hint=select(control.hint, rows)) for control in prediction.controls)
+        yield _BranchBatch(sample=select(sample, rows), inputs=inputs, rows=rows.stop - start, controls=controls)
 
 
 def predict(stage: StageContext, prediction: PredictionRequest) -> torch.Tensor:
     """Return the prediction `[rows, *latent]` float32. Rows are independent."""
     name, results = stage.spec.denoiser.experts[prediction.expert], []
     conditioning.check_call_inputs(stage.spec, stage.config(name), prediction.sample, prediction.inputs)
+    conditioning.check_hints(stage.spec, stage.controls, prediction)
     for part in _split_branches(stage.spec, prediction):
         wanted = _prediction_request(stage, name, part)
         executable = stage.executable(wanted)
         weights = stage.weights(name, executable)
         stage.check(f"a prediction of {name}")
         args = (part.sample, np.float32(prediction.timestep), part.inputs)
+        if part.controls:
+            hints = tuple(control.hint for control in part.controls)
+            args = (*args, hints, tuple(np.float32(control.strength) for control in part.controls))
 
         def request(form: StageContext, part: _BranchBatch = part, wanted: ProgramRequest = wanted) -> ProgramRequest:
             return wanted if form is stage else _prediction_request(form, name, part)
@@ -339,9 +348,13 @@ def _prediction_request(stage: StageContext, name: str, part: _BranchBatch) -> P
     spec, config, component = stage.spec, stage.config(name), stage.spec.component(name)
     folder = stage.fetch_weights(component)
     bounded = score_bound.is_bounded(spec, component, folder, stage.norm_deltas(component))
+    controls = tuple(
+        ControlShape(spec=file.spec, config=file.config, hint_shape=control.hint.shape)
+        for file, control in zip(stage.controls, part.controls, strict=True)
+    )
     shape = StepShape(
         latent_shape=(1, *part.sample.shape[1:]), branches=part.rows, quality=stage.model.quality, bounded=bounded,
-        num_memory=0, timestep_dtype=np.dtype(np.float32),
+        num_memory=0, timestep_dtype=np.dtype(np.float32), controls=controls,
     )  # fmt: skip
     shapes = {name: (x.shape, x.dtype) for name, x in part.inputs.items()}
     return ProgramRequest(
@@ -355,6 +368,7 @@ def _prediction_request(stage: StageContext, name: str, part: _BranchBatch) -> P
             bounded,
             shape.quality,
             *sorted((n, str(s)) for n, s in shapes.items()),
+            *(control.key for control in controls),
         ),
         build=lambda: denoise_step.build_prediction_program(
             spec, config, stage.target, shape, part.sample.shape, shapes

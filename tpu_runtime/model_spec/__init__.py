@@ -14,6 +14,7 @@ from .component import (
     split_rows,
     swap_halves,
 )
+from .control import ControlInput, ControlSpec
 from .inputs import (
     CHECKPOINT,
     FLOW_SCHEDULERS,

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .control import ControlInput
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -21,6 +23,7 @@ class PredictionRequest:
     # of `model_spec.Forward` by name, 1 or `rows` rows each; optional ones may be absent
     inputs: "Mapping[str, np.ndarray]"
     expert: int = 0  # index of the denoiser
+    controls: tuple[ControlInput, ...] = ()  # of the networks of `ModelRef.controls`, in the same order
 
 
 @dataclass(frozen=True, kw_only=True)

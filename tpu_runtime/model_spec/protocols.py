@@ -114,6 +114,22 @@ class Forward(Protocol):
     ) -> "torch.Tensor": ...
 
 
+class ControlledForward(Protocol):
+    """A `Forward` with networks beside the denoiser, each a `programs.controls.Control`."""
+
+    def __call__(
+        self,
+        denoiser: Any,
+        run: Any,
+        sample: "torch.Tensor",
+        timestep: "torch.Tensor",
+        inputs: "dict[str, torch.Tensor]",
+        /,
+        *,
+        controls: Sequence[Any],
+    ) -> "torch.Tensor": ...
+
+
 class KeepFeatures(Protocol):
     """A `Forward` of a full step that also returns the features by name that `ReuseFeatures` starts from."""
 

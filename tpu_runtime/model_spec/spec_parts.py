@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...sharding.shape import MeshShape
 from .component import Component, Json, freeze_mappings
+from .control import ControlSpec
 from .inputs import FLOW_SCHEDULERS, Settings
 from .protocols import (
     Advice,
@@ -17,6 +18,7 @@ from .protocols import (
     ChooseMesh,
     CombineGuidance,
     ConditionShapes,
+    ControlledForward,
     Decode,
     DenormalizeLatents,
     DrawInputs,
@@ -248,6 +250,8 @@ class DenoiserSpec:
     # approximate tokens of a tile along frames, rows and columns for sparse attention (see `attention.tiles`); None
     # without it
     tile: tuple[int, int, int] | None = None
+    controls: tuple[ControlSpec, ...] = ()  # networks that may run beside it
+    controlled: ControlledForward | None = None  # `forward` with such networks; None without any
 
 
 def split_guidance_first(num_devices: int, branches: int) -> MeshShape:

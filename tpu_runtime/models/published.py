@@ -18,6 +18,9 @@ _MORE_PARTS: Mapping[str, tuple[str, ...]] = {
     model: names for family in FAMILIES for model, names in family.files.more_parts.items()
 }
 
+# Names of files with networks that run beside a denoiser.
+CONTROLS: frozenset[str] = frozenset(name for family in FAMILIES for name in family.files.controls)
+
 
 def describe_sizes(model: str) -> str:
     """Return the approximate size of a model's files by format, such as "fp8 29 GB"; "" without files."""

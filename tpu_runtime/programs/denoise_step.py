@@ -23,6 +23,7 @@ from ...sharding.mesh import Mesh
 from ...sharding.shape import MeshShape
 from ..model_spec import FeatureReuse, ModelSpec, Quality
 from . import finite_check, solver_table, step_cache, torch_bridge, upstream_network, weights
+from .controls import BuiltControl, Control, ControlShape, JoinedNetworks, join_weights, name_in_module, split_weights
 from .program import DENOISE_STEP, CompileTarget, Config, Program, shape_struct, step_compiler_options
 from .sharded_ops import ShardedOps
 from .weights import Weights
@@ -71,6 +72,7 @@ class StepShape:
     # Whether the weights bound attention's scores (see `compute_score_bound`). None, without a checkpoint: a model with
     # `head_norms` is assumed to.
     bounded: bool | None = None
+    controls: tuple[ControlShape, ...] = ()  # networks beside the denoiser
 
 
 def build_denoise_program(spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> Program:
@@ -134,7 +136,8 @@ def build_prediction_program(
     """Return the program of the network alone, for external samplers.
 
     It is `(weights, sample, timestep, inputs) -> (prediction, is_finite)`. The host sends the sample and the inputs
-    once per step: each chip gets a part, and the chips exchange these faster than the host could send copies.
+    once per step: each chip gets a part, and the chips exchange these faster than the host could send copies. With
+    networks beside the denoiser, hints and strengths follow, as a tuple each.
 
     spec, config, target, shape: as for `build_denoise_program`. sample_shape, inputs: shapes of the sample and of the
     inputs
@@ -143,18 +146,30 @@ def build_prediction_program(
     build = _StepBuild.create(spec, config, target, shape)
     mesh = build.mesh
 
-    def predict(weights: Weights, sample: Array, timestep: Array, inputs: dict[str, Array]) -> tuple[Array, Array]:
-        sample, inputs = jax.lax.with_sharding_constraint((sample, inputs), NamedSharding(mesh, P()))
+    def predict(
+        weights: Weights,
+        sample: Array,
+        timestep: Array,
+        inputs: dict[str, Array],
+        hints: tuple[Array, ...] = (),
+        strengths: tuple[Array, ...] = (),
+    ) -> tuple[Array, Array]:
+        sample, inputs, hints = jax.lax.with_sharding_constraint((sample, inputs, hints), NamedSharding(mesh, P()))
         asked = (sample.astype(target.dtype), timestep[None], inputs)
-        output, _ = build.predicted(weights, build.forward, (), asked)
+        output, _ = build.predicted(weights, build.forward, (), asked, hints, strengths)
         return output, finite_check.all_finite(output)
 
+    given = (
+        tuple(_spread(mesh, control.hint_shape, jnp.float32) for control in shape.controls),
+        (shape_struct(mesh, (), jnp.float32),) * len(shape.controls),
+    )
     return build.make_program(
         predict,
         (
             _spread(mesh, sample_shape, jnp.float32),
             shape_struct(mesh, (), shape.timestep_dtype),
             {name: _spread(mesh, size, dtype) for name, (size, dtype) in inputs.items()},
+            *(given if shape.controls else ()),
         ),
         out_shardings=(NamedSharding(mesh, P()),) * 2,
         name=PREDICT,
@@ -180,6 +195,7 @@ class _StepBuild:
     on_mesh: ShardedOps
     axes: weights.Axes  # contracting dimensions of quantized weights
     number_format: str  # of quantized weights
+    controls: tuple[BuiltControl, ...]  # networks beside the denoiser
 
     @classmethod
     def create(cls, spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> "_StepBuild":
@@ -214,6 +230,7 @@ class _StepBuild:
         return cls(
             spec=spec, config=config, target=target, shape=shape,
             mesh=mesh, network=network, on_mesh=on_mesh, axes=axes, number_format=number_format,
+            controls=tuple(BuiltControl.create(control, mesh, target.precision) for control in shape.controls),
         )  # fmt: skip
 
     def run(self, weights: Weights, args: StepArgs, predict: Predict) -> tuple[PyTree, PyTree]:
@@ -232,18 +249,30 @@ class _StepBuild:
         return (*state, finite_check.all_finite(state[0])), kept
 
     def forward(
-        self, denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree
+        self, denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree, **beside: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Return the `Predict` result without a step cache: the forward of `denoiser` with `run`; no `features`."""
+        """Return the `Predict` result without a step cache: the forward of `denoiser` with `run`; no `features`.
+
+        beside: the networks beside it, `controls`, if there are any.
+        """
+        if beside:
+            assert self.spec.denoiser.controlled is not None, self.spec.name
+            return self.spec.denoiser.controlled(denoiser, run, *asked, **beside), ()
         return self.spec.denoiser.forward(denoiser, run, *asked), ()
 
     def predicted(
-        self, weights: Weights, predict: Predict, features: PyTree, asked: tuple[PyTree, ...]
+        self,
+        weights: Weights,
+        predict: Predict,
+        features: PyTree,
+        asked: tuple[PyTree, ...],
+        hints: tuple[Array, ...] = (),
+        strengths: tuple[Array, ...] = (),
     ) -> tuple[Array, PyTree]:
         """Return the result of `predict` in float32, `[branches, ...]`, and the features to keep.
 
         weights, features: of the program. asked: sample, timestep and inputs; arrays with one row apply to every
-          branch.
+          branch. hints, strengths: of the networks beside the denoiser.
         """
         branches, dtype = self.shape.branches, self.target.dtype
         sample, timestep, inputs = asked
@@ -252,13 +281,51 @@ class _StepBuild:
         inputs = {
             name: x if name in STEP_SCALARS else _expand_branches(x, branches, dtype) for name, x in inputs.items()
         }
-        weights = self.on_mesh.gather_weights(weights)
         asked = (sample, timestep, inputs)
         run = self.on_mesh.where(is_sparse_step(timestep, inputs))
+        if self.controls:
+            hints = tuple(_expand_branches(hint, branches, dtype) for hint in hints)
+            output, kept = self._predicted_beside(weights, run, predict, features, asked, (hints, strengths))
+            return output.astype(jnp.float32), kept
         output, kept = torch_bridge.call_functional(
-            self.network.module, weights, lambda denoiser, *args: predict(denoiser, run, *args), features, *asked
+            self.network.module,
+            self.on_mesh.gather_weights(weights),
+            lambda denoiser, *args: predict(denoiser, run, *args),
+            features,
+            *asked,
         )
         return output.astype(jnp.float32), kept
+
+    def _predicted_beside(
+        self,
+        weights: Weights,
+        run: ShardedOps,
+        predict: Predict,
+        features: PyTree,
+        asked: tuple[PyTree, ...],
+        given: tuple[tuple[Array, ...], ...],
+    ) -> tuple[PyTree, PyTree]:
+        """Return the result of `predict` with the networks beside the denoiser.
+
+        weights, features: of the program. run: operations on the mesh. asked, given: arrays with a row per branch;
+          `given` has hints and strengths.
+        """
+        operations = [control.operations(run) for control in self.controls]
+        own, parts = split_weights(weights, len(self.controls))
+        gathered = [on_mesh.gather_weights(part) for on_mesh, part in zip(operations, parts, strict=True)]
+
+        def forward(joined: Any, hints: PyTree, strengths: PyTree, *args: PyTree) -> PyTree:
+            controls = [
+                Control(module=module, config=built.shape.config, run=on_mesh, hint=hint, strength=strength)
+                for module, built, on_mesh, hint, strength in zip(
+                    joined.controls, self.controls, operations, hints, strengths, strict=True
+                )
+            ]
+            return predict(joined.denoiser, run, *args, controls=controls)
+
+        module = JoinedNetworks(self.network.module, self.controls)
+        parameters = name_in_module(self.on_mesh.gather_weights(own), gathered)
+        return torch_bridge.call_functional(module, parameters, forward, *given, features, *asked)
 
     def _put_given(self, sample: Array | np.ndarray, inputs: dict[str, Array]) -> Any:
         put_given = self.spec.pictures.put_given
@@ -296,15 +363,17 @@ class _StepBuild:
         name: str,
         donate: tuple[int, ...] = (),
     ) -> Program:
-        mesh = self.mesh
+        mesh, precision = self.mesh, self.target.precision
+        own = weights.abstract_weights(self.network, mesh, precision, self.axes, self.number_format)
+        parts = [weights.abstract_weights(control.network, mesh, precision) for control in self.controls]
         return Program(
             name=name,
             fn=fn,
-            weights=weights.abstract_weights(self.network, mesh, self.target.precision, self.axes, self.number_format),
+            weights=join_weights(own, parts),
             components=self.spec.denoiser.experts,
             args=args,
             mesh=mesh,
-            precision=self.target.precision,
+            precision=precision,
             donate=donate,
             out_shardings=out_shardings,
             compiler_options=self.target.fallbacks.left(step_compiler_options(mesh)),

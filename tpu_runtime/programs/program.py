@@ -35,6 +35,9 @@ DENOISE_STEP = "denoise_step"  # prefix of the denoiser's program names, by whic
 
 Config = Mapping[str, Any]
 
+# Mark in the names of weights of networks beside a program's first one (see `controls.join_weights`).
+BESIDE = "/"
+
 # Held to build modules and to trace them: torchax's enabled state is shared by all threads. XLA's compilation, the long
 # part, does not need it, and releases Python's lock.
 TRACE_LOCK = threading.RLock()
@@ -98,7 +101,8 @@ class Program:
     name: str
     fn: Callable[..., PyTree]
     args: tuple[PyTree, ...]  # a named tuple if callers access single ones
-    weights: Mapping[str, jax.ShapeDtypeStruct] | None = None  # by parameter name; None: `fn` has no weights
+    # by parameter name, of networks beside the first too (see `controls.join_weights`); None: `fn` has no weights
+    weights: Mapping[str, jax.ShapeDtypeStruct] | None = None
     components: tuple[str, ...] = ()  # the weights are those of any one of these
     mesh: Mesh
     precision: Precision
@@ -109,10 +113,14 @@ class Program:
     rungs: dispatch.KernelFallbacks = field(default_factory=dispatch.KernelFallbacks)  # fallbacks of kernels
 
     @functools.cached_property
+    def own_weights(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Return the weights without those of networks beside the first one."""
+        return {name: want for name, want in (self.weights or {}).items() if BESIDE not in name}
+
+    @functools.cached_property
     def weights_digest(self) -> str:
-        """Return a hash that is equal for programs whose weights have equal names, shapes and formats."""
-        weights = (self.weights or {}).items()
-        return signature(sorted((name, want.shape, str(want.dtype)) for name, want in weights))
+        """Return a hash that is equal for programs whose own weights have equal names, shapes and formats."""
+        return digest_weights(self.own_weights)
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
@@ -176,6 +184,11 @@ class Program:
         """
         result, carried, _ = self.results()
         return jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), result), carried
+
+
+def digest_weights(weights: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    """Return a hash that is equal for weights of equal names, shapes and formats."""
+    return signature(sorted((name, want.shape, str(want.dtype)) for name, want in weights.items()))
 
 
 @contextlib.contextmanager

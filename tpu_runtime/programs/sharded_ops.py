@@ -427,6 +427,26 @@ class ShardedOps:
         body: its `block` is upstream's module with one layer's weights, gathered for use.
         merged: weights whose groups become one dimension (see `TokenLayout.merge_groups`).
         """
+        return self._scan(blocks, carry, body, layers, merged)[0]
+
+    def collect(
+        self, blocks: torch.nn.Module, carry: PyTree, body: Callable[[Any, PyTree], PyTree]
+    ) -> tuple[PyTree, PyTree]:
+        """Return the last carry of `scan`, and the carry's first tensor after each block, `[blocks, ...]`.
+
+        blocks, carry, body: see `scan`.
+        """
+        return self._scan(blocks, carry, body, None, (), collect=True)
+
+    def _scan(
+        self,
+        blocks: torch.nn.Module,
+        carry: PyTree,
+        body: Callable[[Any, PyTree], PyTree],
+        layers: slice | None,
+        merged: tuple[str, ...],
+        collect: bool = False,
+    ) -> tuple[PyTree, PyTree]:
         assert isinstance(blocks, ScannedBlocks)
 
         prefix = f"{blocks.path}.{LAYER}."
@@ -443,8 +463,8 @@ class ShardedOps:
         return scan_layers(
             blocks, carry, body, None if is_full_scan else range(blocks.num_layers)[layers or slice(None)],
             stack=stack, use=functools.partial(self.gather_weights, prefix=prefix),
-            whole=lambda name, stack: weights.is_read_from_stack(self.layouts[prefix + name], stack),
-        )[0]  # fmt: skip
+            whole=lambda name, stack: weights.is_read_from_stack(self.layouts[prefix + name], stack), collect=collect,
+        )  # fmt: skip
 
     def gather_weights(self, tensors: Mapping[str, jax.Array], prefix: str = "") -> dict[str, jax.Array]:
         """Return weights `[...]` by name, gathered if they are only split at rest, but those of scanned blocks.

@@ -43,8 +43,8 @@ class GuidanceBatch:
     It is a wrapper that replaces core's function after all other wrappers, whatever its position among them.
     """
 
-    def __init__(self, refusal_of_controls: str) -> None:
-        self._refusal_of_controls = refusal_of_controls
+    def __init__(self, check_controls: Callable[[Sequence[Sequence[Cond] | None]], None]) -> None:
+        self._check_controls = check_controls  # raises for ControlNets that do not run beside the denoiser
         self._joined: dict[str, tuple[tuple[object, ...], Any]] = {}
 
     def __call__(self, execute: WrapperExecutor, *args: object, **named: object) -> list[torch.Tensor]:
@@ -63,8 +63,7 @@ class GuidanceBatch:
         patcher, sample, options = model.current_patcher, x_in, model_options
         if not hasattr(model, "tpu_texts"):
             return core(model, conds, sample, timestep, options)  # a guider's second model, which is core's
-        if any(cond.get("control") is not None for row in conds for cond in row or ()):
-            raise ValueError(self._refusal_of_controls)  # before the ControlNet reads its image
+        self._check_controls(conds)  # before a ControlNet reads its image
         if any(get_all_wrappers(kind, options, is_model_options=True) for kind in _SEEING):
             return core(model, conds, sample, timestep, options)
         if _is_changed(options):

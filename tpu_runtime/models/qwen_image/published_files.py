@@ -30,4 +30,9 @@ FILES = PublishedFiles(
             *list_names("qwen_image_edit_2509", "bf16", "fp8_e4m3fn", "fp8mixed", "int8_convrot"),
         ),
     },
+    controls=(
+        *(f"Qwen-Image-InstantX-ControlNet-{kind}.safetensors" for kind in ("Union", "Inpainting")),
+        "Qwen-Image-2512-Fun-Controlnet-Union-2602.safetensors",
+        *(f"qwen_image_{kind}_diffsynth_controlnet.safetensors" for kind in ("canny", "depth", "inpaint")),
+    ),
 )

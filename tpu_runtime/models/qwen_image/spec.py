@@ -26,6 +26,7 @@ from ...model_spec.upstream import UpstreamConfig
 from ..common import layers, light
 from ..common.wan_vae import VAE_DECODER, decode, denormalize_latents
 from ..common.wan_vae_encoder import VAE_ENCODER, encode_video
+from . import control
 from .core_inputs import CORE
 from .text_encoder import NEGATIVE_PROMPT, PROMPT, TEXT, TEXT_ENCODER
 from .transformer import PATCH, TRANSFORMER, forward
@@ -129,6 +130,8 @@ SPEC = ModelSpec(
                 keys=("transformer_blocks.*.attn.norm_k", "transformer_blocks.*.attn.norm_added_k"),
             ),
         ),
+        controls=control.CONTROLS,
+        controlled=control.forward,
     ),
     parallelism=Parallelism(mesh=shard_heads_in_pairs),
     vae=VaeSpec(

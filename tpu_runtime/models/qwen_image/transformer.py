@@ -13,9 +13,10 @@ tokens and latents `[rows, 16, 1, h, w]`:
 Of a head's 128 channels, 16 are rotated by image number, 56 by row and 56 by column (MSRoPE), with a base of 10000.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, ConfigRequirement, EqualsConfig
@@ -40,8 +41,34 @@ PLACEMENTS: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of the denoiser, for networks beside it."""
+
+    dit: Net
+    sample: "torch.Tensor"  # [rows, 16, 1, height, width]
+    timestep: "torch.Tensor"  # [1]
+    inputs: "dict[str, torch.Tensor]"
+    num_tokens: int  # of the sample
+    has_halves: bool  # whether its tokens are the first two streams, because there are no references; else the first
+    tables: "tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]"  # cosines and sines of its tokens and the text's
+
+
+class Beside(Protocol):
+    """A network beside the denoiser."""
+
+    def begin(self, step: Step) -> "Callable[[list[torch.Tensor]], list[torch.Tensor]]":
+        """Return a function that adds to the streams of the block that is traced."""
+        ...
+
+
 def forward(
-    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net,
+    run: "ShardedOps",
+    sample: "torch.Tensor",
+    timestep: "torch.Tensor",
+    inputs: "dict[str, torch.Tensor]",
+    beside: "Sequence[Beside]" = (),
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, 1, height, width]` at one `timestep` `[1]`.
 
@@ -49,6 +76,7 @@ def forward(
     inputs: `text` `[rows, tokens, joint_attention_dim]`, its valid tokens `text_length` `[rows]`, and reference latents
         `reference_0`, `reference_1`, ... `[1, 16, 1, height, width]`, which are more tokens. Models with `zero_cond_t`
         embed them at timestep 0. With `comfyui_positions`, whose value is ignored, tokens have ComfyUI's positions.
+    beside: networks that add to the sample's tokens behind the blocks (see `control`).
 
     The image tokens are always two sequences: the sample and its references, or the two halves of a sample without any.
     So the sums of one sequence are exchanged between chips while the other's products are computed.
@@ -79,11 +107,22 @@ def forward(
         sequences, tables = run.halves(tokens[0]), layers.halve_tables(run, image_tables)
         lengths = run.half_lengths(sequences[0].shape[1])
     rotary = [[*map(run.pad, pair)] for pair in (*tables, text_tables)]
+    step = Step(
+        dit=dit, sample=sample, timestep=timestep, inputs=inputs, num_tokens=size, has_halves=not names,
+        tables=([table[:, :size] for table in image_tables], text_tables),
+    )  # fmt: skip
+    additions = [one.begin(step) for one in beside]
 
     def body(block: Net, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":
-        return run_block(block, run, streams, [*lengths, inputs["text_length"]], times, rotary)
+        streams = run_block(block, run, streams, [*lengths, inputs["text_length"]], times, rotary)
+        for add in additions:
+            streams = add(streams)
+        return streams
 
-    first, second, _ = run.scan(dit.transformer_blocks, [*map(run.spread, sequences), text], body)
+    # By index for additions, which depend on the number of the block.
+    layers_run = slice(None) if beside else None
+    streams = [*map(run.spread, sequences), text]
+    first, second, _ = run.scan(dit.transformer_blocks, streams, body, layers=layers_run)
     image = first if names else torch.cat([first, second], dim=1)
     flow = dit.proj_out(dit.norm_out(run.remove_padding(image), times[0]))
     return layers.join_patches(flow, sample, PATCH)

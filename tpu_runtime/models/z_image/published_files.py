@@ -13,5 +13,6 @@ def _list_all(repository: str, name: str) -> dict[str, Files]:
 
 
 FILES = PublishedFiles(
-    sets={"z-image-turbo": _list_all(_TURBO, "z_image_turbo"), "z-image": _list_all("Comfy-Org/z_image", "z_image")}
+    sets={"z-image-turbo": _list_all(_TURBO, "z_image_turbo"), "z-image": _list_all("Comfy-Org/z_image", "z_image")},
+    controls=("Z-Image-Turbo-Fun-Controlnet-Union.safetensors",),
 )

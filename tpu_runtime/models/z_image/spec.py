@@ -23,6 +23,7 @@ from ...model_spec import (
 )
 from ...model_spec.upstream import UpstreamConfig
 from ..common import kl
+from . import control
 from .core_inputs import CORE
 from .text_encoder import TEXT, TEXT_ENCODER
 from .transformer import PATCH, STACKS, TRANSFORMER, forward
@@ -105,6 +106,8 @@ SPEC = ModelSpec(
             HeadNorms(queries=(f"{stack}.*.attention.norm_q",), keys=(f"{stack}.*.attention.norm_k",))
             for stack in STACKS
         ),
+        controls=(control.CONTROL,),
+        controlled=control.forward,
     ),
     parallelism=Parallelism(heads_key="n_heads"),
     vae=VaeSpec(latent_format="Flux", denormalize=kl.denormalize_latents, decode=kl.decode, encode=kl.encode_pixels),

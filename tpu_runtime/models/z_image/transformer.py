@@ -15,7 +15,8 @@ A block is attention with 30 heads of 128 and a SwiGLU feed-forward of 10240, wi
 head's 128 channels, 32 are rotated by text position, 48 by row and 48 by column, with a base of 256.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from ....sharding.rules import REPLICATED, Rule
 from ...model_spec import Component, ConfigRequirement, EqualsConfig, split_rows
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...programs.sharded_ops import ShardedOps
+    from ..common.hints import Hints
     from ..common.layers import Pair
 
 # Sequences are padded to a multiple of this (upstream's `SEQ_MULTI_OF`) with learnt tokens, which are attended to like
@@ -39,13 +41,31 @@ PATCH = 2
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
+class Beside(Protocol):
+    """A network beside the denoiser (see `control`)."""
+
+    def begin(self, image: "torch.Tensor", num_patches: int, tables: "Pair", time: "torch.Tensor") -> "Sequence[Hints]":
+        """Return the hints of the noise refiners, from the embedded image `[rows, tokens, dim]`."""
+        ...
+
+    def finish(self, image: "torch.Tensor", num_tokens: int) -> "Hints":
+        """Return the hints of the layers, whose sequence has `num_tokens`, from the refined image."""
+        ...
+
+
 def forward(
-    dit: Net, run: "ShardedOps", sample: "torch.Tensor", timestep: "torch.Tensor", inputs: "dict[str, torch.Tensor]"
+    dit: Net,
+    run: "ShardedOps",
+    sample: "torch.Tensor",
+    timestep: "torch.Tensor",
+    inputs: "dict[str, torch.Tensor]",
+    stacks: "Sequence[Beside]" = (),
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, height, width]` at one `timestep` `[1]`.
 
     dit: diffusers' `ZImageTransformer2DModel`. run: operations on the mesh.
     inputs: `text` `[rows, tokens, cap_feat_dim]`, and `text_length` `[rows]`, its number of valid tokens.
+    stacks: control networks, whose hints are added to the image tokens (see `control`).
 
     Upstream's time runs the other way, from noise at 0 to the image at 1. So does its flow, whose sign is changed here.
     """
@@ -58,12 +78,14 @@ def forward(
     image_size, grid = image.shape[1], (height // PATCH, width // PATCH)
     image_tables, text_tables = rotary_tables(dit.rope_embedder, grid, image_size, text.shape[1], text_length)
 
-    image = run_stack(dit.noise_refiner, run.with_length(image_size), image, image_tables, None, time)
+    hints = [hint for one in stacks for hint in one.begin(image, num_patches, image_tables, time)]
+    image = run_stack(dit.noise_refiner, run.with_length(image_size), image, image_tables, None, time, hints)
     text = run_stack(dit.context_refiner, run.with_length(text.shape[1]), text, text_tables, text_length, None)
 
     x = torch.cat([image, text], dim=1)
     tables = [torch.cat(pair, dim=1) for pair in zip(image_tables, text_tables, strict=True)]
-    x = run_stack(dit.layers, run.with_length(x.shape[1]), x, tables, image_size + text_length, time)
+    hints = [one.finish(image, x.shape[1]) for one in stacks]
+    x = run_stack(dit.layers, run.with_length(x.shape[1]), x, tables, image_size + text_length, time, hints)
     patches = dit.all_final_layer["2-1"](x[:, :num_patches], c=time)  # [rows, num_patches, 2 * 2 * 16]
     return -join_patches(patches, grid)
 
@@ -156,18 +178,24 @@ def run_stack(
     tables: "Pair | list[torch.Tensor]",
     length: "torch.Tensor | None",
     time: "torch.Tensor | None",
+    hints: "Sequence[Hints]" = (),
 ) -> "torch.Tensor":
     """Run a stack of `blocks` on `x` `[rows, tokens, dim]`, and return it in the same shape.
 
     run: operations on the mesh. tables: cosines and sines `[rows, tokens, head_dim]`.
     length: valid tokens `[rows]`; None: all. time: time embedding `[rows, 256]`; None: blocks without modulation.
+    hints: added behind the blocks.
     """
     rotary = tuple(run.tokens(table) for table in tables)
 
     def body(block: Net, x: "torch.Tensor") -> "torch.Tensor":
-        return run_block(block, run, x, rotary, length, time)
+        x = run_block(block, run, x, rotary, length, time)
+        for hint in hints:
+            x = x + hint.select()
+        return x
 
-    return run.remove_padding(run.scan(blocks, run.tokens(x), body))
+    # By index for hints, which are added by the number of the block.
+    return run.remove_padding(run.scan(blocks, run.tokens(x), body, layers=slice(None) if hints else None))
 
 
 def run_block(
