@@ -34,9 +34,6 @@ _OURS = re.compile(
 _STRIDES = (("ti2v", 16), ("wan2.2_vae", 16), ("hunyuan", 16), ("flux2", 16), ("flux-2", 16))
 # Nodes that are refused on the TPU; their names in the report.
 _REFUSED = {
-    "ControlNetApplyAdvanced": "ControlNet",
-    "ControlNetInpaintingAliMamaApply": "ControlNet",
-    "QwenImageDiffsynthControlnet": "model patch",
     "TextEncodeQwenImageEdit": "the first edit encoder",
     "FluxKVCache": "cache of references",
     "PiDConditioning": "another model",
