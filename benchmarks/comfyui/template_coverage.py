@@ -10,11 +10,9 @@ uses. Images that a template loads count as 1328 x 1000 pixels; model files are 
 """
 
 import argparse
-import importlib.util
 import json
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,11 @@ from comfyui_tpu.nodes.graphs import core_calls
 from comfyui_tpu.nodes.graphs.graph import Workflow
 from comfyui_tpu.nodes.graphs.known import Conditioning, ImageSize, Known, LatentSize, LoaderOutput, Outputs
 from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
+from comfyui_tpu.tools.official_templates import find_folder, list_templates
 
 sys.path.insert(0, str(Path(__file__).parent))
 from template_pages import import_comfyui, read_prompt
 
-# Names of the denoisers of the families that run here, as the templates spell them.
-_OURS = re.compile(
-    r"z_image|wan2\.[12]_(t2v|i2v|ti2v|flf2v)|qwen_image_(?!2\.1|layered)|flux-?2|hunyuanvideo1\.5", re.IGNORECASE
-)
 _STRIDES = (("ti2v", 16), ("wan2.2_vae", 16), ("hunyuan", 16), ("flux2", 16), ("flux-2", 16))
 # Nodes that are refused on the TPU; their names in the report.
 _REFUSED = {
@@ -77,10 +72,10 @@ def main() -> None:
     parser.add_argument("--templates", type=Path, default=None, help="folder of index.json; default: of the package")
     parser.add_argument("--list", action="store_true", help="print a line for each template")
     options = parser.parse_args()
-    folder, classes = options.templates or find_templates(), import_comfyui()
+    folder, classes = options.templates or find_folder(), import_comfyui()
     verdicts = [
-        judge(name, uses, read_prompt(swapped(document), classes), classes)
-        for name, uses, document in list_ours(folder)
+        judge(one.name, one.uses, read_prompt(swapped(one.document), classes), classes)
+        for one in list_templates(folder)
     ]
     if options.list:
         for verdict in verdicts:
@@ -93,32 +88,6 @@ def main() -> None:
         uses = sum(verdict.uses for verdict in found)
         print(json.dumps({"known": kind, "templates": len(found), "uses": uses, "share": round(uses / total, 4)}))
     print(json.dumps({"templates": len(verdicts), "uses": total}))
-
-
-def find_templates() -> Path:
-    """Return the folder of the installed templates."""
-    for name in ("comfyui_workflow_templates_json", "comfyui_workflow_templates"):
-        spec = importlib.util.find_spec(name)
-        folder = Path(spec.origin).parent / "templates" if spec and spec.origin else None
-        if folder and (folder / "index.json").is_file():
-            return folder
-    raise SystemExit("The templates are not installed: give their folder with --templates.")
-
-
-def list_ours(folder: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yield name, uses and document of each template of the families that run here, most used first."""
-    index = json.loads((folder / "index.json").read_text("utf-8"))
-    entries = [entry for category in index for entry in category["templates"] if entry.get("openSource") is not False]
-    for entry in sorted(entries, key=lambda entry: -(entry.get("usage") or 0)):
-        path = folder / f"{entry['name']}.json"
-        if path.is_file() and any(map(_OURS.match, _denoisers(document := json.loads(path.read_text("utf-8"))))):
-            yield entry["name"], entry.get("usage") or 0, document
-
-
-def _denoisers(document: Mapping[str, Any]) -> list[str]:
-    graphs = [document, *(document.get("definitions") or {}).get("subgraphs", [])]
-    nodes = [node for graph in graphs for node in graph["nodes"] if node["type"] == "UNETLoader"]
-    return [str(values[0]) for node in nodes if isinstance(values := node.get("widgets_values"), list) and values]
 
 
 def swapped(document: Any) -> Any:
