@@ -11,7 +11,7 @@ import pytest
 from comfyui_tpu.nodes import DECLARATIONS
 from comfyui_tpu.nodes.model import CLIP_TYPES
 from comfyui_tpu.tests.nodes import examples
-from comfyui_tpu.tools import locales
+from comfyui_tpu.tools import core_examples, locales
 
 WEB = locales.ROOT / "web"
 TRANSLATIONS = sorted(locales.TRANSLATIONS.glob("*.json"))
@@ -65,7 +65,7 @@ def test_template_notes_are_translated_and_keep_code(path: Path):
     assert set(known) <= lines
     # Left as they are: the title of a template, a row of numbers.
     english = {line for line in lines - set(known) if re.search(r"[a-z] [a-z]", line)}
-    assert english <= {f"**{page.stem}**" for page in examples.PAGES}
+    assert english <= {f"**{page.stem}**" for page in examples.PAGES} | {note[0] for note in core_notes()}
     labels = json.loads((locales.TRANSLATIONS / path.name).read_text())["sentences"]
     for line, translated in known.items():
         for typed in re.findall(r'"[^"]+"|`[^`]+`', line):
@@ -73,12 +73,19 @@ def test_template_notes_are_translated_and_keep_code(path: Path):
             assert typed in translated or (label and f"“{label}”" in translated), (line, typed)
 
 
+def core_notes() -> list[list[str]]:
+    """The lines of this pack's notes in ComfyUI's templates, which start with the title."""
+    paths = [path for path in core_examples.FOLDER.glob("*.json") if path.name != core_examples.INDEX]
+    notes = (json.loads(path.read_text("utf-8"))["nodes"][0] for path in paths)
+    return [note["widgets_values"][0].split("\n") for note in notes if note["title"] == core_examples.NOTE["title"]]
+
+
 def note_lines() -> set[str]:
     """And the notes' titles."""
     nodes = (node for path in examples.PAGES + examples.PIPELINES for node in json.loads(path.read_text())["nodes"])
     notes = [node for node in nodes if node["type"] == "MarkdownNote"]
     found = {line for note in notes for line in note["widgets_values"][0].split("\n")}
-    return found | {note["title"] for note in notes}
+    return found | {note["title"] for note in notes} | {line for note in core_notes() for line in note}
 
 
 @pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.stem)

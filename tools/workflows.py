@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # Run as a file, this folder is where Python looks first.
+import core_examples
 import pages
 from comfyui_tpu.nodes.declare import with_display_names
 from comfyui_tpu.tools.locales import TRANSLATIONS, Table, Translate
@@ -380,6 +381,7 @@ def translated(examples: Sequence[Example], language: str) -> dict[str, str]:
             return line
 
     pairs = [(note(one).split("\n"), note(one, translate).split("\n")) for one in examples]
+    pairs.append((list(core_examples.LINES), [translate(line) for line in core_examples.LINES]))
     found = {english: other for lines in pairs for english, other in zip(*lines, strict=True) if english != other}
     return {pages.NOTE["title"]: translate(pages.NOTE["title"]), **found}
 

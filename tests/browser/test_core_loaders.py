@@ -17,7 +17,7 @@ from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, TEXT
 from comfyui_tpu.tests.comfyui.test_core_objects import wan_files
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import saved
-from comfyui_tpu.tests.support.comfyui_server import PACK, TWO_CHIPS, Server, needs_comfyui
+from comfyui_tpu.tests.support.comfyui_server import TWO_CHIPS, Server, needs_comfyui
 from comfyui_tpu.tests.support.patience import until
 from PIL import Image
 
@@ -267,19 +267,6 @@ def test_offer_endpoint_answers_hostile_prompts_with_nothing_or_an_error(server:
     sampler = {"class_type": "KSampler", "inputs": {"model": ["1", 0], "latent_image": ["2", 0], "positive": ["3", 0]}}
     found = server.post("/tpu/offer", {"1": loader, "2": latent, "4": sampler})
     assert found["changes"] and not found["programs"]
-
-
-@pytest.mark.slow
-def test_core_examples_equal_templates_with_swapped_loaders():
-    """And nothing else: as the command makes them of the installed templates, or of those of another version."""
-    own = {path.stem: json.loads(path.read_text("utf-8")) for path in (PACK / "examples" / "core").glob("*.json")}
-    assert own.keys() == {*TEMPLATES, *MORE}
-    for name, example in own.items():
-        swapped, changes = upgrade.swap_loaders(template(name), [])
-        assert example == swapped or example.get("revision") != swapped.get("revision"), name
-        assert not [change for change in changes if "stays" in change]
-        kinds = {node["type"] for node in nodes_of(example)}
-        assert not kinds & set(upgrade.LOADERS) and kinds & {ours for ours, _ in upgrade.LOADERS.values()}
 
 
 def test_menu_lists_both_convert_commands(page: Any):
