@@ -38,7 +38,7 @@ COMPARE = "tests/cli/test_compare.py::test_compare_renders_workflow_in_each_qual
 PLAN = "tests/plan/test_plan.py::test_make_report_prints_progress_and_writes_json"
 SELFTEST = "tests/diagnostics/selftest/test_selftest.py::test_selftest_on_eight_chips_passes"
 FIRST_RUN = "tests/diagnostics/selftest/test_first_run.py::test_first_run_report_matches_schema_and_precedes_each_check"
-STAGES = "tests/nodes/test_stages.py::test_stage_commands_in_three_processes_match_single_run"
+STAGES = "tests/nodes/test_stages.py::test_stage_commands_match_single_run_also_in_another_process"
 WARMUP = "tests/cli/test_warmup.py::"
 INSTALLER = "tests/installer/test_install.py::"
 # The test that runs a command, or the mark that stands beside it.

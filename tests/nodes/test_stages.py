@@ -1,4 +1,4 @@
-"""The three stages apart: as commands in processes of their own, and as stage files between workflows."""
+"""The three stages apart: as commands, also in another process, and as stage files between workflows."""
 
 import io
 import json
@@ -41,7 +41,8 @@ def in_process(*arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_stage_commands_in_three_processes_match_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_stage_commands_match_single_run_also_in_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The second stage reads what another process has written, and writes what another one reads."""
     numbers = {"num_frames": 5, "num_inference_steps": 2, "seed": 11, "flow_shift": 3.0}
     assignments = [part for name, value in numbers.items() for part in ("--set", f"Wan21TPUSampler.{name}={value}")]
     in_process("run", str(EXAMPLE), "--tiny", "--out", str(tmp_path), *assignments)
@@ -57,10 +58,10 @@ def test_stage_commands_in_three_processes_match_single_run(tmp_path: Path, caps
     ]
     assert re.fullmatch(r"XLA programs: \d+ compiled, \d+ from the cache", compiled)
     folder = str(tmp_path / "stages")
-    command("encode", "--folder", folder, "--model", "tiny/wan21")
+    in_process("encode", "--folder", folder, "--model", "tiny/wan21")
     options = [part for name, value in numbers.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     command("denoise", "--folder", folder, *options)
-    command("decode", "--folder", folder)
+    in_process("decode", "--folder", folder)
     assert frames(tmp_path / "wan21.mp4") == frames(tmp_path / "stages" / "output_video.mp4")
     assert len(frames(tmp_path / "wan21.mp4")) == 5
 
