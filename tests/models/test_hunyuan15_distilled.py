@@ -123,6 +123,8 @@ def upstream_call(noise: torch.Tensor, given: dict[str, np.ndarray], timestep: f
     )[0]  # fmt: skip
 
 
+# The flagship's test of the same blocks has the padding, and the latents below, on three chips, where the flow ends.
+@pytest.mark.recorded
 def test_mean_flow_denoise_with_poisoned_padding_matches_diffusers(monkeypatch: pytest.MonkeyPatch, compare: Callable):
     """105 tokens on 8 chips, whose added ones are NaN."""
     parity.poison_padding(monkeypatch)

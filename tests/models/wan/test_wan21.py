@@ -115,9 +115,10 @@ def test_wan21_denoise_with_poisoned_padding_matches_diffusers(
     compare(f"denoiser, {chips} chips", denoise_once(noise, chips), expected.numpy(), error=NETWORK)
 
 
+# One branch on three chips is in `tests/engine/test_few_steps.py`, with every solver.
 @pytest.mark.parametrize(
     ("case", "chips"),
-    [("odd", 8), pytest.param("flat", 3, marks=pytest.mark.slow), pytest.param("tall", 1, marks=pytest.mark.slow)],
+    [("odd", 8), pytest.param("flat", 3, marks=pytest.mark.recorded), pytest.param("tall", 1, marks=pytest.mark.slow)],
 )
 def test_wan21_latents_and_frames_match_diffusers(case: str, chips: int, compare: Callable):
     settings, runner = CASES[case], engine(chips)
@@ -190,7 +191,9 @@ def few_latents(settings: Settings, negative: str) -> torch.Tensor:
     return runner.denoise(MODEL, settings, *embeds, SilentProgress())["samples"]
 
 
-@pytest.mark.slow
+# `test_wan22_i2v_every_setting_and_the_image_change_the_latents` counts the same, and in a server
+# `test_repeated_prompts_leak_no_memory_and_compile_nothing` XLA's programs too.
+@pytest.mark.recorded
 def test_wan21_new_seed_loads_encodes_and_compiles_nothing():
     runner = engine(8)
 
