@@ -340,7 +340,10 @@ def owned_memory(server: Server) -> int:
 TWO = ("Wan21", "HunyuanVideo15")
 
 
-@pytest.mark.parametrize("families", [TWO, pytest.param(tuple(EXAMPLES), marks=pytest.mark.recorded)], ids=len)
+# `tests/engine/test_memory.py` has what is evicted and when, `tests/models/wan/test_wan22_i2v.py` a real generation
+# within a budget, and the next test here a budget in a server.
+@pytest.mark.recorded
+@pytest.mark.parametrize("families", [TWO, tuple(EXAMPLES)], ids=len)
 def test_alternating_families_stay_within_memory_budget(server: Server, families: Sequence[str]):
     """The neediest program, HunyuanVideo's step, fits with its own weights and no other family's beside it."""
     server.get("/citizen/unload")

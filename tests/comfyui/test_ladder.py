@@ -232,6 +232,8 @@ def test_host_memory_error_gives_advice_and_chip_memory_error_retries(on_machine
     assert_right(frames(server.base / "output", "chips"), right)
 
 
+# `tests/machine/test_ladder.py` has the same faults in an engine, and the halt above what ComfyUI's own node shows.
+@pytest.mark.recorded
 def test_out_of_memory_during_weight_transfer_retries_loading(on_machine: Starts, right: np.ndarray):
     """What was on the chips so far leaves, and loading begins again; of the host it is said what to allow."""
     full = Fault(at="put", holds=WEIGHT, says=fake_pjrt.NO_ROOM, after=5, times=1)
