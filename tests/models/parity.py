@@ -18,6 +18,7 @@ import pytest
 import torch
 from comfyui_tpu.attention.policy import AttentionPolicy
 from comfyui_tpu.diagnostics.selftest.families import NoPromptCache
+from comfyui_tpu.kernels.attention_config import AttentionConfig
 from comfyui_tpu.sharding.shape import MeshShape
 from comfyui_tpu.tests.support.host import Runner
 from comfyui_tpu.tpu_runtime.checkpoints import checkpoint, tiny, weight_loader
@@ -190,8 +191,19 @@ def poison_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on denoisers are built with the attention kernel, which runs in interpret mode without a TPU."""
-    monkeypatch.setattr(denoise_step, "AttentionPolicy", lambda **how: AttentionPolicy(**{**how, "kernel": "pallas"}))
+    """From here on denoisers are built with the attention kernel, which runs in interpret mode without a TPU.
+
+    With small tiles: its program, and the time to compile it, grow with them.
+    """
+
+    def choose(**how: Any) -> AttentionPolicy:
+        policy = AttentionPolicy(**{**how, "kernel": "pallas"})
+        form = AttentionConfig(
+            scores=policy.scores, maximum=policy.maximum(policy.scores), block_q=128, step=32, online_step=32
+        )
+        return replace(policy, form=form)
+
+    monkeypatch.setattr(denoise_step, "AttentionPolicy", choose)
 
 
 def write_other_dimensions(spec: ModelSpec, folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> ModelRef:
