@@ -2,12 +2,14 @@
 
 import ast
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from comfyui_tpu.tpu_runtime import api
 from comfyui_tpu.tpu_runtime.cache import magcache_curves
 from comfyui_tpu.tpu_runtime.checkpoints import tiny
 from comfyui_tpu.tpu_runtime.checkpoints.model_ref import ModelRef
+from comfyui_tpu.tpu_runtime.engine import denoise
 from comfyui_tpu.tpu_runtime.model_spec import MagCache, MagCacheCurve, ModelSpec, Settings
 from comfyui_tpu.tpu_runtime.models import SPECS, lookup_spec, spec_for_family
 from comfyui_tpu.tpu_runtime.programs import denoising_plan, solver_table
@@ -260,13 +263,23 @@ def test_mag_cache_hunyuanvideo_matches_diffusers(compare: Callable):
             generator=torch.Generator().manual_seed(settings.seed),
         ).frames.numpy()  # fmt: skip
     assert ran == [2 * len(FULL)]
-    # DeepCache's programs of this size are in the engine before, and are not taken for these.
-    by_step_cache = [
-        run_denoise(HUNYUAN, replace(settings, step_cache=policy), chips=2, given=deep_cache.embeds())
-        for policy in (deep_cache.POLICY, POLICY)
-    ]
-    compare("latents with MagCache, 2 chips", by_step_cache[1].numpy() * deep_cache.SCALE, expected)
-    assert difference(*by_step_cache) > 1e-3
+    found = run_denoise(HUNYUAN, settings, chips=2, given=deep_cache.embeds())
+    compare("latents with MagCache, 2 chips", found.numpy() * deep_cache.SCALE, expected)
+
+
+def test_step_caches_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """Of one size: what an engine has for DeepCache is not taken for MagCache, nor for neither."""
+    monkeypatch.setattr(denoise.score_bound, "is_bounded", lambda *_: True)
+    stage: Any = SimpleNamespace(target="chips", fetch_weights=lambda _: {}, norm_deltas=lambda _: {})
+
+    def list_keys(policy: Any) -> list[Any]:
+        plan = denoising_plan.DenoisingPlan.published(HUNYUAN, replace(HUNYUANS, step_cache=policy))
+        requests = denoise.denoiser_requests(stage, plan, {})
+        return [request.key for of_expert in requests.values() for request in of_expert]
+
+    keys = [list_keys(policy) for policy in (None, deep_cache.POLICY, POLICY)]
+    assert [len(own) for own in keys] == [1, 2, 2]
+    assert not [key for own, other in itertools.combinations(keys, 2) for key in own if key in other]
 
 
 @pytest.mark.slow
