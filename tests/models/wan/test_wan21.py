@@ -191,9 +191,7 @@ def few_latents(settings: Settings, negative: str) -> torch.Tensor:
     return runner.denoise(MODEL, settings, *embeds, SilentProgress())["samples"]
 
 
-# `test_wan22_i2v_every_setting_and_the_image_change_the_latents` counts the same, and in a server
-# `test_repeated_prompts_leak_no_memory_and_compile_nothing` XLA's programs too.
-@pytest.mark.recorded
+@pytest.mark.slow
 def test_wan21_new_seed_loads_encodes_and_compiles_nothing():
     runner = engine(8)
 
