@@ -15,7 +15,7 @@ from types import ModuleType
 
 from ..distributed.multihost import supervisor
 from ..nodes.declare import Folders
-from ..nodes.graphs import upgrade
+from ..nodes.graphs import loader_swap
 from ..nodes.headless import compare
 from ..nodes.headless.overrides import read_json
 from ..nodes.headless.runner import TerminalContext, run_workflow
@@ -222,7 +222,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     document = read_json(options.workflow)
-    converted, changes = upgrade.swap_loaders(document, model_folders(), back=options.back)
+    converted, changes = loader_swap.swap_loaders(document, model_folders(), back=options.back)
     print("\n".join(changes) or "No loader to replace.")
     target = options.to or options.workflow
     if converted != document or target != options.workflow:

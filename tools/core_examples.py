@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comfyui_tpu.nodes.graphs.upgrade import swap_loaders
+from comfyui_tpu.nodes.graphs.loader_swap import swap_loaders
 from comfyui_tpu.tools import official_templates
 from comfyui_tpu.tools.official_templates import Template
 

@@ -20,7 +20,7 @@ from typing import Any
 from comfyui_tpu.nodes.graphs import core_calls
 from comfyui_tpu.nodes.graphs.graph import Workflow
 from comfyui_tpu.nodes.graphs.known import Conditioning, ImageSize, Known, LatentSize, LoaderOutput, Outputs
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
+from comfyui_tpu.nodes.graphs.loader_swap import LOADERS, swap_loaders
 from comfyui_tpu.tools.official_templates import find_folder, list_templates
 
 sys.path.insert(0, str(Path(__file__).parent))

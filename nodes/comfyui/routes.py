@@ -25,7 +25,7 @@ from ...tpu_runtime.monitor.host_stats import run_in_daemon_thread
 from ...tpu_runtime.monitor.stats_feed import StatsFeed
 from .. import DECLARATIONS, model
 from ..declare import Json
-from ..graphs import tiny_models, upgrade
+from ..graphs import loader_swap, tiny_models, upgrade
 from ..graphs.provenance import ProvenanceLog
 from ..graphs.queue_eta import QueueEstimator
 from . import about
@@ -186,7 +186,7 @@ def _convert(body: Json) -> dict[str, Json]:
         raise ValueError('The body must be {"workflow": ..., "back": true or false}.')
     from .host import comfyui_folders
 
-    converted, changes = upgrade.swap_loaders(
+    converted, changes = loader_swap.swap_loaders(
         body.get("workflow"), comfyui_folders().models, back=body.get("back", False)
     )
     return {"changes": changes, "workflow": converted}
@@ -200,7 +200,7 @@ def _offer(prompt: Json) -> dict[str, Json]:
     from .host import comfyui_folders
     from .precompile import list_programs
 
-    converted, changes = upgrade.swap_loaders(prompt, comfyui_folders().models)
+    converted, changes = loader_swap.swap_loaders(prompt, comfyui_folders().models)
     denoisers = [
         node_id
         for node_id, node in prompt.items()
@@ -208,7 +208,7 @@ def _offer(prompt: Json) -> dict[str, Json]:
     ]
     if not denoisers:
         return {"changes": [], "programs": []}
-    return {"changes": list(map(upgrade.describe_offer, changes)), "programs": list_programs(converted)}
+    return {"changes": list(map(loader_swap.describe_offer, changes)), "programs": list_programs(converted)}
 
 
 def _upgrade_prompt(data: dict[str, Json]) -> dict[str, Json]:

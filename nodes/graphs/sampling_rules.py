@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from .image_rules import decode_size, encode_size, to_pixels, video_latent
 from .interpreter import Rule, RunningNode, Steps, check_side, get_loaded
 from .known import UNKNOWN, Conditioning, Guider, ImageSize, Known, LatentSize, LoaderOutput, NotKnown, Outputs
-from .upgrade import LOADERS
+from .loader_swap import LOADERS
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 

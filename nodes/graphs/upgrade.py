@@ -1,26 +1,16 @@
-"""Upgrades of workflows.
-
-Nodes of the separate TPU packs, which have the same ids, become today's nodes. Loaders of ComfyUI's own nodes become
-those of the TPU, and back.
+"""Upgrades of workflows: nodes of the separate TPU packs, which have the same ids, become today's nodes.
 
 Both the page's form of a workflow (`nodes`, `links`) and the API's are accepted. `_OLD` describes where a separate
 pack's node differs from today's; all else is looked up in the declarations by name.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 from typing import TypeAlias
 
-from ...tpu_runtime.checkpoints.controls import read_control
-from ...tpu_runtime.checkpoints.file_resolution import find_file
-from ...tpu_runtime.checkpoints.model_ref import choose_partial_model
-from ...tpu_runtime.messages import Message, compose, compose_list, compose_term
-from ...tpu_runtime.model_spec import Quality
-from ...tpu_runtime.models import SPECS, published
+from ...tpu_runtime.messages import compose, compose_list, compose_term
 from ..declare import VALUE_TYPES, Declaration, Input, Json, Value, Values
-from ..model import CLIP_TYPES, parse_quality
 
 Document: TypeAlias = dict[str, Json]
 Table: TypeAlias = Mapping[str, Declaration]
@@ -95,7 +85,7 @@ def upgrade_workflow(document: Json, table: Table) -> tuple[Json, list[str]]:
 def _upgrade(document: Json, table: Table) -> tuple[Json, list[str]]:
     if isinstance(document, dict) and isinstance(document.get("nodes"), list):
         copied = copy.deepcopy(document)
-        graphs = [_Graph(graph, table) for graph in _graphs(copied)]
+        graphs = [_Graph(graph, table) for graph in list_graphs(copied)]
         if not any(graph.is_old() for graph in graphs):
             return document, []
         changes = [change for graph in graphs for change in graph.upgrade()]
@@ -106,7 +96,7 @@ def _upgrade(document: Json, table: Table) -> tuple[Json, list[str]]:
     return document, []
 
 
-def _graphs(document: Document) -> Iterator[Document]:
+def list_graphs(document: Document) -> Iterator[Document]:
     """Yield the workflow and its subgraphs."""
     yield document
     definitions = document.get("definitions")
@@ -116,7 +106,7 @@ def _graphs(document: Document) -> Iterator[Document]:
             yield graph
 
 
-def _dicts(values: Json) -> list[Document]:
+def list_dicts(values: Json) -> list[Document]:
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
@@ -137,7 +127,7 @@ class _Graph:
         self._graph, self._table = graph, table
         self._nodes = {
             node.get("id"): node
-            for node in _dicts(graph.get("nodes"))
+            for node in list_dicts(graph.get("nodes"))
             if isinstance(node.get("type"), str) and isinstance(node.get("id"), int | str)
         }
         links = graph.get("links")
@@ -147,7 +137,7 @@ class _Graph:
         # Indexes for lookups: a file may have many nodes and links.
         self._sockets: dict[int | str, list[Document]] = {}
         for node in self._nodes.values():
-            for socket in _dicts(node.get("inputs")):
+            for socket in list_dicts(node.get("inputs")):
                 if self._is_linked(socket):
                     self._sockets.setdefault(socket["link"], []).append(socket)
         self._origins: dict[int | str, int | str] = {}
@@ -160,7 +150,7 @@ class _Graph:
 
     def _is_old(self, node: Mapping[str, Json]) -> bool:
         """Return whether a socket does not exist on today's node, or saved values do not match today's widgets."""
-        sockets = [*_dicts(node.get("inputs")), *_dicts(node.get("outputs"))]
+        sockets = [*list_dicts(node.get("inputs")), *list_dicts(node.get("outputs"))]
         if any(str(socket.get("type")) in _OLD_TYPES for socket in sockets):
             return True
         values, declared = node.get("widgets_values"), self._table[node["type"]]
@@ -203,7 +193,7 @@ class _Graph:
     def _upgrade_inputs(self, node: Document) -> Iterator[str]:
         """Put sockets into today's order. A link to a renamed socket moves to it, or to several."""
         declared, old = self._table[node["type"]], _OLD[node["type"]]
-        saved = {str(socket.get("name")): socket for socket in _dicts(node.get("inputs"))}
+        saved = {str(socket.get("name")): socket for socket in list_dicts(node.get("inputs"))}
         linked = {name: self._links[socket["link"]] for name, socket in saved.items() if self._is_linked(socket)}
         for name, targets in old.sockets.items():
             if name in saved:
@@ -272,7 +262,7 @@ class _Graph:
             passed.append(link.id)
             self._origins[link.id] = link.origin
             node = self._nodes.get(link.origin, {})
-            socket = next(iter(_dicts(node.get("inputs"))), {})
+            socket = next(iter(list_dicts(node.get("inputs"))), {})
             if node.get("type") != "Reroute" or not self._is_linked(socket):
                 break
             link = self._links[socket["link"]]
@@ -397,104 +387,3 @@ def _upgrade_api(workflow: Document, table: Table) -> Iterator[str]:
                 "workflow.changes_of_node", class_type=node["class_type"], node_id=node_id,
                 notes=compose_list(notes, "semicolon"),
             )  # fmt: skip
-
-
-# --- ComfyUI's own loaders --------------------------------------------------------------------------------------------
-
-# For each of core's loaders, our loader and the widgets that both have, in order.
-LOADERS = {
-    "UNETLoader": ("TPUUNETLoader", ("unet_name", "weight_dtype")),
-    "CLIPLoader": ("TPUCLIPLoader", ("clip_name", "type", "device")),
-    "DualCLIPLoader": ("TPUDualCLIPLoader", ("clip_name1", "clip_name2", "type", "device")),
-    "VAELoader": ("TPUVAELoader", ("vae_name",)),
-    "CheckpointLoaderSimple": ("TPUCheckpointLoader", ("ckpt_name",)),
-    "CLIPVisionLoader": ("TPUCLIPVisionLoader", ("clip_name",)),
-    "ModelPatchLoader": ("TPUModelPatchLoader", ("name",)),
-    "ControlNetLoader": ("TPUControlNetLoader", ("control_net_name",)),
-}
-_BACK = {ours: (theirs, names) for theirs, (ours, names) in LOADERS.items()}
-# Loaders of networks that run beside a denoiser.
-_OF_CONTROLS = frozenset(("ModelPatchLoader", "ControlNetLoader"))
-# The headers of further files are not read.
-_MOST_LOADERS = 200
-
-
-def swap_loaders(document: Json, folders: Sequence[str], *, back: bool = False) -> tuple[Json, list[str]]:
-    """Return a workflow with loaders swapped, subgraphs included, and a sentence for each loader.
-
-    Loaders that stay have a sentence too.
-
-    document: the workflow, unchecked.
-    folders: where files are looked for.
-    back: swap ours for core's instead of core's for ours.
-    Raises ValueError if `document` is not a workflow.
-    """
-    if not isinstance(document, dict):
-        raise ValueError(compose("workflow.not_object"))
-    try:
-        result = copy.deepcopy(document)
-    except RecursionError:
-        raise ValueError(compose("workflow.too_deep")) from None
-    is_of_page = isinstance(result.get("nodes"), list)
-    nodes = (
-        [node for graph in _graphs(result) for node in _dicts(graph.get("nodes"))] if is_of_page else result.values()
-    )
-    key, table = "type" if is_of_page else "class_type", _BACK if back else LOADERS
-    loaders = [node for node in nodes if isinstance(node, dict) and str(node.get(key)) in table]
-    changes, staying = [], []
-    for node in loaders[:_MOST_LOADERS]:
-        kind = node[key]
-        other, names = table[kind]
-        saved = node.get("widgets_values") if is_of_page else node.get("inputs")
-        values = dict(zip(names, saved, strict=False)) if isinstance(saved, list) else saved
-        values = values if isinstance(values, dict) else {}
-        label = f"{kind} ({', '.join(str(values.get(name, '')) for name in names if 'name' in name)})"
-        if not back and (problem := _why_not(kind, values, folders)):
-            changes.append(compose("workflow.loader_stays", label=label, problem=problem))
-            staying.append(label)
-            continue
-        node[key] = other
-        if back and parse_quality(values.get("weight_dtype")) != Quality.EXACT:  # core's loader does not have it
-            if isinstance(saved, list):
-                saved[names.index("weight_dtype")] = "default"
-            elif isinstance(saved, dict):
-                saved["weight_dtype"] = "default"
-        if is_of_page and isinstance(node.get("properties"), dict):
-            # Drop the name of the node's pack: the new node is not in it.
-            node["properties"] = {"Node name for S&R": other}
-        changes.append(compose("workflow.loader_swapped", label=label, other=other))
-    # Image encoders take only seconds on any processor.
-    slow = [label for label in staying if not label.startswith("CLIPVision")]
-    if slow and len(staying) < len(changes):
-        changes.insert(0, compose("workflow.partly_on_cpu", loaders=", ".join(slow)))
-    return result, changes
-
-
-def describe_offer(change: str) -> str:
-    """Return the sentence for a change of `swap_loaders` that is only offered."""
-    if isinstance(change, Message) and change.key == "workflow.loader_swapped":
-        label, other = change.parameters["label"], change.parameters["other"]
-        return compose("workflow.loader_offered", label=label, other=other)
-    return change
-
-
-def _why_not(kind: str, values: Values, folders: Sequence[str]) -> str:
-    """Return why the files of a core loader do not run here; "" if they do."""
-    if "type" in LOADERS[kind][1]:
-        known = ", ".join(CLIP_TYPES)
-        return "" if values.get("type") in CLIP_TYPES else compose("workflow.type_unknown", known=known)
-    name = str(values.get(LOADERS[kind][1][0], ""))
-    known = published.CONTROLS if kind in _OF_CONTROLS else published.list_models()
-    if PurePath(name).name in known:
-        return ""
-    unknown = compose("workflow.file_unknown")
-    if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or name.startswith("~"):
-        return unknown
-    try:
-        if kind in _OF_CONTROLS:
-            read_control(str(find_file(name, folders)))
-        else:
-            choose_partial_model(SPECS, name, folders=tuple(folders))
-    except (ValueError, OSError):
-        return unknown
-    return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs import upgrade
+from comfyui_tpu.nodes.graphs import loader_swap
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, needs_browser, opened, small
 from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, TEXTS, VAES, write_denoiser
 from comfyui_tpu.tests.comfyui.test_core_objects import wan_files
@@ -202,14 +202,14 @@ def test_convert_command_swaps_core_loaders_and_template_runs(page: Any, server:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"core-{name}.png")
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
-    assert not {node["class_type"] for node in prompt.values()} & set(upgrade.LOADERS)
+    assert not {node["class_type"] for node in prompt.values()} & set(loader_swap.LOADERS)
     with small(page):
         server.run(shrink_prompt(prompt))
     # And back.
     page.evaluate("app.extensionManager.command.execute('comfyui-tpu.convert-back')")
     page.wait_for_function(f"document.querySelector('{NOTICE}')?.innerText.includes('is now UNETLoader.')")
     kinds = page.evaluate("async () => Object.values((await app.graphToPrompt()).output).map((one) => one.class_type)")
-    assert "UNETLoader" in kinds and not set(kinds) & {ours for ours, _ in upgrade.LOADERS.values()}
+    assert "UNETLoader" in kinds and not set(kinds) & {ours for ours, _ in loader_swap.LOADERS.values()}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

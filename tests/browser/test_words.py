@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.nodes import DECLARATIONS
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders, upgrade_workflow
+from comfyui_tpu.nodes.graphs.loader_swap import LOADERS, swap_loaders
+from comfyui_tpu.nodes.graphs.upgrade import upgrade_workflow
 from comfyui_tpu.tests.browser.page import SCREENSHOTS, click, fresh, needs_browser, opened
 from comfyui_tpu.tests.nodes import examples, separate_packs
 from comfyui_tpu.tests.nodes.test_upgrade import in_api_form

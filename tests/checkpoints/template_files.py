@@ -99,6 +99,14 @@ OURS: Mapping[str, str] = {
     "cogvideox_vae_bf16": "cogvideox1.5-5b",
 }
 
+# Networks that run beside a denoiser.
+CONTROLS = (
+    "Z-Image-Turbo-Fun-Controlnet-Union", "Qwen-Image-InstantX-ControlNet-Union",
+    "Qwen-Image-InstantX-ControlNet-Inpainting", "Qwen-Image-2512-Fun-Controlnet-Union-2602",
+    "qwen_image_canny_diffsynth_controlnet", "qwen_image_depth_diffsynth_controlnet",
+    "qwen_image_inpaint_diffsynth_controlnet",
+)  # fmt: skip
+
 # By the reason: other networks, others' weights that a file's header has to tell, and other families by a like name.
 NOT_OURS: Mapping[str, tuple[str, ...]] = {
     "control, camera and masks beside the latents": (
@@ -115,6 +123,7 @@ NOT_OURS: Mapping[str, tuple[str, ...]] = {
         "wan2.2_bernini_r_low_noise_fp8_scaled", "wan2.2_dancer_14b_global_fp8_scaled",
         "wan2.2_dancer_14b_local_fp8_scaled", "wan2.2_s2v_14B_fp8_scaled", "wan2.2_animate_14B_bf16",
         "wan_animate_2_int8_convrot", "wan_animate_2_distill_int8_convrot", "humo_17B_fp8_e4m3fn",
+        "wan2.1_infiniteTalk_multi_fp16",
     ),
     "a cache of references": ("flux-2-klein-9b-kv-fp8",),
     "layers": ("qwen_image_layered_bf16", "qwen_image_layered_control_bf16", "qwen_image_layered_vae"),

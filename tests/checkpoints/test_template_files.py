@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
+from comfyui_tpu.nodes.graphs.loader_swap import LOADERS, swap_loaders
 from comfyui_tpu.nodes.model import build_catalogue
-from comfyui_tpu.tests.checkpoints.template_files import FAMILY, NOT_OURS, OURS
+from comfyui_tpu.tests.checkpoints.template_files import CONTROLS, FAMILY, NOT_OURS, OURS
 from comfyui_tpu.tpu_runtime.models import published
 
 STRANGERS = {name: why for why, names in NOT_OURS.items() for name in names}
@@ -18,6 +18,10 @@ STRANGERS = {name: why for why, names in NOT_OURS.items() for name in names}
 def test_list_models_maps_recorded_files_to_their_models():
     found = {name: published.list_models().get(f"{name}.safetensors") for name in (*OURS, *STRANGERS)}
     assert found == {**OURS, **dict.fromkeys(STRANGERS)}
+
+
+def test_published_controls_equal_recorded_files():
+    assert {name.removesuffix(".safetensors") for name in published.CONTROLS} == set(CONTROLS)
 
 
 def test_list_models_has_no_files_outside_the_record():
@@ -97,6 +101,6 @@ def test_installed_templates_name_only_recorded_files():
             for name in loader_files(document):
                 found.setdefault(name.rpartition("/")[2].removesuffix(".safetensors"), []).append(path.stem)
     unknown = {name: sorted(of) for name, of in found.items() if FAMILY.search(name)}
-    unknown = {name: of for name, of in unknown.items() if name not in OURS and name not in STRANGERS}
+    unknown = {name: of for name, of in unknown.items() if name not in {*OURS, *STRANGERS, *CONTROLS}}
     assert not unknown, f"Decide in template_files.py of which model these files are, if any: {unknown}"
     assert len(found) > 100

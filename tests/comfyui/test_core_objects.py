@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_tpu.nodes.graphs import upgrade
+from comfyui_tpu.nodes.graphs import loader_swap
 from comfyui_tpu.tests.comfyui.test_core_networks import DENOISERS_BY_NAME, VAES, check, write_denoiser
 from comfyui_tpu.tests.files import single_files, test_comfyui_encoders
 from comfyui_tpu.tests.files.comfyui_oracle import saved
@@ -49,7 +49,7 @@ def server(start_comfyui: Callable[..., Server], tmp_path_factory: pytest.TempPa
 
 
 # Core's loaders, and what takes their places.
-SWAPS = {theirs: ours for theirs, (ours, _) in upgrade.LOADERS.items()}
+SWAPS = {theirs: ours for theirs, (ours, _) in loader_swap.LOADERS.items()}
 
 
 def graph(prefix: str = "core", **sampler: Any) -> dict[str, Any]:

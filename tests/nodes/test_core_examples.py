@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
+from comfyui_tpu.nodes.graphs.loader_swap import LOADERS, swap_loaders
 from comfyui_tpu.tools import core_examples, official_templates
 from comfyui_tpu.tpu_runtime.messages import TABLE
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from comfyui_tpu.cli import main
-from comfyui_tpu.nodes.graphs.upgrade import LOADERS, swap_loaders
+from comfyui_tpu.nodes.graphs.loader_swap import LOADERS, swap_loaders
 from comfyui_tpu.tests.support.messages import raises_message
 
 PAGE = {
