@@ -35,13 +35,7 @@ LINES = (
     "- `Use ComfyUI's own loaders again` in the TPU menu restores the template.",
 )
 # Nodes that are refused on the TPU, with the key of the message. Their own tests are in docs/core_nodes.md.
-REFUSED = {
-    "ControlNetApplyAdvanced": "comfyui.a_controlnet",
-    "ControlNetInpaintingAliMamaApply": "comfyui.a_controlnet",
-    "FluxKVCache": "comfyui.a_patch_of_blocks",
-    "QwenImageDiffsynthControlnet": "comfyui.a_patch_of_blocks",
-    "TextEncodeQwenImageEdit": "comfyui.prompt_too_long",
-}
+REFUSED = {"FluxKVCache": "comfyui.a_patch_of_blocks", "TextEncodeQwenImageEdit": "comfyui.prompt_too_long"}
 MOST_CHARACTERS = 100_000
 _BESIDE = frozenset((
     "BatchImagesNode", "ComfyMathExpression", "ComfySwitchNode", "CreateVideo", "ImageCompare", "MarkdownNote", "Note",

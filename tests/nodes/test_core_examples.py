@@ -66,7 +66,7 @@ def test_choose_templates_writes_most_used_of_each_recipe():
         template("another sampler", 7, "SamplerCustomAdvanced"),
         template("another file", 6, "KSampler", denoiser="z_image_turbo_bf16.safetensors"),
         template("an unknown file", 5, "KSampler", denoiser="z_image_of_nobody.safetensors"),
-        template("a refused node", 5, "KSampler", "ControlNetApplyAdvanced"),
+        template("a refused node", 5, "KSampler", "FluxKVCache"),
         template("not equal", 4, "KSamplerAdvanced"),
     ]
     chosen = core_examples.choose_templates(templates, ["not equal"])
@@ -77,12 +77,8 @@ def test_choose_templates_writes_most_used_of_each_recipe():
 # for other models: FLUX.2 klein KV, Lotus and PiD.
 NOT_RUNNING = {
     "image_flux2_klein_9b_kv_image_edit": {"comfyui.a_patch_of_blocks", "workflow.file_unknown"},
-    "image_qwen_Image_2512_controlnet": {"comfyui.a_controlnet"},
-    "image_qwen_image_controlnet_patch": {"comfyui.a_patch_of_blocks"},
     "image_qwen_image_edit": {"comfyui.prompt_too_long"},
-    "image_qwen_image_instantx_controlnet": {"comfyui.a_controlnet", "workflow.file_unknown"},
-    "image_qwen_image_instantx_inpainting_controlnet": {"comfyui.a_controlnet"},
-    "image_z_image_turbo_fun_union_controlnet": {"comfyui.a_patch_of_blocks"},
+    "image_qwen_image_instantx_controlnet": {"workflow.file_unknown"},
     "utility_pid_latent_upscale_dit": {"workflow.file_unknown", "workflow.type_unknown"},
     "video_wan2.1_alpha_t2v_14B": {"workflow.file_unknown"},
 }
