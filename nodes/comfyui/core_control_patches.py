@@ -41,7 +41,7 @@ def load_patch(path: str) -> CorePatcher:
 def _make_network(file: ControlFile) -> torch.nn.Module:
     """Return core's network of a file without memory for weights. Core's nodes read the kind of patch from it."""
     network = _NETWORKS[file.spec.component.class_name](file)
-    network.tpu_control = file
+    vars(network)["tpu_control"] = file
     network.forward = partial(_refuse_call, file)
     return network
 
@@ -76,7 +76,7 @@ class BlockWiseNetwork(torch.nn.Module):
 
     def control_block(self, *args: object) -> NoReturn:
         """Refuse a call by core's own network."""
-        _refuse_call(self.tpu_control)
+        _refuse_call(vars(self)["tpu_control"])
 
 
 _NETWORKS: Mapping[str, Callable[[ControlFile], torch.nn.Module]] = {

@@ -41,7 +41,8 @@ NUM_BLOCKS = 60
 
 def forward(dit: Net, run: "ShardedOps", *step: Any, controls: "Sequence[Control]") -> "torch.Tensor":
     """Return the denoiser's flow with `controls` beside it. dit, run, step: arguments of the denoiser's `forward`."""
-    return transformer.forward(dit, run, *step, [_find_kind(control.module)(control) for control in controls])
+    beside = [_find_kind(control.module)(control) for control in controls]
+    return transformer.forward(dit, run, *step, beside=beside)
 
 
 def _find_kind(module: Net) -> "type[ControlNet | FunControlNet | BlockWise]":

@@ -47,7 +47,7 @@ BY_LAYERS = "_refined_by_layers"
 
 def forward(dit: Net, run: "ShardedOps", *step: Any, controls: "Sequence[Control]") -> "torch.Tensor":
     """Return the denoiser's flow with hints of `controls`. dit, run, step: arguments of the denoiser's `forward`."""
-    return transformer.forward(dit, run, *step, [ControlStack(control) for control in controls])
+    return transformer.forward(dit, run, *step, stacks=[ControlStack(control) for control in controls])
 
 
 class ControlStack:
