@@ -1,4 +1,4 @@
-"""Core's CONTROL_NET whose network runs compiled beside the denoiser on the TPU.
+"""Core's CONTROL_NET whose network runs on the TPU, compiled with the denoiser.
 
 Core's own nodes apply it, and core's own code scales and encodes its image. Only the call of its network is replaced:
 the sampler passes on hint and strength, and the denoiser's call computes both networks.
@@ -32,7 +32,7 @@ class ControlCall:
 
 
 def load_control_net(path: str) -> "TPUControlNet":
-    """Return core's CONTROL_NET of a file. Raises `CheckpointError` if the file does not run beside a denoiser."""
+    """Return core's CONTROL_NET of a file. Raises `CheckpointError` for a file of another kind."""
     file = read_control(path)
     if file.spec.component.class_name not in _CLASSES:
         raise ValueError(compose("control.is_a_model_patch", path=path, kind=file.spec.title))
@@ -95,9 +95,9 @@ class TPUControlNet(comfy.controlnet.ControlNet):
             row = torch.nn.functional.pad(row, (0, width % 2, 0, height % 2, 0, 0, 0, missing))
             strength = max(strength, 0.0) ** 0.5
         padded = core_inputs.pad_to_patches(row, (1, 2, 2))
-        own = ControlInput(hint=core_inputs.to_array(padded), strength=strength)
+        entry = ControlInput(hint=core_inputs.to_array(padded), strength=strength)
         before = control_prev or ControlCall(files=(), inputs=())
-        return ControlCall(files=(*before.files, self.file), inputs=(*before.inputs, own))
+        return ControlCall(files=(*before.files, self.file), inputs=(*before.inputs, entry))
 
 
 class _Recorder:
@@ -110,12 +110,12 @@ class _Recorder:
 
 
 def check_controls(conds: Sequence[Sequence[Mapping[str, Any]] | None], network: CoreNetwork, refusal: str) -> None:
-    """Raise ValueError for ControlNets that do not run beside a denoiser, before they read an image.
+    """Raise ValueError for ControlNets that are not of a supported denoiser, before they read an image.
 
     conds: core's conditionings. network: the denoiser. refusal: of core's own ControlNets.
     """
     for control in {
-        id(one): one for row in conds for cond in row or () for one in _chain(cond.get("control"))
+        id(control): control for row in conds for cond in row or () for control in _chain(cond.get("control"))
     }.values():
         if not isinstance(control, TPUControlNet):
             raise ValueError(refusal)

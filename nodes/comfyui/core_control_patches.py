@@ -1,7 +1,7 @@
-"""Core's model patches that run beside the denoiser on the TPU: their loader, checks, and inputs of a call.
+"""Core's model patches that run on the TPU, compiled with the denoiser: their loader, checks, and inputs of a call.
 
 Core's own nodes make the patches. They encode images with the VAE that the node has; the network of a patch runs
-compiled beside the denoiser.
+compiled with the denoiser.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ _PLACES: Mapping[str, set[str]] = {
 
 
 def load_patch(path: str) -> CorePatcher:
-    """Return core's MODEL_PATCH of a file. Raises `CheckpointError` if the file does not run beside a denoiser."""
+    """Return core's MODEL_PATCH of a file. Raises `CheckpointError` for a file of another kind."""
     file = read_control(path)
     if file.spec.component.class_name not in _NETWORKS:
         raise ValueError(compose("control.is_a_control_net", path=path, kind=file.spec.title))
@@ -86,21 +86,21 @@ _NETWORKS: Mapping[str, Callable[[ControlFile], torch.nn.Module]] = {
 
 
 def list_patches(patches: Mapping[str, Sequence[Any]], network: CoreNetwork) -> list[Any] | None:
-    """Return core's patches of networks that run beside a denoiser, in their order; None if there are others.
+    """Return core's patches of control networks, in their order; None if there are others.
 
     patches: core's `transformer_options["patches"]`. network: the denoiser.
     Raises ValueError for a network of core's own loader, or of another denoiser.
     """
-    found = list({id(patch): patch for place in patches.values() for patch in place}.values())
-    for patch in found:
-        places = {place for place, added in patches.items() if any(patch is one for one in added)}
+    listed = list({id(patch): patch for place in patches.values() for patch in place}.values())
+    for patch in listed:
+        places = {place for place, added in patches.items() if any(patch is other for other in added)}
         if _PLACES.get(type(patch).__name__) != places:
             return None
         file = _find_file(patch)
         if file is None:
             raise ValueError(compose("control.of_core_loader", title=network.spec.title, loader=_LOADER))
         check_fits(file, network.spec, network.config)
-    return found
+    return listed
 
 
 def _find_file(patch: Any) -> ControlFile | None:
@@ -156,5 +156,6 @@ def _encode_again(patch: Any, sides: Sequence[int]) -> None:
 def select_rows(inputs: Sequence[ControlInput], rows: Sequence[int]) -> tuple[ControlInput, ...]:
     """Return the inputs of some of a call's rows."""
     return tuple(
-        one if len(one.hint) == 1 else ControlInput(hint=one.hint[list(rows)], strength=one.strength) for one in inputs
+        entry if len(entry.hint) == 1 else ControlInput(hint=entry.hint[list(rows)], strength=entry.strength)
+        for entry in inputs
     )

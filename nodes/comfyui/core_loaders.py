@@ -172,7 +172,7 @@ LOADERS = by_id(
             _file("name", "model_patches", "File of the model patch."),
             _MODEL_PATCH,
             description="Load Model Patch for the TPU, for Z-Image's Fun and Qwen-Image's DiffSynth ControlNets. They "
-            "run compiled beside the diffusion model.",
+            "run compiled with the diffusion model.",
         ),
         _loader(
             "TPUControlNetLoader",
@@ -181,7 +181,7 @@ LOADERS = by_id(
             _file("control_net_name", "controlnet", "File of the ControlNet."),
             _CONTROL_NET,
             description="Load ControlNet Model for the TPU, for Qwen-Image's InstantX and Fun ControlNets. They run "
-            "compiled beside the diffusion model.",
+            "compiled with the diffusion model.",
         ),
     )
 )

@@ -78,7 +78,7 @@ def check_options(options: Mapping[str, Any], control: object, patches_run: bool
     """Raise ValueError for patches that would have to run inside the network.
 
     options: core's `transformer_options`. control: a ControlNet, or None.
-    patches_run: whether the networks of all patches run beside the denoiser.
+    patches_run: whether all patches are of control networks.
     """
     for name, (what, node, advice) in _OPTIONS.items():
         if options.get(name) and not (name == "patches" and patches_run):

@@ -26,7 +26,7 @@ LOADERS = {
     "ControlNetLoader": ("TPUControlNetLoader", ("control_net_name",)),
 }
 _BACK = {ours: (theirs, names) for theirs, (ours, names) in LOADERS.items()}
-# Loaders of networks that run beside a denoiser.
+# Loaders of control networks.
 _OF_CONTROLS = frozenset(("ModelPatchLoader", "ControlNetLoader"))
 # The headers of further files are not read.
 _MOST_LOADERS = 200

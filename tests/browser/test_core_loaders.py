@@ -215,7 +215,7 @@ def test_convert_command_swaps_core_loaders_and_template_runs(page: Any, server:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_page_on_a_tpu_offers_loaders_once_and_remembers_the_answer(page: Any, name: str):
     """The machine of the test has no TPU, so that the page of no other test gets an offer."""
-    workflow, offers = template(name), []
+    workflow, offers = {**template(name), "id": "33333333-3333-4333-8333-333333333333"}, []
     is_now = f"document.querySelector('{NOTICE}')?.innerText.includes('is now {{}}.')"
 
     def load(**changes: str) -> None:

@@ -39,11 +39,15 @@ def checkpoint_copy(tmp_path: Path) -> Path:
         (
             "/no/such/folder",
             "checkpoint.model_id_not_found",
-            {"model_id": "/no/such/folder", "searched": "the path itself", "hub_id": "Wan-AI/Wan2.1-T2V-14B-Diffusers"},
+            {
+                "model_id": "/no/such/folder",
+                "searched": ["checkpoint.the_path_itself"],
+                "hub_id": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+            },
         ),
     ],
 )
-def test_model_check_unknown_id_raises_value_error(model_id: str, key: str, parameters: dict[str, str]):
+def test_model_check_unknown_id_raises_value_error(model_id: str, key: str, parameters: dict[str, object]):
     with raises_message(ValueError, key, title="Wan 2.1 T2V 14B", **parameters):
         model(model_id).check()
 

@@ -1,4 +1,4 @@
-"""Files of networks that run beside a denoiser. Only headers are read, and values that no shape determines."""
+"""Files of control networks. Only headers are read, and values that no shape determines."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ _MOST_VALUES = 2**26
 
 @dataclass(frozen=True, kw_only=True)
 class ControlFile:
-    """A network beside a denoiser, in a file."""
+    """A control network, in a file."""
 
     spec: ControlSpec
     network: NetworkFile
@@ -47,7 +47,7 @@ class ControlFile:
 
 
 def read_control(path: str) -> ControlFile:
-    """Return the network in a file. Raises `CheckpointError` if it does not run beside a supported denoiser."""
+    """Return the network in a file. Raises `CheckpointError` if it is not a control network of a supported denoiser."""
     try:
         stat = os.stat(path)
     except (OSError, ValueError) as error:
@@ -57,13 +57,13 @@ def read_control(path: str) -> ControlFile:
 
 @functools.lru_cache(maxsize=32)
 def _read(path: str, size: int, modified: int) -> ControlFile:
-    kinds = {one.component.class_name: one for one in list_controls(SPECS)}
+    kinds = {kind.component.class_name: kind for kind in list_controls(SPECS)}
     networks = single_file.find_networks(Path(path), LAYOUTS)
     known = [network for network in networks if network.layout.class_name in kinds]
     if len(networks) != 1 or not known:
-        titles = ", ".join(one.title for one in kinds.values())
-        found = ", ".join(network.layout.class_name for network in networks)
-        raise CheckpointError(compose("control.file_of_another_kind", path=path, found=found, titles=titles))
+        titles = ", ".join(kind.title for kind in kinds.values())
+        class_names = ", ".join(network.layout.class_name for network in networks)
+        raise CheckpointError(compose("control.file_of_another_kind", path=path, found=class_names, titles=titles))
     (network,) = known
     spec = kinds[network.layout.class_name]
     tensors, published = virtual_folder.translate_tensors(network), dict(spec.component.config)
@@ -92,17 +92,17 @@ def _read_tensor(tensor: TensorFile) -> object:
 
 
 def list_controls(specs: Sequence[ModelSpec]) -> list[ControlSpec]:
-    """Return the kinds of networks that run beside the denoisers of these models."""
-    return list({id(one): one for spec in specs for one in spec.denoiser.controls}.values())
+    """Return the kinds of control networks of these models."""
+    return list({id(kind): kind for spec in specs for kind in spec.denoiser.controls}.values())
 
 
 def check_fits(control: ControlFile, spec: ModelSpec, denoiser: Mapping[str, object]) -> None:
-    """Raise `CheckpointError` if a network does not run beside a denoiser.
+    """Raise `CheckpointError` if a network is not a control network of a denoiser.
 
     spec, denoiser: the model, and the config of its denoiser.
     """
     if control.spec not in spec.denoiser.controls:
-        allowed = ", ".join(one.title for one in spec.denoiser.controls) or compose("control.no_kind")
+        allowed = ", ".join(kind.title for kind in spec.denoiser.controls) or compose("control.no_kind")
         raise CheckpointError(compose(
             "control.of_another_model", path=control.path, kind=control.spec.title, title=spec.title, allowed=allowed,
         ))  # fmt: skip

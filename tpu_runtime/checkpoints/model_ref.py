@@ -65,7 +65,7 @@ class ModelRef:
     quality: str = Quality.EXACT  # of samplers that set none (see `Settings`)
     folders: tuple[str, ...] = ()  # searched for `model_id`
     loras: tuple[Lora, ...] = ()
-    controls: tuple[str, ...] = ()  # paths of files with networks that run beside the denoiser, see `ControlSpec`
+    controls: tuple[str, ...] = ()  # paths of files with control networks, see `ControlSpec`
     address: str = ""  # of the machine that runs the stages (see `remote`); "" for this one
     is_partial: bool = False  # whether only some networks are there, for stages that need no others
     only: str = ""  # class of the networks that count of a partial model's files; "" for all

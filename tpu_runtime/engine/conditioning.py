@@ -284,7 +284,7 @@ def check_call_inputs(spec: ModelSpec, config: Json, sample: torch.Tensor, input
 
 
 def check_hints(spec: ModelSpec, files: Sequence[ControlFile], prediction: PredictionRequest) -> None:
-    """Raise `ValueError` if the hints of networks beside a denoiser do not fit a request.
+    """Raise `ValueError` if the hints of control networks do not fit a request.
 
     spec: the model's description. files: the networks, in the order of the request's `controls`.
     """

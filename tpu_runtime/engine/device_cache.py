@@ -93,7 +93,7 @@ class DeviceCache:
         running: Runnable,
         load: Callable[[ResidentWeights | None], tuple[Weights, frozenset[str]]],
         variant: str = "",
-        beside: Mapping[Key, int] = MappingProxyType({}),
+        companions: Mapping[Key, int] = MappingProxyType({}),
     ) -> ResidentWeights:
         """Return the resident component `key`, loaded if need be, with enough free memory to run the program `running`.
 
@@ -103,11 +103,11 @@ class DeviceCache:
             if that has another `variant`, and then returns the same weights with the differing ones replaced; else
             None.
         variant: digest of the LoRAs; "" for none.
-        beside: further components that the program takes, by key, with the bytes of their weights on one chip. They
+        companions: further components that the program takes, by key, with the bytes of their weights on one chip. They
             stay if they are resident, and there is room for them otherwise.
         Evicts others first if all would not fit. Raises `OutOfMemory` before loading if it cannot fit at all.
         """
-        self._make_room(key, f"{component} of {model}", size_bytes, running, beside)
+        self._make_room(key, f"{component} of {model}", size_bytes, running, companions)
         current = self._held.get(key)
         assert not isinstance(current, Executable)
         if current is None or current.variant != variant:
@@ -171,9 +171,11 @@ class DeviceCache:
             self._held.move_to_end(key)
             return self._held[key]
 
-    def _make_room(self, key: Key, title: str, size_bytes: int, running: Runnable, beside: Mapping[Key, int]) -> None:
+    def _make_room(
+        self, key: Key, title: str, size_bytes: int, running: Runnable, companions: Mapping[Key, int]
+    ) -> None:
         """Evict the least recently used entries until the components and the program fit. Raises `OutOfMemory`."""
-        size_bytes += sum(size for other, size in beside.items() if other != key)
+        size_bytes += sum(size for other, size in companions.items() if other != key)
         budget = budget_bytes(self._device, self._reserve_share)
         if budget is None:
             return
@@ -185,7 +187,7 @@ class DeviceCache:
             ))  # fmt: skip
         kept = {id(part) for part in running.parts}
         with self._lock:
-            needed_keys = {key, *beside}
+            needed_keys = {key, *companions}
             others = [
                 other for other, entry in self._held.items() if other not in needed_keys and id(entry) not in kept
             ]

@@ -37,7 +37,7 @@ from .prompt_cache import PromptCache
 
 @dataclass(frozen=True, kw_only=True)
 class _PlannedControl:
-    """A network beside the denoiser, as a program takes it."""
+    """A control network, as a program takes it."""
 
     file: ControlFile
     abstract: Mapping[str, jax.ShapeDtypeStruct]  # its weights by name
@@ -150,13 +150,13 @@ class StageContext:
     def weights(self, name: str, executable: Runnable) -> Weights:
         """Return the weights that `executable` takes, loaded if they are not resident.
 
-        They are those of the component `name`, and of the networks beside it if it is a denoiser with `controls`.
+        They are those of the component `name`, and of the control networks if it is a denoiser with `controls`.
         """
         component = self.spec.component(name)
         assert executable.program.weights is not None
         abstract = executable.program.own_weights
         named = self._plan_controls(executable) if name in self.spec.denoiser.experts else []
-        beside = {part.key: bytes_per_chip(part.abstract) for part in named}
+        companions = {part.key: bytes_per_chip(part.abstract) for part in named}
 
         loras = self.model.select_loras(name)
         # Models that share a file need not need the same layers of it.
@@ -173,15 +173,15 @@ class StageContext:
             running=executable,
             variant=variant,
             load=lambda held: self._load(component, loras, abstract, held),
-            beside=beside,
+            companions=companions,
         )
-        all_keys = {**beside, key: bytes_per_chip(abstract)}
+        all_keys = {**companions, key: bytes_per_chip(abstract)}
         parts = [
             self.device_cache.get(
                 part.key, component=f"{part.file.spec.title} {part.file.path.name}", model=self.found.model_id,
-                size_bytes=beside[part.key], running=executable,
+                size_bytes=companions[part.key], running=executable,
                 load=lambda held, part=part: (self._load_control(part), frozenset()),
-                beside=all_keys,
+                companions=all_keys,
             ).weights
             for part in named
         ]  # fmt: skip
@@ -192,14 +192,14 @@ class StageContext:
 
     @functools.cached_property
     def controls(self) -> tuple[ControlFile, ...]:
-        """Networks beside the denoiser. Raises `CheckpointError` if one does not fit it."""
+        """Control networks. Raises `CheckpointError` if one does not fit it."""
         files = tuple(map(read_control, self.model.controls))
         for file in files:
             check_fits(file, self.spec, self.config(self.spec.denoiser.experts[0]))
         return files
 
     def _plan_controls(self, executable: Runnable) -> "list[_PlannedControl]":
-        """Return the networks beside the denoiser, as `executable` takes them."""
+        """Return the control networks, as `executable` takes them."""
         program = executable.program
         if program.weights is None or len(program.own_weights) == len(program.weights):
             return []  # no file is read for a program that takes none
@@ -214,7 +214,7 @@ class StageContext:
         ]
 
     def _load_control(self, part: "_PlannedControl") -> Weights:
-        """Return the weights of a network beside the denoiser."""
+        """Return the weights of a control network."""
         network = shared_network(part.file.spec.component, part.file.config)
         files = part.file.match_weights(network)
         self.counts["load"] += 1

@@ -1,4 +1,4 @@
-"""Networks that run beside a denoiser and add to its image tokens: ControlNets and model patches."""
+"""Control networks, which add to the image tokens of a denoiser: ControlNets and model patches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSpec:
-    """A kind of network beside the denoisers of a family, each in a file of its own."""
+    """A kind of control network of a family, each in a file of its own."""
 
     title: str  # for messages
     component: Component
@@ -26,7 +26,7 @@ class ControlSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlInput:
-    """The input of one network beside a denoiser, for one call."""
+    """The input of one control network, for one call."""
 
     hint: "np.ndarray"  # [1 or rows, channels, (1,) height, width] float32: latents of images, and masks
     strength: float  # a factor of the addition

@@ -115,7 +115,7 @@ class Forward(Protocol):
 
 
 class ControlledForward(Protocol):
-    """A `Forward` with networks beside the denoiser, each a `programs.controls.Control`."""
+    """A `Forward` with control networks, each a `programs.controls.Control`."""
 
     def __call__(
         self,

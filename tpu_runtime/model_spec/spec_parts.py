@@ -250,7 +250,7 @@ class DenoiserSpec:
     # approximate tokens of a tile along frames, rows and columns for sparse attention (see `attention.tiles`); None
     # without it
     tile: tuple[int, int, int] | None = None
-    controls: tuple[ControlSpec, ...] = ()  # networks that may run beside it
+    controls: tuple[ControlSpec, ...] = ()  # its control networks
     controlled: ControlledForward | None = None  # `forward` with such networks; None without any
 
 

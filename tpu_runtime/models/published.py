@@ -18,7 +18,7 @@ _MORE_PARTS: Mapping[str, tuple[str, ...]] = {
     model: names for family in FAMILIES for model, names in family.files.more_parts.items()
 }
 
-# Names of files with networks that run beside a denoiser.
+# Names of files with control networks.
 CONTROLS: frozenset[str] = frozenset(name for family in FAMILIES for name in family.files.controls)
 
 

@@ -1,4 +1,4 @@
-"""Networks beside a denoiser in its program (see `model_spec.ControlSpec`): weights, operations and inputs.
+"""Control networks in the program of a denoiser (see `model_spec.ControlSpec`): weights, operations and inputs.
 
 The program's weights are those of all its networks. The names of the further ones have a prefix, `control_0/`.
 """
@@ -15,7 +15,7 @@ from ...sharding.rules import Layout
 from ..model_spec import ControlSpec
 from ..precision import Precision
 from . import torch_bridge, weights
-from .program import BESIDE, Config
+from .program import CONTROL_MARK, Config
 from .sharded_ops import ShardedOps
 from .upstream_network import LAYER, Network, ScannedBlocks, layer_index
 
@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class ControlShape:
-    """A network beside the denoiser, as a program is compiled for it."""
+    """A control network, as a program is compiled for it."""
 
     spec: ControlSpec
     config: Config
@@ -38,11 +38,11 @@ class ControlShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """A network beside the denoiser while a program is traced."""
+    """A control network while a program is traced."""
 
     module: Any  # upstream's, with the program's weights
     config: Config
-    run: ShardedOps  # operations on the mesh, for the denoiser's image tokens
+    run: ShardedOps  # operations on the mesh with the image tokens of the denoiser
     hint: torch.Tensor  # `[rows, channels, (1,) height, width]`
     strength: torch.Tensor  # `[]` float32
 
@@ -57,12 +57,12 @@ class Control:
         """
         assert isinstance(blocks, ScannedBlocks)
         stacked = torch_bridge.to_jax(dict(blocks.block.named_parameters()))
-        own = {
+        layer = {
             name: jax.lax.dynamic_index_in_dim(stack, layer_index(), 0, keepdims=False)
             for name, stack in stacked.items()
         }
-        own = self.run.gather_weights(own, prefix=f"{blocks.path}.{LAYER}.")
-        result = torch_bridge.call_functional(blocks.block, own, function, *torch_bridge.to_jax(args))
+        layer = self.run.gather_weights(layer, prefix=f"{blocks.path}.{LAYER}.")
+        result = torch_bridge.call_functional(blocks.block, layer, function, *torch_bridge.to_jax(args))
         return torch_bridge.to_torch(result)
 
 
@@ -89,7 +89,7 @@ class BuiltControl:
 
 
 class JoinedNetworks(torch.nn.Module):
-    """A denoiser and the networks beside it, as one module."""
+    """A denoiser and the control networks, as one module."""
 
     def __init__(self, denoiser: torch.nn.Module, controls: Sequence[BuiltControl]) -> None:
         super().__init__()
@@ -97,28 +97,32 @@ class JoinedNetworks(torch.nn.Module):
         self.controls = torch.nn.ModuleList(control.network.module for control in controls)
 
 
-def join_weights(own: Mapping[str, Value], beside: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the weights of a program by name, from those of its denoiser and of each network beside it."""
+def join_weights(denoiser: Mapping[str, Value], controls: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    """Return the weights of a program by name, from those of its denoiser and of each control network."""
     named = {
-        f"control_{index}{BESIDE}{name}": value for index, part in enumerate(beside) for name, value in part.items()
+        f"control_{index}{CONTROL_MARK}{name}": value
+        for index, part in enumerate(controls)
+        for name, value in part.items()
     }
-    return {**own, **named}
+    return {**denoiser, **named}
 
 
 def split_weights(joined: Mapping[str, Value], count: int) -> tuple[dict[str, Value], list[dict[str, Value]]]:
-    """Undo `join_weights` of `count` networks beside a denoiser."""
+    """Undo `join_weights` of `count` control networks."""
     parts: list[dict[str, Value]] = [{} for _ in range(count)]
-    own = {}
+    denoiser = {}
     for name, value in joined.items():
-        start, mark, rest = name.partition(BESIDE)
+        start, mark, rest = name.partition(CONTROL_MARK)
         if mark:
             parts[int(start.removeprefix("control_"))][rest] = value
         else:
-            own[name] = value
-    return own, parts
+            denoiser[name] = value
+    return denoiser, parts
 
 
-def name_in_module(own: Mapping[str, jax.Array], beside: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Return the parameters of `JoinedNetworks` by name. own, beside: see `join_weights`."""
-    parts = [("denoiser", own), *((f"controls.{index}", part) for index, part in enumerate(beside))]
+def name_in_module(
+    denoiser: Mapping[str, jax.Array], controls: Sequence[Mapping[str, jax.Array]]
+) -> dict[str, jax.Array]:
+    """Return the parameters `[...]` of `JoinedNetworks` by name. denoiser, controls: see `join_weights`."""
+    parts = [("denoiser", denoiser), *((f"controls.{index}", part) for index, part in enumerate(controls))]
     return {f"{start}.{name}": value for start, part in parts for name, value in part.items()}

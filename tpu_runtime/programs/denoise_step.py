@@ -72,7 +72,7 @@ class StepShape:
     # Whether the weights bound attention's scores (see `compute_score_bound`). None, without a checkpoint: a model with
     # `head_norms` is assumed to.
     bounded: bool | None = None
-    controls: tuple[ControlShape, ...] = ()  # networks beside the denoiser
+    controls: tuple[ControlShape, ...] = ()  # control networks
 
 
 def build_denoise_program(spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> Program:
@@ -137,7 +137,7 @@ def build_prediction_program(
 
     It is `(weights, sample, timestep, inputs) -> (prediction, is_finite)`. The host sends the sample and the inputs
     once per step: each chip gets a part, and the chips exchange these faster than the host could send copies. With
-    networks beside the denoiser, hints and strengths follow, as a tuple each.
+    control networks, hints and strengths follow, as a tuple each.
 
     spec, config, target, shape: as for `build_denoise_program`. sample_shape, inputs: shapes of the sample and of the
     inputs
@@ -195,7 +195,7 @@ class _StepBuild:
     on_mesh: ShardedOps
     axes: weights.Axes  # contracting dimensions of quantized weights
     number_format: str  # of quantized weights
-    controls: tuple[BuiltControl, ...]  # networks beside the denoiser
+    controls: tuple[BuiltControl, ...]  # control networks
 
     @classmethod
     def create(cls, spec: ModelSpec, config: Config, target: CompileTarget, shape: StepShape) -> "_StepBuild":
@@ -249,15 +249,15 @@ class _StepBuild:
         return (*state, finite_check.all_finite(state[0])), kept
 
     def forward(
-        self, denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree, **beside: PyTree
+        self, denoiser: torch.nn.Module, run: ShardedOps, features: PyTree, *asked: PyTree, **controls: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Return the `Predict` result without a step cache: the forward of `denoiser` with `run`; no `features`.
 
-        beside: the networks beside it, `controls`, if there are any.
+        controls: the control networks under this name, if there are any.
         """
-        if beside:
+        if controls:
             assert self.spec.denoiser.controlled is not None, self.spec.name
-            return self.spec.denoiser.controlled(denoiser, run, *asked, **beside), ()
+            return self.spec.denoiser.controlled(denoiser, run, *asked, **controls), ()
         return self.spec.denoiser.forward(denoiser, run, *asked), ()
 
     def predicted(
@@ -272,7 +272,7 @@ class _StepBuild:
         """Return the result of `predict` in float32, `[branches, ...]`, and the features to keep.
 
         weights, features: of the program. asked: sample, timestep and inputs; arrays with one row apply to every
-          branch. hints, strengths: of the networks beside the denoiser.
+          branch. hints, strengths: of the control networks.
         """
         branches, dtype = self.shape.branches, self.target.dtype
         sample, timestep, inputs = asked
@@ -285,7 +285,7 @@ class _StepBuild:
         run = self.on_mesh.where(is_sparse_step(timestep, inputs))
         if self.controls:
             hints = tuple(_expand_branches(hint, branches, dtype) for hint in hints)
-            output, kept = self._predicted_beside(weights, run, predict, features, asked, (hints, strengths))
+            output, kept = self._predict_with_controls(weights, run, predict, features, asked, (hints, strengths))
             return output.astype(jnp.float32), kept
         output, kept = torch_bridge.call_functional(
             self.network.module,
@@ -296,7 +296,7 @@ class _StepBuild:
         )
         return output.astype(jnp.float32), kept
 
-    def _predicted_beside(
+    def _predict_with_controls(
         self,
         weights: Weights,
         run: ShardedOps,
@@ -305,7 +305,7 @@ class _StepBuild:
         asked: tuple[PyTree, ...],
         given: tuple[tuple[Array, ...], ...],
     ) -> tuple[PyTree, PyTree]:
-        """Return the result of `predict` with the networks beside the denoiser.
+        """Return the result of `predict` with the control networks.
 
         weights, features: of the program. run: operations on the mesh. asked, given: arrays with a row per branch;
           `given` has hints and strengths.

@@ -35,8 +35,8 @@ DENOISE_STEP = "denoise_step"  # prefix of the denoiser's program names, by whic
 
 Config = Mapping[str, Any]
 
-# Mark in the names of weights of networks beside a program's first one (see `controls.join_weights`).
-BESIDE = "/"
+# Mark in the names of weights of control networks of a program (see `controls.join_weights`).
+CONTROL_MARK = "/"
 
 # Held to build modules and to trace them: torchax's enabled state is shared by all threads. XLA's compilation, the long
 # part, does not need it, and releases Python's lock.
@@ -101,7 +101,7 @@ class Program:
     name: str
     fn: Callable[..., PyTree]
     args: tuple[PyTree, ...]  # a named tuple if callers access single ones
-    # by parameter name, of networks beside the first too (see `controls.join_weights`); None: `fn` has no weights
+    # by parameter name, of control networks too (see `controls.join_weights`); None: `fn` has no weights
     weights: Mapping[str, jax.ShapeDtypeStruct] | None = None
     components: tuple[str, ...] = ()  # the weights are those of any one of these
     mesh: Mesh
@@ -114,8 +114,8 @@ class Program:
 
     @functools.cached_property
     def own_weights(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Return the weights without those of networks beside the first one."""
-        return {name: want for name, want in (self.weights or {}).items() if BESIDE not in name}
+        """Return the weights without those of control networks."""
+        return {name: want for name, want in (self.weights or {}).items() if CONTROL_MARK not in name}
 
     @functools.cached_property
     def weights_digest(self) -> str:

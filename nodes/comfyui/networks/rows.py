@@ -44,7 +44,7 @@ class GuidanceBatch:
     """
 
     def __init__(self, check_controls: Callable[[Sequence[Sequence[Cond] | None]], None]) -> None:
-        self._check_controls = check_controls  # raises for ControlNets that do not run beside the denoiser
+        self._check_controls = check_controls  # raises for ControlNets that are not of a supported denoiser
         self._joined: dict[str, tuple[tuple[object, ...], Any]] = {}
 
     def __call__(self, execute: WrapperExecutor, *args: object, **named: object) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Hints of a network beside a denoiser: tokens that are added behind some of its blocks."""
+"""Hints of a control network: tokens that are added after some of its blocks."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -31,7 +31,7 @@ class PublishedFiles:
     # something else are not listed: fun, vace, s2v, animate, layered, kv, super-resolution.
     more_denoisers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     more_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # text encoders and VAEs
-    controls: tuple[str, ...] = ()  # names of files with networks that run beside a denoiser
+    controls: tuple[str, ...] = ()  # names of files with control networks
 
 
 def split_file(repository: str, folder: str, name: str, size_gb: float) -> SingleFile:

@@ -1,7 +1,7 @@
 """Qwen-Image and Edit, text and images to image. May import `models/common`, `formats`, `programs` and the leaves.
 
 In the order of reading: `spec` (text to image), `text_encoder` (Qwen2.5-VL, of `common/qwen25`), `transformer` (the
-denoiser), `control` (networks beside it). `edit` takes images, also by `common/qwen25_vision`. The VAE is
+denoiser), `control` (its control networks). `edit` takes images, also by `common/qwen25_vision`. The VAE is
 `common/wan_vae`. `single_file`, `published_files` and `core_inputs` are for ComfyUI's files and nodes.
 """
 

@@ -1,13 +1,13 @@
-"""Networks beside Qwen-Image's denoiser: InstantX's and alibaba-pai's ControlNets, DiffSynth-Studio's model patches.
+"""Control networks of Qwen-Image: InstantX's and alibaba-pai's ControlNets, DiffSynth-Studio's model patches.
 
 With N image tokens, and hints that are latents `[rows, 16, 1, h, w]` of the control image, with a mask for inpainting:
 
     InstantX    blocks like the denoiser's, from the sum of image and hint, with embeddings of its own. Behind each, a
                 projection of the image tokens is the hint of 60 / n of the denoiser's blocks. Its modules have the
                 names of diffusers' `QwenImageControlNetModel`
-    Fun         5 blocks like the denoiser's, from the sum of its embedded image and the hint; the hint behind each is
-                added behind every twelfth of the denoiser's blocks
-    DiffSynth   a small network behind each of the denoiser's blocks, from the sum of its image tokens and the hint
+    Fun         5 blocks like the denoiser's, from the sum of its embedded image and the hint; the hint after each is
+                added after every twelfth of the denoiser's blocks
+    DiffSynth   a small network after each of the denoiser's blocks, from the sum of its image tokens and the hint
 """
 
 import math
@@ -40,9 +40,9 @@ NUM_BLOCKS = 60
 
 
 def forward(dit: Net, run: "ShardedOps", *step: Any, controls: "Sequence[Control]") -> "torch.Tensor":
-    """Return the denoiser's flow with `controls` beside it. dit, run, step: arguments of the denoiser's `forward`."""
-    beside = [_find_kind(control.module)(control) for control in controls]
-    return transformer.forward(dit, run, *step, beside=beside)
+    """Return the denoiser's flow with hints of `controls`. dit, run, step: arguments of the denoiser's `forward`."""
+    networks = [_find_kind(control.module)(control) for control in controls]
+    return transformer.forward(dit, run, *step, controls=networks)
 
 
 def _find_kind(module: Net) -> "type[ControlNet | FunControlNet | BlockWise]":
@@ -58,7 +58,7 @@ class ControlNet:
         self.control, self.net = control, control.module
 
     def begin(self, step: Step) -> "Add":
-        """Run the network; see `Beside`."""
+        """Run the network; see `transformer.ControlNetwork`."""
         net, run = self.net, self.control.run.with_length(step.num_tokens)
         tokens = net.img_in(layers.cut_patches(step.sample, PATCH))
         tokens = tokens + net.controlnet_x_embedder(layers.cut_patches(self.control.hint, PATCH))
@@ -75,7 +75,7 @@ class FunControlNet:
         self.control, self.net = control, control.module
 
     def begin(self, step: Step) -> "Add":
-        """Run the network; see `Beside`. Image, text and time are embedded by the denoiser."""
+        """Run the network; see `transformer.ControlNetwork`. Image, text and time are embedded by the denoiser."""
         net, dit, run = self.net, step.dit, self.control.run.with_length(step.num_tokens)
         tokens = net.before_proj(net.control_img_in(layers.cut_patches(self.control.hint, PATCH)))
         tokens = tokens + dit.img_in(layers.cut_patches(step.sample, PATCH))
@@ -136,7 +136,7 @@ class BlockWise:
         self.control, self.net = control, control.module
 
     def begin(self, step: Step) -> "Add":
-        """Embed the hint; see `Beside`."""
+        """Embed the hint; see `transformer.ControlNetwork`."""
         control, run = self.control, self.control.run.with_length(step.num_tokens)
         tokens = self.net.img_in(layers.cut_patches(control.hint, PATCH))
         parts = [*map(run.spread, run.halves(tokens) if step.has_halves else [tokens])]

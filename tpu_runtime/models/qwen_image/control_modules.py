@@ -1,4 +1,4 @@
-"""Torch modules of the networks beside Qwen-Image's denoiser that no library has; `control` computes with them.
+"""Torch modules of the control networks of Qwen-Image that no library has; `control` computes with them.
 
 Parameters are named as in the published files: DiffSynth-Studio's block-wise ControlNets, and alibaba-pai's Fun
 ControlNet.
@@ -13,7 +13,7 @@ EPS = 1e-6
 
 
 class BlockWiseBlock(nn.Module):
-    """The part of a block-wise ControlNet behind one of the denoiser's blocks."""
+    """The part of a block-wise ControlNet after one of the denoiser's blocks."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ PLACEMENTS: "tuple[Placement, ...]" = ("sharded", "sharded", "replicated")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step of the denoiser, for networks beside it."""
+    """A step of the denoiser, for control networks."""
 
     dit: Net
     sample: "torch.Tensor"  # [rows, 16, 1, height, width]
@@ -54,8 +54,8 @@ class Step:
     tables: "tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]"  # cosines and sines of its tokens and the text's
 
 
-class Beside(Protocol):
-    """A network beside the denoiser."""
+class ControlNetwork(Protocol):
+    """A control network."""
 
     def begin(self, step: Step) -> "Callable[[list[torch.Tensor]], list[torch.Tensor]]":
         """Return a function that adds to the streams of the block that is traced."""
@@ -68,7 +68,7 @@ def forward(
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
-    beside: "Sequence[Beside]" = (),
+    controls: "Sequence[ControlNetwork]" = (),
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, 1, height, width]` at one `timestep` `[1]`.
 
@@ -76,7 +76,7 @@ def forward(
     inputs: `text` `[rows, tokens, joint_attention_dim]`, its valid tokens `text_length` `[rows]`, and reference latents
         `reference_0`, `reference_1`, ... `[1, 16, 1, height, width]`, which are more tokens. Models with `zero_cond_t`
         embed them at timestep 0. With `comfyui_positions`, whose value is ignored, tokens have ComfyUI's positions.
-    beside: networks that add to the sample's tokens behind the blocks (see `control`).
+    controls: control networks, which add to the sample's tokens after the blocks (see `control`).
 
     The image tokens are always two sequences: the sample and its references, or the two halves of a sample without any.
     So the sums of one sequence are exchanged between chips while the other's products are computed.
@@ -111,7 +111,7 @@ def forward(
         dit=dit, sample=sample, timestep=timestep, inputs=inputs, num_tokens=size, has_halves=not names,
         tables=([table[:, :size] for table in image_tables], text_tables),
     )  # fmt: skip
-    additions = [one.begin(step) for one in beside]
+    additions = [control.begin(step) for control in controls]
 
     def body(block: Net, streams: "list[torch.Tensor]") -> "list[torch.Tensor]":
         streams = run_block(block, run, streams, [*lengths, inputs["text_length"]], times, rotary)
@@ -120,7 +120,7 @@ def forward(
         return streams
 
     # By index for additions, which depend on the number of the block.
-    layers_run = slice(None) if beside else None
+    layers_run = slice(None) if controls else None
     streams = [*map(run.spread, sequences), text]
     first, second, _ = run.scan(dit.transformer_blocks, streams, body, layers=layers_run)
     image = first if names else torch.cat([first, second], dim=1)

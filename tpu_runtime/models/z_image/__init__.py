@@ -1,7 +1,7 @@
 """Z-Image, text to image. May import `models/common`, `formats`, `programs` and the leaves.
 
 In the order of reading: `spec` (the models), `text_encoder` (Qwen3, of `common/qwen3`), `transformer` (the denoiser),
-`control` (networks beside it). The VAE is `common/kl`. `single_file`, `published_files` and `core_inputs` are for
+`control` (its control networks). The VAE is `common/kl`. `single_file`, `published_files` and `core_inputs` are for
 ComfyUI's files and nodes.
 """
 

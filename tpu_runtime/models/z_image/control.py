@@ -1,13 +1,13 @@
 """Z-Image's Fun ControlNets (alibaba-pai's union, versions 1 to 2.1 and lite), as ComfyUI runs them.
 
 Their modules have the names of diffusers' `ZImageControlNetModel`. A control network has blocks like the denoiser's for
-the image tokens alone; behind each, `after_proj` makes a hint. With N image tokens without padding:
+the image tokens alone; after each, `after_proj` makes a hint. With N image tokens without padding:
 
     hint          latents [rows, 16, h, w] of the control image; from version 2 on also a mask and 16 latents of the
                   image to be inpainted -> [rows, N, 3840]
     2 refiners    version 1: plain blocks. Later: control blocks from the sum with the image's embedding; their hints
-                  are added behind the denoiser's 2 noise refiners. In version 2.0 the layers below serve instead
-    n layers      control blocks from the sum with the denoiser's refined image; their hints are added behind every
+                  are added after the denoiser's 2 noise refiners. In version 2.0 the layers below serve instead
+    n layers      control blocks from the sum with the denoiser's refined image; their hints are added after every
                   (30 / n)th of its layers
 
 Diffusers also runs the text and the padding through these blocks. ComfyUI does not, and this pack follows it.
@@ -47,7 +47,7 @@ BY_LAYERS = "_refined_by_layers"
 
 def forward(dit: Net, run: "ShardedOps", *step: Any, controls: "Sequence[Control]") -> "torch.Tensor":
     """Return the denoiser's flow with hints of `controls`. dit, run, step: arguments of the denoiser's `forward`."""
-    return transformer.forward(dit, run, *step, stacks=[ControlStack(control) for control in controls])
+    return transformer.forward(dit, run, *step, controls=[ControlStack(control) for control in controls])
 
 
 class ControlStack:
@@ -155,9 +155,9 @@ def find_problem(denoiser: Json, control: Json) -> str | None:
     """Return why a control network does not fit the denoiser, by their configs; None if it does."""
     places = control["control_layers_places"]
     sizes = {name: (control[name], denoiser[name]) for name in ("dim", "n_heads", "n_refiner_layers")}
-    for name, (own, needed) in sizes.items():
-        if own != needed:
-            return compose("control.size_differs", name=name, own=own, needed=needed)
+    for name, (size, needed) in sizes.items():
+        if size != needed:
+            return compose("control.size_differs", name=name, own=size, needed=needed)
     if places[-1] >= denoiser["n_layers"]:
         return compose("control.too_few_layers", needed=places[-1] + 1, count=denoiser["n_layers"])
     return None

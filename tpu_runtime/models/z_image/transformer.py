@@ -41,15 +41,18 @@ PATCH = 2
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
-class Beside(Protocol):
-    """A network beside the denoiser (see `control`)."""
+class ControlNetwork(Protocol):
+    """A control network (see `control`)."""
 
     def begin(self, image: "torch.Tensor", num_patches: int, tables: "Pair", time: "torch.Tensor") -> "Sequence[Hints]":
         """Return the hints of the noise refiners, from the embedded image `[rows, tokens, dim]`."""
         ...
 
     def finish(self, image: "torch.Tensor", num_tokens: int) -> "Hints":
-        """Return the hints of the layers, whose sequence has `num_tokens`, from the refined image."""
+        """Return the hints of the layers from the refined image `[rows, tokens, dim]`.
+
+        num_tokens: of the layers' sequence.
+        """
         ...
 
 
@@ -59,13 +62,13 @@ def forward(
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
-    stacks: "Sequence[Beside]" = (),
+    controls: "Sequence[ControlNetwork]" = (),
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, height, width]` at one `timestep` `[1]`.
 
     dit: diffusers' `ZImageTransformer2DModel`. run: operations on the mesh.
     inputs: `text` `[rows, tokens, cap_feat_dim]`, and `text_length` `[rows]`, its number of valid tokens.
-    stacks: control networks, whose hints are added to the image tokens (see `control`).
+    controls: control networks, whose hints are added to the image tokens (see `control`).
 
     Upstream's time runs the other way, from noise at 0 to the image at 1. So does its flow, whose sign is changed here.
     """
@@ -78,13 +81,13 @@ def forward(
     image_size, grid = image.shape[1], (height // PATCH, width // PATCH)
     image_tables, text_tables = rotary_tables(dit.rope_embedder, grid, image_size, text.shape[1], text_length)
 
-    hints = [hint for one in stacks for hint in one.begin(image, num_patches, image_tables, time)]
+    hints = [hint for control in controls for hint in control.begin(image, num_patches, image_tables, time)]
     image = run_stack(dit.noise_refiner, run.with_length(image_size), image, image_tables, None, time, hints)
     text = run_stack(dit.context_refiner, run.with_length(text.shape[1]), text, text_tables, text_length, None)
 
     x = torch.cat([image, text], dim=1)
     tables = [torch.cat(pair, dim=1) for pair in zip(image_tables, text_tables, strict=True)]
-    hints = [one.finish(image, x.shape[1]) for one in stacks]
+    hints = [control.finish(image, x.shape[1]) for control in controls]
     x = run_stack(dit.layers, run.with_length(x.shape[1]), x, tables, image_size + text_length, time, hints)
     patches = dit.all_final_layer["2-1"](x[:, :num_patches], c=time)  # [rows, num_patches, 2 * 2 * 16]
     return -join_patches(patches, grid)
@@ -184,7 +187,7 @@ def run_stack(
 
     run: operations on the mesh. tables: cosines and sines `[rows, tokens, head_dim]`.
     length: valid tokens `[rows]`; None: all. time: time embedding `[rows, 256]`; None: blocks without modulation.
-    hints: added behind the blocks.
+    hints: added after the blocks.
     """
     rotary = tuple(run.tokens(table) for table in tables)
 
