@@ -75,7 +75,7 @@ def test_template_notes_are_translated_and_keep_code(path: Path):
 
 def core_notes() -> list[list[str]]:
     """The lines of this pack's notes in ComfyUI's templates, which start with the title."""
-    paths = [path for path in core_examples.FOLDER.glob("*.json") if path.name != core_examples.INDEX]
+    paths = list(core_examples.FOLDER.glob("*.json"))
     notes = (json.loads(path.read_text("utf-8"))["nodes"][0] for path in paths)
     return [note["widgets_values"][0].split("\n") for note in notes if note["title"] == core_examples.NOTE["title"]]
 

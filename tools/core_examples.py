@@ -25,8 +25,8 @@ from comfyui_tpu.tools.official_templates import Template
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "core"
 TABLE = ROOT / "benchmarks" / "templates.json"
-# The index of the folder: from which package, and the hash of each template as it is there.
-INDEX = "index.json"
+# The record of the folder: from which package, and the hash of each template as it is there.
+RECORD = ROOT / "tools" / "core_examples.json"
 NOTE = {"type": "MarkdownNote", "title": "How to use this", "color": "#432", "bgcolor": "#321"}
 # Lines of each note; their translations are in `tools/translations`.
 LINES = (
@@ -96,20 +96,20 @@ def hash_document(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def files(folder: Path) -> dict[str, str]:
-    """Return the content of each file of `examples/core` by its name.
+def files(folder: Path) -> dict[Path, str]:
+    """Return the content of each file of `examples/core`, and of the record, by path.
 
     folder: of the package's templates.
     """
     table = json.loads(TABLE.read_text("utf-8"))
     failing = [row["template"] for row in table["templates"] if row["verdict"] != "equal"]
     chosen = choose_templates(official_templates.list_templates(folder), failing)
-    index = {
+    record = {
         "package": official_templates.find_version(folder),
         "templates": {one.name: hash_document(one.document) for one in chosen},
     }
-    found = {f"{one.name}.json": format_document(make_example(one)) for one in chosen}
-    return {**found, INDEX: json.dumps(index, indent=1) + "\n"}
+    examples = {FOLDER / f"{one.name}.json": format_document(make_example(one)) for one in chosen}
+    return {**examples, RECORD: json.dumps(record, indent=1) + "\n"}
 
 
 def format_document(document: Mapping[str, Any]) -> str:
@@ -123,11 +123,11 @@ def main() -> None:
     folder = parser.parse_args().templates or official_templates.find_folder()
     written = files(folder)
     for path in FOLDER.glob("*.json"):
-        if path.name not in written:
+        if path not in written:
             path.unlink()
-    for name, text in written.items():
-        (FOLDER / name).write_text(text, "utf-8")
-        sys.stdout.write(f"{FOLDER / name}\n")
+    for path, text in written.items():
+        path.write_text(text, "utf-8")
+        sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":

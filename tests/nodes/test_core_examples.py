@@ -13,19 +13,19 @@ from comfyui_tpu.tpu_runtime.messages import TABLE
 pytest.importorskip("comfyui_workflow_templates_json")
 
 TEMPLATES = {one.name: one for one in official_templates.list_templates(official_templates.find_folder())}
-INDEX = json.loads((core_examples.FOLDER / core_examples.INDEX).read_text("utf-8"))
-EXAMPLES = sorted(path for path in core_examples.FOLDER.glob("*.json") if path.name != core_examples.INDEX)
+RECORD = json.loads(core_examples.RECORD.read_text("utf-8"))
+EXAMPLES = sorted(core_examples.FOLDER.glob("*.json"))
 
 
 def test_core_examples_equal_output_of_tool():
     """Of the package that they are made of; of another one, its unchanged templates. Else: `tools/core_examples.py`."""
-    assert [path.stem for path in EXAMPLES] == sorted(INDEX["templates"])
+    assert [path.stem for path in EXAMPLES] == sorted(RECORD["templates"])
     folder = official_templates.find_folder()
-    if official_templates.find_version(folder) == INDEX["package"]:
+    if official_templates.find_version(folder) == RECORD["package"]:
         files = core_examples.files(folder)
-        assert files == {name: (core_examples.FOLDER / name).read_text("utf-8") for name in files}
+        assert files == {path: path.read_text("utf-8") for path in files}
     for name, template in TEMPLATES.items():
-        if INDEX["templates"].get(name) == core_examples.hash_document(template.document):
+        if RECORD["templates"].get(name) == core_examples.hash_document(template.document):
             written = (core_examples.FOLDER / f"{name}.json").read_text("utf-8")
             assert written == core_examples.format_document(core_examples.make_example(template)), name
 
