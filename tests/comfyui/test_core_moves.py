@@ -51,6 +51,11 @@ FUNCTIONS = (
     ("comfy/text_encoders/qwen_vl.py", "", "process_qwen2vl_images", "images"),
     ("comfy/clip_vision.py", "ClipVisionModel", "encode_image", "self image crop"),
     ("comfy/clip_model.py", "", "clip_preprocess", "image size mean std crop"),
+    ("comfy/controlnet.py", "ControlNet", "get_control", "self x_noisy t cond batched_number transformer_options"),
+    ("comfy/controlnet.py", "ControlBase", "get_models", "self"),
+    ("comfy_extras/nodes_model_patch.py", "ZImageControlPatch", "encode_latent_cond",
+     "self control_image inpaint_image"),
+    ("comfy_extras/nodes_model_patch.py", "DiffSynthCnetPatch", "encode_latent_cond", "self image"),
     # What core asks of outputs that nobody uses: it must make none of them.
     ("comfy/model_patcher.py", "ModelPatcher", "model_patches_models", "self"),
     ("comfy/model_patcher.py", "ModelPatcher", "get_nested_additional_models", "self"),
@@ -108,10 +113,11 @@ def test_core_internals_are_imported_only_in_known_files():
     """ComfyUI's models, patchers and samplers, beside the memory's patcher."""
     folder = Path(__file__).parents[2] / "nodes" / "comfyui"
     knows = re.compile(
-        r"comfy\.(model_patcher|model_base|model_detection|samplers|lora|sd\b|sd1_clip|conds|ldm|clip_vision|text_encoders)"
+        r"comfy\.(model_patcher|model_base|model_detection|samplers|lora|sd\b|sd1_clip|conds|controlnet|ldm|clip_vision"
+        r"|text_encoders)"
     )
     files = {path.name for path in folder.rglob("*.py") if knows.search(path.read_text("utf-8"))}
     assert files == {
-        "core_encoder.py", "core_model.py", "core_text_and_vae.py", "inputs.py", "memory.py", "model_patcher.py",
-        "rows.py", "sources.py",
+        "core_control_nets.py", "core_control_patches.py", "core_encoder.py", "core_model.py", "core_text_and_vae.py",
+        "inputs.py", "memory.py", "model_patcher.py", "rows.py", "sources.py",
     }  # fmt: skip

@@ -186,7 +186,7 @@ class Chip:
         others = {(name,): number * MIB for name, number in beside.items()}
         self.device_cache.get(
             (component,), component=component, model="m", size_bytes=size * MIB, running=running, load=load,
-            beside=others,
+            companions=others,
         )  # fmt: skip
 
     @property
