@@ -120,6 +120,6 @@ def test_plan_process_early_exit_raises_runtime_error(monkeypatch: pytest.Monkey
 
 
 def test_plan_process_terminates_when_stdin_closes():
-    with children.run_module_child("plan.plan", MODEL) as child:
+    with children.run_module_child("tpu_runtime.plan.plan", MODEL) as child:
         child.process.stdin.close()
         assert child.process.wait(timeout=PATIENCE_S) == -signal.SIGTERM
