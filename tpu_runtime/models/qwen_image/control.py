@@ -58,7 +58,7 @@ class ControlNet:
         self.control, self.net = control, control.module
 
     def begin(self, step: Step) -> "Add":
-        """Run the network; see `transformer.ControlNetwork`."""
+        """Run the network; see `transformer.QwenImageControl`."""
         net, run = self.net, self.control.run.with_length(step.num_tokens)
         tokens = net.img_in(layers.cut_patches(step.sample, PATCH))
         tokens = tokens + net.controlnet_x_embedder(layers.cut_patches(self.control.hint, PATCH))
@@ -75,7 +75,7 @@ class FunControlNet:
         self.control, self.net = control, control.module
 
     def begin(self, step: Step) -> "Add":
-        """Run the network; see `transformer.ControlNetwork`. Image, text and time are embedded by the denoiser."""
+        """Run the network; see `transformer.QwenImageControl`. Image, text and time are embedded by the denoiser."""
         net, dit, run = self.net, step.dit, self.control.run.with_length(step.num_tokens)
         tokens = net.before_proj(net.control_img_in(layers.cut_patches(self.control.hint, PATCH)))
         tokens = tokens + dit.img_in(layers.cut_patches(step.sample, PATCH))
@@ -136,7 +136,7 @@ class BlockWise:
         self.control, self.net = control, control.module
 
     def begin(self, step: Step) -> "Add":
-        """Embed the hint; see `transformer.ControlNetwork`."""
+        """Embed the hint; see `transformer.QwenImageControl`."""
         control, run = self.control, self.control.run.with_length(step.num_tokens)
         tokens = self.net.img_in(layers.cut_patches(control.hint, PATCH))
         parts = [*map(run.spread, run.halves(tokens) if step.has_halves else [tokens])]

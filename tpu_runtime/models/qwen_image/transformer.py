@@ -54,7 +54,7 @@ class Step:
     tables: "tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]"  # cosines and sines of its tokens and the text's
 
 
-class ControlNetwork(Protocol):
+class QwenImageControl(Protocol):
     """A control network."""
 
     def begin(self, step: Step) -> "Callable[[list[torch.Tensor]], list[torch.Tensor]]":
@@ -68,7 +68,7 @@ def forward(
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
-    controls: "Sequence[ControlNetwork]" = (),
+    controls: "Sequence[QwenImageControl]" = (),
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, 1, height, width]` at one `timestep` `[1]`.
 

@@ -41,7 +41,7 @@ PATCH = 2
 # --- the denoiser -----------------------------------------------------------------------------------------------------
 
 
-class ControlNetwork(Protocol):
+class ZImageControl(Protocol):
     """A control network (see `control`)."""
 
     def begin(self, image: "torch.Tensor", num_patches: int, tables: "Pair", time: "torch.Tensor") -> "Sequence[Hints]":
@@ -62,7 +62,7 @@ def forward(
     sample: "torch.Tensor",
     timestep: "torch.Tensor",
     inputs: "dict[str, torch.Tensor]",
-    controls: "Sequence[ControlNetwork]" = (),
+    controls: "Sequence[ZImageControl]" = (),
 ) -> "torch.Tensor":
     """Return the flow (velocity) of `sample` `[rows, 16, height, width]` at one `timestep` `[1]`.
 
