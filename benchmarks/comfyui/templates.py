@@ -151,7 +151,7 @@ class Bench:
         decoded = [node_id for node_id in errors if theirs[node_id]["class_type"] in prompts.DECODERS]
         if list_denoisers(template.document)[0].startswith("hunyuan"):
             images = max(errors.pop(node_id) for node_id in decoded)
-            reasons.append(f"latents; the images differ by {images:.1e}, because the decoder is diffusers'")
+            reasons.append(f"latents; the images differ by {images:.1e}, cause not known")
         error = max(errors.values())
         return {"verdict": "equal" if error < BOUND else "differs", "reason": " ".join(reasons), "error": error}
 
