@@ -37,7 +37,7 @@ LINES = (
 # Nodes that are refused on the TPU, with the key of the message. Their own tests are in docs/core_nodes.md.
 REFUSED = {"FluxKVCache": "comfyui.a_patch_of_blocks", "TextEncodeQwenImageEdit": "comfyui.prompt_too_long"}
 MOST_CHARACTERS = 100_000
-_BESIDE = frozenset((
+_NOT_COMPUTING = frozenset((
     "BatchImagesNode", "ComfyMathExpression", "ComfySwitchNode", "CreateVideo", "ImageCompare", "MarkdownNote", "Note",
     "PreviewAny", "PreviewImage", "Reroute", "ResolutionSelector", "SaveAnimatedWEBP", "SaveImage",
     "SaveImageAdvanced", "SaveVideo", "StringConcatenate",
@@ -73,7 +73,7 @@ def list_problems(template: Template) -> set[str]:
 
 def read_recipe(document: Mapping[str, Any]) -> object:
     """Return what two templates of one recipe have in common: denoisers, and types of nodes that are not muted."""
-    kinds = {node["type"] for node in official_templates.list_running(document)} - _BESIDE
+    kinds = {node["type"] for node in official_templates.list_running(document)} - _NOT_COMPUTING
     computing = frozenset(kind for kind in kinds if not kind.startswith("Primitive"))
     return frozenset(official_templates.list_denoisers(document)), computing
 
